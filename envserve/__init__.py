@@ -1,7 +1,7 @@
 """Environment servers for reinforcement learning.
 
-What is named here is loaded when it is used: importing any module runs this file, and a
-worker process must load neither zmq nor asyncio.
+The names below are imported on first use. Python runs this file before any other module
+of the package, and worker processes must not import zmq or asyncio.
 """
 
 TYPE_CHECKING = False

@@ -1,6 +1,6 @@
-"""EnvPool's envs for Gymnasium's registry, as `envpool/NAME`: importing this adds them.
+"""Register the envs of EnvPool with Gymnasium as `envpool/NAME`, on import.
 
-They are vector envs only: ask for them with `vectorized`.
+They exist only as vector envs, so use them with `vectorized=True`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from gymnasium.vector.utils import batch_space
 
 __all__ = ["EnvPool"]
 
-_KNOWN: Final = frozenset({"env_id", "players", "elapsed_step"})
+_REDUNDANT_KEYS: Final = frozenset({"env_id", "players", "elapsed_step"})
 
 
 class EnvPool(VectorEnv[Any, Any, Any]):
-    """An EnvPool that is made anew when it is seeded, each row with a seed of its own.
+    """A pool of EnvPool as a Gymnasium vector env.
 
-    Infos are without what a row knows itself: its number, and how many steps it took.
+    A reset with seeds makes a new pool, because EnvPool takes seeds only at
+    construction. Infos do not contain the index and the step count of a row.
     """
 
     def __init__(
         self, num_envs: int, task_id: str, num_threads: int = 1, **options: Any
     ) -> None:
-        """Takes what `envpool.make` does; by default a worker has one thread."""
+        """Make a pool.
+
+        Args:
+          num_envs: Number of rows.
+          task_id: Name of the env in EnvPool.
+          num_threads: Number of threads of EnvPool in each worker.
+          **options: Other options of `envpool.make`.
+        """
         mode = AutoresetMode.NEXT_STEP
         self.metadata = {"autoreset_mode": mode, "reset_mask": True}
         self.num_envs = num_envs
@@ -47,39 +55,39 @@ class EnvPool(VectorEnv[Any, Any, Any]):
         seed: int | list[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Resets all rows, or those of `options["reset_mask"]` without seeds."""
+        """Reset all rows; without seeds also only those of `options["reset_mask"]`."""
         if seed is not None:
             if options:
                 raise ValueError(f"expected no options with seeds; got {options}")
-            own = self.np_random.integers(2**31, size=self.num_envs).tolist()
-            given = range(seed, seed + len(own)) if isinstance(seed, int) else seed
+            drawn = self.np_random.integers(2**31, size=self.num_envs).tolist()
+            given = range(seed, seed + len(drawn)) if isinstance(seed, int) else seed
             seeds = [
-                b if a is None else a % 2**31 for a, b in zip(given, own, strict=True)
+                b if a is None else a % 2**31 for a, b in zip(given, drawn, strict=True)
             ]
             self.close_extras()
             self._pool = self._make(seed=seeds)
         elif self._pool is None:
             self._pool = self._make()
         observation, infos = self._pool.reset(options=options)
-        return observation, _own(infos) if not options else {}
+        return observation, _without_redundant_keys(infos) if not options else {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Steps all rows."""
+        """Step all rows."""
         *results, infos = self._pool.step(actions)
-        return *results, _own(infos)
+        return *results, _without_redundant_keys(infos)
 
     def render(self) -> tuple[Any, ...]:
-        """Returns a picture of each row."""
+        """Return one image per row."""
         return tuple(self._pool.render(env_ids=range(self.num_envs)))
 
     def close_extras(self, **_: Any) -> None:
-        """Ends its threads."""
+        """Close the pool and end its threads."""
         if self._pool is not None:
             self._pool.close()
 
 
-def _own(infos: dict[str, Any]) -> dict[str, Any]:
-    return {key: infos[key] for key in infos if key not in _KNOWN}
+def _without_redundant_keys(infos: dict[str, Any]) -> dict[str, Any]:
+    return {key: infos[key] for key in infos if key not in _REDUNDANT_KEYS}
 
 
 for _name in envpool.list_all_envs():

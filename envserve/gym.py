@@ -1,9 +1,10 @@
-"""For `gymnasium.make_vec("envserve.gym:HalfCheetah-v5", num_envs=4, addresses=[...])`.
+"""Support for `gymnasium.make_vec("envserve.gym:CartPole-v1", num_envs=4)`.
 
-Gymnasium imports what stands before the colon, then makes what is registered by the
-name behind it. So importing this makes `envserve.make_vec` the vector entry point of
-all envs that are registered by then. `gymnasium.make_vec("CartPole-v1")` uses it then,
-unless `vectorization_mode` is "sync" or "async". For others: `envserve/Remote-v0`.
+Gymnasium imports the module before the colon, and then makes the env that is registered
+under the name after it. So importing this module has a side effect: it sets the vector
+entry point of all registered envs to `envserve.make_vec`. From then on,
+`gymnasium.make_vec("CartPole-v1")` uses it too, unless `vectorization_mode` is "sync"
+or "async". For envs that are not registered in this process, use `envserve/Remote-v0`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ _OPTIONS: Final = {
 def make_vec(
     env: str, max_episode_steps: int | None = None, **kwargs: Any
 ) -> VectorEnv:
-    """Makes what `envserve.make_vec` makes, of what `gymnasium.make_vec` gives.
+    """Call `envserve.make_vec` with the arguments that `gymnasium.make_vec` passes.
 
     Args:
       env: Registered name.
-      max_episode_steps: Limit of an episode, if it is another than the registered one.
-      **kwargs: As for `envserve.make_vec`; any others are arguments of the env.
+      max_episode_steps: Maximum number of steps of an episode, which is passed to the
+        env if it differs from the registered one.
+      **kwargs: Options of `envserve.make_vec`; all others are arguments of the env.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
     kwargs |= options.pop("env_kwargs", None) or {}
@@ -51,7 +53,7 @@ def make_vec(
 
 
 def __getattr__(name: str) -> Callable[..., VectorEnv]:
-    """Gives each registered env an entry point by its own name."""
+    """Return an entry point for the registered env with this name."""
     if name not in gymnasium.registry:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return partial(make_vec, name)

@@ -1,7 +1,8 @@
-"""Envs for Stable-Baselines3: its VecEnv, here or on servers.
+"""A `VecEnv` for Stable-Baselines3, with envs in worker processes or on servers.
 
-Importing this module imports Stable-Baselines3, which nothing else here does. A lost
-episode is a truncated one there, since it has no masks for rows; padding is waited out.
+Stable-Baselines3 cannot mask invalid rows, so a lost episode is returned as a truncated
+one, and steps wait for absent envs instead of returning padding. Only this module
+imports Stable-Baselines3.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gymnasium.vector.utils import batch_space
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch, send_step
-from envserve.client.step_result import last_rows
+from envserve.client.step_result import final_observations
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
 from envserve.wrappers.specs import parse_wrappers
@@ -40,15 +41,18 @@ def make_vec_env(
     monitor_file: str | None = None,
     **options: Any,
 ) -> VecMonitor:
-    """Makes envs as Stable-Baselines3 takes them, seeded as by its own function.
+    """Make a VecEnv, like `stable_baselines3.common.env_util.make_vec_env`.
 
     Args:
-      env: As for `envserve.make_vec`, and so are `addresses`.
-      n_envs: Number of rows.
-      addresses: Servers, like "tcp://sim1:5555"; by default worker processes here.
-      seed: Env i's first reset gets `seed + i`; None draws one.
-      monitor_file: Where to write return, length and time of each episode, as CSV.
-      **options: Like `num_workers`, `env_kwargs` and `wrappers`.
+      env: As for `envserve.make_vec`.
+      n_envs: Number of envs.
+      addresses: Servers, like "tcp://sim1:5555"; by default the envs run in worker
+        processes of this host.
+      seed: The first reset of env i uses `seed + i`; a random seed by default.
+      monitor_file: CSV file for the return, length and time of each episode; by default
+        none is written.
+      **options: Other options of `envserve.make_vec`, such as `num_workers`,
+        `env_kwargs` and `wrappers`.
 
     Raises:
       EnvserveError: As for `envserve.make_vec`.
@@ -60,15 +64,15 @@ def make_vec_env(
     vec_env = BatchVecEnv(batch, kwargs.get("render_mode"), names)
     vec_env.seed(seed)
     monitored = VecMonitor(vec_env, monitor_file)
-    monitored.reset_infos = vec_env.reset_infos  # else its own, which nobody fills
+    monitored.reset_infos = vec_env.reset_infos  # its own list would stay empty
     return monitored
 
 
 class BatchVecEnv(VecEnv):
-    """A batch of envs as a VecEnv, which owns it.
+    """A `BatchEnv` as a VecEnv.
 
     Attributes:
-      batch: The batch, of autoreset "same_step".
+      batch: The batch, with autoreset "same_step"; this object owns it.
     """
 
     def __init__(
@@ -77,38 +81,45 @@ class BatchVecEnv(VecEnv):
         self.batch = batch
         spec = gymnasium.registry.get(batch.spec.env_name)
         spaces = {n: getattr(batch, n) for n in ("observation_space", "action_space")}
-        self._known = {"render_mode": render_mode, "spec": spec, **spaces}  # unasked
+        #: Attributes that `get_attr` returns without asking the envs.
+        self._local_attributes = {"render_mode": render_mode, "spec": spec, **spaces}
         self._wrapper_names = frozenset(wrapper_names)
         self._observations = batch_space(batch.observation_space, batch.num_envs)
         super().__init__(batch.num_envs, batch.observation_space, batch.action_space)
         self.metadata |= metadata_of(batch)
 
     def reset(self) -> Any:
-        """Resets all envs; seeds and options that were set hold for this once."""
+        """Reset all envs, and forget the seeds and options that were set for it."""
         if self.batch.num_in_flight:
             self.batch.drain()
         if any(options != self._options[0] for options in self._options):
-            raise ValueError("options: expected the same for all envs; got others")
-        options = self._options[0] or None  # envs need not take any
+            raise ValueError("options: expected the same options for all envs")
+        options = self._options[0] or None  # some envs accept no options at all
         observation = self.batch.reset(seeds=self._seeds, options=options)
         infos = self.batch.reset_infos
         self.reset_infos[:] = [dict(infos.get(i, {})) for i in range(self.num_envs)]
         self._reset_seeds()
         self._reset_options()
-        self._seen = observation
+        self._last_observation = observation
         return observation
 
     def step_async(self, actions: Array) -> None:
-        """Starts a step of all envs, actions `[n_envs, ...]`; drops one that runs."""
-        if self.batch.num_in_flight:  # such as after Ctrl-C
+        """Start a step of all envs with actions `[n_envs, ...]`.
+
+        A step that is still in flight, for example after Ctrl-C, is discarded.
+        """
+        if self.batch.num_in_flight:
             self.batch.cancel_step()
         send_step(self.batch, actions)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
-        """Returns observations, rewards float32 `[n_envs]`, dones and infos."""
+        """Wait for the step; return observations, rewards, dones and infos.
+
+        Rewards are float32 `[n_envs]`.
+        """
         try:
             _, step = self.batch.recv(self.num_envs)
-        except EnvError:  # the first error of a step is the one to tell
+        except EnvError:  # raise only the first error of a step
             self.batch.drain()
             raise
         except KeyboardInterrupt:
@@ -120,47 +131,54 @@ class BatchVecEnv(VecEnv):
             for row, is_cut in enumerate((step.truncated & ~step.terminated).tolist())
         ]
         if dones.any():
-            last = last_rows(self._observations, step, self._seen)
+            last = final_observations(self._observations, step, self._last_observation)
             for row in dones.nonzero()[0].tolist():
                 infos[row]["terminal_observation"] = copy.deepcopy(last[row])
-                begun = infos[row].pop("reset_info", None)
-                self.reset_infos[row] = begun if isinstance(begun, dict) else {}
-        self._seen = step.observation
+                info = infos[row].pop("reset_info", None)
+                self.reset_infos[row] = info if isinstance(info, dict) else {}
+        self._last_observation = step.observation
         return step.observation, step.reward.astype(np.float32), dones, infos
 
     def close(self) -> None:
-        """Ends all envs."""
+        """Close all envs."""
         self.batch.close()
 
     def get_images(self) -> list[Any]:
-        """Returns what each env renders."""
+        """Render all envs."""
         return self.env_method("render")
 
     def has_attr(self, attr_name: str) -> bool:
-        """Tells whether all envs have it; servers must expose `has_wrapper_attr`."""
+        """Return whether all envs have an attribute.
+
+        Servers must expose `has_wrapper_attr` for this.
+        """
         return all(self.env_method("has_wrapper_attr", attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """Returns it of each of these envs; raises AttributeError if one has none."""
+        """Return the values of an attribute, one per env.
+
+        Raises:
+          AttributeError: An env has no such attribute.
+        """
         rows = self._get_indices(indices)
-        if attr_name in self._known:
-            return [self._known[attr_name] for _ in rows]
+        if attr_name in self._local_attributes:
+            return [self._local_attributes[attr_name] for _ in rows]
         try:
             return self.batch.get_attr(attr_name, rows)
         except CallError as error:
             raise AttributeError(str(error)) from error
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Sets it in each of these envs."""
+        """Set an attribute of each of these envs to the same value."""
         rows = self._get_indices(indices)
         self.batch.set_attr(attr_name, [value for _ in rows], rows)
 
     def env_method(
         self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> list[Any]:
-        """Calls a method of each of these envs."""
+        """Call a method of each of these envs."""
         rows = self._get_indices(indices)
-        # Of infos, as HerReplayBuffer gives them; they have no plain form as an array.
+        # HerReplayBuffer passes infos as object arrays, which cannot be encoded.
         plain = [x.tolist() if getattr(x, "dtype", 0) == "O" else x for x in args]
         try:
             return self.batch.call_each(method_name, *plain, env_indices=rows, **kwargs)
@@ -170,6 +188,9 @@ class BatchVecEnv(VecEnv):
             raise
 
     def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
-        """Tells of wrappers that were asked for by name; says no of all others."""
+        """Return whether each env has a wrapper that was requested by name.
+
+        Wrappers that the env applies itself are not detected.
+        """
         is_wrapped = wrapper_class.__name__ in self._wrapper_names
         return [is_wrapped for _ in self._get_indices(indices)]

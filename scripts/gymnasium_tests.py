@@ -98,7 +98,7 @@ class Harness:
         import cloudpickle  # type: ignore[import-untyped]
 
         from envserve.client import BatchEnv
-        from envserve.client.vector_env import MODES, VectorEnv
+        from envserve.client.vector_env import AUTORESET_MODES, VectorEnv
         from envserve.pool.launcher import Launcher
         from envserve.pool.pool import Pool
         from envserve.settings import PoolSettings
@@ -126,7 +126,7 @@ class Harness:
                     num_envs=len(env_fns),
                     num_workers=1,
                     env_kwargs={"path": str(path)},
-                    autoreset=next(name for name in MODES if MODES[name] is mode),
+                    autoreset=next(k for k, v in AUTORESET_MODES.items() if v is mode),
                     infos="all",
                     nonfinite="pass",
                     seed=0,

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lab.processes import own_keys
 from tests.doors.example_runs import (
     GOALS,
-    UNDER_FIRE,
+    TRAINED_WHILE_KILLING,
+    killing_workers,
     run_example,
     two_servers,
-    under_fire,
 )
 
 
@@ -40,17 +40,17 @@ def main(
     for name in names or GOALS:
         console.print(f"{name} ...")
         budget = ["--steps", "20000", "--seed", str(seed)]
-        own, here = (run_example(name, *budget, is_own=each) for each in (True, False))
+        own, here = (run_example(name, *budget, original=x) for x in (True, False))
         with contextlib.ExitStack() as stack:
             servers = stack.enter_context(two_servers())
             options = ["--connect", *(server.address for server in servers)]
-            targets = servers if name in UNDER_FIRE else []
-            fire = stack.enter_context(under_fire(targets, kill_every))
+            targets = servers if name in TRAINED_WHILE_KILLING else []
+            kills = stack.enter_context(killing_workers(targets, kill_every))
             options += ["--seed", str(seed)]
-            run = run_example(name, *options, on_trained=fire.is_over.set)
+            run = run_example(name, *options, on_trained=kills.is_over.set)
         has_failed |= run.mean_return < GOALS[name]
         speeds = [f"{each.steps_per_second:.0f}" for each in (own, here, run)]
-        scores = [str(len(fire.killed)), f"{run.mean_return:.1f}", f"{GOALS[name]:.0f}"]
+        scores = [str(len(kills.pids)), f"{run.mean_return:.1f}", f"{GOALS[name]:.0f}"]
         table.add_row(name, *speeds, *scores)
     console.print(
         "Env steps/s on the trainer's own envs, on envserve here, and on two servers:"

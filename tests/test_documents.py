@@ -12,7 +12,7 @@ import yaml
 
 import envserve.errors
 import ppo.errors
-from envserve.client.link.zmq_guards.diagnosis import Finding, refusal_of
+from envserve.client.link.zmq_guards.diagnosis import Finding, connection_error
 from ppo.config import Config
 from scripts.generate_reference import PAGE, page
 
@@ -67,7 +67,7 @@ def test_every_error_is_explained(module: object) -> None:
 
 @pytest.mark.parametrize("finding", Finding)
 def test_every_reason_of_no_connection_is_explained(finding: Finding) -> None:
-    error = refusal_of(finding, "tcp://sim1:5555", None)
+    error = connection_error(finding, "tcp://sim1:5555", None)
     if error is not None:
         said = str(error).removeprefix("tcp://sim1:5555: ")
         explained = re.findall(r"^\| `([^`]+)`", TROUBLESHOOTING, re.M)

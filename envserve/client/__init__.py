@@ -1,6 +1,7 @@
-"""Batches of envs: in worker processes of this host, on servers, or both.
+"""The client: batches of envs in worker processes of this host or on servers.
 
-What is named here is loaded when it is used: a probe of a server needs no batch.
+The names below are imported on first use, because a probe of a server does not need
+them.
 """
 
 TYPE_CHECKING = False

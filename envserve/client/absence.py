@@ -1,10 +1,10 @@
-"""Padding and late rows: what a row shows while its env is absent.
+"""Padding and late rows: the content of rows while their env is absent.
 
-A lane finishes or loses each of its blocks sooner or later, but it does not know
-whether any other lane is alive. So the decision how long to wait is made here, and
-nowhere else. A caller waits for an absent block for a moment. Then the block's rows are
-padding, and its step is late. The result of a late step is shown in place of a later
-step's result: its rows are LATE, or show that the episode was lost.
+A lane finishes or loses each of its blocks eventually, but has no information about
+other lanes. So this module alone decides how long a caller waits for an absent block:
+for `padding_after` seconds. After that the rows of the block are padding, and its step
+is late. A later step of the same block submits nothing; it returns the result of the
+late step instead, whose rows are LATE or the end of a lost episode.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _PENDING: Final = int(Status.PENDING)
 class Absence:
     """The late steps of a batch, and the rows that are padding.
 
-    A step is late once its caller got padding for it, or was interrupted. It still
-    runs, and nothing else is submitted to its block before it has ended.
+    A step becomes late when its caller gets padding instead of its result, or is
+    interrupted. It still runs, and nothing else is submitted to its block until it has
+    finished.
 
     Attributes:
       late_steps: Positions of blocks whose step is late and not waited for.
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
-      padded: Positions of blocks that a caller waits for and that are padding now.
+      padded: Positions of blocks that a caller waits for and that are now padding.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Absence:
         self.padded: set[int] = set()
         self._blocks = tuple(blocks)
         self._padding_after = padding_after_seconds
-        self._since: dict[int, float] = {}  # when each absent block was first seen so
+        self._since: dict[int, float] = {}  # when each block was first found absent
 
     def mark_late(self, positions: Set[int]) -> None:
         """Record that the callers of these steps no longer wait for them."""
@@ -69,10 +70,17 @@ class Absence:
         return positions - found
 
     def shown_rows(self, num_rows: int, ended: Collection[int]) -> Array:
-        """Return which rows' last observation is `observation`, bool `[num_rows]`.
+        """Return the rows whose `observation` was shown to the caller.
 
-        Of the other rows, whose step is late, it is `final_observation`. `ended` are
-        the positions of blocks whose step has ended.
+        The other rows belong to late steps; the last observation that they have shown
+        is in `final_observation`.
+
+        Args:
+          num_rows: Number of rows of the batch.
+          ended: Positions of blocks whose step has ended.
+
+        Returns:
+          bool `[num_rows]`.
         """
         is_shown = np.ones(num_rows, np.bool_)
         for position in self.late_steps:
@@ -82,7 +90,7 @@ class Absence:
         return is_shown
 
     def clear(self) -> None:
-        """Forget all late steps, because they will never end."""
+        """Forget all late steps, because their lanes were invalidated."""
         self.late_steps.clear()
         self.awaited_late_steps.clear()
         self.padded.clear()
@@ -93,18 +101,18 @@ class Absence:
 
         Args:
           absent: Blocks in flight whose envs are absent.
-          waiting: Blocks that a caller waits for and that have not ended.
+          waiting: Blocks that a caller waits for and that have not finished.
           now: Monotonic seconds.
         """
-        # While all blocks were absent, no block has waited for padding yet.
+        # The waiting time for padding starts when at least one block is present.
         before = self._since if self._is_any_alive() else {}
         self._since = {at: before.get(at, now) for at in absent}
         self.padded.clear()
-        if self._is_any_alive():  # otherwise there is no row to continue with
+        if self._is_any_alive():  # a step of nothing but padding would be useless
             self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
-        """Return when `pad` has to be called again, if nothing else happens."""
+        """Return the time at which the next block becomes padding, if any."""
         waiting = self._since.keys() - self.padded if self._is_any_alive() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
 
@@ -118,8 +126,8 @@ class Absence:
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
     def show(self, spec: EnvSpec, row_set: RowSet, result: StepResult) -> None:
-        """Write padding, and the status of late rows, into a gathered result."""
-        for block, part in row_set.parts:
+        """Write padding and the status of late rows into a result."""
+        for block, part in row_set.block_parts:
             if block.position in self.padded:
                 _write_padding(spec, block, part, result)
             elif block.position in self.awaited_late_steps:
@@ -128,19 +136,29 @@ class Absence:
                 result.valid[part] = False
 
     def release(self, positions: Set[int]) -> None:
-        """Record that callers got these rows; steps of padding are late from now on."""
+        """Record that the caller got these rows; the steps of padding become late."""
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
 
 
 class DeferredOutcome:
-    """The outcome of a late step, kept while its block is called or partly reset."""
+    """The outcome of a late step, kept during a call or partial reset of its block.
+
+    The outcome has not been shown to the caller yet, but the call or reset would
+    overwrite it.
+    """
 
     def __init__(
         self, outcome: Outcome, block: BatchBlock, reset_rows: Collection[int] = ()
     ) -> None:
-        """Keep the rows that are not reset; `reset_rows` are rows of the lane."""
+        """Save the outcome; copy the rows that are not reset.
+
+        Args:
+          outcome: The outcome of the late step.
+          block: Its block.
+          reset_rows: Rows of the lane that are going to be reset.
+        """
         self._outcome = outcome
         self._block = block.lane_rows
         rows = range(self._block.start, self._block.stop)
@@ -149,7 +167,7 @@ class DeferredOutcome:
         self._kept = self._rows.at(self._left) if reset_rows else None
 
     def restore(self) -> Outcome:
-        """Return the outcome, to be shown; rows that were reset are padding in it."""
+        """Restore and return the outcome, with padding in the rows that were reset."""
         if self._kept is None:
             return self._outcome
         write_pending(self._rows, self._block)
@@ -172,7 +190,7 @@ def _results(rows: Rows) -> tuple[Array, ...]:
 def _write_padding(
     spec: EnvSpec, block: BatchBlock, part: slice, result: StepResult
 ) -> None:
-    """Show the last observation of a block, which its lane keeps, and no transition."""
+    """Write the last observation of a block, which its lane keeps, as padding."""
     observation = flatten(spec.observation_space, result.observation)
     final = flatten(spec.observation_space, result.final_observation)
     last = block.lane.rows.final_observation

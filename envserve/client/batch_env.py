@@ -1,8 +1,10 @@
-"""Many envs as one: actions in, arrays `[num_envs, ...]` out.
+"""`BatchEnv`: a batch of envs in worker processes or on servers, with NumPy arrays.
 
-Rows come from any mix of lanes (worker processes of this host, servers) and are the
-same wherever they run. The result of a call that was interrupted never answers a later
-call; `lane_group` explains how.
+A batch combines any number of lanes: a pool of worker processes of this host, or lanes
+to servers. With the same seed it returns the same rows wherever the envs run. All
+methods run in the thread of the caller. A signal handler may interrupt any of them; the
+result of an interrupted call is never returned by a later call. `lane_group` explains
+why.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.spaces import Space
 
 from envserve.client import factory
-from envserve.client.factory import EnvWord, OnFault, OnServerLost
+from envserve.client.factory import EnvLike, OnFault, OnServerLost
 from envserve.client.lane_group import LaneGroup
 from envserve.client.link.server_pool import ServerPool
-from envserve.client.row_set import RowSet, RowSets, check_rows
+from envserve.client.row_set import RowSet, RowSetCache, check_rows
 from envserve.client.stats import BatchStats, StepRecorder
 from envserve.client.step_result import (
     StepResult,
@@ -57,42 +59,43 @@ Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
 
 _OK: Final = int(Status.OK)
-#: Longest values of `set_attr` for several rows of a block in one message, in bytes;
-#: longer ones are set row after row, because a server does not accept more at once.
+#: Largest encoded values of `set_attr` for several rows in one message, in bytes. If
+#: they are larger, the rows are split over several messages, because servers limit the
+#: size of a message.
 _MAX_SET_BYTES: Final = 1 << 10
 
 _all: Final = np.logical_and.reduce
 
 
 class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
-    """The envs were used after `close`."""
+    """The batch was used after `close`."""
 
 
 class ResetFirst(LocalProtocolError, ResetNeeded):
-    """The envs were stepped before all of them were reset."""
+    """The batch was stepped before all of its envs were reset."""
 
 
 class BatchEnv:
-    """A batch of equal envs.
+    """A batch of identical envs, one per row of the arrays `[num_envs, ...]`.
 
-    Make it with `BatchEnv.local` or `BatchEnv.connect`, or from lanes. Use it from one
-    thread at a time, and close it, preferably by `with`.
+    Create it with `BatchEnv.local` or `BatchEnv.connect`, and close it, preferably with
+    a `with` statement. It is not thread-safe: use it from one thread at a time.
 
-    A row is in flight from `send` to `recv`. An exception that a signal handler raises,
-    such as KeyboardInterrupt, may cut any call short. While the call only waits, that
-    costs nothing; otherwise it costs each row an episode at most.
+    A row is in flight from `send` to `recv`. A signal handler may raise an exception
+    (KeyboardInterrupt, for example) in any call. If the call was only waiting, nothing
+    is lost; otherwise each row loses at most one episode.
 
     Attributes:
       spec: Name and spaces of the envs.
       observation_space: Space of one env's observation.
       action_space: Space of one env's action.
       num_envs: Number of rows.
-      lanes: The pools and servers that the rows come from, in row order.
+      lanes: The sources of the rows (a pool, or one lane per server), in row order.
       blocks: The rows of each block, int64 `[n]`. One worker steps the envs of a block
-        together, so a block is the least that can be sent and received.
-      splits: The rows of each group of blocks, int64 `[n]`; there are `num_splits`
-        groups, or fewer if there are too few rows.
-      reset_infos: Info dict by row of the last `reset`, with `infos="all"`.
+        together, so a block is the smallest unit for `send` and `recv`.
+      splits: The rows of each split, int64 `[n]`. There are `num_splits` of them, or
+        fewer if there are too few rows.
+      reset_infos: Info dicts of the last `reset` by row, if `infos="all"`.
       autoreset: When the env of an ended episode is reset.
       reset_call: The call that resets a row, for error messages.
     """
@@ -107,10 +110,10 @@ class BatchEnv:
         on_fault: OnFault = "truncate",
         padding_after: float = 0.1,
     ) -> None:
-        """Make a batch of lanes.
+        """Combine lanes into a batch.
 
         Args:
-          lanes: Lanes that are ready. The batch owns them from now on.
+          lanes: Lanes that are ready. The batch takes ownership and closes them.
           autoreset: The mode that the lanes were built with.
           on_fault: As for `local`.
           padding_after: As for `local`.
@@ -123,14 +126,15 @@ class BatchEnv:
         self.observation_space: Space[Any] = self.spec.observation_space
         self.action_space: Space[Any] = self.spec.action_space
         self._group = LaneGroup(self.lanes, padding_after)
-        self._row_sets = RowSets(self._group.blocks)
-        self.num_envs = len(self._row_sets.everything)
+        self._row_sets = RowSetCache(self._group.blocks)
+        self.num_envs = len(self._row_sets.all_rows)
         self.blocks = self._row_sets.rows_by(lambda block: block.position)
         self.splits = self._row_sets.rows_by(lambda block: block.split)
         self.autoreset = autoreset
         self._raises_faults = on_fault == "raise"
         self._has_reset = False
-        #: Rows and blocks of a reset in flight, and whether all rows are reset then.
+        #: Rows and block positions of the reset in flight, and whether all rows have
+        #: been reset once it has finished.
         self._resetting: tuple[Array, Set[int], bool] | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
@@ -141,7 +145,7 @@ class BatchEnv:
     @classmethod
     def local(
         cls,
-        env_name: EnvWord,
+        env_name: EnvLike,
         num_envs: int,
         num_workers: int | None = None,
         *,
@@ -158,59 +162,60 @@ class BatchEnv:
             can be imported; see docs/own-envs.md.
           num_envs: Number of rows.
           num_workers: Number of worker processes; by default one per core.
-          on_fault: What a failed env does: "truncate" ends its episode with an invalid
-            row; "raise" also raises EnvError. A value that does not fit the env's
-            spaces always raises.
-          padding_after: Seconds that a step waits for envs that are absent because
-            their worker is being replaced or their server does not answer. Then their
-            rows are padding, with status PENDING, and the step returns. With `math.inf`
-            a step waits until they are back. If all envs are absent, it always waits.
-          start_timeout: Seconds until all envs must be built.
+          on_fault: What happens when an env fails: "truncate" ends its episode with an
+            invalid row; "raise" also raises EnvError. A value outside the env's spaces
+            always raises EnvError.
+          padding_after: Seconds that a step waits for absent envs, whose worker is
+            being replaced or whose server does not answer. After that the step returns,
+            and their rows are padding with status PENDING. With `math.inf`, or if all
+            envs are absent, the step waits until they are available again.
+          start_timeout: Maximum time in seconds until all envs are built.
           **options: See "Keyword Args".
 
         Keyword Args:
-          seed: Root seed, from which the seed of each env follows; at random by
+          seed: Root seed, from which the seed of each env is derived; random by
             default.
-          seeded: Whether the first reset of each env gets its seed. With False it gets
-            None, as in Gymnasium. True by default.
-          first_env_index: Number of row 0, if this batch is a part of a larger one
-            whose seeds it shares; 0 by default.
-          num_splits: Number of groups of blocks that can be stepped independently; 1 by
+          seeded: Whether the first reset of each env uses its seed; True by default.
+            With False the seed is None, as in Gymnasium.
+          first_env_index: Index of row 0 in a larger batch whose seeds are used, if
+            this batch is a part of it; 0 by default.
+          num_splits: Number of groups of blocks that are stepped independently; 1 by
             default.
           env_kwargs: Arguments of the env's constructor; none by default.
           wrappers: Wrappers of each env, the innermost first, each a dict of its name
             and arguments; none by default; see docs/wrappers.md.
           autoreset: When the env of an ended episode is reset, as in Gymnasium:
             "same_step" (default), "next_step" or "disabled".
-          infos: Which info dicts a step returns: of "all" rows, of rows at an
-            "episode_end" (default), or "none".
+          infos: Info dicts that a step returns: "all", only those at an "episode_end"
+            (default), or "none".
           spare_envs: Whether each row has a second env, which is reset while the first
             is stepped; False by default.
-          nonfinite: What NaN and infinity in observations and rewards do: "raise"
-            EnvError (default), "mask" the row as lost, or "pass".
-          strict_spaces: Whether observations must have the dtypes of their space. With
-            False, the default, they are cast where NumPy calls that "same kind".
+          nonfinite: What happens to NaN and infinity in observations and rewards:
+            "raise" EnvError (default), "mask" the row as a lost episode, or "pass".
+          strict_spaces: Whether observations must have exactly the dtypes of their
+            space. With False (default) they are cast if NumPy's "same_kind" rule allows
+            it.
           vectorized: Whether each block is one vector env, made by the env's
             `vector_entry_point`; False by default.
           import_modules: Modules or files that register envs or wrappers; none by
             default.
-          step_timeout: Seconds that a step of one env may take before its worker is
-            killed; 30 by default.
-          reset_timeout: Seconds that a reset or the construction of one env may take;
-            120 by default.
-          max_restarts: How often a worker is replaced that ends without having stepped
-            in between, before its envs are given up; 5 by default.
-          max_infos_kib: Largest size of a row's infos in KiB. If they are larger, the
-            largest keys are left out; 64 by default.
-          crash_dir: Folder for repro files of crashes; by default a folder of this user
-            in the system's temporary folder. None writes no files.
+          step_timeout: Maximum seconds for one step of one env, after which its worker
+            is killed; 30 by default.
+          reset_timeout: Maximum seconds for the construction or a reset of one env; 120
+            by default.
+          max_restarts: Number of times in a row that a worker may end without having
+            stepped any env before its envs are given up; 5 by default.
+          max_infos_kib: Maximum size of a row's infos in KiB; 64 by default. If they
+            are larger, their largest keys are omitted.
+          crash_dir: Directory for repro files of crashes; by default one of this user
+            in the system's temporary directory. None writes no files.
 
         Raises:
-          EnvStartError: The envs cannot be built; has the worker's traceback.
+          EnvStartError: An env cannot be built; contains the worker's traceback.
           TypeError: An option is unknown, or the env or the modules have a wrong type.
           UnknownEnv: The env does not exist, or workers cannot import it.
           ValueError: An option is out of bounds.
-          WrapperError: A wrapper is unknown, or an argument of it is wrong.
+          WrapperError: A wrapper is unknown, or has a wrong argument.
         """
         factory.check_choice("on_fault", on_fault, OnFault)
         settings = factory.local_settings(
@@ -222,7 +227,7 @@ class BatchEnv:
     @classmethod
     def connect(
         cls,
-        env_name: EnvWord,
+        env_name: EnvLike,
         addresses: Sequence[str],
         num_envs: int,
         *,
@@ -238,57 +243,58 @@ class BatchEnv:
         max_row_mib: int = Timeouts.max_row_mib,
         **options: Unpack[EnvOptions],
     ) -> Self:
-        """Get envs from servers, spread evenly over them.
+        """Connect to servers and lease envs from them, spread evenly over the servers.
 
-        The same seed gives the same rows as `local` does.
+        With the same seed, the batch returns the same rows as one made by `local`.
 
         Args:
-          env_name: Name of an env that every server offers. Your env has the name that
-            its servers were started with: "my_env.py:Walk", or "my_env:Walk".
-          addresses: Servers, like "sim1", "sim1:5555", "tcp://sim1:5555",
-            "ipc:///tmp/envs"; or sources of servers: "dns://sims:5555" for all
-            addresses of a host name, "file:///path", "ray://namespace/name". If a
-            server is gone, its rows move to another of these that has enough free envs;
-            see docs/cluster.md.
-          num_envs: Number of rows in all.
+          env_name: Name of an env that every server offers. For your env, it is the
+            name that the servers were started with: "my_env.py:Walk", or "my_env:Walk".
+          addresses: Addresses of servers, like "sim1", "sim1:5555", "tcp://sim1:5555"
+            or "ipc:///tmp/envs"; or sources of addresses: "dns://sims:5555" (all
+            addresses of a host name), "file:///path" or "ray://namespace/name". If a
+            server is lost, its rows move to another of these servers that has enough
+            free envs; see docs/cluster.md.
+          num_envs: Total number of rows.
           on_fault: As for `local`.
           padding_after: As for `local`.
-          connect_timeout: Seconds within which a server must answer at first.
-          start_timeout: Seconds until all envs must be built.
-          server_lost_after: Seconds to wait for a server that does not answer or was
-            restarted. Meanwhile its rows are padding. New envs cost each row an
-            episode.
-          on_server_lost: What happens after that time if no other server has enough
-            free envs. "raise" raises ServerLost. "pad" continues with padding until a
-            server has, and raises ServerLost only if no row is left.
-          num_servers: Number of servers to spread the envs over; by default as many as
-            have an address now. Servers that are found later can take the place of lost
-            ones.
-          min_servers: Number of servers that must answer before this returns; by
-            default all that have an address now. The rows of the others are padding
-            until those answer.
-          insecure: Whether to use no keys on tcp, in a network that you trust.
-          max_row_mib: Most memory in MiB for the rows of one server. The server sets
-            their size, so this protects the client.
+          connect_timeout: Maximum seconds until a server answers the first time.
+          start_timeout: Maximum seconds until all envs are built.
+          server_lost_after: Seconds until a server that does not answer, or was
+            restarted, counts as lost. Until then its rows are padding. Each row whose
+            env is replaced loses an episode.
+          on_server_lost: What happens if a server is lost and no other server has
+            enough free envs. "raise" raises ServerLost. "pad" continues with padding
+            until a server is found, and raises ServerLost only if the whole batch is
+            padding.
+          num_servers: Number of servers to spread the envs over; by default all that
+            have an address now. Servers that are found later can replace lost ones.
+          min_servers: Number of servers that must be ready before this returns; by
+            default all that have an address now. The rows of the other servers are
+            padding until they are ready.
+          insecure: Whether to use TCP without keys, in a network that you trust.
+          max_row_mib: Maximum memory in MiB for the rows of one server. It protects the
+            client, because the server determines their size.
           **options: See "Keyword Args".
 
         Keyword Args:
-          seed: As for `local`, and so are `seeded`, `first_env_index`, `num_splits`,
+          seed: As for `local`. The options `seeded`, `first_env_index`, `num_splits`,
             `env_kwargs`, `wrappers`, `autoreset`, `infos`, `spare_envs`, `nonfinite`,
-            `strict_spaces` and `vectorized`. Servers accept only the `env_kwargs` and
-            wrappers that they were started with.
+            `strict_spaces` and `vectorized` are also those of `local`. Servers accept
+            only the `env_kwargs` and wrappers that they were started with.
 
         Raises:
-          AddressError: An address has no valid form, its host is unknown, or fewer than
+          AddressError: An address is malformed, its host is unknown, or fewer than
             `min_servers` servers have an address.
           ConnectError: No server answers at an address, or its key is unknown.
           KeyFileError: A key file cannot be read, or other users can read it.
           EnvsBusy: A server has too few free envs.
-          RemoteProtocolError: A server breaks the protocol, or its rows are too large.
+          RemoteProtocolError: A server violates the protocol, or its rows are too
+            large.
           TypeError: An option is unknown.
           UnknownEnv: A server does not offer the env.
           ValueError: An option is out of bounds.
-          WrapperError: A server does not know a wrapper, or an argument of it is wrong.
+          WrapperError: A server does not offer a wrapper, or it has a wrong argument.
         """
         factory.check_choice("on_fault", on_fault, OnFault)
         factory.check_choice("on_server_lost", on_server_lost, OnServerLost)
@@ -323,20 +329,23 @@ class BatchEnv:
     ) -> Any:
         """Reset envs and return their first observations.
 
+        Infos are in `reset_infos` afterwards.
+
         Args:
           env_indices: Rows to reset; None for all.
-          seeds: A seed for each of these rows, or None, which its env gets then. By
-            default the first reset of an env uses the seed that follows from the root
-            seed (with `seeded`), and a later reset continues its random numbers.
-          options: Plain values for each of these envs, at most 16 KiB in all.
+          seeds: One seed or None per row. By default the first reset of an env uses the
+            seed that is derived from the root seed (unless `seeded` is False), and
+            later resets continue the env's random number generator.
+          options: Options that every one of these envs gets: plain values (numbers,
+            strings, lists, dicts, arrays), at most 16 KiB in total.
 
         Returns:
           Observations `[len(env_indices), ...]`, in the order of `env_indices`.
 
         Raises:
-          CodecError: The options are not plain values, or too large; nothing was reset.
-          EnvError: An env did not accept its seed or the options, and was reset without
-            them. All envs have to be reset before the next step.
+          CodecError: The options are not plain values or too large; no env was reset.
+          EnvError: An env rejected its seed or the options, and was reset without them.
+            Reset all envs before the next step.
           ServerError: A server was lost.
         """
         self.send_reset(env_indices, seeds, options=options)
@@ -352,7 +361,12 @@ class BatchEnv:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start a reset without waiting; only `recv_reset` may follow.
+        """Start a reset without waiting for it; the next call must be `recv_reset`.
+
+        Args:
+          env_indices: As for `reset`.
+          seeds: As for `reset`.
+          options: As for `reset`.
 
         Raises:
           CodecError: As for `reset`.
@@ -376,13 +390,17 @@ class BatchEnv:
         self._resetting = indices, positions, has_reset or env_indices is None
 
     def recv_reset(self, timeout: float | None = None) -> Any:
-        """Wait for the reset that `send_reset` has started; return as `reset` does.
+        """Wait for the reset that `send_reset` has started, and return its result.
 
         Args:
-          timeout: Seconds to wait; without limit by default.
+          timeout: Maximum seconds to wait; None for no limit.
+
+        Returns:
+          Observations, as `reset` returns them.
 
         Raises:
-          EnvTimeout: The reset takes longer; the next call continues to wait.
+          EnvTimeout: The reset has not finished in time; call this again to wait
+            longer.
           EnvError: As for `reset`.
           LocalProtocolError: No reset was started.
           ServerError: A server was lost.
@@ -404,29 +422,32 @@ class BatchEnv:
         return self.last_observation(indices)
 
     def cancel_reset(self) -> None:
-        """Stop waiting for the reset that `send_reset` has started, if any."""
+        """Discard the result of the reset in flight, if there is one."""
         self._resetting = None
 
     def last_observation(self, env_indices: Array | None = None) -> Any:
-        """Return the last observations of rows, `[len(env_indices), ...]`.
+        """Return the last observation that each row has returned.
 
         Args:
           env_indices: Rows; None for all.
+
+        Returns:
+          Observations `[len(env_indices), ...]`.
         """
         indices = np.arange(self.num_envs) if env_indices is None else env_indices
-        every = [lane.rows for lane in self.lanes]
+        lane_rows = [lane.rows for lane in self.lanes]
         ended = self._group.queue.outcomes.keys()
         is_shown = self._group.absence.shown_rows(self.num_envs, ended)
-        leaves = _joined([rows.observation for rows in every])
+        leaves = _joined([rows.observation for rows in lane_rows])
         if not is_shown.all():
-            finals = _joined([rows.final_observation for rows in every])
+            finals = _joined([rows.final_observation for rows in lane_rows])
             for leaf, final in zip(leaves, finals, strict=True):
                 leaf[~is_shown] = final[~is_shown]
         observation = unflatten(
             self.spec.observation_space, [leaf[indices] for leaf in leaves]
         )
         is_complete = is_shown & (
-            np.concatenate([rows.status for rows in every]) == _OK
+            np.concatenate([rows.status for rows in lane_rows]) == _OK
         )
         return decode_observation(
             self.spec, indices, observation, is_complete=is_complete[indices]
@@ -435,20 +456,25 @@ class BatchEnv:
     # Steps.
 
     def step(self, actions: Any, out: StepResult | None = None) -> StepResult:
-        """Step all envs.
+        """Step all envs, and wait for the result.
 
-        The result of an interrupted step is discarded, except episode ends: the next
-        step reports them.
+        If a step is interrupted, its result is discarded, except for ends of episodes,
+        which the next step returns.
 
         Args:
-          actions: Arrays `[num_envs, ...]`, nested as the action space.
-          out: Arrays to write to instead of new ones; its infos are ignored.
+          actions: Arrays `[num_envs, ...]`, nested like the action space.
+          out: A result whose arrays are overwritten, instead of allocating new ones;
+            its infos are ignored.
+
+        Returns:
+          The transitions of all rows.
 
         Raises:
-          ActionError: The actions do not fit the action space; nothing was stepped.
-          EnvError: A value did not fit its env's spaces, or an env failed while
-            `on_fault="raise"`. All envs have to be reset before the next step.
+          ActionError: The actions do not fit the action space; no env was stepped.
+          EnvError: An env returned a value outside its spaces, or failed with
+            `on_fault="raise"`. Reset all envs before the next step.
           LocalProtocolError: Some rows are in flight, or their episodes have ended.
+          ResetFirst: Not all envs were reset before.
           ServerError: A server was lost.
         """
         group = self._group
@@ -457,7 +483,7 @@ class BatchEnv:
         if out is not None:
             self._check_out()
         began_at = time.perf_counter()
-        everything = self._row_sets.everything
+        everything = self._row_sets.all_rows
         arrays = check_actions(self.spec, actions, None, self.num_envs)
         if self.autoreset == "disabled":
             self._check_not_ended(everything)
@@ -466,7 +492,7 @@ class BatchEnv:
         result, error = self._result(everything, out)
         self._recorder.latencies.append(time.perf_counter() - began_at)
         if error is not None:
-            # The other rows of the step are not returned, so all have to be reset.
+            # The other rows of the step are discarded, so all envs must be reset.
             self._has_reset = type(error[1]) is not EnvError
             group.release(ready)
             raise error[1]
@@ -476,24 +502,27 @@ class BatchEnv:
     def send(
         self, actions: Any, env_indices: RowIndices = None, *, together: bool = False
     ) -> None:
-        """Start a step of some envs without waiting for it.
+        """Start a step of some envs without waiting for it; `recv` returns the result.
 
         Args:
-          actions: Arrays `[n, ...]`, nested as the action space.
-          env_indices: The rows that the actions are for, in any order; whole blocks
-            (see `blocks`, `splits`). None for all.
-          together: Whether each server answers only when all of its rows are done:
-            fewer messages, if you wait for all of them. By default each block is
-            answered when it is done, so that a slow env delays only its own block.
+          actions: Arrays `[n, ...]`, nested like the action space.
+          env_indices: Rows of the actions, in any order; they must be whole blocks (see
+            `blocks` and `splits`). None for all rows.
+          together: Whether each server sends one reply for all of its rows, when the
+            last one is done. This saves messages if you wait for all rows anyway. By
+            default it sends a reply per block, so that a slow env delays only its
+            block.
 
         Raises:
           ActionError: The actions do not fit the action space; nothing was sent.
           IndexError: The rows are not whole blocks.
-          LocalProtocolError: Some of the rows are in flight.
+          LocalProtocolError: Some of the rows are in flight, or their episodes have
+            ended.
+          ResetFirst: Not all envs were reset before.
           ServerError: A server was lost.
         """
         self._begin(needs_reset=True)
-        row_set, order = self._row_sets.of_rows(env_indices)
+        row_set, order = self._row_sets.for_rows(env_indices)
         arrays = check_actions(self.spec, actions, env_indices, len(row_set))
         self._check_not_ended(row_set)
         if order is not None:
@@ -511,44 +540,45 @@ class BatchEnv:
         """Wait for rows in flight, and return those that have finished.
 
         Args:
-          min_envs: Number of rows to wait for; all that have finished by then are
-            returned. By default this waits for the first block, or for all of
+          min_envs: Number of rows to wait for; all rows that have finished by then are
+            returned. The default waits for the first block, or for all of
             `env_indices`.
-          timeout: Seconds to wait; without limit by default.
-          env_indices: Wait for these rows only, whole blocks that are in flight.
-          out: Arrays of exactly as many rows to write to instead of new ones; only
-            with `env_indices` and without `min_envs`.
+          timeout: Maximum seconds to wait; None for no limit.
+          env_indices: Rows to wait for: whole blocks that are in flight. None for any
+            rows in flight.
+          out: A result of exactly as many rows, whose arrays are overwritten instead of
+            allocating new ones. It requires `env_indices`, without `min_envs`.
 
         Returns:
-          The rows (int64 `[n]`, ascending, whatever order they were sent in), and their
-          step, whose infos are by row of the batch. The rows can be sent again.
+          The rows (int64 `[n]`, always ascending), and their transitions in that order.
+          The keys of `infos` are rows of the batch. The rows can be sent again.
 
         Raises:
-          EnvTimeout: Fewer rows have finished; the next call returns them.
-          EnvError: As for `step`; only the rows of that env's block are received.
+          EnvTimeout: Fewer rows have finished in time; a later call returns them.
+          EnvError: As for `step`; only the block of the failed env was received.
           LocalProtocolError: Fewer rows are in flight.
-          ServerError: A server was lost, and with it the rows that it had.
-          ValueError: `out` has other shapes; the rows stay in flight.
+          ServerError: A server was lost, and the rows that it hosted with it.
+          ValueError: `out` has wrong shapes; the rows stay in flight.
         """
         self._begin()
         if out is not None and (env_indices is None or min_envs is not None):
             raise ValueError(
-                "out: expected env_indices and no min_envs with it; else the number "
-                "of rows is not known before"
+                "out: expected env_indices and no min_envs with it, because otherwise "
+                "the number of rows is not known in advance"
             )
         if out is not None:
             self._check_out()
         group = self._group
-        positions, num_rows = self._row_sets.choose(
+        positions, num_rows = self._row_sets.select_in_flight(
             group.in_flight, min_envs, env_indices
         )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         ready = group.wait(positions, num_rows, deadline)
-        row_set = self._row_sets.of_blocks(ready)
+        row_set = self._row_sets.for_blocks(ready)
         if len(row_set) < num_rows:
             raise EnvTimeout(
                 f"expected {num_rows} rows within {timeout} s; {len(row_set)} have "
-                "finished; nothing is lost, the next recv() gets them"
+                "finished; nothing is lost, call recv() again"
             )
         result, error = self._result(row_set, out)
         if error is not None:
@@ -559,23 +589,26 @@ class BatchEnv:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of rows that were sent and not received."""
+        """Number of rows that were sent but not received yet."""
         return self._group.blocks.num_rows(self._group.in_flight)
 
     @property
     def pending(self) -> str:
-        """What has to be waited for: "reset", "step", or "" for nothing."""
+        """The operation in flight: "reset", "step", or "" if there is none."""
         return "reset" if self._resetting else "step" if self.num_in_flight else ""
 
     def drain(self) -> None:
-        """Receive all rows in flight and discard them; then reset all envs."""
+        """Receive and discard all rows in flight; then all envs must be reset."""
         self._has_reset = False
         while self.num_in_flight:
             with contextlib.suppress(EnvError):
                 self.recv(self.num_in_flight)
 
     def cancel_step(self) -> None:
-        """Discard the step that is in flight, as an interrupted `step` is discarded."""
+        """Discard the result of the step in flight, without waiting for it.
+
+        Ends of episodes are not discarded: the next step returns them.
+        """
         self._group.cancel_step()
 
     # Attributes of the envs.
@@ -585,12 +618,17 @@ class BatchEnv:
 
         Args:
           env_index: Row of the env.
-          name: Name of the attribute; servers allow only those that they expose.
-          *arguments: Plain values: numbers, strings, bytes, lists, dicts, arrays.
-          **named: Plain values, by name.
+          name: Name of the attribute; servers allow only exposed attributes.
+          *arguments: Positional arguments: plain values, which are numbers, strings,
+            bytes, lists, dicts and arrays.
+          **named: Keyword arguments: plain values.
+
+        Returns:
+          The method's return value, or the attribute's value.
 
         Raises:
-          CallError: The method raised; has the traceback from the worker.
+          CallError: The method raised an exception, or the server does not expose it;
+            contains the worker's traceback.
         """
         return self._access([env_index], "call", name, arguments, named)[0]
 
@@ -602,24 +640,51 @@ class BatchEnv:
         env_indices: RowIndices = None,
         **named: Any,
     ) -> list[Any]:
-        """Call a method of some envs, or of all; return a value for each.
+        """Call a method of several envs, and return one value per env.
 
-        All envs are asked at once, in one round trip to each server, unless their
-        values are larger than a few MiB. An error is raised once all have answered.
+        The envs run the call concurrently, in one round trip to each server unless the
+        values are larger than a few MiB.
+
+        Args:
+          name: As for `call`.
+          *arguments: As for `call`; the same for all envs.
+          env_indices: Rows of the envs; None for all.
+          **named: As for `call`; the same for all envs.
+
+        Raises:
+          CallError: As for `call`, once all envs have finished; for the first env that
+            failed.
         """
         return self._access(env_indices, "call", name, arguments, named)
 
     def get_attr(self, name: str, env_indices: RowIndices = None) -> list[Any]:
-        """Return an attribute of some envs, or of all."""
+        """Return the values of an attribute, one per env.
+
+        Args:
+          name: Name of the attribute; servers allow only exposed attributes.
+          env_indices: Rows of the envs; None for all.
+
+        Raises:
+          CallError: An env has no such attribute, or its value is not a plain value.
+        """
         return self._access(env_indices, "get", name)
 
     def set_attr(
         self, name: str, values: Sequence[Any], env_indices: RowIndices = None
     ) -> None:
-        """Set an attribute of some envs, or of all, each to its own value.
+        """Set an attribute of several envs, with one value per env.
 
-        An env that is replaced because it failed gets the value again; one whose worker
-        or server was lost does not, nor does a vector env.
+        If an env is replaced because it raised an exception, the new env gets the value
+        too. This does not apply to vector envs, or if the worker or server was lost.
+
+        Args:
+          name: Name of the attribute; servers allow only exposed attributes.
+          values: One plain value per env.
+          env_indices: Rows of the envs; None for all.
+
+        Raises:
+          CallError: The attribute cannot be set, or a value is not a plain value.
+          ValueError: The number of values differs from the number of envs.
         """
         rows = check_rows(env_indices, self.num_envs).tolist()
         if len(values) != len(rows):
@@ -627,9 +692,14 @@ class BatchEnv:
         self._access(rows, "set", name, dict(zip(rows, values, strict=True)))
 
     def render(self, env_index: int | RowIndices = None) -> Any:
-        """Return the rendering of one env, or a list of several, by default of all.
+        """Render envs according to their `render_mode`.
 
-        See the envs' `render_mode`.
+        Args:
+          env_index: One row, several rows, or None for all rows.
+
+        Returns:
+          What `render` of the env returns; a list of these unless `env_index` is an
+          int.
         """
         if isinstance(env_index, int | np.integer):
             return self.call(int(env_index), "render")
@@ -648,33 +718,33 @@ class BatchEnv:
         if name.startswith("_"):
             raise CallError(f"expected the name of a public attribute; got {name!r}")
 
-        def pack(some: Sequence[int]) -> bytes:
-            own = [arguments[row] for row in some] if kind == "set" else arguments
+        def pack(chosen: Sequence[int]) -> bytes:
+            values = [arguments[row] for row in chosen] if kind == "set" else arguments
             try:
-                return codec.encode([list(own), named or {}])
+                return codec.encode([list(values), named or {}])
             except codec.CodecError as error:
                 raise CallError(
-                    f"Env {some[0]}: {name}: {error}", env_index=some[0]
+                    f"Env {chosen[0]}: {name}: {error}", env_index=chosen[0]
                 ) from None
 
-        found: dict[int, Any] = {}
-        of_all = pack(rows) if kind != "set" else b""
-        while missing := sorted({*rows} - found.keys()):
-            calls, listed = {}, []
+        results: dict[int, Any] = {}
+        shared = pack(rows) if kind != "set" else b""  # the same for all rows
+        while missing := sorted({*rows} - results.keys()):
+            calls, called = {}, []
             for block, group in groupby(missing, self._group.blocks.block_of):
-                some = [*group]
-                packed = of_all or pack(some)
-                while kind == "set" and len(some) > 1 and len(packed) > _MAX_SET_BYTES:
-                    some = some[: len(some) // 2]
-                    packed = pack(some)
-                here = tuple([row - block.offset for row in some])
-                calls[block.position] = Call(block.lane_block, here, kind, name, packed)
-                listed.append((block, some))
-            for (block, some), outcome in zip(
-                listed, self._group.call(calls), strict=True
+                part = [*group]
+                packed = shared or pack(part)
+                while kind == "set" and len(part) > 1 and len(packed) > _MAX_SET_BYTES:
+                    part = part[: len(part) // 2]
+                    packed = pack(part)
+                at = tuple([row - block.offset for row in part])
+                calls[block.position] = Call(block.lane_block, at, kind, name, packed)
+                called.append((block, part))
+            for (block, part), outcome in zip(
+                called, self._group.call(calls), strict=True
             ):
                 faults = {f.env_index + block.offset: f for f in outcome.faults}
-                failed = next((row for row in some if row in faults), None)
+                failed = next((row for row in part if row in faults), None)
                 if failed is not None:
                     fault = faults[failed]
                     raise CallError(
@@ -682,17 +752,17 @@ class BatchEnv:
                         env_index=failed,
                         remote_traceback=fault.detail,
                     )
-                found.update(zip(some, _values_of(outcome.result), strict=False))
-        return [found[row] for row in rows]
+                results.update(zip(part, _values_of(outcome.result), strict=False))
+        return [results[row] for row in rows]
 
     # The batch as a whole.
 
     def stats(self) -> BatchStats:
-        """Return counts of steps and faults, and latencies."""
+        """Return counts of steps and faults and the latencies of recent steps."""
         return self._recorder.stats(self.lanes)
 
     def close(self) -> None:
-        """End all envs, within 2 seconds even if one hangs; may be called twice."""
+        """Close all envs, within 2 seconds even if an env hangs; idempotent."""
         if self._is_closed:
             return
         with contextlib.ExitStack() as stack:
@@ -719,18 +789,18 @@ class BatchEnv:
     def _begin(self, *, needs_reset: bool = False) -> None:
         """Check that the batch can be used; recover from an interrupted call."""
         if self._is_closed:
-            raise EnvsClosed(f"{self.spec.env_name}: closed, and can no longer be used")
+            raise EnvsClosed(f"{self.spec.env_name}: the batch is already closed")
         self._group.recover()
         if self._resetting is not None:
-            raise LocalProtocolError("the envs are being reset; recv_reset() first")
+            raise LocalProtocolError("a reset is in flight; call recv_reset() first")
         if needs_reset and not self._has_reset:
             raise ResetFirst("expected reset() of all envs before the first step")
 
     def _check_out(self) -> None:
         if self._is_encoded:
             raise ValueError(
-                "out: expected None where observations hold texts, sequences, graphs "
-                "or choices; there is no array to write them to"
+                "out: expected None, because observations that contain Text, Sequence, "
+                "Graph or OneOf spaces are not arrays that can be overwritten"
             )
 
     def _check_not_ended(self, row_set: RowSet) -> None:
@@ -744,16 +814,16 @@ class BatchEnv:
     def _result(
         self, row_set: RowSet, out: StepResult | None
     ) -> tuple[StepResult, tuple[int, EnvserveError] | None]:
-        """Copy the lanes' rows, and mark absent and late ones.
+        """Copy the rows of the lanes into a result, with padding and late rows.
 
         Returns:
-          The result, and the first error to raise with the position of its block.
+          The result; and the first error to raise, with the position of its block.
         """
         infos: dict[int, Mapping[str, Any]] = {}
         first_error = None
         outcomes = self._group.queue.outcomes
         for block in row_set.blocks:
-            outcome = outcomes.get(block.position)  # a block of padding has none
+            outcome = outcomes.get(block.position)  # None for padding
             if outcome is not None and (
                 outcome.infos or outcome.faults or outcome.error
             ):
@@ -785,7 +855,7 @@ def _common_spec(lanes: Sequence[Lane]) -> EnvSpec:
         if different:
             raise SpaceError(
                 f"{lane.name} has other spaces than {first.name}: "
-                f"{'; '.join(different)}; give all of them the same env version"
+                f"{'; '.join(different)}; install the same env version everywhere"
             )
     return first.spec
 

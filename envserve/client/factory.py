@@ -1,4 +1,4 @@
-"""Start the lanes of a batch: a pool of worker processes, or envs of servers."""
+"""Start the lanes of a batch: a pool of worker processes, or lanes to servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inspect import signature
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from envserve.client.link.connection import NOWHERE, SharedContext
+from envserve.client.link.connection import NO_ADDRESS, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.server_pool import ServerPool
 from envserve.envs import user_envs
@@ -31,11 +31,12 @@ from envserve.wrappers.specs import check_wrappers, parse_wrappers
 
 Batch = TypeVar("Batch")
 
-#: Name of an env, or the class or function that makes it.
-EnvWord = str | Callable[..., Any]
-#: Whether a failed env only gives an invalid row, or also raises EnvError.
+#: The name of an env, or a class or function that creates it.
+EnvLike = str | Callable[..., Any]
+#: Whether a failed env only returns an invalid row, or also raises EnvError.
 OnFault = Literal["truncate", "raise"]
-#: Whether a lost server raises ServerLost, or its rows are padding until one is found.
+#: Whether a lost server raises ServerLost, or its rows are padding until another server
+#: is found.
 OnServerLost = Literal["raise", "pad"]
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -43,13 +44,20 @@ _SECONDS: Final = "_seconds"
 
 
 def local_settings(
-    env_name: EnvWord,
+    env_name: EnvLike,
     num_envs: int,
     num_workers: int | None,
     options: LocalOptions,
     function: Callable[..., Any],
 ) -> PoolSettings:
-    """Return the settings of a pool; `function` is the one that got the options.
+    """Return the settings of a pool.
+
+    Args:
+      env_name: As for `BatchEnv.local`.
+      num_envs: As for `BatchEnv.local`.
+      num_workers: As for `BatchEnv.local`.
+      options: As for `BatchEnv.local`.
+      function: The public function that got the options, for error messages.
 
     Raises:
       TypeError, UnknownEnv, ValueError, WrapperError: As for `BatchEnv.local`.
@@ -57,8 +65,8 @@ def local_settings(
     modules = options.get("import_modules") or ()
     name, options["import_modules"] = user_envs.name_and_imports(env_name, modules)
     user_envs.check_files_exist(options["import_modules"])
-    given = _settings_of(options, LocalOptions, function)
-    if not options["import_modules"]:  # otherwise workers may know more wrappers
+    given = _checked_settings(options, LocalOptions, function)
+    if not options["import_modules"]:  # otherwise the modules may register wrappers
         check_wrappers(given["wrappers"])
     if num_workers is not None:
         given["num_workers"] = num_workers
@@ -70,7 +78,7 @@ def start_pool(
     timeout_seconds: float,
     make: Callable[..., Batch],
 ) -> Batch:
-    """Start a pool, and make a batch of it; close the pool if that fails."""
+    """Start a pool and make a batch with it; close the pool if that fails."""
     with contextlib.ExitStack() as stack:
         pool = Pool(settings)
         stack.callback(pool.close)
@@ -81,13 +89,13 @@ def start_pool(
 
 
 def remote_request(
-    env_name: EnvWord,
+    env_name: EnvLike,
     num_envs: int,
     options: EnvOptions,
     function: Callable[..., Any],
 ) -> EnvRequest:
-    """Return the request for all rows; `function` is the one that got the options."""
-    given = _settings_of(options, EnvOptions, function)
+    """Return the request for all rows; `function` is named in error messages."""
+    given = _checked_settings(options, EnvOptions, function)
     name = user_envs.env_name_of(env_name)
     return EnvRequest(env_name=name, num_envs=num_envs, **given)
 
@@ -103,23 +111,24 @@ def start_remote(
     min_servers: int | None,
     insecure: bool,
 ) -> Batch:
-    """Connect to servers at the same time, and make a batch; close it all on failure.
+    """Connect to all servers concurrently, and make a batch with them.
 
-    A server that is missing gets a lane that waits for one, and that is like the lanes
-    of the other servers.
+    Servers may be missing, as far as `min_servers` allows. Each missing server gets a
+    vacant lane, which has the spaces of the other lanes and waits for a server.
+    If anything fails, all lanes are closed.
     """
     deadline = time.monotonic() + timeout_seconds
     count = len(servers.addresses) if num_servers is None else num_servers
     addresses = servers.addresses[:count]
     least = len(addresses) if min_servers is None else min_servers
     _check_counts(request.num_envs, count, least, len(addresses))
-    shares = _shares_of(request, count)
+    shares = _split_request(request, count)
     context = SharedContext(count)
 
-    def lane_at(place: int, like: Lane | None = None) -> RemoteLane:
+    def start_lane(index: int, like: Lane | None = None) -> RemoteLane:
         return RemoteLane(
-            addresses[place] if like is None else NOWHERE,
-            shares[place],
+            addresses[index] if like is None else NO_ADDRESS,
+            shares[index],
             timeouts,
             insecure=insecure,
             context=context,
@@ -129,22 +138,22 @@ def start_remote(
 
     with contextlib.ExitStack() as stack:
         lanes: list[RemoteLane] = []
-        for place in range(len(addresses)):
-            lanes.append(lane_at(place))
+        for index in range(len(addresses)):
+            lanes.append(start_lane(index))
             stack.callback(lanes[-1].close)
         missing = list(range(len(addresses), count))
-        for place, lane in enumerate(lanes):
+        for index, lane in enumerate(lanes):
             try:
                 lane.finish_start(deadline)
             except (ConnectError, EnvsBusy) as error:
-                missing.append(place)
+                missing.append(index)
                 if count - len(missing) < least:
                     raise
-                _LOGGER.warning("%s; its rows are padding until a server comes", error)
-        ready = [lane for place, lane in enumerate(lanes) if place not in missing]
+                _LOGGER.warning("%s; its rows are padding until it is ready", error)
+        ready = [lane for index, lane in enumerate(lanes) if index not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)
-        for place in sorted(missing):
-            lanes[place : place + 1] = [late := lane_at(place, like)]
+        for index in sorted(missing):
+            lanes[index : index + 1] = [late := start_lane(index, like)]
             stack.callback(late.close)
         batch = make(lanes, autoreset=request.autoreset)
         stack.pop_all()
@@ -152,24 +161,27 @@ def start_remote(
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise ValueError for a value that is not one of a Literal's."""
+    """Raise ValueError unless a value is one of the choices of a Literal."""
     if value not in get_args(choices):
         raise ValueError(f"{name}: expected one of {get_args(choices)}; got {value!r}")
 
 
-def _settings_of(
+def _checked_settings(
     options: Mapping[str, Any], known: Any, function: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Return options as fields of settings; draw a root seed if none is given."""
+    """Convert options to fields of settings; draw a root seed if none is given.
+
+    Raises:
+      TypeError: An option is unknown.
+    """
     for name in options.keys() - known.__annotations__:
         hint = did_you_mean(
             name, [*signature(function).parameters, *known.__annotations__]
         )
         if name in LocalOptions.__annotations__ or name == "num_workers":
-            hint = "; servers have their own"
+            hint = "; it is set on the server"
         raise TypeError(
-            f"there is no option {name!r} here{hint}; arguments of the env belong into "
-            f"env_kwargs"
+            f"unknown option {name!r}{hint}; arguments of the env belong in env_kwargs"
         )
     names = {field.name for field in fields(PoolSettings)}
     given = {
@@ -182,8 +194,8 @@ def _settings_of(
     return given
 
 
-def _shares_of(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
-    """Spreads envs evenly over servers."""
+def _split_request(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
+    """Divide a request evenly among servers."""
     edges = [i * whole.num_envs // num_servers for i in range(num_servers + 1)]
     first = whole.first_env_index
     return [
@@ -195,13 +207,13 @@ def _shares_of(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
 def _check_counts(num_envs: int, count: int, least: int, num_found: int) -> None:
     if not 1 <= count <= num_envs or not num_found:
         raise ValueError(
-            f"expected at least one server, and an env for each; got "
+            f"expected at least one server, and at least one env per server; got "
             f"{count} servers and num_envs={num_envs}"
         )
     if least < 1:
         raise ValueError(f"min_servers: expected at least 1; got {least}")
-    if least > num_found:  # which may change from one look to the next
+    if least > num_found:  # AddressError, because a later attempt may find more
         raise AddressError(
-            f"min_servers: expected at most {num_found}, the servers that have an "
-            f"address now; got {least}; ask for fewer, or name more servers"
+            f"min_servers: expected at most {num_found}, the number of servers that "
+            f"have an address now; got {least}; reduce it, or pass more addresses"
         )

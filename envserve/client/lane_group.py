@@ -1,17 +1,18 @@
-"""Several lanes as one: submit to some of them, wait for all of them or for the first.
+"""Combine several lanes: submit blocks to them and wait for all or some of the results.
 
-A block is in flight from `send` to `release`. A step that nobody waits for any more is
-cancelled: it still runs, and the next operation on its block waits for it and discards
-its result, except the end of an episode.
+All of this runs in the thread of the caller. A block is in flight from `send` to
+`release`. If the caller no longer waits for a step, the step is cancelled: it still
+runs, and the next operation on its block waits for it and discards its result, except
+for the end of an episode.
 
-Interrupts. A signal handler may raise an exception (KeyboardInterrupt, for example) at
-any point of a call. While a lane only waits, `queue.is_updating` is False: everything
-that was submitted is accounted for, and the next call continues. At any other point of
-a method that changes something it is True, and the next call begins with `recover`,
-which invalidates all lanes. That costs each row an episode, and no row can be wrong.
-The flag is set before each update, not by an exception handler, so a second interrupt
-changes nothing. docs/decisions.md: "An interrupt inside an operation
-invalidates the lane".
+Interrupts: a signal handler may raise an exception (KeyboardInterrupt, for example) at
+any point. While a lane only waits, `queue.is_updating` is False: the bookkeeping is
+consistent with the submitted operations, and the next call continues. While a method
+changes something, the flag is True. If an interrupt leaves it True, the next call
+begins with `recover`, which invalidates all lanes. This costs each row an episode, but
+never returns a wrong row. The flag is set before each update and not by an exception
+handler, so a second interrupt does no harm. docs/decisions.md: "An interrupt inside an
+operation invalidates the lane".
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 Array = np.ndarray[Any, Any]
 Operation = TypeVar("Operation", Reset, Call)
 
-#: Longest wait for a lane. Lanes end every operation by deadlines of their own.
+#: Longest single wait for a lane, in seconds. It is only a fallback, because lanes have
+#: deadlines for every operation.
 _COLLECT_SECONDS: Final = 60.0
 
 
 class LaneGroup:
-    """Lanes whose rows follow each other.
+    """The lanes of a batch, with their rows concatenated.
 
     Attributes:
       blocks: The blocks of all lanes, in row order.
       in_flight: Positions of the blocks that were sent and not released.
       queue: Outcomes of blocks, until they are released.
-      absence: The blocks whose envs are absent.
+      absence: Late steps and padding.
     """
 
     def __init__(self, lanes: Sequence[Lane], padding_after_seconds: float) -> None:
@@ -51,11 +53,10 @@ class LaneGroup:
         self.in_flight: set[int] = set()
         self.queue = OutcomeQueue(lanes, self.blocks)
         self.absence = Absence(self.blocks, padding_after_seconds)
-        self._cancelled: set[int] = set()  # blocks of a step that nobody waits for
+        self._cancelled: set[int] = set()  # blocks whose step was cancelled
         self._called: set[int] = set()  # blocks with a reset or call in flight
-        self._deferred: dict[
-            int, DeferredOutcome
-        ] = {}  # of those, late steps' outcomes
+        #: Outcomes of late steps of blocks in `_called`.
+        self._deferred: dict[int, DeferredOutcome] = {}
 
     # Steps.
 
@@ -72,10 +73,10 @@ class LaneGroup:
         Args:
           row_set: The rows.
           actions: An array `[len(row_set), ...]` for each leaf of the action space.
-          together: Whether to submit all blocks of a lane at once. A server answers at
-            once what was submitted at once.
-          is_cancelled: Whether the step counts as cancelled until it is released. So an
-            interrupt of its caller needs no handler.
+          together: Whether to submit all blocks of a lane in one request, which a
+            server answers with one reply.
+          is_cancelled: Whether the step counts as cancelled until it is released. Then
+            an interrupted caller does not need to cancel it.
 
         Raises:
           LocalProtocolError: Some of the rows are in flight.
@@ -90,11 +91,11 @@ class LaneGroup:
         if late_steps and not late_steps.isdisjoint(row_set.positions):
             self._send_rest(row_set, actions)
         else:
-            for piece in row_set.pieces:
-                lane = piece.lane
-                for target, array in zip(piece.actions, actions, strict=True):
-                    target[piece.lane_rows] = array[piece.set_rows]
-                for blocks in (piece.blocks,) if together else piece.single_blocks:
+            for part in row_set.lane_parts:
+                lane = part.lane
+                for target, array in zip(part.actions, actions, strict=True):
+                    target[part.lane_rows] = array[part.set_rows]
+                for blocks in (part.blocks,) if together else part.single_blocks:
                     try:
                         lane.submit_step(blocks)
                     except BaseException as error:
@@ -108,9 +109,9 @@ class LaneGroup:
             raise interrupt
 
     def _send_rest(self, row_set: RowSet, actions: Sequence[Array]) -> None:
-        """Step the blocks that have no late step; ignore the actions of the others."""
+        """Step the blocks without a late step; ignore the actions of the others."""
         chosen = self.absence.await_late_steps(row_set.positions)
-        for block, part in row_set.parts:
+        for block, part in row_set.block_parts:
             if block.position in chosen:
                 for target, array in zip(block.lane.rows.action, actions, strict=True):
                     target[block.lane_rows] = array[part]
@@ -119,19 +120,19 @@ class LaneGroup:
     def wait(
         self, positions: Set[int], num_rows: int | None, deadline: float
     ) -> Set[int]:
-        """Wait until blocks in flight have ended or are padding.
+        """Wait until blocks in flight have finished or are padding.
 
         Args:
           positions: The blocks to wait for.
-          num_rows: Rows to wait for; None for all.
-          deadline: Instant of `time.monotonic` at which to give up.
+          num_rows: Number of rows to wait for; None for all.
+          deadline: Latest `time.monotonic()` until which to wait.
 
         Returns:
-          The blocks that have ended or are padding, maybe fewer than asked for. They
-          stay in flight until `release`.
+          The blocks that have finished or are padding; after the deadline maybe fewer
+          than requested. They stay in flight until `release`.
 
         Raises:
-          ServerLost: All envs of the batch are absent, and waiting is pointless.
+          ServerLost: All envs of the batch are absent, and every lane has given up.
         """
         outcomes, absence, blocks = self.queue.outcomes, self.absence, self.blocks
         if num_rows is not None and num_rows == blocks.num_rows(positions):
@@ -140,7 +141,7 @@ class LaneGroup:
         while True:
             ready = positions & outcomes.keys()
             if absence.padded:
-                absence.padded -= ready  # they have ended meanwhile
+                absence.padded -= ready  # they have finished in the meantime
             if len(ready) == len(positions):
                 return ready
             timeout = _COLLECT_SECONDS
@@ -161,7 +162,7 @@ class LaneGroup:
             may_be_absent = True
 
     def _pad(self, waiting: Set[int]) -> Set[int]:
-        """Return the blocks, of those that are waited for, that are padding now."""
+        """Return the blocks in `waiting` that are padding now."""
         absent = self.queue.absent()
         self.absence.pad(absent, waiting, time.monotonic())
         if len(absent) == len(self.blocks) and (error := self.queue.give_up_error()):
@@ -182,7 +183,7 @@ class LaneGroup:
         queue.outcomes, queue.is_updating = left, False
 
     def cancel_step(self) -> None:
-        """Discard the steps that were sent and not released, as they end."""
+        """Cancel the steps that were sent and not released."""
         cancelled = self._cancelled | self.in_flight
         self._cancelled, self.in_flight = cancelled, set()
 
@@ -200,9 +201,8 @@ class LaneGroup:
           Positions of the blocks, for `finish_reset`.
         """
         resets = _resets_of(self.blocks, env_indices, seeds, options)
-        self._clean_up(
-            range(len(self.blocks))
-        )  # the caller may read the other rows too
+        # All blocks, because the caller may also read rows that are not reset.
+        self._clean_up(range(len(self.blocks)))
         self._start(resets, lambda lane, some: lane.submit_reset(some))
         return resets.keys()
 
@@ -213,16 +213,17 @@ class LaneGroup:
 
         Args:
           positions: The blocks that it has returned.
-          deadline: Instant of `time.monotonic` at which to give up.
+          deadline: Latest `time.monotonic()` until which to wait.
 
         Returns:
-          Infos by row, for the rows that have any.
+          Info dicts by row, for the rows that have one.
 
         Raises:
-          EnvTimeout: The reset takes longer; this can be called again.
+          EnvTimeout: The reset has not finished in time; call this again to wait
+            longer.
         """
         if not positions <= self._called:
-            raise LocalProtocolError("the reset was interrupted; reset() once more")
+            raise LocalProtocolError("the reset was interrupted; call reset() again")
         outcomes = self._finish(positions, deadline)
         return {
             row + self.blocks[position].offset: info
@@ -231,7 +232,7 @@ class LaneGroup:
         }
 
     def call(self, calls: Mapping[int, Call]) -> Sequence[Outcome]:
-        """Carry out attribute access on blocks, given and returned by position."""
+        """Run attribute access on blocks; return the outcomes by ascending position."""
         self._start(calls, lambda lane, some: lane.submit_call(some))
         return self._finish(calls.keys())
 
@@ -254,7 +255,9 @@ class LaneGroup:
             late = self.queue.outcomes.pop(position, None)
             rows = (operation.env_indices or ()) if is_reset else ()
             is_part = 0 < len(rows) < block.stop - block.start
-            if late is not None and (is_part or not is_reset):  # not shown yet
+            # The outcome of a late step has not been shown to the caller yet. Only a
+            # reset of the whole block makes it obsolete.
+            if late is not None and (is_part or not is_reset):
                 self._deferred[position] = DeferredOutcome(late, block, rows)
             elif is_reset:
                 self.absence.late_steps.discard(position)
@@ -263,7 +266,7 @@ class LaneGroup:
             try:
                 submit(lane, some)
             except EnvserveError:
-                if lane is next(iter(by_lane)):  # so none was submitted
+                if lane is next(iter(by_lane)):  # nothing was submitted
                     self._take_called(positions)
                 raise
         self.queue.is_updating = False
@@ -271,7 +274,7 @@ class LaneGroup:
     def _finish(
         self, positions: Set[int], deadline: float = math.inf
     ) -> Sequence[Outcome]:
-        """Wait until operations have ended; then raise the first error, if any."""
+        """Wait until operations have finished; then raise the first error, if any."""
         self._wait_for(positions, deadline)
         outcomes = self._take_called(positions)
         for outcome in outcomes:
@@ -291,11 +294,10 @@ class LaneGroup:
         return found
 
     def _wait_for(self, positions: Set[int], deadline: float = math.inf) -> None:
-        """Wait until operations have ended, however long their envs are absent.
+        """Wait until operations have finished, even while their envs are absent.
 
         Raises:
-          EnvTimeout: They have not ended by the deadline, an instant of
-            `time.monotonic`.
+          EnvTimeout: They have not finished when `time.monotonic()` is `deadline`.
         """
         while waiting := positions - self.queue.outcomes.keys():
             for position in waiting & self.queue.absent():
@@ -306,15 +308,15 @@ class LaneGroup:
             seconds = max(0.0, min(left, _COLLECT_SECONDS))
             self.queue.collect(seconds, waiting, len(waiting))
             if left <= 0 and positions - self.queue.outcomes.keys():
-                raise EnvTimeout("not all have finished in time; one can wait again")
+                raise EnvTimeout("not all envs have finished in time; wait again")
 
     # After interrupts.
 
     def recover(self) -> None:
         """Invalidate all lanes if an interrupt has cut an update short.
 
-        Blocks stay in flight: their step gives the row that says that the episode was
-        lost.
+        Blocks in flight are submitted again, so that they return the row that ends the
+        lost episode.
         """
         if not self.queue.is_updating:
             return
@@ -330,7 +332,7 @@ class LaneGroup:
         self.queue.is_updating = False
 
     def _clean_up(self, positions: Iterable[int]) -> None:
-        """Wait for operations that nobody waits for any more, and discard them."""
+        """Wait for interrupted or cancelled operations, and discard their results."""
         if left := self._called.intersection(positions):
             self._wait_for(left)
             self._take_called(left)
@@ -340,8 +342,8 @@ class LaneGroup:
     def _drop_cancelled(self, positions: Set[int]) -> None:
         """Wait for cancelled steps, unless their envs are absent; discard the results.
 
-        The end of an episode is kept as a late step: a valid row must not follow an end
-        that the caller has not seen.
+        A step that ended an episode is kept as a late step, because the caller must get
+        the end of the episode before any row of the next one.
         """
         outcomes = self.queue.outcomes
         self.absence.mark_late(positions)
@@ -362,7 +364,7 @@ def _resets_of(
     seeds: Sequence[int | None] | None,
     options: bytes,
 ) -> dict[int, Reset]:
-    """Return the reset of each block concerned, by the position of the block."""
+    """Divide a reset of rows into one reset per block, by position of the block."""
     position_of = {int(index): at for at, index in enumerate(env_indices)}
     resets = {}
     for block in blocks:

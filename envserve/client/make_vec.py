@@ -1,4 +1,4 @@
-"""Envs in other processes, here or on servers, made as Gymnasium makes its own."""
+"""`make` and `make_vec`: counterparts of `gymnasium.make` and `gymnasium.make_vec`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
 from envserve.client.batch_env import BatchEnv
-from envserve.client.factory import EnvWord
+from envserve.client.factory import EnvLike
 from envserve.client.single_env import Env
-from envserve.client.vector_env import MODES, VectorEnv
+from envserve.client.vector_env import AUTORESET_MODES, VectorEnv
 from envserve.errors import ActionError
 from envserve.spaces.action_checks import clip_rounding_errors
 
 
 def make_vec(
-    env: EnvWord,
+    env: EnvLike,
     num_envs: int,
     addresses: Sequence[str] | None = None,
     *,
@@ -34,36 +34,36 @@ def make_vec(
     env_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VectorEnv:
-    """Makes equal envs, as `gymnasium.make_vec` does.
+    """Make a vector env of identical envs, like `gymnasium.make_vec`.
 
     Args:
-      env: Registered name, like "HalfCheetah-v5", or an own env; see `BatchEnv.local`.
-      num_envs: Number of rows.
-      addresses: Servers, like "sim1"; by default the envs run in worker
-        processes of this host.
-      num_workers: Worker processes here, by default one per core.
+      env: Registered name, like "HalfCheetah-v5", or your env; see `BatchEnv.local`.
+      num_envs: Number of envs.
+      addresses: Servers, like "sim1"; by default the envs run in worker processes of
+        this host.
+      num_workers: Number of worker processes of this host; by default one per core.
       autoreset_mode: "NextStep", "SameStep" or "Disabled", or a member of Gymnasium's
         `AutoresetMode`.
-      seed: What seeds follow from where a reset is given none, also of envs that take
-        the place of lost ones. By default these envs see None, as one does whose own
-        seed is None in a list with others.
+      seed: Root seed, from which the first seed of each env is derived if `reset` gets
+        none for it, also for envs that replace failed ones. By default these envs are
+        reset with seed None.
       render_mode: As for `gymnasium.make`.
-      copy: Whether observations are the caller's to keep. False writes each step's to
-        the same arrays.
-      wrappers: What each env is wrapped in, by name; see docs/wrappers.md.
+      copy: Whether each step returns new observation arrays. With False, each step
+        overwrites the observations of an earlier one.
+      wrappers: Wrappers of each env, by name; see docs/wrappers.md.
       env_kwargs: Other arguments of the env's constructor.
-      **options: Others of `BatchEnv.local` or `BatchEnv.connect`. By default a step
-        waits for envs that are not there: `padding_after=math.inf`.
+      **options: Other options of `BatchEnv.local` or `BatchEnv.connect`. By default a
+        step waits for absent envs: `padding_after=math.inf`.
 
     Raises:
       EnvserveError: As for `BatchEnv.local` or `BatchEnv.connect`.
-      TypeError: There is no such option.
+      TypeError: An option is unknown.
       ValueError: An option is out of bounds.
     """
     mode = AutoresetMode(autoreset_mode)
     options |= {"seed": seed, "wrappers": wrappers}
     options |= {"render_mode": render_mode, "env_kwargs": env_kwargs}
-    autoreset = next(name for name, each in MODES.items() if each is mode)
+    autoreset = next(name for name, each in AUTORESET_MODES.items() if each is mode)
     instead = "autoreset_mode='SameStep', 'NextStep' or 'Disabled'"
     fixed = {"autoreset": autoreset}
     batch = make_batch(
@@ -72,13 +72,14 @@ def make_vec(
     made = VectorEnv(batch, copy=copy)
     options |= {"addresses": addresses, "num_workers": num_workers, "copy": copy}
     options |= {"autoreset_mode": mode.value, "num_envs": num_envs}
-    # Importing that has effects: see there.
+    # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
+    # changes the registry; see its docstring.
     made.spec = _spec_of(env, options, vector_entry_point=f"envserve.gym:{env}")
     return made
 
 
 def make(
-    env: EnvWord,
+    env: EnvLike,
     address: str | None = None,
     *,
     seed: int | None = None,
@@ -86,11 +87,12 @@ def make(
     env_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Env:
-    """Makes one env, as `gymnasium.make` does.
+    """Make one env, like `gymnasium.make`.
 
     Args:
-      env: Registered name, like "HalfCheetah-v5", or an own env; see `BatchEnv.local`.
-      address: A server, like "sim1"; by default the env runs on this host.
+      env: Registered name, like "HalfCheetah-v5", or your env; see `BatchEnv.local`.
+      address: Address of a server, like "sim1"; by default the env runs in a worker
+        process of this host.
       seed: As for `make_vec`.
       render_mode: As for `gymnasium.make`.
       env_kwargs: Other arguments of the env's constructor.
@@ -102,7 +104,7 @@ def make(
     options |= {"seed": seed, "render_mode": render_mode, "env_kwargs": env_kwargs}
     addresses = None if address is None else [address]
     fixed = {"autoreset": "disabled"}
-    instead = "none, since its caller resets one env"
+    instead = "no value, because the caller resets the env"
     made = Env(make_batch(env, 1, addresses, fixed, instead, **options))
     options |= {"env": env, "address": address}
     made.spec = _spec_of(env, options, entry_point="envserve:make")
@@ -110,23 +112,34 @@ def make(
 
 
 def make_batch(
-    env: EnvWord,
+    env: EnvLike,
     num_envs: int,
     addresses: Sequence[str] | None,
     fixed: Mapping[str, Any],
-    instead: str = "none, since how the trainer steps envs decides it",
+    instead: str = "no value, because the trainer determines it",
     *,
     num_workers: int | None = None,
     render_mode: str | None = None,
     **options: Any,
 ) -> BatchEnv:
-    """Makes a batch for trainers that know neither padding nor servers; see `make_vec`.
+    """Make a batch for trainers that do not support padding; see `make_vec`.
 
-    By default it waits for envs that are not there, has the infos of every step, passes
-    on what is not finite, and seeds no env unless there is a root seed.
+    Defaults differ from `BatchEnv`: steps wait for absent envs, return the infos of all
+    rows and do not check for NaN and infinity, and envs are seeded only with a root
+    seed.
+
+    Args:
+      env: As for `make_vec`.
+      num_envs: As for `make_vec`.
+      addresses: As for `make_vec`.
+      fixed: Options that the user must not set, with their values.
+      instead: Replacement for such an option, for the error message.
+      num_workers: As for `make_vec`.
+      render_mode: As for `make_vec`.
+      **options: As for `make_vec`.
 
     Raises:
-      TypeError: An option is given that is `fixed`; says what to do `instead`.
+      TypeError: The user has set an option that is `fixed`.
     """
     for name in sorted(options.keys() & {*fixed, "autoreset_mode"}):
         raise TypeError(f"{name}: expected {instead}; got {name}={options[name]!r}")
@@ -141,23 +154,26 @@ def make_batch(
     if num_workers is None:
         return BatchEnv.connect(env, addresses, num_envs, **given)
     raise ValueError(
-        f"num_workers: expected none with addresses, since servers have their own "
+        f"num_workers: expected None with addresses, because each server sets it "
         f"(envserve start --workers); got {num_workers}"
     )
 
 
 def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) -> None:
-    """Starts a step, of trainers that scale actions to a Box's bounds by themselves."""
+    """Start a step; tolerate actions that exceed a Box's bounds by rounding errors.
+
+    Trainers that scale actions to the bounds of a Box cause such errors.
+    """
     try:
         batch.send(actions, rows, together=True)
         return
-    except ActionError:  # here it costs nothing where all is well
+    except ActionError:  # clip only now, so that valid actions cost no extra time
         near = clip_rounding_errors(batch.action_space, actions)
     batch.send(near, rows, together=True)
 
 
-def _spec_of(env: EnvWord, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:
-    """Returns what makes such envs again, if the env is registered here too."""
+def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:
+    """Return a spec that makes equal envs; None if the env is not registered here."""
     if not isinstance(env, str) or env not in gymnasium.registry:
         return None
     changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}

@@ -11,19 +11,20 @@ from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.lane import Lane, Outcome, pop_harmless_mark
 from envserve.slab import copy_final_to_observation
 
-#: How often several lanes are polled while none of them may wait for itself alone.
+#: Interval in seconds at which lanes are polled while waiting for several of them. Each
+#: lane has timeouts that only `collect` checks.
 _POLL_SECONDS: Final = 0.1
 
 
 class OutcomeQueue:
-    """Collects from lanes.
+    """Collects outcomes from the lanes of a batch.
 
     Attributes:
-      outcomes: Outcomes that were collected and not consumed yet, by the position of
+      outcomes: Outcomes that were collected but not consumed yet, by the position of
         their block in the batch.
-      is_updating: Whether the bookkeeping of the batch is being updated. An interrupt
-        during an update leaves this True, and all lanes have to be invalidated then.
-        An interrupt while a lane only waits leaves it False.
+      is_updating: Whether the bookkeeping of the batch is being updated. If an
+        interrupt leaves this True, all lanes must be invalidated. An interrupt while a
+        lane only waits leaves it False.
     """
 
     def __init__(self, lanes: Sequence[Lane], blocks: Sequence[BatchBlock]) -> None:
@@ -41,12 +42,12 @@ class OutcomeQueue:
     def collect(
         self, timeout_seconds: float, waiting: Set[int], min_finished: int
     ) -> None:
-        """Wait until an operation has ended or a block has become absent.
+        """Wait until operations have finished or a block has become absent.
 
         Args:
-          timeout_seconds: Longest wait.
-          waiting: Blocks that the caller waits for.
-          min_finished: How many of them to wait for.
+          timeout_seconds: Maximum time to wait.
+          waiting: Positions of the blocks that the caller waits for.
+          min_finished: Number of these blocks to wait for.
 
         Raises:
           LocalProtocolError: Nothing is in flight.
@@ -55,7 +56,7 @@ class OutcomeQueue:
         lane = self._only_lane
         if lane is None:
             is_busy = self._collect_from_all(timeout_seconds, waiting, min_finished)
-        else:  # the code of `_collect`, inlined because every step runs it
+        else:  # the code of `_collect`, inlined because it runs at every step
             try:
                 outcomes = lane.collect(timeout_seconds, min_finished)
             except BaseException as error:
@@ -67,8 +68,8 @@ class OutcomeQueue:
         self.is_updating = False
         if not is_busy:
             raise LocalProtocolError(
-                f"expected results of the blocks {sorted(waiting)}; they are in flight "
-                "no more; reset the batch"
+                f"expected results of the blocks {sorted(waiting)}, but they are no "
+                "longer in flight; reset the batch"
             )
 
     def _collect(self, lane: Lane, timeout_seconds: float, min_finished: int) -> bool:
@@ -87,8 +88,9 @@ class OutcomeQueue:
     ) -> bool:
         """Collect from several lanes; return whether anything was in flight.
 
-        A caller that waits for all blocks waits for one lane after the other.
-        Otherwise, and while envs are absent, it must not wait for one lane alone.
+        If the caller waits for all blocks, the lanes are waited for one after the
+        other. Otherwise, or while envs are absent, all lanes are polled without
+        blocking, and their descriptors are waited for together.
         """
         has_any = is_any_busy = False
         for lane, positions in self._positions.items():
@@ -110,7 +112,7 @@ class OutcomeQueue:
         return is_any_busy
 
     def absent(self) -> Set[int]:
-        """Return the blocks in flight whose envs are absent."""
+        """Return the positions of blocks in flight whose envs are absent."""
         return {
             first + lane_block
             for lane, first in self._first_position.items()
@@ -119,15 +121,16 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return the error to raise instead of waiting, if all lanes have one."""
+        """Return an error to raise instead of waiting, if all lanes have given up."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 
     def invalidate(self, reason: str) -> None:
         """Invalidate all lanes and discard their outcomes.
 
-        The caller has not seen the first observation of an episode that follows a lost
-        one. So the last observation of the lost episode is restored.
+        If an uncollected outcome replaced a lost env, the caller has not got the first
+        observation of the new episode. So the last observation of the lost episode is
+        restored.
         """
         for lane in self._first_position:
             lane.invalidate(reason)
@@ -137,7 +140,7 @@ class OutcomeQueue:
         self.outcomes.clear()
 
     def close(self) -> None:
-        """Close what it has opened; the lanes are closed by their owner."""
+        """Close the selector; the lanes are closed by the batch."""
         if self._selector is not None:
             self._selector.close()
             self._selector = None

@@ -1,4 +1,8 @@
-"""Rows of a batch in whole blocks: which lanes they are of, and how to get at them."""
+"""Sets of rows in whole blocks, prepared for copying from and to the lanes.
+
+A row of the batch is `offset` plus a row of its lane. The rows of a `RowSet` are in the
+order of the batch, and are divided by block and by lane.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ from envserve.slab import Rows
 
 Array = np.ndarray[Any, Any]
 
-_MAX_REMEMBERED: Final = 64
+_CACHE_SIZE: Final = 64
 
 
 class BatchBlock(NamedTuple):
     """A block of a lane as part of the whole batch.
 
     Attributes:
-      position: Its place among all blocks of the batch.
+      position: Index among all blocks of the batch.
       lane: The lane.
-      lane_block: The lane's own number for it.
+      lane_block: Index among the blocks of the lane.
       start: First row of the batch.
       stop: Row of the batch after the last.
-      offset: Row of the batch that is the lane's first.
-      split: Which group it belongs to.
+      offset: First row of the lane in the batch.
+      split: Index of the split.
     """
 
     position: int
@@ -43,24 +47,24 @@ class BatchBlock(NamedTuple):
 
     @property
     def lane_rows(self) -> slice:
-        """Its rows of the lane."""
+        """The rows of the block within its lane."""
         return slice(self.start - self.offset, self.stop - self.offset)
 
     @property
     def ended(self) -> Array:
-        """Which of its rows show the end of an episode, bool `[rows]`."""
+        """Rows whose last step ended an episode, bool `[rows]`."""
         rows = self.lane.rows.at(self.lane_rows)
         return rows.terminated | rows.truncated
 
 
 class BatchBlocks(tuple[BatchBlock, ...]):
-    """All blocks of a batch, each at its position."""
+    """All blocks of a batch, ordered by position."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, lanes: Iterable[Lane]) -> Self:
-        """Returns the blocks of all lanes, whose rows follow each other."""
+        """Concatenate the blocks of all lanes."""
         blocks: list[BatchBlock] = []
         offset = 0
         for lane in lanes:
@@ -73,11 +77,11 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         return cls(blocks)
 
     def num_rows(self, positions: Iterable[int]) -> int:
-        """Returns how many rows some of them have."""
+        """Return the total number of rows of some blocks."""
         return sum([self[at].stop - self[at].start for at in positions])
 
     def block_of(self, env_index: int) -> BatchBlock:
-        """Returns the one that a row belongs to."""
+        """Return the block that contains a row."""
         return self[bisect_right(self, env_index, key=attrgetter("start")) - 1]
 
     def in_flight_error(self, positions: Iterable[int]) -> LocalProtocolError:
@@ -87,21 +91,22 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         return LocalProtocolError(f"the rows {rows} are in flight; recv() them first")
 
 
-class Piece:
-    """The rows of a set that are one lane's.
+class LanePart:
+    """The rows of a set that belong to one lane.
 
     Attributes:
       lane: The lane.
-      blocks: The lane's blocks.
-      single_blocks: The same, each for itself.
-      set_rows: Which of the set's rows.
-      lane_rows: Which of the lane's rows: a slice where they follow each other.
-      actions: The lane's action leaves.
-      view: The rows, where they follow each other.
+      blocks: Indices of the blocks within the lane.
+      single_blocks: The same, each block as a tuple of length 1.
+      set_rows: The rows within the set.
+      lane_rows: The rows within the lane: a slice if they are contiguous, otherwise an
+        index array.
+      actions: The lane's arrays of actions, one per leaf.
+      view: The lane's rows as views if they are contiguous, otherwise None.
     """
 
     def __init__(self, blocks: Sequence[BatchBlock], start: int) -> None:
-        """Takes blocks of one lane; their rows begin at row `start` of the set."""
+        """Collect blocks of one lane, whose rows begin at row `start` of the set."""
         self.lane = blocks[0].lane
         self.blocks = tuple(block.lane_block for block in blocks)
         self.single_blocks = tuple((block,) for block in self.blocks)
@@ -116,7 +121,7 @@ class Piece:
             self.view = self.lane.rows.at(self.lane_rows)
 
     def read(self) -> Rows:
-        """Returns the rows: views where they follow each other, else copies."""
+        """Return the rows: views if they are contiguous, otherwise copies."""
         return self.view or self.lane.rows.at(self.lane_rows)
 
 
@@ -124,82 +129,83 @@ class RowSet:
     """The rows of some blocks, in the order of the batch.
 
     Attributes:
-      blocks: The blocks, in order.
-      positions: Places of the blocks among all of the batch.
-      env_indices: int64 `[len(self)]`, ascending.
-      parts: Each block with its rows of the set.
-      pieces: The rows by lane, in order.
+      blocks: The blocks, by ascending position.
+      positions: Positions of the blocks in the batch.
+      env_indices: Rows of the batch, int64 `[len(self)]`, ascending.
+      block_parts: Each block with the slice of its rows within the set.
+      lane_parts: The rows of each lane, in the order of the batch.
     """
 
     def __init__(self, blocks: Sequence[BatchBlock]) -> None:
-        """Prepares to copy; `blocks` are in order."""
+        """Make the set of all rows of `blocks`, which are sorted by position."""
         self.blocks = tuple(blocks)
         self.positions = frozenset(block.position for block in blocks)
         self.env_indices: Array = np.concatenate(
             [np.arange(block.start, block.stop) for block in blocks] or [np.arange(0)]
         )
-        self.env_indices.flags.writeable = False  # it is given away
+        self.env_indices.flags.writeable = False  # `recv` returns it to the user
         stops = np.cumsum([block.stop - block.start for block in blocks]).tolist()
-        parts = starmap(slice, pairwise([0, *stops]))
-        self.parts = tuple(zip(self.blocks, parts, strict=True))
-        pieces: list[Piece] = []
-        for _, of_lane in groupby(self.parts, lambda part: part[0].offset):
+        block_parts = starmap(slice, pairwise([0, *stops]))
+        self.block_parts = tuple(zip(self.blocks, block_parts, strict=True))
+        lane_parts: list[LanePart] = []
+        for _, of_lane in groupby(self.block_parts, lambda part: part[0].offset):
             blocks_of_lane, rows = zip(*of_lane, strict=True)
-            pieces.append(Piece(blocks_of_lane, rows[0].start))
-        self.pieces = tuple(pieces)
+            lane_parts.append(LanePart(blocks_of_lane, rows[0].start))
+        self.lane_parts = tuple(lane_parts)
 
     def __len__(self) -> int:
         return len(self.env_indices)
 
 
-class RowSets:
-    """The sets of a batch's rows, by row or by block; the last ones are remembered.
+class RowSetCache:
+    """Row sets by rows or by blocks; the most recently used ones are cached.
 
     Attributes:
-      everything: All rows.
+      all_rows: The set of all rows of the batch.
     """
 
     def __init__(self, blocks: Sequence[BatchBlock]) -> None:
-        self.everything = RowSet(blocks)
+        self.all_rows = RowSet(blocks)
         self._blocks = tuple(blocks)
         sizes = [block.stop - block.start for block in blocks]
         position_of_row = np.repeat(np.arange(len(blocks)), sizes)
-        # Neither refers to `self`: a batch that is dropped goes at once.
-        remember = lru_cache(_MAX_REMEMBERED)
+        # The caches do not refer to `self`: a reference cycle would delay the
+        # destruction of a batch that is no longer used.
+        remember = lru_cache(_CACHE_SIZE)
         self._find = remember(partial(_find, self._blocks, position_of_row))
         self._join = remember(partial(_join, self._blocks))
 
-    def of_rows(
+    def for_rows(
         self, env_indices: Sequence[int] | Array | None
     ) -> tuple[RowSet, Array | None]:
-        """Returns the set of some rows, None for all.
+        """Return the set of some rows, or of all rows for None.
 
         Returns:
-          The set, and, unless the indices ascend, how to sort arrays that are in
-          their order: `array[order]`.
+          The set. If the indices are not ascending, also the index array that sorts
+          arrays in the order of `env_indices`, as `array[order]`; otherwise None.
 
         Raises:
-          IndexError: The rows are not there, or are not whole blocks.
+          IndexError: A row does not exist, or the rows are not whole blocks.
         """
         if env_indices is None:
-            return self.everything, None
+            return self.all_rows, None
         return self._find(_as_rows(env_indices).tobytes())
 
-    def of_blocks(self, positions: Iterable[int]) -> RowSet:
-        """Returns the set of some blocks."""
+    def for_blocks(self, positions: Iterable[int]) -> RowSet:
+        """Return the set of all rows of some blocks."""
         return self._join(tuple(sorted(positions)))
 
     def rows_by(self, key: Callable[[BatchBlock], int]) -> tuple[Array, ...]:
-        """Returns the rows, int64 `[n]`, of blocks that have the same key."""
+        """Group the rows by a key of their block; return int64 `[n]` for each key."""
         keys = [key(block) for block in self._blocks]
         return tuple(
-            self.of_blocks(
+            self.for_blocks(
                 [at for at, other in enumerate(keys) if other == one]
             ).env_indices
             for one in sorted({*keys})
         )
 
-    def choose(
+    def select_in_flight(
         self,
         in_flight: Set[int],
         min_envs: int | None,
@@ -208,20 +214,20 @@ class RowSets:
         """Return the blocks that a `recv` waits for, and the number of rows.
 
         Raises:
-          LocalProtocolError: The rows are not in flight, or fewer are.
+          LocalProtocolError: The rows are not in flight, or fewer than `min_envs` are.
         """
         positions: Set[int] = frozenset(in_flight)
         if env_indices is not None:
-            row_set, _ = self.of_rows(env_indices)
+            row_set, _ = self.for_rows(env_indices)
             missing = row_set.positions - in_flight
             if missing:
-                rows = self.of_blocks(missing).env_indices.tolist()
+                rows = self.for_blocks(missing).env_indices.tolist()
                 raise LocalProtocolError(
                     f"expected rows in flight; the rows {rows} are not; send() them "
                     f"first"
                 )
             positions = row_set.positions
-        num_in_flight = len(self.of_blocks(positions))
+        num_in_flight = len(self.for_blocks(positions))
         if not num_in_flight:
             raise LocalProtocolError("no rows are in flight; send() some first")
         if min_envs is None:
@@ -250,16 +256,20 @@ def _find(
         missing = np.setdiff1d(row_set.env_indices, indices)[0]
         block = blocks[position_of_row[missing]]
         raise IndexError(
-            f"expected whole blocks; got row(s) of the block of rows {block.start} "
-            f"to {block.stop - 1} without row {missing}; one worker steps them "
-            "together, see BatchEnv.blocks"
+            f"expected whole blocks; row {missing} is missing from the block of rows "
+            f"{block.start} to {block.stop - 1}, which one worker steps together; see "
+            "BatchEnv.blocks"
         )
     is_sorted = bool((order[1:] > order[:-1]).all())
     return row_set, None if is_sorted else order
 
 
 def check_rows(env_indices: Sequence[int] | Array | None, num_envs: int) -> Array:
-    """Returns rows as int64 `[n]`; raises IndexError for one too many or twice."""
+    """Return rows as int64 `[n]`.
+
+    Raises:
+      IndexError: A row does not exist or occurs twice.
+    """
     if env_indices is None:
         return np.arange(num_envs)
     indices = _as_rows(env_indices).reshape(-1)
@@ -269,7 +279,7 @@ def check_rows(env_indices: Sequence[int] | Array | None, num_envs: int) -> Arra
             f"expected env indices in [0, {num_envs}); got {wrong.tolist()}"
         )
     if np.unique(indices).size != indices.size:
-        raise IndexError(f"expected each env once; got {indices.tolist()}")
+        raise IndexError(f"expected distinct env indices; got {indices.tolist()}")
     return indices
 
 
@@ -277,5 +287,5 @@ def _as_rows(env_indices: Sequence[int] | Array) -> Array:
     indices = np.asarray(env_indices)
     if indices.dtype.kind not in "iu" and indices.size:
         hint = "; use np.flatnonzero(mask)" if indices.dtype.kind == "b" else ""
-        raise IndexError(f"expected numbers of rows; got {indices.dtype}{hint}")
+        raise IndexError(f"expected integer env indices; got {indices.dtype}{hint}")
     return indices.astype(np.int64, copy=False)

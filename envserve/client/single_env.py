@@ -1,4 +1,4 @@
-"""One env in another process, here or on a server, as a `gymnasium.Env`."""
+"""One env in another process or on a server, as a `gymnasium.Env`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from envserve.spaces.leaves import flatten, unflatten
 
 
 class Env(gymnasium.Env[Any, Any]):
-    """The only row of a `BatchEnv`, without the dimension of rows.
+    """The only row of a `BatchEnv`, without the batch dimension.
 
-    An episode that was lost is truncated, `info["fault"]` says why, and `info["valid"]`
-    is False; `reset` begins the next.
+    If an episode is lost, its last step is truncated, `info["fault"]` contains the
+    reason, and `info["valid"]` is False. Call `reset` as after any other episode.
     """
 
     def __init__(self, batch: BatchEnv) -> None:
-        """Takes over a batch of one row that does not reset by itself."""
+        """Wrap a batch of one row with autoreset "disabled"; take ownership of it."""
         self._batch = batch
         batch.reset_call = "reset()"
         self.observation_space = batch.observation_space
@@ -29,26 +29,27 @@ class Env(gymnasium.Env[Any, Any]):
         self._batched_space = batch_space(batch.observation_space, 1)
         (self.render_mode,) = batch.get_attr("render_mode")
         self.metadata = metadata_of(batch)
-        # A window would belong to the worker; the wrapper HumanRendering shows one.
+        # In "human" mode the worker would open the window. Without this mode, Gymnasium
+        # applies the wrapper HumanRendering, which opens it in this process.
         modes = self.metadata.get("render_modes", [])
         self.metadata["render_modes"] = [mode for mode in modes if mode != "human"]
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begins an episode; see `gymnasium.Env.reset`."""
+        """Start a new episode; see `gymnasium.Env.reset`."""
         seeds = None if seed is None else [seed]
         observation = self._batch.reset(None, seeds, options=options)
         super().reset(seed=seed)
         return self._only(observation), dict(self._batch.reset_infos.get(0, {}))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Steps the env; see `gymnasium.Env.step`.
+        """Step the env; see `gymnasium.Env.step`.
 
         Raises:
           ActionError: The action does not fit the action space.
-          LocalProtocolError: The episode has ended; `reset` begins the next.
-          ResetFirst: There was no reset.
+          LocalProtocolError: The episode has ended; call `reset`.
+          ResetFirst: The env was not reset yet.
         """
         space = self.action_space
         try:
@@ -63,11 +64,11 @@ class Env(gymnasium.Env[Any, Any]):
         return self._only(result.observation), float(result.reward[0]), *flags, info
 
     def render(self) -> Any:
-        """Returns what the env renders."""
+        """Render the env according to its `render_mode`."""
         return self._batch.render(0)
 
     def close(self) -> None:
-        """Ends the env and its worker; may be called twice."""
+        """Close the env and end its worker; idempotent."""
         self._batch.close()
 
     def _only(self, observation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a batch has been through: steps, faults by kind, latencies."""
+"""Statistics of a batch: steps, faults by kind, and latencies."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from envserve.slab import Status
 
 Array = np.ndarray[Any, Any]
 
-#: Steps whose latencies are kept.
+#: Number of steps whose latencies are kept.
 _NUM_LATENCIES: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchStats:
-    """Counts since the batch was made. "Rows" are rows of the batch's steps.
+    """Counters since the batch was made, and latencies of recent steps.
 
     Attributes:
-      steps: Calls of `step`, and of `recv` that gave rows.
-      rows: Rows that came back from them.
-      valid_rows: Those that can be learned from.
-      invalid_rows: All others, by the name of their `envserve.client.Status`.
-      latency_seconds: Median ("p50"), 99th percentile ("p99") and longest ("max")
-        duration of the last 1,024 calls of `step`; empty before the first.
-      lanes: What each lane counts, by its name: "restarts" of workers, and for a server
-        "resends", "reattaches" and more.
+      steps: Number of `step` and `recv` calls that returned rows.
+      rows: Total number of rows that they returned.
+      valid_rows: Number of valid rows, which can be used for training.
+      invalid_rows: Number of invalid rows by the name of their
+        `envserve.client.Status`.
+      latency_seconds: Median ("p50"), 99th percentile ("p99") and maximum ("max")
+        duration of the last 1,024 calls of `step`; empty before the first call.
+      lanes: Counters of each lane by its name: "restarts" of workers; for servers also
+        "resends", "reattaches" and others.
     """
 
     steps: int
@@ -42,11 +43,11 @@ class BatchStats:
 
     @property
     def fill(self) -> float:
-        """Share of rows that are valid; 1 before the first step."""
+        """Fraction of rows that are valid; 1 before the first step."""
         return self.valid_rows / self.rows if self.rows else 1.0
 
     def __str__(self) -> str:
-        """Tells the same in a few words, with times in milliseconds."""
+        """Return a one-line summary, with latencies in milliseconds."""
         parts = [
             f"{self.steps:,} steps",
             f"{self.valid_rows:,} of {self.rows:,} rows valid",
@@ -60,12 +61,12 @@ class BatchStats:
 
 
 class StepRecorder:
-    """Counts steps as they end; costs next to nothing while all rows are valid.
+    """Counts steps and rows; nearly free while all rows are valid.
 
     Attributes:
-      steps: How many there were.
-      rows: How many rows they had.
-      latencies: Seconds that the last ones took which were waited for.
+      steps: Number of steps.
+      rows: Total number of rows.
+      latencies: Durations of the last calls of `step`, in seconds.
     """
 
     def __init__(self) -> None:
@@ -75,11 +76,11 @@ class StepRecorder:
         self._invalid = np.zeros(len(Status), np.int64)
 
     def count_invalid(self, valid: Array, status: Array) -> None:
-        """Takes the rows of a step that are not all valid."""
+        """Count the invalid rows of a step by status."""
         self._invalid += np.bincount(status[~valid], minlength=len(Status))
 
     def stats(self, lanes: Sequence[Lane]) -> BatchStats:
-        """Returns the counts, with those of lanes."""
+        """Return all counters, including those of the lanes."""
         latencies = np.array(self.latencies)
         summary = {}
         if latencies.size:

@@ -1,4 +1,4 @@
-"""What a step of a batch gives, and how it is copied out of the lanes' rows."""
+"""The result of a batch step, and copying it from the rows of the lanes."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from envserve.spaces.variable_length import decode_observation
 Array = np.ndarray[Any, Any]
 
 _LARGE_BYTES: Final = 1 << 16
-_OK: Final = int(Status.OK)  # NumPy takes long to see a number in an enum
+_OK: Final = int(Status.OK)  # NumPy compares plain ints faster than enum members
 _LATE: Final = int(Status.LATE)
 _any: Final = np.logical_or.reduce
 
 
 class StepResult(NamedTuple):
-    """What a step of n envs gave. Observations are nested as their space.
+    """The result of a step of n envs. Observations are nested like their space.
 
     Attributes:
-      observation: `[n, ...]`, in the dtypes of the observation space. Where an
-        episode ended, the first observation of the next one.
+      observation: `[n, ...]`, with the dtypes of the observation space. In rows whose
+        episode has ended it is the first observation of the next episode.
       reward: float64 `[n]`.
-      terminated: bool `[n]`; the episode reached an end of its own.
+      terminated: bool `[n]`; the env reached a terminal state.
       truncated: bool `[n]`; the episode was cut off.
-      valid: bool `[n]`; False for a transition that is not to be learned from, since
-        the env, its worker or its server failed: see `status`.
-      final_observation: `[n, ...]`; the last observation of an episode that ended in
-        this step, zero (with `out`: untouched) in all other rows. Of a lost episode it
-        may be of a step that was never answered, or of nothing that was played.
-      status: uint8 `[n]`, see `envserve.client.Status`. A lost episode is one row
-        that is `truncated`, with the reason for a status. It comes when the env is
-        back, after any number of rows that are PENDING: their actions are not used, and
-        nothing happens in them, but their observation may be of the step that was lost.
-        A row that is LATE goes on with the episode, and its action is one of before
-        the padding.
-      infos: Info dict by env index, as far as there are any: by default those of
-        steps that end an episode. Faults stand under the key "fault".
+      valid: bool `[n]`; False for transitions that must not be used for training,
+        because the env, its worker or its server failed; see `status`.
+      final_observation: `[n, ...]`; the last observation of each episode that ended in
+        this step. All other rows are zero, or untouched if `out` is used. In the row of
+        a lost episode, ignore it: it may be from a step that was never returned, or no
+        observation of this episode at all.
+      status: uint8 `[n]`, see `envserve.client.Status`. A lost episode ends with one
+        truncated row, whose status is the reason. That row is returned once the env is
+        available again, possibly after PENDING rows. The actions of PENDING rows are
+        ignored and nothing happens in them, but their observation may be from the lost
+        step. A LATE row continues the episode; it is the result of an action that was
+        sent before the padding.
+      infos: Info dict by env index, for rows that have one; by default only rows whose
+        episode has ended. A fault is stored under the key "fault".
     """
 
     observation: Any
@@ -62,12 +63,12 @@ class StepResult(NamedTuple):
 
     @property
     def lost(self) -> Array:
-        """Rows that have lost their episode, bool `[n]`; see `final_observation`."""
+        """Rows whose episode was lost, bool `[n]`."""
         lost: Array = self.truncated & ~self.valid & (self.status != _LATE)
         return lost
 
     def __repr__(self) -> str:
-        """Shows how many rows there are of what, and the observation's shape."""
+        """Return counts of rows by kind, and the shape of the observation."""
         return (
             f"<StepResult: {len(self.reward)} rows, {int(self.valid.sum())} valid, "
             f"{int(self.terminated.sum())} terminated, {int(self.truncated.sum())} "
@@ -77,7 +78,7 @@ class StepResult(NamedTuple):
 
 
 def _shape_of(value: Any) -> str:
-    """Describes a batch of observations, such as "float32[64, 4]"."""
+    """Describe a batch of observations, for example as "float32[64, 4]"."""
     if isinstance(value, Mapping):
         parts = (f"{key}: {_shape_of(part)}" for key, part in value.items())
         return f"{{{', '.join(parts)}}}"
@@ -88,7 +89,7 @@ def _shape_of(value: Any) -> str:
     return f"{len(value)} values"
 
 
-#: `StepResult._make` without its check of the length, and a call of Python.
+#: `StepResult._make` without its length check and its Python call, which cost time.
 _make_result: Final[Callable[[tuple[Any, ...]], StepResult]] = partial(
     tuple.__new__, StepResult
 )
@@ -100,17 +101,23 @@ def gather_result(
     infos: Mapping[int, Mapping[str, Any]],
     out: StepResult | None = None,
 ) -> StepResult:
-    """Copies what is in lanes' rows, to arrays `[len(row_set), ...]` of `out` if given.
+    """Copy the rows of the lanes into a result of `len(row_set)` rows.
+
+    Args:
+      spec: Spaces of the envs.
+      row_set: The rows to copy.
+      infos: Infos of the result.
+      out: A result whose arrays are overwritten; None allocates new arrays.
 
     Raises:
-      ValueError: An array of `out` has another shape.
+      ValueError: An array of `out` has a wrong shape.
     """
-    if out is not None or len(row_set.pieces) > 1:
-        return _write(row_set, out or _allocate(spec, len(row_set)), infos, spec)
-    # Copying is the quickest way to get an array, and this is done at every step; see
+    if out is not None or len(row_set.lane_parts) > 1:
+        return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)
+    # This runs at every step, and `copy` is the fastest way to make an array; see
     # docs/decisions.md: "A step makes few Python calls and few copies".
-    piece = row_set.pieces[0]
-    rows = piece.view or piece.read()
+    part = row_set.lane_parts[0]
+    rows = part.view or part.read()
     terminated, truncated = rows.terminated.copy(), rows.truncated.copy()
     observation: Any = []
     final: Any = []
@@ -142,7 +149,7 @@ def gather_result(
 def decode_result(
     spec: EnvSpec, result: StepResult, env_indices: Sequence[int] | Array
 ) -> StepResult:
-    """Makes values of what is encoded, once nothing more is written to the rows."""
+    """Decode observations of variable length, after all rows have been written."""
     decode = partial(
         decode_observation, spec, env_indices, is_complete=result.status == _OK
     )
@@ -153,7 +160,7 @@ def decode_result(
     )
 
 
-def _write(
+def _write_to(
     row_set: RowSet,
     out: StepResult,
     infos: Mapping[int, Mapping[str, Any]],
@@ -165,40 +172,44 @@ def _write(
         raise ValueError(
             f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
         )
-    pieces = [piece.read() for piece in row_set.pieces]
-    leaves = zip(*[rows.observation for rows in pieces], strict=True)
+    parts = [part.read() for part in row_set.lane_parts]
+    leaves = zip(*[rows.observation for rows in parts], strict=True)
     names = ("reward", "terminated", "truncated", "status")
-    others = [(getattr(out, n), [getattr(rows, n) for rows in pieces]) for n in names]
+    others = [(getattr(out, n), [getattr(rows, n) for rows in parts]) for n in names]
     for target, sources in (*zip(observation, leaves, strict=True), *others):
         _check_shape(target, (len(row_set), *sources[0].shape[1:]))
-        if len(sources) > 1:  # one call, however many servers there are
+        if len(sources) > 1:  # one NumPy call for any number of lanes
             np.concatenate(sources, out=target, casting="unsafe")
         else:
             target[:] = sources[0]
     out.valid[:] = out.status == _OK
     ended = np.logical_or(out.terminated, out.truncated)
     final = flatten(space, out.final_observation) if ended.any() else []
-    for piece, rows in zip(row_set.pieces, pieces, strict=True):
-        if final and ended[piece.set_rows].any():
-            _write_final(rows, [leaf[piece.set_rows] for leaf in final])
+    for part, rows in zip(row_set.lane_parts, parts, strict=True):
+        if final and ended[part.set_rows].any():
+            _write_final(rows, [leaf[part.set_rows] for leaf in final])
     return out._replace(infos=infos) if out.infos or infos else out
 
 
-def last_rows(space: Space[Any], step: StepResult, seen: Any) -> list[Any]:
-    """Returns what episodes that have ended showed last, by row.
+def final_observations(space: Space[Any], step: StepResult, previous: Any) -> list[Any]:
+    """Return the final observation of each row; ignore rows that have not ended.
 
-    Of a lost one that is what was seen before the step; `space` is that of all rows.
+    Args:
+      space: Observation space of the whole batch.
+      step: Result of the step.
+      previous: Observations before the step, which replace the final observations of
+        lost episodes.
     """
     rows = list(iterate(space, step.final_observation))
     if lost := step.lost.nonzero()[0].tolist():
-        before = list(iterate(space, seen))
+        before = list(iterate(space, previous))
         for row in lost:
             rows[row] = before[row]
     return rows
 
 
 def _check_shape(target: Array, shape: tuple[int, ...]) -> None:
-    # NumPy would fill a larger array with copies of a single row.
+    # NumPy would broadcast a single row to a larger array without an error.
     if target.shape != shape:
         raise ValueError(
             f"out: expected an array of shape {list(shape)}; got {list(target.shape)}"
@@ -206,7 +217,7 @@ def _check_shape(target: Array, shape: tuple[int, ...]) -> None:
 
 
 def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
-    """Copies the final observations of rows whose episode has ended."""
+    """Copy the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
     for target, source in zip(targets, rows.final_observation, strict=True):
         _check_shape(target, source.shape)
@@ -214,14 +225,16 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
 
 
 def _zeros(like: Array) -> Array:
-    """Returns zeros; large ones cost next to nothing until they are written to.
+    """Return zeros; large arrays are mapped, so their pages cost time only if written.
 
-    Most steps end no episode. Pages of their own also leave the allocator what it can
-    give to the next step's observations, with no page faults.
+    Most steps end no episode and write nothing to them. With a separate mapping, the
+    allocator can also reuse the freed memory of earlier observations for the next step,
+    which avoids page faults.
     """
     if like.nbytes < _LARGE_BYTES:
         return np.zeros(like.shape, like.dtype)
-    # Private: shared ones would each count as a mapping, of which there are few.
+    # MAP_PRIVATE, because the kernel merges adjacent private mappings. Shared ones
+    # would each count towards the limit of mappings per process.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return np.ndarray(like.shape, like.dtype, mmap.mmap(-1, like.nbytes, flags=flags))
 
@@ -247,11 +260,12 @@ def add_infos(
     block: BatchBlock,
     raises_faults: bool,
 ) -> EnvserveError | None:
-    """Adds what a step of a block gave besides rows, by env index of the batch.
+    """Add the infos and faults of a block's step to `infos`, by env index of the batch.
 
     Returns:
-      What to raise: what failed as a whole, or the first fault that asks for it. Each
-      does if `raises_faults`, and else those that broke the env's own spaces.
+      The error to raise, if any: the error of the whole block, or the first fault that
+      raises. With `raises_faults` each fault does; otherwise only those of envs that
+      returned a value outside their spaces.
     """
     error = outcome.error
     for row, info in outcome.infos.items():

@@ -1,7 +1,6 @@
-"""A batch of envs as `gymnasium.vector.VectorEnv`, for trainers that know Gymnasium.
+"""A batch of envs as a `gymnasium.vector.VectorEnv`.
 
-Faults come in a form that a trainer survives which knows nothing of them: a lost
-episode is a truncated one.
+Any trainer for Gymnasium can use it: a lost episode is returned as a truncated one.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from envserve.client.batch_env import BatchEnv, EnvsClosed
-from envserve.client.step_result import StepResult, last_rows
+from envserve.client.step_result import StepResult, final_observations
 from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset
 
 Array = np.ndarray[Any, Any]
 
-MODES: Final[Mapping[Autoreset, AutoresetMode]] = {
+AUTORESET_MODES: Final[Mapping[Autoreset, AutoresetMode]] = {
     "next_step": AutoresetMode.NEXT_STEP,
     "same_step": AutoresetMode.SAME_STEP,
     "disabled": AutoresetMode.DISABLED,
@@ -40,19 +39,19 @@ _any: Final = np.logical_or.reduce
 
 
 class CallPending(AlreadyPendingCallError, LocalProtocolError):
-    """Something else was asked for before `reset_wait` or `step_wait`."""
+    """A method was called between `reset_async` or `step_async` and its `_wait`."""
 
 
 class NoCall(NoAsyncCallError, LocalProtocolError):
-    """`reset_wait` or `step_wait` has nothing to wait for."""
+    """`reset_wait` or `step_wait` was called, but no such call is pending."""
 
 
 class EnvsTimeout(EnvTimeout, multiprocessing.TimeoutError):
-    """Not all envs have finished; nothing is lost, and one can wait again."""
+    """Not all envs have finished in time; nothing is lost, and you can wait again."""
 
 
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
-    """Returns the envs' metadata; none, if it holds what has no plain form."""
+    """Return the envs' metadata; empty if it contains values that cannot be sent."""
     try:
         return dict(batch.get_attr("metadata", [0])[0])
     except CallError:
@@ -60,27 +59,28 @@ def metadata_of(batch: BatchEnv) -> dict[str, Any]:
 
 
 class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
-    """Gymnasium's view of a `BatchEnv`.
+    """A `BatchEnv` with Gymnasium's interface for vector envs.
 
-    In a row whose episode was lost `truncated` is True, `infos["fault"]` says why, and
-    `infos["valid"]` is False; there is no such key while all rows are valid.
+    If the episode of a row is lost, `truncated` is True in that row, `infos["fault"]`
+    contains the reason, and `infos["valid"]` is False. If all rows of a step are valid,
+    there is no key "valid".
     """
 
     def __init__(self, batch: BatchEnv, *, copy: bool = True) -> None:
-        """Takes over a batch.
+        """Wrap a batch, and take ownership of it.
 
         Args:
-          batch: Made with `infos="all"`; this closes it.
+          batch: A batch made with `infos="all"`.
           copy: As for `make_vec`.
         """
         super().__init__()
-        # Who drops it without closing it keeps no processes and sockets.
+        # Closes the batch if the user drops this object without closing it.
         self._finalizer = weakref.finalize(self, batch.close)
         self._finalizer.atexit = False
         self._batch = batch
         batch.reset_call = "reset(options={'reset_mask': ...})"
         self.num_envs = batch.num_envs
-        self.autoreset_mode = MODES[batch.autoreset]
+        self.autoreset_mode = AUTORESET_MODES[batch.autoreset]
         self._is_same_step = batch.autoreset == "same_step"
         self.single_observation_space = batch.observation_space
         self.single_action_space = batch.action_space
@@ -92,7 +92,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self._is_encoded = batch.spec.has_encoded_observations
         self._reused: StepResult | None = None
         self._latest: StepResult | None = None
-        self._seen: Any = None
+        self._observation: Any = None
         self.closed = False
 
     def reset(
@@ -101,13 +101,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Resets the envs.
+        """Reset the envs.
 
         Args:
-          seed: That of row 0, whose successors are the other rows'; or one per row.
-            With None an env goes on with its random numbers.
-          options: For the envs, plain values; without "reset_mask", which says the
-            rows to reset, bool `[num_envs]`. The others show what they last showed.
+          seed: Seed of row 0, where row i gets `seed + i`; or one seed or None per row.
+            An env with None continues its random number generator.
+          options: Options of each env, plain values. The key "reset_mask", bool
+            `[num_envs]`, selects the rows to reset and is not passed to the envs; the
+            other rows return their last observation again.
 
         Returns:
           Observations, and infos as a dict of arrays.
@@ -124,7 +125,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Starts what `reset` does; `reset_wait` returns what has come of it."""
+        """Start a reset without waiting; `reset_wait` returns its result."""
         self._check_idle("reset_async")
         first = int(seed) if isinstance(seed, int | np.integer) else None
         if first is not None:
@@ -133,8 +134,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             not isinstance(seed, Sequence | np.ndarray) or len(seed) != self.num_envs
         ):
             raise ValueError(
-                f"seed: expected an int, or one for each of {self.num_envs} envs; got "
-                f"{seed!r:.200}"
+                f"seed: expected an int, or one seed for each of {self.num_envs} envs; "
+                f"got {seed!r:.200}"
             )
         if not isinstance(options, Mapping | None):
             raise TypeError(f"options: expected a dict or None; got {options!r:.200}")
@@ -142,7 +143,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         if options is not None and "reset_mask" in options:
             rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]
             others = {key: options[key] for key in options if key != "reset_mask"}
-            options = others or None  # envs need not take any
+            options = others or None  # some envs accept no options at all
         seeds = None
         if seed is not None and any(each is not None for each in seed):
             seeds = [seed[row] for row in rows.tolist()]
@@ -152,58 +153,64 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             super().reset(seed=first)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Waits for what `reset_async` has started.
+        """Wait for the reset that `reset_async` has started, and return its result.
+
+        Args:
+          timeout: Maximum seconds to wait; None for no limit.
 
         Raises:
-          EnvsTimeout: It takes longer than `timeout` seconds; one can wait again.
-          NoCall: Nothing was started.
+          EnvsTimeout: The reset has not finished in time; you can wait again.
+          NoCall: No reset was started.
         """
-        with self._waiting("reset"):
+        with self._waiting_for("reset"):
             self._batch.recv_reset(timeout)
         infos = batch_infos(self._batch.reset_infos, self.num_envs)
-        self._seen = observation = self._batch.last_observation()
+        self._observation = observation = self._batch.last_observation()
         return observation, infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Steps the envs; see `gymnasium.vector.VectorEnv.step`.
+        """Step the envs; see `gymnasium.vector.VectorEnv.step`.
 
         Raises:
-          ActionError: The actions do not fit the action space; nothing was stepped.
-          EnvError: An env broke its own spaces.
-          ResetFirst: There was no reset.
+          ActionError: The actions do not fit the action space; no env was stepped.
+          EnvError: An env returned a value outside its spaces.
+          ResetFirst: The envs were not reset yet.
           ServerError: A server was lost.
         """
         if self.closed or self._batch.pending:
             self._check_idle("step")
-        return self._converted(self._batch.step(actions, self._reused))
+        return self._to_gymnasium(self._batch.step(actions, self._reused))
 
     def step_async(self, actions: Any) -> None:
-        """Starts what `step` does; `step_wait` returns what has come of it."""
+        """Start a step without waiting; `step_wait` returns its result."""
         self._check_idle("step_async")
         self._batch.send(actions, together=True)
 
     def step_wait(
         self, timeout: float | None = None
     ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Waits for what `step_async` has started.
+        """Wait for the step that `step_async` has started, and return its result.
+
+        Args:
+          timeout: Maximum seconds to wait; None for no limit.
 
         Raises:
-          EnvsTimeout: It takes longer than `timeout` seconds; one can wait again.
-          NoCall: Nothing was started.
+          EnvsTimeout: The step has not finished in time; you can wait again.
+          NoCall: No step was started.
         """
-        with self._waiting("step"):
+        with self._waiting_for("step"):
             rows = np.arange(self.num_envs)
             received = self._batch.recv(
                 timeout=timeout, env_indices=rows, out=self._reused
             )
-        return self._converted(received[1])
+        return self._to_gymnasium(received[1])
 
     def render(self) -> tuple[Any, ...]:
-        """Returns what each env renders."""
+        """Render all envs according to their `render_mode`."""
         return self.call("render")
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Ends the envs, within 2 seconds even if one hangs."""
+        """Close the envs, within 2 seconds even if one hangs."""
         if pending := self._batch.pending:
             gymnasium.logger.warn(
                 f"Calling `close` while waiting for a pending call to "
@@ -211,18 +218,19 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             )
         self._finalizer()
 
-    # What AsyncVectorEnv has besides.
+    # Methods that AsyncVectorEnv has in addition to those of
+    # gymnasium.vector.VectorEnv.
 
     @property
     def np_random_seed(self) -> Any:
-        """The seed of each env, as a tuple."""
+        """The last seed of each env, as a tuple."""
         return self.get_attr("np_random_seed")
 
     def call(self, name: str, /, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        """Calls a method of every env, or reads an attribute that is not callable.
+        """Call a method of every env, or read an attribute that is not callable.
 
         Raises:
-          CallError: It raised, or servers do not expose it.
+          CallError: The method raised an exception, or a server does not expose it.
         """
         self._check_idle("call")
         if name in _NOT_CALLED:
@@ -230,22 +238,27 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         return tuple(self._batch.call_each(name, *arguments, **named))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Returns an attribute of every env."""
+        """Return the values of an attribute, one per env."""
         self._check_idle("get_attr")
         return tuple(self._batch.get_attr(name))
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Sets an attribute: a list or tuple has a value for each env."""
+        """Set an attribute of every env.
+
+        Args:
+          name: Name of the attribute.
+          values: A list or tuple with one value per env, or one value for all envs.
+        """
         self._check_idle("set_attr")
         if not isinstance(values, list | tuple):
             values = [values] * self.num_envs
         self._batch.set_attr(name, values)
 
-    # Gymnasium's tests ask for the words of these errors.
+    # Gymnasium's tests, which this class passes, require the text of these errors.
 
     def _check_idle(self, name: str) -> None:
         if self.closed:
-            raise EnvsClosed(f"{self!r} was closed, and can no longer be used")
+            raise EnvsClosed(f"{self!r} is closed and can no longer be used")
         if pending := self._batch.pending:
             raise CallPending(
                 f"Calling `{name}` while waiting for a pending call to "
@@ -254,8 +267,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             )
 
     @contextlib.contextmanager
-    def _waiting(self, name: str) -> Iterator[None]:
-        """Waits for what is pending, which it is no more unless it takes longer."""
+    def _waiting_for(self, name: str) -> Iterator[None]:
+        """Check that an operation is pending, and convert the errors of waiting for it.
+
+        After an error other than a timeout, the operation is no longer pending.
+        """
         if self.closed:
             self._check_idle(name)
         if self._batch.pending != name:
@@ -265,18 +281,20 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             yield
         except EnvTimeout as error:
             raise EnvsTimeout(*error.args) from None
-        except EnvserveError:  # the first error of a step is the one to tell
+        except EnvserveError:  # raise only the first error of a step
             if name == "step":
                 self._batch.drain()
             raise
 
-    def _converted(
+    def _to_gymnasium(
         self, result: StepResult
     ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Says a step in Gymnasium's words."""
+        """Convert a result to the tuple that Gymnasium's `step` returns."""
         if not self._is_copied:
-            # The other arrays are small, and trainers keep them. What was seen last
-            # has to outlive the next step where final observations are told.
+            # Only observations are written to the same arrays: the other arrays are
+            # small, and trainers keep them. With "SameStep", two results alternate,
+            # because the observations of the previous step are needed for lost
+            # episodes.
             written = None if self._is_encoded else result
             self._reused = self._latest if self._is_same_step else written
             self._latest = written
@@ -287,7 +305,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 valid=result.valid.copy(),
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
-        self._seen = result.observation
+        self._observation = result.observation
         if not _all(result.valid):
             infos["valid"] = result.valid
             infos["_valid"] = np.ones(self.num_envs, np.bool_)
@@ -299,16 +317,19 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             return batch_infos(result.infos, self.num_envs)
         infos, final_infos = dict(result.infos), {}
         observations = np.full(self.num_envs, None, object)
-        last = last_rows(self.observation_space, result, self._seen)
+        last = final_observations(self.observation_space, result, self._observation)
         if isinstance(self.single_observation_space, Discrete):
-            last = [each.item() for each in last]  # ints, which envs mostly give
+            last = [each.item() for each in last]  # ints, which most envs return
         for row in ended.nonzero()[0].tolist():
             observations[row] = copying.deepcopy(last[row])
             info = dict(infos.pop(row, {}))
-            is_lost = not result.valid[row] and "fault" in info  # or it is the env's
+            # In a valid row, the key "fault" is one of the env itself.
+            is_lost = not result.valid[row] and "fault" in info
             fault = {"fault": info.pop("fault")} if is_lost else {}
-            begun = info.pop("reset_info", None)  # of a server: it may be anything
-            infos[row] = {**(begun if isinstance(begun, Mapping) else {}), **fault}
+            # A server may send a value of any type.
+            reset_info = info.pop("reset_info", None)
+            reset_info = reset_info if isinstance(reset_info, Mapping) else {}
+            infos[row] = {**reset_info, **fault}
             final_infos[row] = {"final_info": info}
         return {
             **batch_infos(infos, self.num_envs),
@@ -319,7 +340,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
 
 
 def _checked_mask(mask: Any, num_envs: int) -> Array:
-    # In Gymnasium's words, which its tests ask for.
+    # Gymnasium's tests require the text of these errors.
     name = "`options['reset_mask']` must"
     if not isinstance(mask, np.ndarray):
         raise TypeError(f"{name} be a numpy array, got {type(mask)}")

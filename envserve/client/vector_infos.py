@@ -1,7 +1,8 @@
-"""Infos of rows as Gymnasium batches them: a dict of arrays, each with a mask.
+"""Batch the info dicts of rows like Gymnasium: a dict of arrays, each with a mask.
 
-The same keys, dtypes and masks as `gymnasium.vector.VectorEnv._add_info` gives, but a
-column at a time: that is quick where every row has an info at every step.
+The result has the same keys, dtypes and masks as that of
+`gymnasium.vector.VectorEnv._add_info`. It is computed key by key instead of row by row,
+which is faster if every row has infos at every step.
 """
 
 from __future__ import annotations
@@ -13,47 +14,50 @@ from typing import Any, Final
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-#: Rows, and what they have.
+#: Some rows, and their values for one key.
 _Part = tuple[list[int], Sequence[Any]]
 
 _NUMBERS: Final = frozenset({int, float, bool})
-#: Bytes of places in arrays that no row fills.
-_MAX_UNFILLED: Final = 1 << 28
-#: A number or object, and whether it is there.
-_PLACE_BYTES: Final = 9
+#: Maximum size of array elements for rows that do not have the key.
+_MAX_UNFILLED_BYTES: Final = 1 << 28
+#: Size of an element: a number or pointer, and its mask.
+_ELEMENT_BYTES: Final = 9
 _MAX_NAMES: Final = 16
 
 
 def batch_infos(
     infos: Mapping[int, Mapping[str, Any]], num_envs: int
 ) -> dict[str, Any]:
-    """Batches info dicts.
+    """Batch info dicts.
+
+    The memory for rows that do not have a key is limited to 256 MiB in total. If
+    numeric arrays would exceed it, a key is stored as an array of objects. If even that
+    exceeds it, the key is omitted, and the key "omitted" names the first omitted keys.
 
     Args:
-      infos: Info dict by row, as far as there are any.
+      infos: Info dict by row, for rows that have one.
       num_envs: Length of the arrays.
 
     Returns:
-      For each key an array `[num_envs, ...]`, and under "_" and that key the rows that
-      have it, bool `[num_envs]`. Dicts in infos are batched likewise. Numbers and
-      arrays have the dtype of the first row that has the key; whatever does not fit to
-      that, and what is neither, stands in an array of objects. So does what few rows
-      have, and would take more than 256 MiB for the others; if even that is too much,
-      it is left out, and the first such keys are named under "omitted".
+      For each key an array `[num_envs, ...]`, and under the key with prefix "_" the
+      mask of rows that have it, bool `[num_envs]`. Nested dicts are batched in the same
+      way. Numbers and arrays are stored with the dtype and shape of the first row that
+      has the key; all other values, or values that do not fit, as an array of objects.
     """
-    return _batch(infos, num_envs, _FillBudget(_MAX_UNFILLED))
+    return _batch(infos, num_envs, _FillBudget(_MAX_UNFILLED_BYTES))
 
 
 class _FillBudget:
-    """The bytes that array elements of absent rows may take."""
+    """The remaining memory for elements of rows that do not have a key."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes
 
-    def take(self, num_places: int, num_bytes: int) -> bool:
-        is_there = num_places * num_bytes <= self._left
-        self._left -= is_there * num_places * num_bytes
-        return is_there
+    def take(self, num_elements: int, num_bytes: int) -> bool:
+        """Reserve memory for elements of this size; return whether it was left."""
+        fits = num_elements * num_bytes <= self._left
+        self._left -= fits * num_elements * num_bytes
+        return fits
 
 
 def _batch(
@@ -71,7 +75,7 @@ def _batch(
     omitted = []
     for key, parts in columns.items():
         num_unfilled = num_envs - sum(len(rows) for rows, _ in parts)
-        if not budget.take(num_unfilled, _PLACE_BYTES):
+        if not budget.take(num_unfilled, _ELEMENT_BYTES):
             omitted.append(key)
             continue
         batched[key] = _batch_column(parts, num_envs, num_unfilled, budget)
@@ -94,7 +98,7 @@ def _batch_column(
     is_array = isinstance(first, np.ndarray) and budget.take(num_unfilled, first.nbytes)
     if is_array or kind in _NUMBERS or isinstance(first, np.number):
         array = np.zeros((num_envs, *shape), kind)
-        # Or there are None, or arrays of other shapes, in other rows.
+        # It fails if other rows have None, or arrays of other shapes.
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             _write(array, parts)
             return array

@@ -1,4 +1,4 @@
-"""What runs the examples: as they are, in their trainers' own form, and under fire."""
+"""Run examples: as they are, in their original form, and with killed workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tests.envserve.server_process import ROOT, ServerProcess
 
-#: By name, with the mean return that each has to reach.
+#: The mean return that each example must reach.
 GOALS = {
     "sb3_ppo": 475.0,
     "cleanrl_ppo": 475.0,
@@ -26,23 +26,23 @@ GOALS = {
     "rllib_ppo": 400.0,
     "optuna_sweep": 475.0,
 }
-#: These learn while their workers are killed.
-UNDER_FIRE = ("sb3_ppo", "cleanrl_ppo", "tianshou_ppo")
+#: Examples that are also trained while their workers are killed.
+TRAINED_WHILE_KILLING = ("sb3_ppo", "cleanrl_ppo", "tianshou_ppo")
 
 
 _SPEED = "env steps/s:"
 
 
 class Run(NamedTuple):
-    """What an example printed, and the figures in it."""
+    """The output of an example, and the numbers in it."""
 
     lines: list[str]
     steps_per_second: float
     mean_return: float
 
     @property
-    def told(self) -> list[str]:
-        """The lines that do not depend on the machine."""
+    def returns(self) -> list[str]:
+        """The lines with returns, which do not depend on the machine."""
         return [line for line in self.lines if "return" in line]
 
 
@@ -50,8 +50,8 @@ def source_of(name: str) -> str:
     return (ROOT / "examples" / f"{name}.py").read_text()
 
 
-def own_form(source: str) -> str:
-    """Puts in the lines that a trainer's users have without us."""
+def original_form(source: str) -> str:
+    """Replace the lines that use envserve by the trainer's original ones."""
     source = re.sub(r"# Not in the original\.\n.*\n", "", source)
     return re.sub(r"# Original: (.*\n).*\n", r"\1", source)
 
@@ -59,16 +59,23 @@ def own_form(source: str) -> str:
 def run_example(
     name: str,
     *options: str,
-    is_own: bool = False,
+    original: bool = False,
     on_trained: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Runs an example to its end; raises RuntimeError if it fails.
+    """Run an example to its end.
 
-    It is evaluated after the line with its speed, which is told at once.
+    Args:
+      name: Name of the example.
+      *options: Command-line options of the example.
+      original: Whether to run it in its original form, without envserve.
+      on_trained: Called as soon as training has ended, before the evaluation.
+
+    Raises:
+      RuntimeError: The example failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{name}.py")
-        file.write_text(own_form(source_of(name)) if is_own else source_of(name))
+        file.write_text(original_form(source_of(name)) if original else source_of(name))
         process = subprocess.Popen(
             [sys.executable, str(file), *options],
             stdout=subprocess.PIPE,
@@ -98,7 +105,7 @@ def run_example(
 
 @contextlib.contextmanager
 def two_servers() -> Iterator[list[ServerProcess]]:
-    """Starts two servers of two workers each."""
+    """Start two servers with two workers each."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = []
@@ -109,29 +116,31 @@ def two_servers() -> Iterator[list[ServerProcess]]:
         yield servers
 
 
-class Fire(NamedTuple):
-    """What is shot at servers until it is over: the workers that were killed."""
+class Kills(NamedTuple):
+    """The pids of killed workers, and an event that stops the killing."""
 
-    killed: list[int]
+    pids: list[int]
     is_over: threading.Event
 
 
 @contextlib.contextmanager
-def under_fire(servers: Sequence[ServerProcess], seconds: float) -> Iterator[Fire]:
-    """Kills a worker every so many seconds."""
-    fire = Fire([], threading.Event())
+def killing_workers(
+    servers: Sequence[ServerProcess], seconds: float
+) -> Iterator[Kills]:
+    """Kill a random worker every `seconds`."""
+    kills = Kills([], threading.Event())
 
-    def shoot() -> None:
-        while not fire.is_over.wait(seconds):
+    def kill_workers() -> None:
+        while not kills.is_over.wait(seconds):
             if servers and (pids := random.choice(servers).worker_pids):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
                     os.kill(pid := random.choice(pids), signal.SIGKILL)
-                    fire.killed.append(pid)
+                    kills.pids.append(pid)
 
-    thread = threading.Thread(target=shoot)
+    thread = threading.Thread(target=kill_workers)
     thread.start()
     try:
-        yield fire
+        yield kills
     finally:
-        fire.is_over.set()
+        kills.is_over.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""An env in which one of four actions is allowed, another one at each step."""
+"""Envs for the tests of adapters: with action masks, and with asymmetric bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPISODE_LENGTH = 20
 
 
 class Masked(gymnasium.Env[Any, Any]):
-    """Rewards what its mask allows, and observes no more than the time."""
+    """An env that allows one of four actions at each step, and rewards it."""
 
     observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,))
     action_space = gymnasium.spaces.Discrete(4)
@@ -59,7 +59,7 @@ gymnasium.register(ENV_NAME, f"{__name__}:Masked")
 
 
 class Lopsided(gymnasium.Env[Any, Any]):
-    """Observes its actions, whose bounds are not symmetric."""
+    """An env with asymmetric bounds that returns its action as the observation."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
     action_space = gymnasium.spaces.Box(-0.2, 0.9, (1,))

@@ -1,4 +1,4 @@
-"""`envserve check` of our own server, as its users start both."""
+"""`envserve check` with a server of `envserve start`, both run as commands."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from tests.envserve.server_process import ServerProcess
 
 
-def test_our_own_server_keeps_all_rules(tmp_path: Path) -> None:
+def test_envserve_start_passes_all_checks(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--lease-seconds", "4") as server:
-        words = ("check", server.address, "--env", "CartPole-v1")
+        args = ("check", server.address, "--env", "CartPole-v1")
         run = subprocess.run(
-            [sys.executable, "-m", "envserve", *words], capture_output=True, text=True
+            [sys.executable, "-m", "envserve", *args], capture_output=True, text=True
         )
     assert run.returncode == 0, run.stdout
     assert "\nfail" not in run.stdout
@@ -21,10 +21,10 @@ def test_our_own_server_keeps_all_rules(tmp_path: Path) -> None:
     assert run.stderr == ""
 
 
-def test_nobody_there_is_said(tmp_path: Path) -> None:
-    words = ("check", "127.0.0.1:1")
+def test_a_missing_server_is_reported(tmp_path: Path) -> None:
+    args = ("check", "127.0.0.1:1")
     run = subprocess.run(
-        [sys.executable, "-m", "envserve", *words], capture_output=True, text=True
+        [sys.executable, "-m", "envserve", *args], capture_output=True, text=True
     )
     assert run.returncode == 1
     assert run.stderr.startswith("Error: tcp://127.0.0.1:1: no server answered")

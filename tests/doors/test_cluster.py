@@ -1,4 +1,4 @@
-"""The commands of docker-compose.yml on hosts of a network of our own."""
+"""The commands of docker-compose.yml on hosts in network namespaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @needs_namespaces
 @pytest.mark.timeout(420)
-def test_page_metrics_and_training_go_on_when_a_host_dies() -> None:
+def test_page_metrics_and_training_continue_when_a_host_dies() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/cluster.py", "--servers", "2"],
         cwd=ROOT,

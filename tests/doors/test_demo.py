@@ -1,4 +1,4 @@
-"""`envserve demo` as its page's buttons meet it: each pressed many times, over HTTP."""
+"""`envserve demo`: each button of its page is pressed many times, over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = 20
 
 
 class PageOfDemo:
-    """What a browser does, without one."""
+    """A client that sends the requests of the page, without a browser."""
 
     def __init__(self, url: str) -> None:
         self.place, self.query = url.removeprefix("http://").split("/", 1)
@@ -41,7 +41,7 @@ class PageOfDemo:
             return answer.status, answer.read().decode()
 
     def row(self) -> dict[str, float]:
-        """The numbers that the page has of the run now."""
+        """Return the current metrics of the run."""
         event = b""
         with self._ask("GET", "/events", Cookie=self.cookie) as events:
             for line in events:
@@ -51,12 +51,12 @@ class PageOfDemo:
                     row: dict[str, float] = json.loads(line[6:])["row"]
                     if "mean_return" in row:
                         return row
-        raise AssertionError("expected the page to tell of the run")
+        raise AssertionError("expected an event with metrics of the run")
 
 
 @contextlib.contextmanager
 def running_demo(*options: str) -> Iterator[PageOfDemo]:
-    """Gives the page of a demo; asserts that it ends well when it is interrupted."""
+    """Run a demo and yield its page; check that the demo exits with 0 on SIGINT."""
     command = [sys.executable, "-m", "envserve", "demo", "--no-open", "--port", "0"]
     with subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, text=True
@@ -74,7 +74,7 @@ def running_demo(*options: str) -> Iterator[PageOfDemo]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("nothing_left_behind")
-def test_each_button_can_be_pressed_many_times_and_nothing_goes_wrong() -> None:
+def test_each_button_can_be_pressed_many_times_without_errors() -> None:
     seconds: dict[str, list[float]] = {}
     with running_demo("--num-envs", "16") as page:
         for _ in range(TIMES):

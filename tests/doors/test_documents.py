@@ -1,7 +1,8 @@
-"""The site of docs/ builds, and what README and docs show runs: commands and code.
+"""The site of docs/ builds, and the code and commands in README and docs run.
 
-Names of other hosts are those of servers here. Commands that only serve are ended once
-they do, trainings are short, and what needs a tool that is not here is in ELSEWHERE.
+Names of other hosts are replaced by the addresses of local servers. Commands that serve
+are interrupted once they are ready, and trainings are short. Commands that need other
+tools are in `ELSEWHERE`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BIN = Path(sys.executable).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(python|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
-#: Commands that run in another place: a pattern of the line, and where that is.
+#: Commands that other files run: a pattern of the line, and the file that runs it.
 ELSEWHERE = {
     r"make (train|test|test-doors|bench|chaos|examples)\b": "Makefile",
     r"docker[ -]compose": "scripts/cluster.py",
@@ -40,7 +41,7 @@ ELSEWHERE = {
     r"ppo train .*dns://": "scripts/rehearse_pods.py",
     r"export TF_CONFIG|ppo train .*--distribute": "tests/ppo/test_learners.py",
 }
-#: What serves until it is ended, and what it says once it does.
+#: Commands that serve until they are interrupted; they print an address when ready.
 SERVES = re.compile(r"envserve (start|page|top)\b|ppo train .*--page|tensorboard ")
 
 OFFERED = ("CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "envpool/Pong-v5")
@@ -60,7 +61,7 @@ import gymnasium, numpy as np
 import envserve
 from envserve.client import BatchEnv
 """
-#: What a page takes for granted before each of its blocks.
+#: Code that runs before each block of a page, because the page assumes it.
 BEFORE = {
     "gymnasium.md": "envs = None",
     "python.md": """
@@ -94,7 +95,7 @@ sys.modules["wandb"] = unittest.mock.MagicMock()
 
 
 def blocks(page: Path, kind: str) -> list[str]:
-    """The code of a page, without its indentation."""
+    """Return the code blocks of a page, without indentation."""
     return [
         re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
         for indent, found, code in BLOCK.findall(page.read_text())
@@ -103,7 +104,7 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of its shell blocks, without comments and continuations."""
+    """Return the shell commands of a page, without comments and continuations."""
     text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
     lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
     return [line for line in lines if line]
@@ -126,15 +127,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def places(folder: Path) -> Iterator[dict[str, str]]:
-    """What stands for the names of other hosts."""
+    """Replacements for the names of other hosts."""
     with ExitStack() as stack:
         start = stack.enter_context
         for name in ("sim1", "sim2"):
             (folder / name).mkdir()
-        words = (f"{folder}/my_env.py", f"{folder}/my_env.py:Walk", "--workers", "4")
+        args = (f"{folder}/my_env.py", f"{folder}/my_env.py:Walk", "--workers", "4")
         more = ("--max-processes", "64", "--import", "envserve.envpool", *OFFERED)
         one, two = (
-            start(ServerProcess(folder / name, *words, *more)).address
+            start(ServerProcess(folder / name, *args, *more)).address
             for name in ("sim1", "sim2")
         )
         yield {
@@ -201,7 +202,7 @@ def test_commands_run(page: Path, folder: Path, places: dict[str, str]) -> None:
 
 
 def run(line: str, folder: Path) -> None:
-    """Runs a line as a reader would, but shortly; fails unless it ends well."""
+    """Run a command as a reader would, with a short training; check its exit code."""
     if line.startswith("ppo train"):
         line += " --set total_steps=2048 --set evaluation_episodes=2"
     if line.startswith("envserve start") and "--bind" not in line:
@@ -218,14 +219,14 @@ def run(line: str, folder: Path) -> None:
         text=True,
     )
     assert process.stdout is not None
-    said = ""
+    text = ""
     try:
         if SERVES.search(line):
-            for said in process.stdout:
-                if "://" in said:
+            for text in process.stdout:
+                if "://" in text:
                     break
             process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert process.returncode in (0, 130), f"{line}\n{said}{rest}"
+    assert process.returncode in (0, 130), f"{line}\n{text}{rest}"

@@ -1,4 +1,4 @@
-"""EnvPool's envs as blocks: seeds of rows, all three modes, Gymnasium's way in."""
+"""EnvPool's envs as blocks: seeds, autoreset modes, and `gymnasium.make_vec`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def play(env: BatchEnv) -> list[Any]:
     return seen
 
 
-def test_rows_follow_from_their_seeds_however_many_workers_there_are() -> None:
+def test_rows_depend_only_on_their_seeds_for_any_number_of_workers() -> None:
     np.testing.assert_equal(play(batch(3)), play(batch(1)))
 
 
-def test_resets_of_the_caller_give_the_same_episodes() -> None:
+def test_resets_by_the_caller_start_the_same_episodes() -> None:
     np.testing.assert_equal(play(batch(1, autoreset="disabled")), play(batch(1)))
 
 
-def test_a_reset_with_seeds_makes_rows_anew() -> None:
+def test_a_reset_with_seeds_restarts_the_rows() -> None:
     with batch(1) as env:
         first = env.reset(seeds=[*range(NUM_ENVS)])
         env.step([0] * NUM_ENVS)
@@ -50,7 +50,7 @@ def test_a_reset_with_seeds_makes_rows_anew() -> None:
             env.reset([1], seeds=[3])
 
 
-def test_gymnasiums_vector_env_has_its_rows() -> None:
+def test_make_vec_returns_the_same_rows() -> None:
     envs = envserve.make_vec(NAME, NUM_ENVS, num_workers=1, seed=5, vectorized=True)
     with batch(1, autoreset="next_step") as env:
         np.testing.assert_equal(envs.reset()[0], env.reset())
@@ -64,7 +64,7 @@ def test_gymnasiums_vector_env_has_its_rows() -> None:
     envs.close()
 
 
-def test_an_env_that_is_only_a_vector_env_says_so() -> None:
+def test_an_env_without_a_single_form_is_an_error() -> None:
     text = "exists only as a vector env; pass vectorized=True"
     with pytest.raises(EnvStartError, match=text):
         batch(1, vectorized=False)

@@ -1,4 +1,4 @@
-"""The examples: next to their trainers' own form, on servers, and under fire."""
+"""The examples: compared with their original form, on servers, with killed workers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from ppo.run_folder.metrics_file import read_metrics
 from tests.doors.example_runs import (
     GOALS,
-    UNDER_FIRE,
-    own_form,
+    TRAINED_WHILE_KILLING,
+    killing_workers,
+    original_form,
     run_example,
     source_of,
     two_servers,
-    under_fire,
 )
 from tests.envserve.server_process import ROOT, ServerProcess
 
@@ -34,35 +34,37 @@ def servers() -> Iterator[list[ServerProcess]]:
         yield servers
 
 
-def test_every_example_that_learns_has_a_goal() -> None:
+def test_every_training_example_has_a_target_return() -> None:
     files = (ROOT / "examples").glob("*.py")
     assert {f.stem for f in files if "mean return" in f.read_text()} == GOALS.keys()
 
 
 @pytest.mark.parametrize("name", GOALS)
-def test_an_example_differs_in_few_lines_from_its_trainers_own_way(name: str) -> None:
+def test_an_example_differs_in_few_lines_from_the_trainers_original_code(
+    name: str,
+) -> None:
     source = source_of(name)
     ours = [line for line in source.splitlines() if "original" not in line.lower()]
-    changes = list(difflib.ndiff(own_form(source).splitlines(), ours))
+    changes = list(difflib.ndiff(original_form(source).splitlines(), ours))
     assert 1 <= sum(line.startswith("+ ") for line in changes) <= 3
     assert sum(line.startswith("- ") for line in changes) <= 3
-    assert "envserve" not in own_form(source)
+    assert "envserve" not in original_form(source)
 
 
 @pytest.mark.parametrize("name", GOALS)
-def test_servers_give_a_trainer_what_its_own_envs_give(
+def test_training_on_servers_equals_training_on_the_trainers_own_envs(
     name: str, servers: list[ServerProcess]
 ) -> None:
     budget = BUDGETS.get(name, TINY)
     addresses = [server.address for server in servers]
     remote = run_example(name, *budget, "--connect", *addresses)
-    own = run_example(name, *budget, is_own=True)
-    assert remote.told == own.told
+    own = run_example(name, *budget, original=True)
+    assert remote.returns == own.returns
     assert remote.steps_per_second > 0
 
 
 @pytest.mark.timeout(660)
-def test_our_own_trainer_can_be_swept_and_pruned(tmp_path: Path) -> None:
+def test_ppo_can_be_swept_and_pruned(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "optuna_ppo.py")
     budget = ("--steps", "10240", "--trials", "4", "--runs", str(tmp_path))
     done = subprocess.run(
@@ -81,13 +83,13 @@ def test_our_own_trainer_can_be_swept_and_pruned(tmp_path: Path) -> None:
     assert float(done.stdout.rpartition(" ")[2]) > 9.0
 
 
-@pytest.mark.parametrize("name", UNDER_FIRE)
-def test_a_trainer_goes_on_while_workers_are_killed(
+@pytest.mark.parametrize("name", TRAINED_WHILE_KILLING)
+def test_training_continues_while_workers_are_killed(
     name: str, servers: list[ServerProcess]
 ) -> None:
     addresses = [server.address for server in servers]
     options = ("--steps", "8192", "--connect", *addresses)
-    with under_fire(servers, seconds=0.5) as fire:
-        run = run_example(name, *options, on_trained=fire.is_over.set)
-    assert len(fire.killed) >= 3
+    with killing_workers(servers, seconds=0.5) as kills:
+        run = run_example(name, *options, on_trained=kills.is_over.set)
+    assert len(kills.pids) >= 3
     assert run.mean_return > 15.0

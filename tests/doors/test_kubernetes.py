@@ -1,4 +1,4 @@
-"""deploy/kubernetes as kubectl renders it, by the API's schemas; a training in it."""
+"""deploy/kubernetes: rendered resources match the API's schemas, and training works."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.network_hosts import needs_namespaces
 from tests.pods import MANIFESTS, ROOT, make_keys, resources
 from tests.test_project import PROJECT
 
-#: The oldest that docs/cluster.md names, and the newest that there are schemas of.
+#: The oldest version in docs/cluster.md, and the newest one with schemas.
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
 
 
 @pytest.fixture
 def rendered(tmp_path: Path) -> list[dict[str, Any]]:
-    """What `kubectl apply -k` would send."""
+    """The resources that `kubectl apply -k` sends."""
     shutil.copytree(MANIFESTS, tmp_path / "it", ignore=shutil.ignore_patterns("keys"))
     make_keys(tmp_path / "it")
     done = subprocess.run(
@@ -41,7 +41,7 @@ def of_kind(kind: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_resource_is_as_the_schemas_of_the_api_say(
+def test_every_resource_matches_the_schemas_of_the_api(
     rendered: list[dict[str, Any]], version: str
 ) -> None:
     kinds = sorted(each["kind"] for each in rendered)
@@ -50,7 +50,7 @@ def test_every_resource_is_as_the_schemas_of_the_api_say(
         kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_a_misspelt_field_would_be_seen(rendered: list[dict[str, Any]]) -> None:
+def test_a_misspelt_field_is_detected(rendered: list[dict[str, Any]]) -> None:
     (job,) = of_kind("Job", rendered)
     wrong = copy.deepcopy(job)
     wrong["spec"]["podFailurePolicy"]["rules"][0]["onPodCondition"] = []
@@ -58,7 +58,7 @@ def test_a_misspelt_field_would_be_seen(rendered: list[dict[str, Any]]) -> None:
         kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
 
 
-def test_kubectl_names_images_and_secrets_anew_wherever_they_are_used(
+def test_kustomize_renames_images_and_secrets_in_all_resources(
     rendered: list[dict[str, Any]],
 ) -> None:
     made = {
@@ -78,7 +78,7 @@ def test_kubectl_names_images_and_secrets_anew_wherever_they_are_used(
 
 @needs_namespaces
 @pytest.mark.timeout(600)
-def test_a_training_goes_on_while_its_pods_are_killed_evicted_and_moved() -> None:
+def test_training_continues_while_its_pods_are_killed_evicted_and_moved() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/rehearse_pods.py"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The server of examples/node_server, in JavaScript: its bytes, its rules, its envs."""
+"""The JavaScript server of examples/node_server: wire format, protocol and envs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAME = "GridWalk-v0"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the example, with the packages that it names."""
+    """A copy of the example with its dependencies installed."""
     copy = tmp_path_factory.mktemp("node") / "server"
     shutil.copytree(ROOT / "examples" / "node_server", copy)
     options = ("--no-package-lock", "--ignore-scripts", "--no-audit", "--no-fund")
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """Of a server that uses the keys of this user."""
+    """The address of a running server, which uses the keys of this user."""
     assert KeyFolder().ensure_key("server")
     assert KeyFolder().ensure_key("client")
     process = subprocess.Popen(
@@ -54,12 +54,12 @@ def address(folder: Path) -> Iterator[str]:
         process.terminate()
 
 
-def test_check_finds_nothing_wrong(address: str) -> None:
+def test_the_server_passes_envserve_check(address: str) -> None:
     found = list(check(ServerUnderTest(lambda: SocketLink(address))))
     assert [f for f in found if f.outcome != "ok"] == []
 
 
-def test_who_has_another_key_is_not_let_in(address: str, tmp_path: Path) -> None:
+def test_a_client_with_another_key_is_rejected(address: str, tmp_path: Path) -> None:
     stranger = KeyFolder(tmp_path)
     server = KeyFolder().key("server")
     assert server is not None
@@ -71,8 +71,8 @@ def test_who_has_another_key_is_not_let_in(address: str, tmp_path: Path) -> None
             request_welcome(address, 10.0)
 
 
-def test_a_learner_learns_on_it(address: str) -> None:
-    """Q-learning, by where the goal is: 9 cases and 4 actions."""
+def test_a_learner_learns_on_the_server(address: str) -> None:
+    """Q-learning with 9 states (the direction of the goal) and 4 actions."""
     draws = np.random.default_rng(0)
     values = np.zeros((9, 4))
     with BatchEnv.connect(NAME, [address], 32, seed=1) as env:
@@ -83,9 +83,9 @@ def test_a_learner_learns_on_it(address: str) -> None:
             best = values[at].argmax(1)
             actions = np.where(are_random, draws.integers(0, 4, 32), best)
             result = env.step(actions)
-            goes_on = ~(result.terminated | result.truncated)
+            continues = ~(result.terminated | result.truncated)
             after = values[cases(result.observation)].max(1)
-            target = result.reward + 0.9 * goes_on * after
+            target = result.reward + 0.9 * continues * after
             np.add.at(values, (at, actions), 0.1 * (target - values[at, actions]))
             observation = result.observation
         trained = mean_return(env, lambda at: values[at].argmax(1))
@@ -99,7 +99,7 @@ def cases(observation: Any) -> Any:
 
 
 def mean_return(env: BatchEnv, choose: Any) -> float:
-    """The mean over the first episode of each row."""
+    """Return the mean return of the first episode of each row."""
     observation, returns, is_first = env.reset(), np.zeros(32), np.ones(32)
     while is_first.any():
         result = env.step(choose(cases(observation)))
@@ -109,7 +109,7 @@ def mean_return(env: BatchEnv, choose: Any) -> float:
     return float(returns.mean())
 
 
-def test_it_reads_and_writes_the_bytes_of_the_document(folder: Path) -> None:
+def test_messages_equal_the_golden_vectors_of_the_document(folder: Path) -> None:
     vectors = {
         name: [bytes.fromhex(f) for f in documented_frames(name)] for name in example()
     }
@@ -122,28 +122,28 @@ def test_it_reads_and_writes_the_bytes_of_the_document(folder: Path) -> None:
         text=True,
         check=True,
     )
-    told = json.loads(run.stdout)
+    output = json.loads(run.stdout)
     for name, frames in given.items():
-        assert told[name]["frames"] == frames, name
-        assert told[name]["trouble"] == ""
-        if told[name]["body"] is not None:
+        assert output[name]["frames"] == frames, name
+        assert output[name]["trouble"] == ""
+        if output[name]["body"] is not None:
             num_entries = int.from_bytes(vectors[name][0][38:40], "little")
             body = msgpack.unpackb(
                 vectors[name][0][44 + 12 * num_entries :], strict_map_key=False
             )
-            assert told[name]["body"] == json.loads(json.dumps(body, default=as_hex))
-    assert given["RESULT"][0].endswith(told["rows"])
+            assert output[name]["body"] == json.loads(json.dumps(body, default=as_hex))
+    assert given["RESULT"][0].endswith(output["rows"])
 
 
 def as_hex(value: bytes) -> dict[str, str]:
     return {"hex": value.hex()}
 
 
-def test_its_seeds_are_those_of_numpy(folder: Path) -> None:
+def test_seeds_equal_those_of_numpy_in_javascript(folder: Path) -> None:
     cases = [(5, 7, 3), (0, 0, 0), (2**63 - 1, 65535, 2**32 - 1), (1 << 40, 1, 0)]
     calls = ", ".join(f"envSeed({s}n, {i}, {n})" for s, i, n in cases)
     script = f'import {{ envSeed }} from "./grid.mjs"; console.log([{calls}].join())'
-    told = subprocess.check_output(
+    output = subprocess.check_output(
         ["node", "--input-type=module", "-e", script], cwd=folder, text=True
     )
-    assert list(map(int, told.split(","))) == [env_seed(*case) for case in cases]
+    assert list(map(int, output.split(","))) == [env_seed(*case) for case in cases]

@@ -1,4 +1,4 @@
-"""The notebook of examples/, run by Jupyter as its reader would."""
+"""The notebook of examples/, executed by Jupyter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
 
 @pytest.mark.timeout(400)
-def test_the_first_steps_go_as_they_are_told(
+def test_the_notebook_runs_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-"""The page as a browser shows it, on a phone and on a desk, by keyboard."""
+"""The page in a real browser: phone and desktop layout, keyboard, live updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.envserve.page_fakes import FakeObserver, FakeServer
 CHROMIUM = "/usr/bin/chromium"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
 AWAY = re.compile("away")
-#: Milliseconds: a loaded machine draws late.
+#: Timeout in milliseconds; long, because a busy machine renders slowly.
 PATIENCE = 60_000
 
 
@@ -65,9 +65,10 @@ def page(
     url: str,
     request: pytest.FixtureRequest,
 ) -> Iterator[Page]:
-    """The page, looked at; whatever the browser complains of is an error.
+    """The open page; warnings and errors of the browser fail the test.
 
-    Servers and run are told of in any order: all of it is drawn when a test begins.
+    The data of servers and run arrives in any order, so this waits until all of it is
+    rendered.
     """
     num_tiles = sum(each.status.leases[0].num_envs for each in servers.values())
     with chromium.new_context(
@@ -88,7 +89,7 @@ def page(
         assert [text for text in complaints if "404" not in text] == []
 
 
-def test_what_is_shown_fits_and_is_text(page: Page) -> None:
+def test_the_page_fits_the_screen_and_contains_text(page: Page) -> None:
     expect(page).not_to_have_url(re.compile("token"))
     expect(page.locator(".tile img:not([hidden])").first).to_be_visible()
     expect(page.locator("#numbers .good dd")).to_contain_text("0")
@@ -102,14 +103,14 @@ def test_what_is_shown_fits_and_is_text(page: Page) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width["width"]
 
 
-def test_an_env_that_renders_nothing_is_a_card(page: Page) -> None:
+def test_an_env_that_does_not_render_is_shown_as_a_card(page: Page) -> None:
     card = page.locator(".tile").last
     card.scroll_into_view_if_needed()
     expect(card).to_contain_text("no picture: render_mode is None")
     expect(card.locator("img")).to_be_hidden()
 
 
-def test_the_keyboard_is_enough(page: Page) -> None:
+def test_the_page_can_be_used_with_the_keyboard_alone(page: Page) -> None:
     focus = page.locator(":focus")
 
     def expect_focus(label: str) -> None:
@@ -139,10 +140,10 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     expect(large).to_contain_text("Env 1 of CartPole-v1")
     page.keyboard.press("Escape")
     expect(large).to_be_hidden()
-    expect_focus("Env 1 of CartPole-v1: ")  # not where it was before
+    expect_focus("Env 1 of CartPole-v1: ")  # the focus has moved
 
 
-def test_an_env_that_is_away_is_grey_and_says_how_long_it_took(
+def test_an_absent_env_is_grey_and_shows_how_long_it_was_absent(
     page: Page, servers: dict[str, FakeServer]
 ) -> None:
     tile = page.locator(".tile").nth(4)
@@ -163,7 +164,7 @@ def test_an_env_that_is_away_is_grey_and_says_how_long_it_took(
     assert page.evaluate(boxes) == before
 
 
-def test_a_server_that_goes_takes_its_envs_along_and_brings_them_back(
+def test_the_envs_of_a_server_disappear_and_return_with_it(
     page: Page, servers: dict[str, FakeServer]
 ) -> None:
     server = servers["tcp://sim1:5555"]
@@ -176,13 +177,13 @@ def test_a_server_that_goes_takes_its_envs_along_and_brings_them_back(
     expect(page.locator(".tile").first).to_contain_text("back in")
 
 
-def test_a_lease_that_takes_the_place_of_another_keeps_its_tiles(
+def test_a_lease_that_replaces_another_keeps_its_tiles(
     page: Page, servers: dict[str, FakeServer]
 ) -> None:
     tile = page.locator(".tile").first
     server, count = servers["tcp://sim1:5555"], page.locator(".tile").count()
     server.replace_lease(0, number=9)
-    server.ticks = 77  # whose pictures are those of the new lease alone
+    server.ticks = 77  # only frames of the new lease show it
     expect(tile).to_contain_text("77")
     expect(page.locator(".head", has_text="CartPole")).not_to_contain_text("ended")
     assert page.locator(".tile").count() == count
@@ -197,19 +198,21 @@ def test_a_flight_record_is_downloaded(page: Page) -> None:
     expect(page.locator("#hint")).to_contain_text("envserve replay lease-1-env-2")
 
 
-def test_episodes_draw_themselves(page: Page, servers: dict[str, FakeServer]) -> None:
+def test_episodes_are_drawn_while_they_run(
+    page: Page, servers: dict[str, FakeServer]
+) -> None:
     servers["tcp://sim1:5555"].end_episodes(0, *range(300, 330))
     expect(page.locator("#episodes")).to_contain_text("last 30")
     expect(page.locator("#numbers")).to_contain_text("314.5")
 
 
-def test_a_button_says_what_it_did(page: Page) -> None:
+def test_a_button_reports_its_result(page: Page) -> None:
     page.get_by_role("button", name="Kill a worker").click()
     expect(page.locator("#toast")).to_have_text("Dead.")
 
 
 @pytest.mark.parametrize("servers", [320], indirect=True)
-def test_pictures_are_asked_for_while_their_tile_is_in_view(
+def test_frames_are_requested_only_while_their_tile_is_visible(
     page: Page, servers: dict[str, FakeServer]
 ) -> None:
     server = servers["tcp://sim1:5555"]
@@ -224,7 +227,7 @@ def test_pictures_are_asked_for_while_their_tile_is_in_view(
     assert 1 not in {row for _, rows, _ in server.asked for row in rows}
 
 
-def test_a_page_left_open_says_that_it_is_of_another_start(
+def test_a_page_from_before_a_restart_says_so(
     chromium: Browser, servers: dict[str, FakeServer]
 ) -> None:
     def build(token: str):  # type: ignore[no-untyped-def]
@@ -234,7 +237,7 @@ def test_a_page_left_open_says_that_it_is_of_another_start(
         return build_app(feed, token=token)
 
     with chromium.new_context() as context, socket.socket() as kept:
-        # While it has the port, nobody else is given it; it listens to nobody.
+        # Reserve the port for this test, without listening.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
@@ -250,7 +253,7 @@ def test_a_page_left_open_says_that_it_is_of_another_start(
             expect(page.locator("#link")).to_contain_text(text)
 
 
-def test_a_server_that_tells_of_envs_without_end_fills_no_browser(
+def test_a_server_that_reports_endless_envs_does_not_fill_the_browser(
     page: Page, servers: dict[str, FakeServer]
 ) -> None:
     lying = next(iter(servers.values()))

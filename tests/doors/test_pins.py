@@ -1,4 +1,4 @@
-"""Whatever `make test-doors` installs has a pin."""
+"""All packages that `make test-doors` installs are pinned."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from packaging.utils import canonicalize_name
 
 from tests.test_project import PINS
 
-#: The project itself, and what venv brings.
+#: The project itself, and the package that venv installs.
 NO_PINS = {"envserve", "pip"}
 
 
 def test_every_installed_package_is_pinned() -> None:
-    # Not what Ray keeps for itself, elsewhere.
+    # Only this folder, without the packages that Ray bundles in another one.
     found = distributions(path=[sysconfig.get_path("purelib")])
     installed = {str(canonicalize_name(each.name)): each.version for each in found}
     for name in NO_PINS:

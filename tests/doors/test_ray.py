@@ -1,4 +1,4 @@
-"""Servers on a Ray cluster of three nodes, of which any may die."""
+"""Servers and learners on a Ray cluster of three nodes, while nodes die."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from tests.doors.test_documents import BIN, ROOT, commands
 
 WORD = "ray://default/envs"
 ENV = "CartPole-v1"
-#: Learners with little to do, until they are told to end.
+#: Options of small learners that run until they are stopped.
 SMALL = [
     *("--num-workers", "1", "--set", "num_envs=4", "--set", "minibatch_size=32"),
     *("--set", "horizon=16", "--set", "epochs=1", "--set", "jit_compile=false"),
     *("--set", "total_steps=1000000000", "--set", "checkpoint_every=64"),
     *("--set", "evaluation_episodes=2", "--set", "policy_layers=4"),
 ]
-#: For whatever Ray does on a busy machine: it takes half a minute to miss a node.
+#: Timeout for operations of Ray, which takes half a minute to detect a dead node.
 LONG = 600.0
 pytestmark = pytest.mark.timeout(1800)
 
 
 class RayCluster:
-    """Three nodes on loopback; who is started meanwhile finds it."""
+    """A cluster of nodes on loopback; RAY_ADDRESS is its address."""
 
     def __init__(self, patch: pytest.MonkeyPatch, num_nodes: int = 3) -> None:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        self._others = with_descendants(os.getpid())  # of tests before
+        self._others = with_descendants(os.getpid())  # of earlier tests
         self.cluster = Cluster(shutdown_at_exit=False)
         for last in range(2, 2 + num_nodes):
             self.add_node(f"127.0.0.{last}")
@@ -61,11 +61,11 @@ class RayCluster:
         )
 
     def kill_node(self, ip: str) -> None:
-        """Kills the raylet: all of its actors end."""
+        """Kill the raylet of a node, which ends all of its actors."""
         (node,) = (n for n in self.cluster.worker_nodes if n.node_ip_address == ip)
         (raylet,) = node.all_processes["raylet"]
         raylet.process.kill()
-        raylet.process.wait()  # actors do not tell a zombie from a raylet
+        raylet.process.wait()  # actors do not notice that a zombie is dead
 
     def close(self) -> None:
         ours = {*with_descendants(os.getpid())}.difference(self._others)
@@ -81,7 +81,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
 
 
 class Started:
-    """`envserve start --on ray`, in a process."""
+    """A process that runs `envserve start --on ray`."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self.log = log
@@ -101,13 +101,13 @@ class Started:
 
     @property
     def error(self) -> str:
-        """What it has ended with, without what Ray says."""
+        """The error line of the command, without the output of Ray."""
         lines = self.log.read_text().splitlines()
         (found,) = (line for line in lines if line.startswith("Error: "))
         return found
 
     def end(self, number: int | None = None) -> int:
-        """Waits for its end, after a signal if one is given."""
+        """Send a signal, if one is given; wait for the end and return the exit code."""
         if number is not None:
             self.process.send_signal(number)
         try:
@@ -120,12 +120,12 @@ class Started:
 
 
 class Training(contextlib.AbstractContextManager["Training"]):
-    """`ppo train`, in a process that is gone at the end."""
+    """A process that runs `ppo train`; it is killed on exit."""
 
-    def __init__(self, run: Path, *words: str) -> None:
+    def __init__(self, run: Path, *args: str) -> None:
         self._run, self._log = run, run.with_name("train.log")
         code = "from ppo.cli.app import main; main()"
-        command = [sys.executable, "-c", code, "train", *words, "--run-dir", str(run)]
+        command = [sys.executable, "-c", code, "train", *args, "--run-dir", str(run)]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -133,32 +133,32 @@ class Training(contextlib.AbstractContextManager["Training"]):
         self.process.kill()
         self.process.wait()
 
-    def said(self) -> str:
+    def log(self) -> str:
         return self._log.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        assert self.process.poll() in (None, 0), self.said()
+        assert self.process.poll() in (None, 0), self.log()
         path = self._run / "metrics.jsonl"
         text = path.read_text().rpartition("\n")[0] if path.exists() else ""
         return [json.loads(line) for line in text.splitlines()]
 
     def has_checkpoint(self) -> bool:
-        assert self.process.poll() is None, self.said()
+        assert self.process.poll() is None, self.log()
         return any((self._run / "checkpoints").glob("[0-9]" * 8))
 
     def others(self) -> dict[str, int]:
-        """The processes of learners that are not the first, by where they are."""
+        """Return the pids of all learners except the first, by IP address."""
         found: dict[str, int] = {}
         for pid in with_descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 place = Path(f"/proc/{pid}")
-                words = (place / "cmdline").read_bytes() + (
+                args = (place / "cmdline").read_bytes() + (
                     place / "environ"
                 ).read_bytes()
-                text = re.search(rb"--distribute.*TF_CONFIG=([^\0]*)", words, re.DOTALL)
-                told = json.loads(text[1]) if text and is_alive(pid) else {}
-                if told and told["task"]["index"]:
-                    address = told["cluster"]["worker"][told["task"]["index"]]
+                text = re.search(rb"--distribute.*TF_CONFIG=([^\0]*)", args, re.DOTALL)
+                config = json.loads(text[1]) if text and is_alive(pid) else {}
+                if config and config["task"]["index"]:
+                    address = config["cluster"]["worker"][config["task"]["index"]]
                     found.setdefault(address.partition(":")[0], pid)
         return found
 
@@ -168,7 +168,7 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start(tmp_path: Path, cluster: RayCluster) -> Iterator[Start]:
-    """Starts servers, which are gone before their nodes are."""
+    """Start servers, and end them before their nodes end."""
     started: list[Started] = []
 
     def begin(*options: str) -> Started:
@@ -200,7 +200,7 @@ def ip_of(address: str) -> str:
 
 
 def now_ready(number: int, but: str = "") -> list[str]:
-    """Waits until so many servers are known, and none at an address."""
+    """Wait until `number` servers are registered, none of them at address `but`."""
 
     def look() -> list[str]:
         try:
@@ -223,9 +223,9 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
     pids = server_pids()
     os.kill(pids[found[0]], signal.SIGKILL)
     assert len(now_ready(3, but=found[0])) == 3
-    os.kill(pids[found[1]], signal.SIGTERM)  # it was told to end
+    os.kill(pids[found[1]], signal.SIGTERM)  # a requested end, without a restart
     assert len(now_ready(2, but=found[1])) == 2
-    again = start("--servers", "3")  # of which one name would be free
+    again = start("--servers", "3")  # two of the three names are in use
     assert again.end() == 1
     assert "(ray status, ray list actors)" in again.error
     ours = server_pids().values()
@@ -236,17 +236,17 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
 
 
 def server_pids() -> dict[str, int]:
-    """The processes of servers that Ray's nodes have, by their addresses."""
+    """Return the pids of the servers in Ray by address."""
     found = {}
     for pid in with_descendants(os.getpid()):
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if "--bind" in words:
-            found[words[words.index("--bind") + 1].removesuffix("0")] = pid
+        args = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "--bind" in args:
+            found[args[args.index("--bind") + 1].removesuffix("0")] = pid
     known = addresses("default", "envs")
     return {address: found[address.rpartition(":")[0] + ":"] for address in known}
 
 
-def test_servers_end_with_who_started_them(start: Start) -> None:
+def test_servers_end_with_the_process_that_started_them(start: Start) -> None:
     started = start("--servers", "2", "--workers", "1", ENV)
     pids = [*server_pids().values()]
     assert len(pids) == 2
@@ -254,7 +254,7 @@ def test_servers_end_with_who_started_them(start: Start) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), "servers have ended")
 
 
-def test_what_cannot_start_is_a_line(start: Start) -> None:
+def test_a_failed_start_prints_a_one_line_error(start: Start) -> None:
     started = start("--servers", "2", "--step-timeout", "0")
     assert started.end() == 1
     text = "--step-timeout: expected a number > 0.0; got 0.0"
@@ -266,11 +266,11 @@ def test_what_cannot_start_is_a_line(start: Start) -> None:
     assert "(ray status, ray list actors)" in run.stderr
 
 
-def test_keys_are_those_of_the_node_and_pinned_by_name(
+def test_servers_use_the_key_of_their_node_and_clients_pin_it_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", WORD)
-    subprocess.run([sys.executable, "-m", "envserve", *words], check=True)
+    args = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", WORD)
+    subprocess.run([sys.executable, "-m", "envserve", *args], check=True)
     monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "server"))
     cluster = RayCluster(monkeypatch, num_nodes=1)
     try:
@@ -286,7 +286,7 @@ def test_keys_are_those_of_the_node_and_pinned_by_name(
         cluster.close()
 
 
-def test_a_batch_goes_on_when_a_node_dies(cluster: RayCluster, start: Start) -> None:
+def test_a_batch_continues_when_a_node_dies(cluster: RayCluster, start: Start) -> None:
     started = start("--servers", "3", "--workers", "1", ENV)
     with BatchEnv.connect(ENV, [WORD], 6, seed=1) as batch:
         batch.reset()
@@ -304,14 +304,14 @@ def test_a_batch_goes_on_when_a_node_dies(cluster: RayCluster, start: Start) -> 
     assert started.end(signal.SIGTERM) == 0
 
 
-def test_a_training_goes_on_and_learns(
+def test_training_continues_and_learns(
     cluster: RayCluster, start: Start, tmp_path: Path
 ) -> None:
     started = start("--servers", "3", "--workers", "1", ENV)
     run = tmp_path / "run"
-    words = ["cartpole", "--connect", WORD, "--seed", "1"]
-    words += ["--set", "total_steps=100000000", "--set", "num_envs=6"]
-    with Training(run, *words) as training:
+    args = ["cartpole", "--connect", WORD, "--seed", "1"]
+    args += ["--set", "total_steps=100000000", "--set", "num_envs=6"]
+    with Training(run, *args) as training:
         rows = training.rows
         wait_until(lambda: len(rows()) > 3, "the training has begun")
         cluster.kill_node("127.0.0.3")
@@ -323,7 +323,7 @@ def test_a_training_goes_on_and_learns(
     assert started.end(signal.SIGTERM) == 0
 
 
-def test_the_commands_of_the_document_train_with_one_learner_and_with_two(
+def test_the_documented_commands_train_with_one_learner_and_with_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_ours = re.compile(r"ray |.* --on ray |ppo .*ray://").match
@@ -335,7 +335,7 @@ def test_the_commands_of_the_document_train_with_one_learner_and_with_two(
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
     with contextlib.ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory()  # of a short name, for sockets in it
+        folder = tempfile.TemporaryDirectory()  # short, because it contains sockets
         monkeypatch.setenv("RAY_TMPDIR", stack.enter_context(folder))
         log = stack.enter_context((tmp_path / "ray").open("w+"))
         node = stack.enter_context(
@@ -345,58 +345,58 @@ def test_the_commands_of_the_document_train_with_one_learner_and_with_two(
         wait_until(lambda: "Ray runtime started" in Path(log.name).read_text(), "Ray")
         started = Started(tmp_path / "log", *servers[4:])
         stack.callback(started.end, signal.SIGINT)
-        for words in trainings:
-            with Training(tmp_path / f"run-{len(words)}", *words[2:], *few) as training:
-                assert training.process.wait(LONG) == 0, training.said()
+        for args in trainings:
+            with Training(tmp_path / f"run-{len(args)}", *args[2:], *few) as training:
+                assert training.process.wait(LONG) == 0, training.log()
         assert started.end(signal.SIGINT) == 0
-        said = started.log.read_text()
-    # Of both servers, by one learner, and by each of two.
-    assert said.count("8 CartPole-v1, ended after 2,048 env steps") == 2
-    assert said.count("4 CartPole-v1, ended after 1,024 env steps") == 4
+        log_text = started.log.read_text()
+    # One learner has a lease on each of both servers, and so does each of two.
+    assert log_text.count("8 CartPole-v1, ended after 2,048 env steps") == 2
+    assert log_text.count("4 CartPole-v1, ended after 1,024 env steps") == 4
 
 
-def test_learners_go_on_when_one_is_killed_and_when_its_node_dies(
+def test_learners_continue_when_one_is_killed_and_when_its_node_dies(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    words = ("CartPole-v1", "--on", "ray", "--learners", "2", *SMALL)
-    with Training(tmp_path / "run", *words) as training:
+    args = ("CartPole-v1", "--on", "ray", "--learners", "2", *SMALL)
+    with Training(tmp_path / "run", *args) as training:
 
-        def goes_on(times: int) -> None:
-            """Waits until it has begun again so many times, and learns."""
+        def wait_until_restarted(times: int) -> None:
+            """Wait until the learners were restarted `times` times and continue."""
             text = "Restarting all learners: "
-            wait_until(lambda: training.said().count(text) == times, f"{times} {text}")
+            wait_until(lambda: training.log().count(text) == times, f"{times} {text}")
             rows = len(training.rows())
             wait_until(lambda: len(training.rows()) > rows, "it learns")
 
         wait_until(training.has_checkpoint, "a checkpoint")
-        assert training.rows()[0]["steps"] == 64  # those of both
+        assert training.rows()[0]["steps"] == 64  # of both learners
         (pid,) = training.others().values()
         os.kill(pid, signal.SIGKILL)
-        goes_on(1)
+        wait_until_restarted(1)
         (ip,) = training.others()
         cluster.kill_node(ip)
-        goes_on(2)
+        wait_until_restarted(2)
         wait_until(lambda: [*training.others()] not in ([], [ip]), "it is elsewhere")
         training.process.send_signal(signal.SIGTERM)
         assert training.process.wait(LONG) == 0
         wait_until(lambda: not training.others(), "the other learner has ended")
     iterations = [row["iteration"] for row in training.rows()]
     assert iterations == list(range(1, len(iterations) + 1))
-    again = training.said().rpartition("Go on with: ppo train ")[2].splitlines()[0]
-    words = (*shlex.split(again), "--set", "total_steps=64")
-    assert words[1:5] == ("--on", "ray", "--learners", "2")
-    with Training(tmp_path / "run", *words) as training:
+    again = training.log().rpartition("Go on with: ppo train ")[2].splitlines()[0]
+    args = (*shlex.split(again), "--set", "total_steps=64")
+    assert args[1:5] == ("--on", "ray", "--learners", "2")
+    with Training(tmp_path / "run", *args) as training:
         assert training.process.wait(LONG) == 0
-        assert "Evaluation after " in training.said()
+        assert "Evaluation after " in training.log()
 
 
-def test_learners_without_room_are_told_what_is_free(
+def test_the_error_about_missing_capacity_lists_the_free_resources(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    words = ("CartPole-v1", "--on", "ray", "--learners", "2", "--resources")
-    with Training(tmp_path / "run", *words, '{"CPU": 2, "licence": 1}') as training:
+    args = ("CartPole-v1", "--on", "ray", "--learners", "2", "--resources")
+    with Training(tmp_path / "run", *args, '{"CPU": 2, "licence": 1}') as training:
         assert training.process.wait(LONG) == 1
-    (error,) = (x for x in training.said().splitlines() if x.startswith("Error: "))
+    (error,) = (x for x in training.log().splitlines() if x.startswith("Error: "))
     assert error.startswith("Error: --learners 2: expected {'CPU': 2.0, 'licence': 1.0")
     assert "got {'CPU': 6.0, 'licence': 0} free in the cluster" in error
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""`envserve.sb3`: what Stable-Baselines3's own envs give, and what it asks of them."""
+"""`envserve.sb3`: the same data as Stable-Baselines3's vector envs, and its API."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def masked(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[An
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Taxi-v4"])
-def test_the_same_seed_gives_the_rows_and_infos_of_its_own_envs(name: str) -> None:
+def test_the_same_seed_returns_the_rows_and_infos_of_sb3_envs(name: str) -> None:
     ours, theirs = make_vec_env(name, 4, seed=3), own_make_vec_env(name, 4, seed=3)
     generator = np.random.default_rng(0)
     num_actions = theirs.action_space.n
@@ -87,7 +87,7 @@ def test_seeds_reach_the_envs_once(masked: Any) -> None:
     assert [info["seed"] for info in masked.reset_infos] == [-1, -1, -1]
 
 
-def test_methods_and_attributes_of_chosen_envs(masked: Any) -> None:
+def test_methods_and_attributes_of_selected_envs(masked: Any) -> None:
     masked.reset()
     masked.step(np.zeros(3, int))
     assert masked.env_method("times", 2, plus=1, indices=[0, 2]) == [3, 3]
@@ -104,7 +104,7 @@ def test_methods_and_attributes_of_chosen_envs(masked: Any) -> None:
         masked.env_method("times", "too", "many")
 
 
-def test_what_is_known_of_envs_without_asking_them(masked: Any) -> None:
+def test_some_attributes_are_returned_without_asking_the_envs(masked: Any) -> None:
     assert masked.get_attr("action_space", 1) == [masked.action_space]
     assert masked.get_attr("observation_space") == [masked.observation_space] * 3
     assert [spec.id for spec in masked.get_attr("spec")] == [ENV_NAME] * 3
@@ -116,21 +116,21 @@ def test_arrays_of_infos_reach_methods_as_lists(masked: Any) -> None:
     assert masked.env_method("label_of", infos, indices=[1]) == ["bool"]
 
 
-def test_a_reset_drops_the_step_that_runs(masked: Any) -> None:
+def test_a_reset_discards_the_step_in_flight(masked: Any) -> None:
     masked.reset()
     masked.step_async(np.zeros(3, int))
     observation = masked.reset()
     np.testing.assert_array_equal(observation, np.zeros((3, 1)))
 
 
-def test_masks_of_sb3_contrib(masked: Any) -> None:
+def test_action_masks_work_with_sb3_contrib(masked: Any) -> None:
     model = MaskablePPO("MlpPolicy", masked, n_steps=16, batch_size=16, device="cpu")
     model.learn(96)
     rewards = [info["r"] for info in model.ep_info_buffer]
     assert rewards == [EPISODE_LENGTH] * len(rewards) != []
 
 
-def test_wrappers_monitor_files_and_normalization(tmp_path: Path) -> None:
+def test_wrappers_monitor_files_and_normalization_work(tmp_path: Path) -> None:
     wrappers = [{"name": "TimeLimit", "max_episode_steps": 9}]
     file = str(tmp_path / "log")
     envs = make_vec_env("CartPole-v1", 2, wrappers=wrappers, monitor_file=file)
@@ -145,7 +145,7 @@ def test_wrappers_monitor_files_and_normalization(tmp_path: Path) -> None:
     assert "TimeLimit.truncated" in infos[0]
 
 
-def test_a_lost_episode_is_a_truncated_one() -> None:
+def test_a_lost_episode_is_truncated() -> None:
     envs = make_vec_env("CartPole-v1", 2, num_workers=1)
     before = envs.reset()
     (pid,) = envs.venv.batch.lanes[0].worker_pids
@@ -160,18 +160,18 @@ def test_a_lost_episode_is_a_truncated_one() -> None:
     envs.close()
 
 
-def test_the_last_observation_of_a_lost_episode_is_the_last_that_was_seen() -> None:
+def test_the_final_observation_of_a_lost_episode_is_the_last_one_returned() -> None:
     envs = make_vec_env(ENV, 2, num_workers=1)
     envs.reset()
     for _ in range(1, WALK_LENGTH):
         envs.step(np.zeros(2, int))
-    # The other row's episode ends in the step in which their worker does.
+    # The episode of the other row ends in the step in which the worker dies.
     *_, infos = envs.step(np.array([0, 1]))
     assert [info["terminal_observation"].tolist() for info in infos] == [[104]] * 2
     envs.close()
 
 
-def test_pictures_are_tiled() -> None:
+def test_rendered_images_are_tiled() -> None:
     options: dict[str, Any]
     options = {"env_kwargs": {"render_mode": "rgb_array"}, "import_modules": [MODULE]}
     envs = make_vec_env(ENV_NAME, 2, **options)
@@ -180,19 +180,19 @@ def test_pictures_are_tiled() -> None:
     envs.close()
 
 
-def test_options_reach_the_envs_once_and_are_the_same_for_all(masked: Any) -> None:
+def test_options_reach_the_envs_once_and_must_be_the_same_for_all(masked: Any) -> None:
     masked.set_options({"label": "red"})
     masked.reset()
     assert masked.get_attr("label") == ["red"] * 3
     masked.reset()
     assert masked.get_attr("label") == ["none"] * 3
     masked.set_options([{}, {}, {"label": "red"}])
-    with pytest.raises(ValueError, match="the same for all envs"):
+    with pytest.raises(ValueError, match="the same options for all envs"):
         masked.reset()
 
 
-def test_a_mode_of_its_own_is_refused() -> None:
-    with pytest.raises(TypeError, match="autoreset: expected none, since"):
+def test_another_autoreset_mode_is_rejected() -> None:
+    with pytest.raises(TypeError, match="autoreset: expected no value, because"):
         make_vec_env("CartPole-v1", autoreset="disabled")
 
 
@@ -209,7 +209,7 @@ def test_after_an_error_the_envs_can_be_reset_and_stepped(masked: Any) -> None:
     masked.step(np.zeros(3, int))
 
 
-def test_after_an_interrupt_it_goes_on_without_a_reset(
+def test_after_an_interrupt_the_envs_can_be_stepped_without_a_reset(
     masked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masked.reset()
@@ -218,21 +218,21 @@ def test_after_an_interrupt_it_goes_on_without_a_reset(
         with pytest.raises(KeyboardInterrupt):
             masked.step(np.zeros(3, int))
     assert masked.env_method("times", 1) == [1, 1, 1]
-    masked.step_async(np.zeros(3, int))  # and nobody waits
+    masked.step_async(np.zeros(3, int))  # without step_wait
     observation, *_ = masked.step(np.zeros(3, int))
     np.testing.assert_allclose(observation, np.full((3, 1), 3 / EPISODE_LENGTH))
     for _ in range(EPISODE_LENGTH - 4):
         masked.step(np.zeros(3, int))
     masked.step_async(np.zeros(3, int))
     _, _, dones, _ = masked.step(np.zeros(3, int))
-    assert dones.all()  # of the step that nobody waited for
+    assert dones.all()  # the ends of the discarded step
 
 
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_actions_beyond_their_bounds_by_a_rounding_are_put_on_them() -> None:
+def test_actions_that_exceed_bounds_by_rounding_errors_are_clipped() -> None:
     options: dict[str, Any] = {"import_modules": [MODULE], "num_workers": 1}
     envs = make_vec_env(LOPSIDED_NAME, 2, **options)
     envs.reset()

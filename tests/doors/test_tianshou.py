@@ -1,4 +1,4 @@
-"""`envserve.tianshou`: what Tianshou's own vector env gives, for any rows."""
+"""`envserve.tianshou`: the same data as Tianshou's vector env, for any rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def where(request: pytest.FixtureRequest, server: ServerProcess) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Taxi-v4", ENV_NAME])
-def test_any_rows_give_what_its_own_envs_give(
+def test_any_rows_equal_those_of_tianshous_vector_env(
     name: str, where: dict[str, Any], random_generator: np.random.Generator
 ) -> None:
     ours = make_vector_env(name, 4, **where)
@@ -68,7 +68,7 @@ def check_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
         np.testing.assert_equal(mine.tolist(), other.tolist())
 
 
-def test_attributes_pictures_and_seeds(where: dict[str, Any]) -> None:
+def test_attributes_images_and_seeds_are_returned(where: dict[str, Any]) -> None:
     envs = make_vector_env(ENV_NAME, 3, **where)
     assert len(envs) == 3
     assert envs.seed(5) == [[5], [6], [7]]
@@ -82,7 +82,7 @@ def test_attributes_pictures_and_seeds(where: dict[str, Any]) -> None:
     assert envs.is_closed
 
 
-def test_observations_that_are_dicts(tmp_path: Path) -> None:
+def test_dict_observations_are_supported(tmp_path: Path) -> None:
     module = tmp_path / "walk.py"
     module.write_text(WALK)
     envs = make_vector_env(f"{module}:Walk", 2)
@@ -92,7 +92,7 @@ def test_observations_that_are_dicts(tmp_path: Path) -> None:
     envs.close()
 
 
-def test_the_last_observation_of_a_lost_episode_is_the_last_that_was_seen() -> None:
+def test_the_final_observation_of_a_lost_episode_is_the_last_one_returned() -> None:
     envs = make_vector_env(ENV, 2, num_workers=1)
     envs.reset()
     envs.step(np.array([0]), [1])
@@ -121,8 +121,8 @@ class Walk(gymnasium.Env):
 """
 
 
-def test_rows_of_a_block_are_not_its_user_s_to_choose() -> None:
-    with pytest.raises(TypeError, match="num_splits: expected none, since"):
+def test_the_number_of_splits_cannot_be_set() -> None:
+    with pytest.raises(TypeError, match="num_splits: expected no value, because"):
         make_vector_env("CartPole-v1", 2, num_splits=1)
 
 
@@ -155,7 +155,7 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_actions_beyond_their_bounds_by_a_rounding_are_put_on_them() -> None:
+def test_actions_that_exceed_bounds_by_rounding_errors_are_clipped() -> None:
     envs = make_vector_env(LOPSIDED_NAME, 2, num_workers=1, import_modules=[MODULE])
     envs.reset()
     box: Any = envs.batch.action_space

@@ -1,4 +1,4 @@
-"""Envs of every kind that people have, here and behind a server: the same rows."""
+"""Envs of popular packages return the same rows locally and on a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES: Final = (
     *("ale_py", "envserve.envpool", "gymnasium_robotics", "highway_env", "minigrid"),
     *("shimmy", "vizdoom.gymnasium_wrapper", AGENTS),
 )
-#: Names, and whether they are vector envs: Gymnasium's, EnvPool's, agents of games.
+#: Envs of Gymnasium and other packages.
 ENVS: Final = (
     *("CartPole-v1", "Pendulum-v1", "LunarLander-v3", "HalfCheetah-v5", "Humanoid-v5"),
     *("Blackjack-v1", "CliffWalking-v1", "FrozenLake-v1", "ALE/Pong-v5"),
@@ -30,17 +30,18 @@ ENVS: Final = (
     *("BabyAI-GoToObj-v0", "MiniGrid-Empty-5x5-v0"),
     *("dm_control/cartpole-balance-v0", "dm_control/walker-walk-v0"),
 )
+#: Vector envs of Gymnasium and EnvPool, and multi-agent games with one row per agent.
 VECTOR_ENVS: Final = (
     *("CartPole-v0", "envpool/CartPole-v1", "envpool/Pong-v5"),
     *("agents/RockPaperScissors-v2", "agents/KnightsArchersZombies-v11"),
 )
-#: Rows are as many agents as the largest game has.
+#: Number of rows: the number of agents of the largest game.
 NUM_ENVS: Final = 4
 
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    with contextlib.chdir(tmp_path_factory.mktemp("here")):  # ViZDoom leaves a file
+    with contextlib.chdir(tmp_path_factory.mktemp("here")):  # ViZDoom writes a file
         launcher = Launcher(MODULES)
     with contextlib.closing(launcher):
         yield launcher
@@ -66,7 +67,7 @@ def play(batch: BatchEnv, num_steps: int = 30) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [*ENVS, *VECTOR_ENVS])
-def test_an_env_gives_the_same_rows_here_and_behind_a_server(
+def test_an_env_returns_the_same_rows_locally_and_on_a_server(
     name: str,
     launcher: Launcher,
     server: ServerProcess,
@@ -74,7 +75,7 @@ def test_an_env_gives_the_same_rows_here_and_behind_a_server(
 ) -> None:
     options: dict[str, Any] = {"seed": 3, "padding_after": 60.0, "nonfinite": "pass"}
     options["vectorized"] = name in VECTOR_ENVS
-    # Gymnasium's own has no other mode; the rest can reset rows of their own.
+    # Gymnasium's vector env of CartPole supports only this mode.
     options["autoreset"] = "next_step" if name == "CartPole-v0" else "same_step"
     pool = partial(Pool, launcher=launcher)
     monkeypatch.setattr("envserve.client.factory.Pool", pool)

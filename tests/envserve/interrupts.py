@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen line of a call."""
+"""Raise KeyboardInterrupt at a chosen line of a call."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 import envserve
 
 PACKAGE = str(Path(envserve.__file__).parent)
-#: A line of a file.
+#: The path of a file, and a line number.
 Place = tuple[str, int]
 
 
 def is_ours(path: str) -> bool:
-    """Whether a file is one of the package's."""
+    """Return whether a file belongs to the package."""
     return path.startswith(PACKAGE)
 
 
 def run_traced(
     call: Callable[[], Any], line: int, is_traced: Callable[[str], bool] = is_ours
 ) -> list[Place]:
-    """Calls, interrupted before the so manieth line; returns the lines that came.
+    """Run a call, interrupt it before a line, and return all lines until then.
 
     Args:
-      call: What to call.
-      line: From 1; with -1 nothing is interrupted.
-      is_traced: Tells the paths of files whose lines count.
+      call: The function to call.
+      line: Number of executed lines, from 1, before the interrupt; -1 for none.
+      is_traced: Return whether the lines of a file count, given its path.
     """
     places: list[Place] = []
 
@@ -55,11 +55,14 @@ def run_traced(
 
 
 def is_return(place: Place) -> bool:
-    """Tells the line that returns a step, which is lost between two bytecodes there."""
+    """Return whether a line returns a result, which an interrupt may lose there."""
     return linecache.getline(*place).strip() == "return result"
 
 
 def _is_spared(frame: FrameType) -> bool:
-    """Tells lines before an `__exit__`, and of `try`, where no signals are handled."""
+    """Return whether a line begins with `with` or `try`.
+
+    Python handles no signals at `try` and between the body of `with` and `__exit__`.
+    """
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return line.lstrip().startswith(("with ", "try:"))

@@ -18,7 +18,7 @@ import pytest
 from envserve.client import batch_env
 from envserve.client.absence import Absence
 from envserve.client.lane_group import LaneGroup
-from envserve.client.row_set import RowSets
+from envserve.client.row_set import RowSetCache
 from envserve.lane import Outcome
 from envserve.session.client import attachment, client_blocks
 from envserve.session.client.client_session import ClientSession
@@ -310,7 +310,7 @@ def actions_are_written_once_the_step_was_submitted(patch: Patch) -> None:
 
 @bug(BATCHES)
 def a_send_ignores_the_order_of_its_rows(patch: Patch) -> None:
-    around(patch, RowSets, "of_rows", lambda real, *args: (real(*args)[0], None))
+    around(patch, RowSetCache, "for_rows", lambda real, *args: (real(*args)[0], None))
 
 
 @bug(BATCHES)

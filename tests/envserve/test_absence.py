@@ -1,4 +1,4 @@
-"""What rows show while envs are lost, silent and interrupted, against an oracle."""
+"""Rows of lost, absent and interrupted envs, compared with an oracle."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Array = np.ndarray[Any, Any]
 
 
 class Oracle:
-    """A batch over fake lanes, every row of which is checked as it is shown.
+    """A batch of fake lanes, with a check of every returned row.
 
     Attributes:
-      shown: Per row the observation that its caller has seen last.
-      statuses: How many rows had which status.
+      shown: Last observation of each row that was returned to the caller.
+      statuses: Number of returned rows by status.
       has_interrupts: Whether an interrupted call may have cost episodes.
-      max_unseen: How many steps that were interrupted may have been applied.
+      max_unseen: Maximum number of interrupted steps that were applied.
     """
 
     has_interrupts = False
@@ -50,7 +50,7 @@ class Oracle:
 
     @property
     def truth(self) -> Array:
-        """The observations that the envs would give now."""
+        """The current state of the envs."""
         return np.concatenate([lane.state for lane in self.lanes])
 
     def check(self, rows: Array, actions: Array, result: StepResult) -> None:
@@ -82,11 +82,11 @@ class Oracle:
             self.shown[row] = after
 
     def check_last(self, before: Array, last: Array) -> None:
-        """After an interrupt, a lost row may end with what nobody has seen."""
+        """Check the last observation; after an interrupt it may be a newer one."""
         assert self.has_interrupts or last.tolist() == before.tolist()
 
     def check_losses(self) -> None:
-        """Each loss has cost one row, but for one that is not over yet."""
+        """Check that each loss was returned in one row, except a pending one."""
         first = 0
         for lane in self.lanes:
             for block in lane.blocks:
@@ -108,7 +108,7 @@ seeds = pytest.mark.parametrize("seed", range(8))
 
 @seeds
 @pytest.mark.parametrize("padding_after", [0.0, 0.001, np.inf])
-def test_every_row_of_a_step_is_right_lost_late_or_padding(
+def test_every_row_of_a_step_is_valid_lost_late_or_padding(
     seed: int, padding_after: float
 ) -> None:
     rng = random.Random(seed)
@@ -127,7 +127,7 @@ def test_every_row_of_a_step_is_right_lost_late_or_padding(
 
 
 @seeds
-def test_every_row_that_is_received_is_right_lost_late_or_padding(seed: int) -> None:
+def test_every_received_row_is_valid_lost_late_or_padding(seed: int) -> None:
     rng = random.Random(seed)
     oracle = Oracle(make_lanes(rng, lose=0.05, silence=0.1))
     with oracle.batch as batch:
@@ -177,7 +177,7 @@ def take_step(batch: BatchEnv, actions: Array, results: list[StepResult]) -> Non
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_an_interrupt_at_any_line_never_gives_a_wrong_row(num_lanes: int) -> None:
+def test_an_interrupt_at_any_line_never_returns_a_wrong_row(num_lanes: int) -> None:
     line = 0
     while True:
         line += 1
@@ -197,7 +197,7 @@ def test_an_interrupt_at_any_line_never_gives_a_wrong_row(num_lanes: int) -> Non
             for result in results:
                 oracle.check(rows, rows + 100, result)
             if len(places) == line and is_return(places[-1]):
-                continue  # what is returned then is lost between two bytecodes
+                continue  # the result is lost between two bytecodes of the return
             for _ in range(10):
                 actions = np.array([rng.randrange(1000) for _ in rows])
                 oracle.check(rows, actions, batch.step(actions))
@@ -207,7 +207,7 @@ def test_an_interrupt_at_any_line_never_gives_a_wrong_row(num_lanes: int) -> Non
 
 
 @seeds
-def test_resets_and_calls_wait_for_what_is_owed(seed: int) -> None:
+def test_resets_and_calls_wait_for_late_steps(seed: int) -> None:
     rng = random.Random(seed)
     oracle = Oracle(make_lanes(rng, lose=0.03, silence=0.2))
     batch = oracle.batch
@@ -225,11 +225,11 @@ def test_resets_and_calls_wait_for_what_is_owed(seed: int) -> None:
                 assert first.tolist() == oracle.truth[chosen].tolist()
                 oracle.shown[chosen] = first
             elif rng.random() < 0.2:
-                with contextlib.suppress(EnvserveError):  # "lost during a call"
+                with contextlib.suppress(EnvserveError):  # lost during the call
                     batch.call(rng.randrange(batch.num_envs), "name")
 
 
-def test_a_batch_of_which_nothing_is_alive_waits() -> None:
+def test_a_step_waits_if_all_envs_are_absent() -> None:
     rng = random.Random(0)
     lanes = [FakeLane(2, 2, Faults(draw=rng.random)) for _ in range(2)]
     oracle = Oracle(lanes)
@@ -241,11 +241,11 @@ def test_a_batch_of_which_nothing_is_alive_waits() -> None:
     assert (result.status != Status.PENDING).any()
 
 
-def test_what_comes_back_first_does_not_make_the_rest_padding_at_once() -> None:
+def test_blocks_get_the_full_waiting_time_after_another_block_is_back() -> None:
     lane = FakeLane(2, 2, Faults(draw=random.Random(0).random))
     absence = Absence(BatchBlocks.of([lane]), 0.5)
     both, second = {0, 1}, {1}
-    for now in (0.0, 10.0):  # nobody is there who could go on
+    for now in (0.0, 10.0):  # all blocks are absent
         absence.pad(both, both, now)
         assert (absence.padded, absence.next_pad()) == (set(), math.inf)
     absence.pad(second, both, 10.25)
@@ -254,28 +254,28 @@ def test_what_comes_back_first_does_not_make_the_rest_padding_at_once() -> None:
     assert absence.padded == second
 
 
-def test_nobody_waits_for_servers_that_are_given_up() -> None:
+def test_a_call_raises_server_lost_instead_of_waiting_for_a_lost_server() -> None:
     rng = random.Random(0)
     lanes = [FakeLane(2, 1, Faults(draw=rng.random)) for _ in range(2)]
     oracle = Oracle(lanes)
     gone = lanes[1]
     gone.invalidate("for the test")
     gone.faults = Faults(draw=rng.random, end=0.0)
-    gone.give_up_error = ServerLost("it is given up")
+    gone.give_up_error = ServerLost("the first is lost")
     actions = np.zeros(4, np.int64)
     with oracle.batch as batch:
         result = batch.step(actions)
         assert result.status.tolist() == [Status.OK] * 2 + [Status.PENDING] * 2
-        with pytest.raises(ServerLost, match="given up"):
+        with pytest.raises(ServerLost, match="the first is lost"):
             batch.call(3, "name")
         lanes[0].invalidate("for the test")
         lanes[0].faults = gone.faults
-        lanes[0].give_up_error = ServerLost("it is given up as well")
-        with pytest.raises(ServerLost, match="given up as well"):
+        lanes[0].give_up_error = ServerLost("the second is lost")
+        with pytest.raises(ServerLost, match="the second is lost"):
             batch.step(actions)
 
 
-def test_an_interrupt_does_not_pad_what_is_waited_for_without_limit() -> None:
+def test_there_is_no_padding_after_an_interrupt_if_steps_wait_without_limit() -> None:
     rng = random.Random(0)
     lanes = [FakeLane(1, 1, Faults(draw=rng.random, end=1.0)) for _ in range(2)]
     with BatchEnv(lanes, padding_after=math.inf) as batch:
@@ -290,7 +290,7 @@ def test_an_interrupt_does_not_pad_what_is_waited_for_without_limit() -> None:
 
 
 class EndingLane(FakeLane):
-    """Ends each episode in its second step."""
+    """A lane whose episodes end in their second step."""
 
     def _step(self, row: int) -> None:
         super()._step(row)
@@ -299,7 +299,7 @@ class EndingLane(FakeLane):
 
 
 def interrupted(lane: FakeLane) -> BatchEnv:
-    """Returns a batch whose second step was interrupted while it waited."""
+    """Return a batch whose second step was interrupted while it waited."""
     batch = BatchEnv([lane], autoreset="disabled")
     first = batch.reset()
     batch.step(np.full(len(first), 1))
@@ -310,7 +310,7 @@ def interrupted(lane: FakeLane) -> BatchEnv:
     return batch
 
 
-def test_an_end_that_came_while_nobody_waited_is_told() -> None:
+def test_the_next_step_returns_the_end_of_an_episode_of_an_interrupted_step() -> None:
     with interrupted(EndingLane(2, 1, Faults(end=1.0))) as batch:
         result = batch.step(np.array([3, 3]))
         assert result.terminated.all()
@@ -320,12 +320,12 @@ def test_an_end_that_came_while_nobody_waited_is_told() -> None:
         assert batch.step(np.array([4, 4])).valid.all()
 
 
-def test_a_reset_of_some_rows_shows_what_the_others_have_come_to() -> None:
+def test_a_partial_reset_keeps_the_last_observations_of_the_other_rows() -> None:
     with interrupted(FakeLane(2, 2, Faults(end=1.0))) as batch:
         batch.reset([0])
         assert batch.last_observation()[:, 1].tolist() == [0, 2]
         lane = batch.lanes[0]
         lane.rows.observation[0][1] = 7, 7, 7
-        batch._group.absence.mark_late({1})  # such as of a step that is absent
+        batch._group.absence.mark_late({1})  # as if the block were absent
         lane.rows.final_observation[0][1] = 1, 2, 3
         assert batch.last_observation()[1].tolist() == [1, 2, 3]

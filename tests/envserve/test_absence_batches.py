@@ -1,4 +1,4 @@
-"""A half of a batch is lost and absent, while the other half is stepped."""
+"""Half of a batch is lost and absent, while the other half is stepped."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.envserve.conftest import StartServer, bind_for
 from tests.oracle import probe_envs
 from tests.oracle.probe_envs import GATED
 
-#: Steps of an episode that does not end in a test.
+#: Length of an episode that does not end during a test.
 LONG = 1_000_000
 
 
 class Halves:
-    """A batch of two blocks; the gate keeps envs from being built while it exists."""
+    """A batch of two blocks; no env is built while the file `gate` exists."""
 
     def __init__(self, batch: BatchEnv, gate: Path) -> None:
         self.batch = batch
@@ -36,7 +36,7 @@ class Halves:
 
     @property
     def action(self) -> int:
-        """The action of the last step, another one each time."""
+        """The action of the last step; each step has another one."""
         return self.count % 1000
 
     def step(self) -> StepResult:
@@ -68,7 +68,7 @@ def halves(
         yield Halves(it, gate)
 
 
-def test_the_others_go_on_while_a_lost_half_is_pending(halves: Halves) -> None:
+def test_the_other_half_continues_while_a_lost_half_is_pending(halves: Halves) -> None:
     first = halves.step()
     assert first.valid.all()
     last = first.observation[:2].copy()

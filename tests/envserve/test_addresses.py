@@ -36,7 +36,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("word", "address"),
+    ("source", "address"),
     [
         ("sim1", "tcp://sim1:5555"),
         ("sim1:7", "tcp://sim1:7"),
@@ -50,8 +50,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     ],
 )
 @pytest.mark.usefixtures("known")
-def test_short_addresses_are_completed(word: str, address: str) -> None:
-    assert resolve(word) == (address,)
+def test_short_addresses_are_completed(source: str, address: str) -> None:
+    assert resolve(source) == (address,)
 
 
 @pytest.mark.usefixtures("known")
@@ -83,9 +83,9 @@ def test_an_address_file_is_read_again_at_each_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, r"'file://.*servers': expected a file of addresses.*No such file"),
-        (b"\xff\xfe", r"expected a file of addresses, one a line; .*decode"),
-        (b"# nobody yet\n", r"file://.*servers: expected an address a line; .* none"),
+        (None, r"'file://.*servers': expected a file with .*; .*No such file"),
+        (b"\xff\xfe", r"expected a file with one address per line; .*decode"),
+        (b"# nobody yet\n", r"servers: expected an address per line; .* empty"),
         (b"sim1\na b\n", r"servers:2: expected an address like sim1.*got 'a b'"),
         (b"dns://sims\n", r"servers:1: expected one address; got 'dns://sims'"),
         (b"file:///x\n", r"servers:1: expected an address like .*'file:///x'"),
@@ -116,16 +116,16 @@ def test_ray_addresses_resolve_to_the_servers_in_ray(
 
 
 @pytest.mark.parametrize(
-    "word", ["", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"]
+    "source", ["", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"]
 )
-def test_invalid_addresses_raise_address_error(word: str) -> None:
+def test_invalid_addresses_raise_address_error(source: str) -> None:
     with pytest.raises(AddressError, match="expected an address like sim1, sim1:5555"):
-        complete_address(word)
+        complete_address(source)
 
 
 @pytest.mark.usefixtures("known")
 def test_an_unknown_host_fails_at_once() -> None:
-    text = "cannot resolve sim2; is it spelled right"
+    text = "cannot resolve sim2; check its spelling"
     with pytest.raises(AddressError, match=text):
         BatchEnv.connect("CartPole-v1", ["sim1", "sim2"], 2, connect_timeout=1e9)
     code, output = probe("sim2", timeout=1e9)
@@ -137,9 +137,11 @@ def test_an_unknown_host_fails_at_once() -> None:
 def test_an_impossible_host_name_fails_like_an_unknown_host(
     name: str,
 ) -> None:
-    for word in (name, f"dns://{name}:7"):
-        with pytest.raises(AddressError, match=f"cannot resolve {name}; is") as raised:
-            resolve(word)
+    for source in (name, f"dns://{name}:7"):
+        with pytest.raises(
+            AddressError, match=f"cannot resolve {name}; check"
+        ) as raised:
+            resolve(source)
         assert "\n" not in str(raised.value)
     assert diagnose_connection(f"tcp://{name}:7", None, 60.0) is Finding.UNKNOWN_HOST
 

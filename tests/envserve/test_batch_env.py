@@ -1,4 +1,4 @@
-"""What a batch does with several lanes, beyond what each lane promises."""
+"""Batches of several lanes; test_lane_contract.py tests the guarantees of each lane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .stalls import fastest
 
 
 def lanes_of(configs: Sequence[tuple[str, PoolSettings]]) -> list[Lane]:
-    """Starts a lane per address; an empty one is local."""
+    """Start one lane per address; an empty address means a local pool."""
     lanes = [
         RemoteLane(address, config) if address else Pool(config)
         for address, config in configs
@@ -72,9 +72,9 @@ def test_unequal_spaces_are_an_error_naming_servers(start_server: StartServer) -
     )
 
 
-def test_a_server_that_is_not_there_is_an_error_at_the_deadline() -> None:
+def test_an_unreachable_server_raises_connect_error_at_the_timeout() -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and does not listen
+        unused.bind(("127.0.0.1", 0))  # bound, but not listening
         port = unused.getsockname()[1]
         for address in (f"tcp://127.0.0.1:{port}", "ipc:///nowhere/envs"):
 
@@ -88,7 +88,7 @@ def test_a_server_that_is_not_there_is_an_error_at_the_deadline() -> None:
             assert fastest(attempt, 3.0) < 3.0
 
 
-def test_a_server_that_is_missing_costs_no_others_envs(
+def test_a_failed_connect_leaves_no_envs_leased_on_other_servers(
     start_server: StartServer,
 ) -> None:
     address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
@@ -101,7 +101,7 @@ def test_a_server_that_is_missing_costs_no_others_envs(
         assert batch.reset().shape == (2, 4)
 
 
-def test_a_batch_that_nobody_has_any_more_gives_its_envs_back(
+def test_a_garbage_collected_batch_releases_its_envs(
     start_server: StartServer, wait_until: Callable[[Callable[[], bool]], None]
 ) -> None:
     address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
@@ -120,11 +120,11 @@ def test_a_batch_that_nobody_has_any_more_gives_its_envs_back(
         ({"num_envs": 2, "seed": "x"}, "seed: expected an int; got 'x'"),
         ({"num_envs": 2, "num_workers": 0}, "num_workers: expected an int >= 1; got 0"),
         ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
-        ({"num_envs": 2, "addresses": []}, "an env for each"),
-        ({"num_envs": 2, "addresses": ["tcp://127.0.0.1:1"] * 3}, "an env for each"),
+        ({"num_envs": 2, "addresses": []}, "one env per server"),
+        ({"num_envs": 2, "addresses": ["tcp://127.0.0.1:1"] * 3}, "one env per server"),
     ],
 )
-def test_arguments_of_the_wrong_type_or_size_are_named(
+def test_error_messages_name_arguments_of_a_wrong_type_or_size(
     arguments: dict[str, Any], message: str
 ) -> None:
     make = BatchEnv.connect if "addresses" in arguments else BatchEnv.local

@@ -1,8 +1,8 @@
-"""A trainer that reads no answers, for longer than any network would bear.
+"""A trainer that reads no results for longer than any network delay.
 
-Run as a program, with a server's address, this file is the trainer. It stops itself
-when its answers are on their way, until its parent lets it go on; then it does the same
-again, but only holds Python's lock, so that nothing of it runs but libzmq's threads.
+Run as a program with the address of a server, this file is the trainer. It stops itself
+with SIGSTOP while results are being sent, until the test continues it. Then it does the
+same again, but holds Python's GIL instead, so that only libzmq's threads run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection
 from tests.envserve.conftest import Serve
 
-NUM_ENVS: Final = 96  # whose results are more than a connection's buffers hold
+NUM_ENVS: Final = 96  # their results exceed the buffers of a connection
 STOPPED_SECONDS: Final = 1
 COMMAND: Final = (sys.executable, "-m", "tests.envserve.test_busy_trainer")
 
 
-def test_a_trainer_that_does_not_read_a_while_gets_its_answers(serve: Serve) -> None:
+def test_a_trainer_that_stops_reading_for_a_while_gets_all_results(
+    serve: Serve,
+) -> None:
     server = serve("--allow-kwarg", "space:any", "--max-message-mib", "16")
     command = [*COMMAND, server.address]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as trainer:
@@ -42,10 +44,10 @@ def test_a_trainer_that_does_not_read_a_while_gets_its_answers(serve: Serve) -> 
         assert trainer.returncode == 0, errors
 
 
-def test_a_client_sends_no_zmtp_heartbeats_and_bounds_what_waits_for_it(
+def test_a_client_sends_no_zmtp_heartbeats_and_limits_its_receive_queue(
     sockets: list[zmq.Socket[bytes]],
 ) -> None:
-    """With both, libzmq 4.3.5 aborts a process that does not read for a while."""
+    """libzmq 4.3.5 would abort a process with heartbeats that stops reading."""
     connection = Connection("tcp://127.0.0.1:1")
     (socket,) = sockets
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0

@@ -1,8 +1,8 @@
-"""A cable is pulled between client and server, on hosts that do not see it.
+"""A cable between client and server is pulled, which neither host detects.
 
-Run as a program, with a server's address and the folder of its envs' journal, this file
-steps envs of the server, each row checked, until its input ends. It prints a line when
-it has begun, and at the end what the ledger has counted.
+Run as a program, with the address of a server and the folder of its envs' journal, this
+file steps the envs and checks every row until its stdin is closed. It prints a line
+when it has started, and the counters of the ledger at the end.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.oracle.player import Player
 
 pytestmark = needs_namespaces
 
-#: Longer than it takes to notice that the connection is broken.
+#: Longer than it takes to detect the broken connection.
 PULLED_SECONDS = 4.0
 NUM_ENVS = 4
-#: Pauses that are worth telling.
+#: Minimum duration of a step that is reported as a pause.
 PAUSE_SECONDS = 0.2
 
 
@@ -49,15 +49,16 @@ def hosts() -> Iterator[Hosts]:
 def play(
     hosts: Hosts, folder: Path, options: Mapping[str, Sequence[str]]
 ) -> tuple[float, dict[str, dict[str, Any]]]:
-    """Plays with one server each while the cable is pulled once, and until after.
+    """Run one player per server before, during and after the cable is pulled.
 
     Args:
-      hosts: The cable is between them.
-      folder: For files of servers and envs.
-      options: Of each server, by its name.
+      hosts: The hosts that the cable connects.
+      folder: Folder for the files of servers and envs.
+      options: Options of each server, by its name.
 
     Returns:
-      When the cable was about to be plugged, and what each player says in the end.
+      The time just before the cable is plugged in again, and the counters of each
+      player.
     """
     with contextlib.ExitStack() as stack:
         players = {
@@ -76,7 +77,7 @@ def play(
             name: player.communicate(timeout=60)[0] for name, player in players.items()
         }
         assert [player.returncode for player in players.values()] == [0] * len(players)
-    return plugged_at, {name: json.loads(said) for name, said in outputs.items()}
+    return plugged_at, {name: json.loads(text) for name, text in outputs.items()}
 
 
 def start_player(
@@ -86,7 +87,7 @@ def start_player(
     port: int,
     options: Sequence[str],
 ) -> subprocess.Popen[str]:
-    """Starts a server on the one host, and on the other who plays with it."""
+    """Start a server on one host, and its player on the other."""
     folder.mkdir()
     address = f"tcp://{hosts.addresses['sim']}:{port}"
     stack.enter_context(
@@ -98,10 +99,10 @@ def start_player(
         )
     )
     journal = str(folder / "journal")
-    words = [sys.executable, "-m", "tests.envserve.test_cable", address, journal]
+    command = [sys.executable, "-m", "tests.envserve.test_cable", address, journal]
     player = stack.enter_context(
         subprocess.Popen(
-            hosts.command("trainer", *words),
+            hosts.command("trainer", *command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -111,22 +112,22 @@ def start_player(
     return player
 
 
-def test_a_pulled_cable_costs_time_and_beyond_the_lease_an_episode(
+def test_a_pulled_cable_costs_an_episode_only_if_the_lease_expires(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     options = {"patient": [], "impatient": ["--lease-seconds", "2"]}
-    plugged_at, said = play(hosts, tmp_path, options)
-    for counts in said.values():
+    plugged_at, results = play(hosts, tmp_path, options)
+    for counts in results.values():
         pauses = [p for p in counts["pauses"] if p[1] - p[0] > 1]
-        # One step has waited for the plug; others may have for this machine.
+        # One step has waited for the cable; a busy machine may cause other pauses.
         assert sum(began < plugged_at < ended for began, ended in pauses) == 1
-        assert counts["padding"] == 0  # nothing else was alive
-    patient, impatient = said["patient"], said["impatient"]
+        assert counts["padding"] == 0  # because all rows were absent
+    patient, impatient = results["patient"], results["impatient"]
     assert patient["valid"] == patient["rows"]
     assert patient["unseen"] == 0
     num_lost = impatient["losses"].pop("SERVER_LOST")
     assert not impatient["losses"]
-    # A machine that stands still for longer than the lease costs another one.
+    # If the machine hangs for longer than the lease, each row loses another episode.
     assert num_lost in [NUM_ENVS * number for number in range(1, 1 + len(pauses))]
     assert impatient["valid"] == impatient["rows"] - num_lost
 
@@ -140,7 +141,7 @@ def main(address: str, journal: str) -> None:
         env_kwargs={"journal": journal},
         insecure=True,
     ) as batch:
-        # No root seed: a new lease skips more incarnations than a ledger looks for.
+        # No root seed: a new lease skips more incarnations than the ledger searches.
         player = Player(batch, Ledger(NUM_ENVS, None), np.random.default_rng())
         print("playing", flush=True)
         while not select.select([sys.stdin], [], [], 0)[0]:
@@ -157,7 +158,7 @@ def main(address: str, journal: str) -> None:
         "padding": ledger.num_padding,
         "unseen": ledger.num_unseen,
         "losses": {status.name: count for status, count in ledger.losses.items()},
-        "pauses": pauses,  # instants of the monotonic clock, which hosts here share
+        "pauses": pauses,  # monotonic seconds; both hosts are on this machine
     }
     print(json.dumps(counts), flush=True)
 

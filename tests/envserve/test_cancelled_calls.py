@@ -1,4 +1,4 @@
-"""Calls that are cut short by a signal or a timeout, wherever they are just then."""
+"""Calls that a signal or a timeout cuts short at a random moment."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.oracle.player import Player
 NUM_ENVS = 8
 SEED = 3
 NUM_TIMEOUTS = 500
-#: Few: one that falls into bookkeeping costs the episodes, and new envs.
+#: Only a few, because an interrupt during bookkeeping costs episodes and new envs.
 NUM_CANCELLED = 20
-#: About twice as long as a step takes.
+#: About twice the duration of a step.
 MOST_SECONDS = 0.002
 
 
 class Cancelled(Exception):
-    """As a caller's own signal handler would raise it."""
+    """Raised by the signal handler of the test."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def alarm() -> Iterator[None]:
 
 @pytest.fixture
 def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Player]:
-    """Checks in the end that each action was applied that ought to be."""
+    """A player whose ledger is compared with the applied actions at the end."""
     kwargs = {"journal": str(tmp_path / "journal")}
     with ServerProcess(tmp_path, *LEDGER_OPENINGS) as server:
         with BatchEnv.connect(
@@ -57,9 +57,11 @@ def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Pl
         player.ledger.finish(tmp_path / "journal")
 
 
-# An interrupt while a frame of ZeroMQ's is freed is dropped by Python: nothing is cut.
+# Python ignores an exception that the signal handler raises while a frame is freed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_cancelled_step_answers_no_later_one(player: Player, alarm: None) -> None:
+def test_the_result_of_a_cancelled_step_is_never_returned_by_a_later_one(
+    player: Player, alarm: None
+) -> None:
     num_cancelled = 0
     while num_cancelled < NUM_CANCELLED:
         actions = player.draw()
@@ -79,7 +81,9 @@ def test_a_cancelled_step_answers_no_later_one(player: Player, alarm: None) -> N
     assert player.ledger.num_valid == num_valid + NUM_ENVS
 
 
-def test_what_a_timeout_leaves_is_received_next(player: Player, tmp_path: Path) -> None:
+def test_rows_that_timed_out_are_received_by_the_next_call(
+    player: Player, tmp_path: Path
+) -> None:
     num_timeouts = 0
     while num_timeouts < NUM_TIMEOUTS:
         player.send(np.arange(NUM_ENVS))

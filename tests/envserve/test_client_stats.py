@@ -5,7 +5,7 @@ from envserve.client.stats import BatchStats, StepRecorder
 from envserve.slab import Status
 
 
-def test_nothing_counted_is_a_full_batch() -> None:
+def test_the_fill_is_1_before_the_first_step() -> None:
     assert StepRecorder().stats([]) == BatchStats(steps=0, rows=0, valid_rows=0)
     assert StepRecorder().stats([]).fill == 1.0
 

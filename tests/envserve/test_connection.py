@@ -1,4 +1,4 @@
-"""A client's connection: errors of the protocol, messages without end, long frames."""
+"""The client's connection: protocol errors, endless messages, long frames, threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_GROWTH_BYTES = 64 << 20
 
 
 class FlakyConnection:
-    """Is there, and is not; or ZeroMQ has given it up."""
+    """A connection that breaks repeatedly; libzmq reconnects only if `tries_again`."""
 
     def __init__(self, *, tries_again: bool) -> None:
         self._tries_again = tries_again
@@ -53,40 +53,40 @@ class FlakyConnection:
     def poll(self) -> tuple[bool, bool]:
         return False, self.is_there
 
-    def is_endless(self, is_connected: bool) -> bool:
+    def exceeds_limit(self, is_connected: bool) -> bool:
         return False
 
-    def has_former_connected(self) -> bool:
+    def is_previous_connected(self) -> bool:
         return self.is_there and self._tries_again
 
     def renew(self, max_frame_bytes: int = 0) -> None:
         pass
 
-    def forget_former(self) -> None:
+    def close_previous(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("tries_again", [True, False])
-def test_only_who_does_not_try_again_by_itself_has_met_an_error(
+def test_only_sockets_that_do_not_reconnect_count_as_errors(
     tries_again: bool,
 ) -> None:
-    """A network that comes and goes is none, however often it does."""
+    """A network that breaks repeatedly is not an error."""
     session: ClientSession = make_client()
     connection, now = FlakyConnection(tries_again=tries_again), 0.0
-    exchange = SessionDriver(session, connection)  # type: ignore[arg-type]
-    for _ in range(4):  # less than it waits for an answer
+    driver = SessionDriver(session, connection)  # type: ignore[arg-type]
+    for _ in range(4):  # shorter than the timeout of the session
         for is_there, seconds in ((True, 0.1), (False, 2.2), (True, 0.1)):
             connection.is_there = is_there
             for _ in range(int(10 * seconds)):
                 now += 0.1
-                exchange.run(now)
+                driver.run(now)
     assert session.state.is_over is not tries_again
     if not tries_again:
-        with pytest.raises(RemoteProtocolError, match="expected ZeroMQ's protocol"):
+        with pytest.raises(RemoteProtocolError, match="expected ZeroMQ messages"):
             raise session.error or AssertionError
 
 
-def test_a_call_takes_long_frames_and_no_fewer_messages(
+def test_a_call_allows_longer_frames_without_shortening_the_receive_queue(
     sockets: list[zmq.Socket[bytes]],
 ) -> None:
     with closing(Connection("tcp://127.0.0.1:1")) as connection:
@@ -111,7 +111,8 @@ def test_connections_share_threads_until_the_last_is_closed() -> None:
     ]
     with pytest.raises(ConnectError, match="expected an address"):
         Connection("tcp://127.0.0.1:x", insecure=True, context=context)
-    most = before + 1 + max(1, min(8, num_cores() // 2))  # one that closes sockets
+    # One more thread closes sockets.
+    most = before + 1 + max(1, min(8, num_cores() // 2))
     assert before < num_threads() <= most
     for connection in connections[1:]:
         connection.close()
@@ -135,7 +136,7 @@ def test_the_lanes_of_a_batch_share_threads(serve: Serve) -> None:
 
 @pytest.fixture
 def endless_server() -> Iterator[str]:
-    """Greets without keys, and sends one message that does not end."""
+    """A server without keys that sends one endless message."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -143,11 +144,11 @@ def endless_server() -> Iterator[str]:
                 peer, _ = listener.accept()
                 with peer:
                     peer.sendall(greeting_of(b"ROUTER"))
-                    said = b""
-                    while b"READY" not in said:
+                    received = b""
+                    while b"READY" not in received:
                         if not (data := peer.recv(256)):
-                            return  # it has hung up
-                        said += data
+                            return  # the client has closed the connection
+                        received += data
                     frames = more_frames(1000, 64)
                     while True:
                         peer.sendall(frames)
@@ -158,23 +159,23 @@ def endless_server() -> Iterator[str]:
     thread.join()
 
 
-def test_a_message_without_end_ends_the_lane_and_is_forgotten(
+def test_an_endless_message_ends_the_lane_and_its_memory_is_freed(
     endless_server: str,
 ) -> None:
     memory = PeakMemory()
     lane = RemoteLane(endless_server, make_config(), insecure=True)
-    with closing(lane), pytest.raises(RemoteProtocolError, match="messages that end"):
+    with closing(lane), pytest.raises(RemoteProtocolError, match="size limit"):
         lane.finish_start(time.monotonic() + 20.0)
     assert memory.growth() < MAX_GROWTH_BYTES
 
 
-def test_a_message_without_end_is_no_answer_to_who_looks_on(
+def test_an_endless_message_raises_an_error_in_an_observer(
     endless_server: str,
 ) -> None:
     memory = PeakMemory()
     with (
         Observer(endless_server, insecure=True) as observer,
-        pytest.raises(RemoteProtocolError, match="messages that end"),
+        pytest.raises(RemoteProtocolError, match="size limit"),
     ):
         observer.status(20.0)
     assert memory.growth() < MAX_GROWTH_BYTES

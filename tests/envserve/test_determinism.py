@@ -15,7 +15,7 @@ from .conftest import servers_in
 
 NUM_ENVS = 16
 NUM_STEPS = 330
-#: HalfCheetah has no other end of an episode.
+#: Episodes of HalfCheetah end only at the step limit.
 LIMIT = {"name": "TimeLimit", "max_episode_steps": 100}
 
 
@@ -54,7 +54,7 @@ def digest_of_a_run(batch: BatchEnv) -> tuple[str, int]:
     ("env_name", "spare_envs"),
     [("CartPole-v1", False), ("CartPole-v1", True), ("HalfCheetah-v5", False)],
 )
-def test_one_seed_gives_the_same_rows_wherever_the_envs_run(
+def test_the_same_seed_returns_the_same_rows_wherever_the_envs_run(
     env_name: str, spare_envs: bool, servers: list[str]
 ) -> None:
     def local(num_workers: int, **more: Any) -> BatchEnv:
@@ -84,7 +84,7 @@ def test_one_seed_gives_the_same_rows_wherever_the_envs_run(
         assert digest_of_a_run(local(1)) != digests["1 worker"]
 
 
-def test_another_seed_gives_other_rows() -> None:
+def test_another_seed_returns_other_rows() -> None:
     observations = []
     for seed in (0, 1):
         with BatchEnv.local("CartPole-v1", 2, 1, seed=seed) as batch:

@@ -18,8 +18,8 @@ from envserve.client.link import probe
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.diagnosis import (
     Finding,
+    connection_error,
     diagnose_connection,
-    refusal_of,
 )
 from envserve.errors import ConnectError
 from envserve.keys.formats import fingerprint
@@ -167,19 +167,19 @@ def web(_: bytes) -> bytes:
 
 
 FOREIGN = (
-    "a ZeroMQ socket of some other program listens there; is `envserve start` running "
+    "a ZeroMQ socket of another program listens there; is `envserve start` running "
     "there, at that port?"
 )
 #: What listens, the keys of who connects, what is found, and part of what is said.
 CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
-    "its own": ((Router, SERVER), KEYS, Finding.FINE, ""),
-    "no keys, as agreed": ((Router,), None, Finding.FINE, ""),
+    "its own": ((Router, SERVER), KEYS, Finding.OK, ""),
+    "no keys, as agreed": ((Router,), None, Finding.OK, ""),
     "no keys": (
         (Router,),
         KEYS,
         Finding.USES_NO_KEYS,
-        "the server uses no keys, and this client insists on them; start it without "
-        "--insecure-no-auth, or say insecure=True in a network that you trust",
+        "the server uses no keys, but this client requires them; start it without "
+        "--insecure-no-auth, or pass insecure=True in a network that you trust",
     ),
     "keys": (
         (Router, SERVER),
@@ -194,26 +194,26 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
         KEYS,
         Finding.UNKNOWN_CLIENT,
         "the server does not know this client's key "
-        f"({fingerprint(CLIENT.public)}): never invited, expired, or removed; run "
-        '"envserve invite NAME" there and "envserve join" here',
+        f"({fingerprint(CLIENT.public)}): it was never invited, has expired, or was "
+        'removed; run "envserve invite NAME" there and "envserve join" here',
     ),
     "another": (
         (Router, OTHER),
         KEYS,
         Finding.OTHER_SERVER,
-        "what answers there has not the key that it had when you joined (expected "
-        f"{fingerprint(SERVER.public)}): another server, a new key, or somebody in "
-        "between; nothing was sent; if it was set up anew, join again",
+        "the server does not have the key that it had when you joined (expected "
+        f"{fingerprint(SERVER.public)}): it is another server, has a new key, or is a "
+        "man in the middle; nothing was sent; if it was set up again, join again",
     ),
     "echo": ((Tcp, echo), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web": ((Tcp, web), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web in the clear": ((Tcp, web), None, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "only listens": ((Tcp, nothing), KEYS, Finding.SILENT, "nothing was sent; is"),
-    "only listens in the clear": ((Tcp, nothing), None, Finding.SILENT, "says nothing"),
-    "publishes": ((Publisher,), None, Finding.FOREIGN, FOREIGN),
-    "publishes to all": ((Publisher,), KEYS, Finding.FOREIGN, FOREIGN),
-    "doubts": ((Router, SERVER, b"300"), KEYS, Finding.NOBODY, ""),
-    "hangs up": ((Tcp, hang_up), KEYS, Finding.NOBODY, ""),
+    "only listens in the clear": ((Tcp, nothing), None, Finding.SILENT, "not respond"),
+    "publishes": ((Publisher,), None, Finding.NOT_A_SERVER, FOREIGN),
+    "publishes to all": ((Publisher,), KEYS, Finding.NOT_A_SERVER, FOREIGN),
+    "doubts": ((Router, SERVER, b"300"), KEYS, Finding.UNKNOWN, ""),
+    "hangs up": ((Tcp, hang_up), KEYS, Finding.UNKNOWN, ""),
 }
 
 
@@ -223,7 +223,7 @@ def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> No
     address = listen(*listener).address
     never_ends = finding in (Finding.NOT_ZEROMQ, Finding.SILENT) or name == "doubts"
     assert diagnose_connection(address, keys, 0.5 if never_ends else 20.0) is finding
-    refusal = refusal_of(finding, address, keys)
+    refusal = connection_error(finding, address, keys)
     if finding in (Finding.NOT_ZEROMQ, Finding.SILENT):
         assert text in str(refusal)
     elif text:
@@ -234,7 +234,7 @@ def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> No
 
 @pytest.mark.parametrize("address", ["ipc:///tmp/nobody", "x"])
 def test_nobody_is_found_where_nobody_is(address: str) -> None:
-    assert diagnose_connection(address, KEYS, SECONDS) is Finding.NOBODY
+    assert diagnose_connection(address, KEYS, SECONDS) is Finding.UNKNOWN
 
 
 def test_a_host_says_that_nobody_listens_there(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_host_says_that_nobody_listens_there(tmp_path: Path) -> None:
         listener.listen(0)
         address = f"ipc://{tmp_path}/server"
         for _ in range(3):  # more than it has room for
-            assert diagnose_connection(address, KEYS, SECONDS) is Finding.NOBODY
+            assert diagnose_connection(address, KEYS, SECONDS) is Finding.UNKNOWN
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
 
 
@@ -257,7 +257,7 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     address = "tcp://nobody.invalid:1"
-    text = "nobody.invalid:1: cannot resolve that name"
+    text = "nobody.invalid:1: cannot resolve the host name"
     with pytest.raises(ConnectError, match=text):
         probe.request_welcome(address, 20.0, insecure=True)
     started = time.monotonic()
@@ -271,7 +271,7 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
 
 def test_what_says_nothing_in_the_clear_is_told_from_nobody(listen: Listen) -> None:
     address = listen(Router).address
-    with pytest.raises(ConnectError, match=r"within 3 s; something listens there"):
+    with pytest.raises(ConnectError, match=r"within 3 s; another program may"):
         probe.request_welcome(address, 3.0, insecure=True)
 
 
@@ -300,7 +300,7 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
 
 def test_who_waits_for_little_is_told_what_listens_too(listen: Listen) -> None:
     address = listen(Tcp, nothing).address
-    with pytest.raises(ConnectError, match="says nothing: it hangs, or does not"):
+    with pytest.raises(ConnectError, match="does not respond: it hangs, or does not"):
         probe.request_welcome(address, 20.0, insecure=True)
 
 
@@ -317,7 +317,7 @@ def test_a_server_that_stands_still_has_as_long_as_one_that_is_not_there(
             Timeouts(connect_seconds=4.0),
             insecure=server.is_insecure,
         )
-        with pytest.raises(ConnectError, match="says nothing: it hangs"):
+        with pytest.raises(ConnectError, match="does not respond: it hangs"):
             lane.finish_start(started + 60.0)
         assert time.monotonic() - started >= 4.0
     finally:
@@ -329,7 +329,7 @@ def test_who_asks_how_a_server_is_is_told_as_well(
 ) -> None:
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
     address = listen(Router, OTHER).address
-    with pytest.raises(ConnectError, match="has not the key that it had"):
+    with pytest.raises(ConnectError, match="does not have the key that it had"):
         probe.request_welcome(address, 20.0)
 
 
@@ -341,7 +341,7 @@ def test_connections_that_work_are_not_looked_at(
     )
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
     # Longer than a loaded machine needs to connect.
-    monkeypatch.setattr("envserve.client.link.zmq_guards.diagnosis.ALONE_SECONDS", 4.0)
+    monkeypatch.setattr("envserve.client.link.zmq_guards.diagnosis.DELAY_SECONDS", 4.0)
     peer = listen(Router, SERVER)
     lane = RemoteLane(peer.address, make_config(), Timeouts(connect_seconds=6.0))
     with pytest.raises(ConnectError, match="no server answered within 6 s"):

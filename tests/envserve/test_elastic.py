@@ -1,4 +1,4 @@
-"""Rows whose server is gone move to another one, and late servers are taken in."""
+"""Elastic batches: rows of a lost server move to another, and new servers are added."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
 
 LENGTH = 10
-#: Has envs of the ledger's name, and of other spaces.
+#: A module that registers other spaces under the name of the ledger env.
 OTHERS = f"""
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -39,17 +39,17 @@ Play = Callable[..., Player]
 
 
 class Source:
-    """Servers with room for so many envs each, and a file that lists them."""
+    """Running servers, and a file that lists their addresses."""
 
     def __init__(self, path: Path, serve: Serve) -> None:
-        self.word = f"file://{path}"
+        self.url = f"file://{path}"
         self.servers: list[ServerProcess] = []
         self._path, self._serve = path, serve
 
     def start(
         self, room: int, *options: str, is_listed: bool = True, **more: Any
     ) -> ServerProcess:
-        """Starts one whose lanes have two blocks each."""
+        """Start a server for `room` envs, with two blocks per lane."""
         each = ("--envs-per-worker", str(room // 2))
         server = self._serve(*LEDGER_OPENINGS, *each, *options, **more)
         if is_listed:
@@ -71,16 +71,16 @@ def source(tmp_path: Path, serve: Serve) -> Source:
 def play(
     tmp_path: Path, source: Source, random_generator: np.random.Generator
 ) -> Iterator[Play]:
-    """Makes a player; its books are closed with those of its envs in the end."""
+    """Make players; at the end their ledgers are compared with the envs' journals."""
     players: list[Player] = []
     journal = tmp_path / "journal"
     journal.mkdir()
 
     def make(num_envs: int, addresses: list[str] | None = None, **more: Any) -> Player:
         kwargs = {"length": LENGTH, "journal": str(journal)}
-        words = addresses or [source.word]
+        sources = addresses or [source.url]
         batch = BatchEnv.connect(
-            LEDGER, words, num_envs, seed=5, env_kwargs=kwargs, **more
+            LEDGER, sources, num_envs, seed=5, env_kwargs=kwargs, **more
         )
         ledger = Ledger(num_envs, 5, length=LENGTH)
         players.append(Player(batch, ledger, random_generator))
@@ -93,14 +93,14 @@ def play(
 
 
 def rows_at(player: Player, server: ServerProcess) -> Array:
-    """The rows of lanes that are there now."""
+    """Return the rows that are currently on a server."""
     sizes = [lane.num_envs for lane in player.batch.lanes]
     names = [lane.name for lane in player.batch.lanes]
     return np.flatnonzero(np.repeat([name == server.address for name in names], sizes))
 
 
 def step_until_valid(player: Player, struck: Array) -> None:
-    """Steps until all rows are valid; those that were not struck always are."""
+    """Step until all rows are valid; rows other than `struck` must always be valid."""
     others = np.setdiff1d(np.arange(player.batch.num_envs), struck)
     result = player.step()
     while not result.valid.all():
@@ -108,7 +108,7 @@ def step_until_valid(player: Player, struck: Array) -> None:
         result = player.step()
 
 
-def test_a_server_at_a_file_is_left_as_soon_as_nobody_listens_there(
+def test_an_ipc_server_is_replaced_as_soon_as_its_socket_refuses(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
     bind = (f"ipc://{tmp_path}/first",)
@@ -120,7 +120,7 @@ def test_a_server_at_a_file_is_left_as_soon_as_nobody_listens_there(
     assert len(rows_at(player, other)) == 4
 
 
-def test_servers_that_are_named_one_by_one_take_over_if_they_have_room(
+def test_other_listed_servers_take_over_if_they_have_free_envs(
     source: Source, play: Play
 ) -> None:
     servers = [source.start(room) for room in (4, 4, 8)]
@@ -134,29 +134,29 @@ def test_servers_that_are_named_one_by_one_take_over_if_they_have_room(
     assert len(rows_at(player, servers[2])) == 8
 
 
-def test_words_of_all_kinds_go_together(source: Source, play: Play) -> None:
+def test_addresses_and_sources_can_be_combined(source: Source, play: Play) -> None:
     source.start(4)
     named, looked_up = (source.start(4, is_listed=False).address for _ in range(2))
-    words = [named, source.word, looked_up.replace("tcp:", "dns:")]
-    player = play(12, words)
+    sources = [named, source.url, looked_up.replace("tcp:", "dns:")]
+    player = play(12, sources)
     step_until_valid(player, np.array([], int))
     names = [lane.name for lane in player.batch.lanes]
     assert names == [named, source.servers[0].address, looked_up]
 
 
-def test_servers_with_unequal_spaces_are_refused_by_a_line(
+def test_servers_with_different_spaces_are_rejected_with_a_one_line_error(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
     first = source.start(4)
     (tmp_path / "others.py").write_text(OTHERS)
     other = source.start(4, "--import", str(tmp_path / "others.py"))
-    begin, remedy = "has other spaces than", "give all of them the same env version"
+    begin, remedy = "has other spaces than", "install the same env version everywhere"
     line = rf"^{other.address} {begin} {first.address}: .*{remedy}.*\Z"
     with pytest.raises(SpaceError, match=line):
         play(8)
 
 
-def test_a_batch_of_which_nothing_is_alive_waits_and_moves(
+def test_a_batch_without_live_servers_waits_and_then_moves(
     source: Source, play: Play
 ) -> None:
     server = source.start(4)
@@ -169,14 +169,14 @@ def test_a_batch_of_which_nothing_is_alive_waits_and_moves(
     assert player.step().valid.all()
 
 
-def test_a_server_that_is_silent_for_too_long_is_left_and_not_heard_any_more(
+def test_an_unresponsive_server_is_replaced_and_its_late_messages_are_ignored(
     source: Source, play: Play
 ) -> None:
     first, _ = source.start(4), source.start(8)
     player = play(8, server_lost_after=5.0)
     step_until_valid(player, np.array([], int))
     rows = rows_at(player, first)
-    first.signal(signal.SIGSTOP)  # with a step that it will answer
+    first.signal(signal.SIGSTOP)  # it answers the step in flight after SIGCONT
     while rows_at(player, first).size:
         assert np.delete(player.step().valid, rows).all()
     first.signal(signal.SIGCONT)
@@ -187,7 +187,7 @@ def test_a_server_that_is_silent_for_too_long_is_left_and_not_heard_any_more(
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_a_server_takes_rows_with_however_many_workers(
+def test_rows_can_move_to_a_server_with_another_number_of_workers(
     source: Source, play: Play, workers: int
 ) -> None:
     first, _ = source.start(4), source.start(4)
@@ -205,7 +205,7 @@ def test_a_server_takes_rows_with_however_many_workers(
     assert player.batch.blocks == blocks
 
 
-def test_a_server_with_other_envs_gets_no_rows_and_is_told(
+def test_a_server_with_other_envs_gets_no_rows_and_is_reported(
     source: Source, play: Play, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     first, _ = source.start(4), source.start(4)
@@ -214,8 +214,8 @@ def test_a_server_with_other_envs_gets_no_rows_and_is_told(
     (tmp_path / "others.py").write_text(OTHERS)
     other = source.start(4, "--import", str(tmp_path / "others.py"))
     first.kill()
-    told = f"{other.address}: expected envs as before, of {first.address}; got other"
-    while told not in caplog.text:
+    message = f"{other.address}: expected envs as before, of {first.address}; got other"
+    while message not in caplog.text:
         assert np.delete(player.step().valid, rows).all()
     assert "observation space: expected Box(" in caplog.text
     fit = source.start(4)
@@ -223,7 +223,7 @@ def test_a_server_with_other_envs_gets_no_rows_and_is_told(
     assert len(rows_at(player, fit)) == 4
 
 
-def test_a_server_without_the_key_that_is_demanded_is_not_spoken_to(
+def test_a_server_whose_key_is_unknown_gets_no_messages(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
     first, _ = source.start(4), source.start(4)
@@ -232,7 +232,7 @@ def test_a_server_without_the_key_that_is_demanded_is_not_spoken_to(
     home = {"ENVSERVE_HOME": str(tmp_path / "other")}
     rogues = [source.start(4, environment=home), source.start(4, "--insecure-no-auth")]
     first.kill()
-    for _ in range(2):  # looks, after which they were seen
+    for _ in range(2):
         while player.step().valid[rows].all():
             pass
     fit = source.start(4)
@@ -242,10 +242,10 @@ def test_a_server_without_the_key_that_is_demanded_is_not_spoken_to(
         assert "lease" not in rogue.log
 
 
-# Servers that come later.
+# Servers that start later.
 
 
-def test_a_batch_begins_with_few_servers_and_takes_in_those_that_come(
+def test_a_batch_starts_with_few_servers_and_adds_later_ones(
     source: Source, play: Play, tmp_path: Path, serve: Serve
 ) -> None:
     servers = [source.start(8) for _ in range(4)]
@@ -256,7 +256,7 @@ def test_a_batch_begins_with_few_servers_and_takes_in_those_that_come(
     ledger = Ledger(16, 5, length=LENGTH)
     with BatchEnv.connect(
         LEDGER,
-        [source.word],
+        [source.url],
         16,
         seed=5,
         env_kwargs={"length": LENGTH, "journal": str(journal)},
@@ -269,7 +269,7 @@ def test_a_batch_begins_with_few_servers_and_takes_in_those_that_come(
         ledger.reset(observation[here], here)
 
         def step() -> Array:
-            """Checks a step; returns which rows are padding."""
+            """Check a step; return the rows that are padding."""
             nonlocal here
             actions = np.arange(16)
             result = batch.step(actions)
@@ -301,7 +301,7 @@ def test_a_batch_begins_with_few_servers_and_takes_in_those_that_come(
 
 
 def part_of(result: Any, rows: Array) -> Any:
-    """Some rows of a step."""
+    """Return some rows of a result."""
     picked = {
         name: value[rows] if isinstance(value, np.ndarray) else value
         for name, value in result._asdict().items()
@@ -309,11 +309,11 @@ def part_of(result: Any, rows: Array) -> Any:
     return result._replace(**{**picked, "infos": {}})
 
 
-def test_envs_may_be_spread_over_more_servers_than_have_an_address_yet(
+def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
     source: Source,
 ) -> None:
     source.start(4)
-    connect = functools.partial(BatchEnv.connect, LEDGER, [source.word], 8, seed=5)
+    connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8, seed=5)
     with connect(num_servers=2) as batch:
         batch.reset()
         result = batch.step(np.zeros(8, np.int64))
@@ -330,8 +330,8 @@ def test_envs_may_be_spread_over_more_servers_than_have_an_address_yet(
 def test_too_few_servers_are_an_error(source: Source) -> None:
     gone = source.start(4)
     source.start(4)
-    connect = functools.partial(BatchEnv.connect, LEDGER, [source.word], 8)
-    with pytest.raises(AddressError, match="now; got 3; ask for fewer, or name more"):
+    connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8)
+    with pytest.raises(AddressError, match="now; got 3; reduce it, or pass more"):
         connect(min_servers=3)
     with pytest.raises(ValueError, match="min_servers: expected at least 1; got 0"):
         connect(min_servers=0)
@@ -341,7 +341,7 @@ def test_too_few_servers_are_an_error(source: Source) -> None:
             connect(connect_timeout=2.0, min_servers=few)
 
 
-def test_what_a_name_server_does_not_say_does_not_count(
+def test_rows_wait_while_the_source_of_addresses_cannot_be_read(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
     first, other = source.start(4), source.start(4)
@@ -359,7 +359,7 @@ def test_what_a_name_server_does_not_say_does_not_count(
     assert len(rows_at(player, added)) == 4
 
 
-def test_a_close_does_not_wait_for_a_look(
+def test_close_does_not_wait_for_a_running_poll(
     source: Source, play: Play, wait_until: WaitUntil
 ) -> None:
     first, _ = source.start(4), source.start(4)

@@ -96,7 +96,9 @@ def test_an_ended_episode_returns_its_last_observation_and_the_next_first_one(
     assert not fourth.terminated.any()
 
 
-def test_next_step_autoreset_takes_the_step_after_an_end(make_batch: MakeBatch) -> None:
+def test_next_step_autoreset_resets_in_the_step_after_the_end(
+    make_batch: MakeBatch,
+) -> None:
     batch = make_batch(LEDGER, 2, 1, env_kwargs={"length": 2}, autoreset="next_step")
     batch.reset()
     batch.step(zeros(batch))
@@ -212,7 +214,7 @@ def test_wrong_actions_step_nothing(make_batch: MakeBatch) -> None:
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step", "disabled"])
-def test_the_two_envs_of_a_row_take_turns(
+def test_the_two_envs_of_a_row_alternate(
     make_batch: MakeBatch, random_generator: np.random.Generator, autoreset: str
 ) -> None:
     batch = make_batch(
@@ -316,7 +318,7 @@ def test_an_env_index_out_of_range_is_an_error(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 2, 1)
     with pytest.raises(IndexError, match=r"\[0, 2\); got \[2\]"):
         batch.call(2, "echo")
-    with pytest.raises(IndexError, match="each env once"):
+    with pytest.raises(IndexError, match="distinct env indices"):
         batch.reset([1, 1])
 
 
@@ -332,7 +334,7 @@ def test_an_interrupted_call_does_not_affect_the_next(
 
         def interrupt(*_: Any) -> list[Any]:
             error = KeyboardInterrupt()
-            mark_harmless(error)  # as of a lane that only waits
+            mark_harmless(error)  # as if the lane was only waiting
             raise error
 
         patch.setattr(batch.lanes[0], "collect", interrupt)

@@ -1,4 +1,4 @@
-"""The oracle beside batches over every kind of lane, with envs and workers that die."""
+"""A ledger checks batches over every kind of lane while envs and workers die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Fatal(Player):
-    """Plays with actions of which some are fatal."""
+    """A player that sometimes takes actions that kill an env or its worker."""
 
     num_actions = KILL
     num_steps = 0
@@ -69,7 +69,7 @@ def fatal_kwargs(journal: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step", "disabled"])
-def test_books_balance_over_every_kind_of_lane(
+def test_the_ledger_balances_over_every_kind_of_lane(
     make_batch: MakeBatch, tmp_path: Path, autoreset: str, random_seed: int
 ) -> None:
     batch = make_batch(
@@ -87,7 +87,7 @@ def test_books_balance_over_every_kind_of_lane(
     player.ledger.finish(tmp_path / "journal")
 
 
-def test_books_balance_over_several_servers_in_splits(
+def test_the_ledger_balances_over_several_servers_in_splits(
     start_server: StartServer, tmp_path: Path, random_seed: int
 ) -> None:
     addresses = [start_server(), start_server(f"ipc://{tmp_path}/envs")]

@@ -1,4 +1,4 @@
-"""Connections whose host is slow to be known, or for which there is no descriptor."""
+"""Connections with slow host lookups, unknown hosts, or without a free descriptor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from envserve.client.link.connection import Connection
-from envserve.client.link.zmq_guards.resolver import is_number, number_of
+from envserve.client.link.zmq_guards.resolver import needs_no_lookup, resolve_host
 
 FOUR = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
 SIX = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
@@ -31,17 +31,17 @@ def port() -> Iterator[int]:
     ("known", "expected"),
     [([SIX, FOUR], "tcp://127.0.0.1:7"), ([SIX], "tcp://[::1]:7")],
 )
-def test_a_host_has_the_number_that_servers_most_likely_listen_at(
+def test_a_host_resolves_to_the_ip_address_that_servers_most_likely_bind(
     known: list[Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
-    assert number_of("tcp://sim1:7") == expected
+    assert resolve_host("tcp://sim1:7") == expected
     for address in ("tcp://10.0.0.1:7", "tcp://[fe80::1]:7", "ipc:///x/envs"):
-        assert is_number(address)
-        assert number_of(address) == address
+        assert needs_no_lookup(address)
+        assert resolve_host(address) == address
 
 
-def test_a_name_server_that_does_not_answer_holds_nobody(
+def test_an_unresponsive_name_server_does_not_block_other_connections(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -55,14 +55,15 @@ def test_a_name_server_that_does_not_answer_holds_nobody(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     address = f"tcp://sim1:{port}"
     with closing(Connection(address, insecure=True)):
-        pass  # which would wait if ZeroMQ looked it up
+        pass  # closing would block if libzmq did the lookup
     with closing(Connection(address, insecure=True)) as connection:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(9):
             connection.renew()
             assert connection.poll() == (False, False)
         until = time.monotonic() + 60
-        while len(os.listdir("/proc/self/fd")) > before + 3:  # one is kept for a while
+        # The previous socket stays open for a while.
+        while len(os.listdir("/proc/self/fd")) > before + 3:
             assert time.monotonic() < until
             time.sleep(0.01)
         assert asked == ["sim1"] * 2
@@ -72,7 +73,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody(
             connection.wait(0.1, for_writing=True)
 
 
-def test_a_host_that_nobody_knows_is_looked_up_again(
+def test_an_unknown_host_is_looked_up_again(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, asked = False, threading.Event()
@@ -94,7 +95,7 @@ def test_a_host_that_nobody_knows_is_looked_up_again(
             connection.wait(1.0, for_writing=True)
 
 
-def test_without_a_free_descriptor_a_connection_stays_as_it_is(
+def test_renew_changes_nothing_if_there_is_no_free_descriptor(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a remote lane does besides the lane contract: keeping, waking, reconnecting."""
+"""Remote lanes: keepalive, descriptors, large messages, reconnection and closing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lane(server: ServerProcess, attach: Attach) -> RemoteLane:
 
 
 def finish(lane: RemoteLane) -> None:
-    """Has both blocks end with neither an error nor an episode that was lost."""
+    """Collect both blocks; check that there are no errors and no faults."""
     for outcome in gather(lane, [0, 1]):
         assert (outcome.error, list(outcome.faults)) == (None, [])
 
@@ -49,18 +49,18 @@ def submit(lane: RemoteLane, action: int) -> None:
 
 
 def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
-    threading.Event().wait(4.5)  # the learner is busy
+    threading.Event().wait(4.5)  # longer than the lease of 3 s
     submit(lane, 1)
     finish(lane)
 
 
-def test_what_the_keeper_received_makes_it_readable(
+def test_messages_received_by_the_keeper_make_the_descriptor_readable(
     lane: RemoteLane, wait_until: WaitUntil
 ) -> None:
     operations = lane._session.operations
     for action in range(3):
         submit(lane, action)
-        wait_until(lambda: len(operations.ended) == 2)  # the keeper has come by
+        wait_until(lambda: len(operations.ended) == 2)  # received by the keeper
         assert select.select([lane.fileno()], [], [], 20)[0]
         assert len(lane.collect(0)) == 2
         assert lane.collect(0) == []
@@ -77,14 +77,14 @@ def test_the_descriptor_shows_every_result(lane: RemoteLane) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_long_rows_come_whole_step_after_step(
+def test_large_rows_are_received_completely(
     serve: Serve,
     attach: Attach,
     transport: str,
     tmp_path: Path,
     random_generator: np.random.Generator,
 ) -> None:
-    """So long that both ends use ZeroMQ's memory, or it theirs, without a copy."""
+    """The rows are so large that both ends send and receive them without copying."""
     options = ("--allow-kwarg", "space:any", "--max-message-mib", "4")
     server = serve(*options, bind=(bind_for(transport, tmp_path),))
     lane = attach(server, "envserve/Echo-v0", 24, env_kwargs={"space": "image"})
@@ -107,10 +107,10 @@ gymnasium.register("Picture-v0", PictureEnv)
 """
 
 
-def test_results_of_calls_come_whole_however_long(
+def test_large_results_of_calls_are_received_completely(
     tmp_path: Path, serve: Serve, attach: Attach
 ) -> None:
-    """The first of them needs another connection than steps do."""
+    """The first call opens a new connection with a higher limit of the frame size."""
     (tmp_path / "picture_envs.py").write_text(_PICTURES)
     options = ("--import", "picture_envs", "--expose", "picture")
     lane = attach(serve(*options, cwd=tmp_path), "Picture-v0")
@@ -138,7 +138,7 @@ def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
     finish(lane)
 
 
-def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
+def test_blocks_of_a_killed_server_are_absent_until_the_server_counts_as_lost(
     server: ServerProcess, attach: Attach
 ) -> None:
     lane = attach(server, patience=Timeouts(lost_seconds=6.0, pads=True))
@@ -157,7 +157,7 @@ def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
     assert lane.is_busy
 
 
-def test_a_lane_that_loses_its_envs_gets_others(lane: RemoteLane) -> None:
+def test_a_lane_that_loses_its_envs_leases_new_ones(lane: RemoteLane) -> None:
     submit(lane, 1)
     finish(lane)
     lane.submit_step([0])
@@ -173,7 +173,7 @@ def test_a_lane_that_loses_its_envs_gets_others(lane: RemoteLane) -> None:
     assert lane.stats()["reattaches"] == 1
 
 
-def test_a_lane_can_be_closed_twice_and_not_be_used_then(lane: RemoteLane) -> None:
+def test_a_lane_can_be_closed_twice_and_then_not_be_used(lane: RemoteLane) -> None:
     assert repr(lane) == f"<RemoteLane {lane.name} READY, 0 in flight>"
     lane.close()
     lane.close()
@@ -200,7 +200,7 @@ def test_closing_takes_no_longer_than_two_seconds_if_the_server_hangs(
     assert fastest(attempt, 4.0) < 4.0
 
 
-def test_lanes_build_side_by_side(server: ServerProcess) -> None:
+def test_lanes_build_their_envs_concurrently(server: ServerProcess) -> None:
     config = make_config(num_envs=2, env_kwargs={"reset_seconds": 0.0})
     lanes = [RemoteLane(server.address, config) for _ in range(3)]
     for lane in reversed(lanes):
@@ -210,7 +210,7 @@ def test_lanes_build_side_by_side(server: ServerProcess) -> None:
         lane.close()
 
 
-def test_an_unknown_form_of_address_or_what_cannot_be_sent_is_an_error() -> None:
+def test_malformed_addresses_and_unencodable_arguments_are_errors() -> None:
     with pytest.raises(ConnectError, match="expected an address like tcp://"):
         RemoteLane("sim1:5555", make_config())
     with pytest.raises(EnvStartError, match="env_kwargs"):
@@ -218,26 +218,25 @@ def test_an_unknown_form_of_address_or_what_cannot_be_sent_is_an_error() -> None
 
 
 def collect_by_descriptor(lane: RemoteLane, deadline: float) -> int:
-    """Waits for the descriptor once; returns how many blocks have finished."""
+    """Wait for the descriptor once; return the number of finished blocks."""
     select.select([lane.fileno()], [], [], max(0.0, deadline - time.monotonic()))
     return len(lane.collect(0))
 
 
-def test_who_waits_for_the_descriptor_sends_again_once_there_is_a_connection(
+def test_waiting_for_the_descriptor_resends_once_there_is_a_connection(
     server: ServerProcess, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Neither the clock nor the keeper is to find out instead.
+    # Disable all timers and the keeper, so that only the descriptor can help.
     monkeypatch.setattr(requests, "_FIRST_RESEND_SECONDS", 1000.0)
     monkeypatch.setattr(remote_lane, "_KEEPER_SECONDS", 1000.0)
     monkeypatch.setattr(remote_lane, "SLICE_SECONDS", 1000.0)
     monkeypatch.setattr(connection, "SLICE_SECONDS", 1000.0)
     with Proxy(server.address) as proxy:
         lane = attach(proxy.address)
-        lane.fileno()  # who waits for it has asked for it before
+        lane.fileno()
         proxy.change(to_server=Toxics(drop=1.0))
         submit(lane, 7)
     deadline = time.monotonic() + 40
-    # The keeper would need half a second to see that.
     while lane._driver._is_connected:
         assert collect_by_descriptor(lane, deadline) == 0
         assert time.monotonic() < deadline

@@ -1,6 +1,7 @@
-"""Ctrl-C at any line of a batch of a remote lane: it costs an episode at worst.
+"""KeyboardInterrupt at any line of a batch on a server costs at most one episode.
 
-The server's half, in memory, cannot be interrupted: in truth it is in another process.
+The server runs in memory and is never interrupted, because a real server is another
+process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import FakeServer
 
 STRIDE = 16
-#: What only clients run, or what is interrupted only there.
+#: The files in which calls are interrupted.
 CLIENT_FILES: Final = (
     *(
         f"/envserve/session/client/{name}.py"
@@ -47,7 +48,7 @@ CLIENT_FILES: Final = (
 
 
 def untraced(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Nothing in here is interrupted."""
+    """Disable interrupts during a method."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -62,11 +63,11 @@ def untraced(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MemoryConnection:
-    """A connection to a server in memory, whose envs take no time.
+    """A connection to a server in memory, whose envs finish immediately.
 
     Attributes:
       server: The server.
-      slow: Blocks whose operations do not end, and that are absent.
+      slow: Blocks whose operations do not finish and whose envs are absent.
     """
 
     made: list[MemoryConnection]
@@ -87,10 +88,10 @@ class MemoryConnection:
         self._take()
         return True
 
-    flush = connection.Connection.flush  # as it is, to be interrupted at any line
+    flush = connection.Connection.flush  # the real one, which may be interrupted
 
     def _take(self) -> None:
-        # What is not copied now would change with the rows.
+        # Copy the frames, because they are views of rows that may change.
         for frames in self.server.take_replies():
             self._replies.append([bytes(frame) for frame in frames])
 
@@ -113,7 +114,7 @@ class MemoryConnection:
             time.sleep(0.001)
         return frames
 
-    def is_endless(self, is_connected: bool) -> bool:
+    def exceeds_limit(self, is_connected: bool) -> bool:
         return False
 
     def poll(self) -> tuple[bool, bool]:
@@ -134,12 +135,12 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """A batch of one lane that is stepped, every row of which is checked.
+    """A batch of one lane, with a check of every returned row.
 
     Attributes:
-      shown: Per row the observation that its caller has seen last.
-      num_faults: Interrupts, and restarts of the server.
-      num_unseen: Steps that were interrupted since.
+      shown: Last observations that were returned to the caller.
+      num_faults: Number of interrupts and of restarts of the server.
+      num_unseen: Number of interrupted steps since the last result.
     """
 
     def __init__(self) -> None:
@@ -175,7 +176,7 @@ class Run:
                 last = result.final_observation[row, 0]
                 assert result.truncated[row]
                 assert result.observation[row].tolist() == [0, 0]
-                # After an interrupt it may be that of an episode that nobody has seen.
+                # After an interrupt, a whole episode may have been lost unseen.
                 if last or not self.num_unseen:
                     assert 0 <= last - self.shown[row, 0] <= 1 + self.num_unseen
                 self.num_lost[row] += 1
@@ -188,7 +189,7 @@ class Run:
         return result
 
     def finish(self) -> None:
-        """Steps until all is well again, and checks what that has cost."""
+        """Step until all rows are valid again; check the number of lost episodes."""
         for _ in range(1 + self.num_faults):
             result = self.step()
         assert result.valid.all()
@@ -219,7 +220,7 @@ def step_after_a_restart(run: Run, line: int) -> list[Place]:
 
 
 def step_while_a_block_is_absent(run: Run, line: int) -> list[Place]:
-    """Once it was seen to be absent, it is back."""
+    """The block is available again once the lane has reported it as absent."""
     run.connection.slow = {1}
     collect = run.lane.collect
 
@@ -270,17 +271,17 @@ SCENARIOS: Final = (
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda item: item.__name__)
-def test_an_interrupt_at_any_line_costs_an_episode_at_worst(
+def test_an_interrupt_at_any_line_costs_at_most_one_episode(
     scenario: Callable[[Run, int], list[Place]], random_seed: int
 ) -> None:
-    """Another part of the lines each time, all of them within `STRIDE` runs."""
+    """Each run tests another part of the lines; `STRIDE` runs test all of them."""
     with Run() as probe:
         probe.step()
         places = scenario(probe, -1)
         probe.finish()
     first: dict[Place, int] = {}
     for line, place in enumerate(places, 1):
-        if not is_return(place):  # a result is lost there between two bytecodes
+        if not is_return(place):  # an interrupt there may lose the result
             first.setdefault(place, line)
     lines = list(first.values())
     assert len(lines) > 50
@@ -291,10 +292,10 @@ def test_an_interrupt_at_any_line_costs_an_episode_at_worst(
             run.finish()
 
 
-def test_an_interrupt_while_nothing_but_time_passes_costs_nothing(
+def test_an_interrupt_while_waiting_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # However long this test is kept from the processor, it does not look around first.
+    # A slow machine must not make the driver poll before the interrupt.
     monkeypatch.setattr(session_driver, "SLICE_SECONDS", 1000.0)
     with Run() as run:
         run.step()
@@ -315,7 +316,7 @@ def test_an_interrupt_while_nothing_but_time_passes_costs_nothing(
 
 
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:
-    """Interrupts the next sending of a message, after or before that is sent."""
+    """Interrupt the next `send`, after or before the message is sent."""
     send = run.connection.send
 
     def interrupt(frames: list[Buffer]) -> bool:
@@ -349,7 +350,7 @@ def test_an_interrupt_while_a_step_is_sent_costs_nothing(
             np.testing.assert_array_equal(result.reward, 9)
 
 
-def test_an_interrupt_before_the_last_block_is_sent_loses_all(
+def test_an_interrupt_before_the_last_block_is_sent_loses_all_episodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Run() as run:

@@ -1,4 +1,4 @@
-"""Stepping some envs while others are still at it, over every kind of lane."""
+"""Stepping some envs while other steps are in flight, over every kind of lane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .server_process import make_config
 Array = np.ndarray[Any, Any]
 
 
-def test_every_result_answers_its_own_request(
+def test_every_result_belongs_to_its_own_request(
     make_batch: MakeBatch, random_generator: np.random.Generator
 ) -> None:
     batch = make_batch(LEDGER, 8, 4, seed=0, num_splits=2, env_kwargs={"length": 7})
@@ -48,7 +48,7 @@ def test_every_result_answers_its_own_request(
     assert received.min() > 20
 
 
-def test_a_straggler_holds_up_nobody_else() -> None:
+def test_a_slow_env_does_not_delay_other_blocks() -> None:
     slow = {"length": 1, "reset_seconds": 0.4}
     lanes = [local_lane(31, 0, {"length": 1000}, 31), local_lane(1, 31, slow, 1)]
     with BatchEnv(lanes) as batch:
@@ -67,9 +67,9 @@ def test_a_straggler_holds_up_nobody_else() -> None:
         batch.recv(32)
 
 
-def test_a_slow_block_holds_up_its_own_rows_only(make_batch: MakeBatch) -> None:
+def test_a_slow_block_delays_only_its_own_rows(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "hang"})
-    batch.send(np.array([0, 1]))  # the second never ends
+    batch.send(np.array([0, 1]))  # the second step never finishes
     for _ in range(3):
         rows, _ = batch.recv(timeout=20)
         assert rows.tolist() == [0]
@@ -78,7 +78,7 @@ def test_a_slow_block_holds_up_its_own_rows_only(make_batch: MakeBatch) -> None:
         batch.recv(2, timeout=0.05)
 
 
-def test_rows_sent_together_come_as_those_sent_apart(
+def test_rows_sent_together_are_the_same_as_those_sent_separately(
     make_batch: MakeBatch, random_generator: np.random.Generator
 ) -> None:
     batch = make_batch(LEDGER, 4, 2, seed=0)
@@ -152,7 +152,9 @@ def half_of(result: StepResult, rows: Array) -> StepResult:
     )
 
 
-def test_a_split_is_received_while_the_other_is_out(make_batch: MakeBatch) -> None:
+def test_a_split_is_received_while_the_other_is_in_flight(
+    make_batch: MakeBatch,
+) -> None:
     batch = make_batch(LEDGER, 8, 2, num_splits=2)
     assert [split.tolist() for split in batch.splits] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     observation = batch.reset()
@@ -183,11 +185,11 @@ def test_actions_follow_the_order_of_their_rows(make_batch: MakeBatch) -> None:
     assert batch.num_in_flight == 0
 
 
-def test_a_block_is_sent_as_a_whole(make_batch: MakeBatch) -> None:
+def test_only_whole_blocks_can_be_sent(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 8, 2, num_splits=2)
-    with pytest.raises(IndexError, match=r"block of rows 2 to 3 without row 3"):
+    with pytest.raises(IndexError, match=r"row 3 is missing .* of rows 2 to 3"):
         batch.send(np.zeros(3, np.int64), [0, 1, 2])
-    with pytest.raises(IndexError, match="each env once"):
+    with pytest.raises(IndexError, match="distinct env indices"):
         batch.send(np.zeros(3, np.int64), [0, 1, 1])
     with pytest.raises(IndexError, match=r"\[0, 8\); got \[8\]"):
         batch.send(np.zeros(1, np.int64), [8])
@@ -198,7 +200,7 @@ def test_a_block_is_sent_as_a_whole(make_batch: MakeBatch) -> None:
     assert batch.num_in_flight == 0
 
 
-def test_rows_that_are_out_are_to_be_received_first(make_batch: MakeBatch) -> None:
+def test_rows_in_flight_must_be_received_first(make_batch: MakeBatch) -> None:
     batch = make_batch(LEDGER, 4, 2, num_splits=2)
     with pytest.raises(LocalProtocolError, match=r"reset\(\)"):
         batch.send(np.zeros(4, np.int64))
@@ -243,7 +245,9 @@ def test_a_timeout_loses_nothing(make_batch: MakeBatch) -> None:
     assert result.terminated.tolist() == [True, False]
 
 
-def test_ended_envs_can_be_reset_while_others_are_out(make_batch: MakeBatch) -> None:
+def test_ended_envs_can_be_reset_while_others_are_in_flight(
+    make_batch: MakeBatch,
+) -> None:
     batch = make_batch.and_reset(
         LEDGER, 2, 1, num_splits=2, env_kwargs={"length": 2}, autoreset="disabled"
     )
@@ -262,7 +266,7 @@ def test_ended_envs_can_be_reset_while_others_are_out(make_batch: MakeBatch) -> 
         batch.step(np.zeros(2, np.int64))
 
 
-def test_a_failed_env_comes_back_invalid(make_batch: MakeBatch) -> None:
+def test_the_row_of_a_failed_env_is_invalid(make_batch: MakeBatch) -> None:
     batch = make_batch(FAULTY, 2, 1, num_splits=2, env_kwargs={"fault": "kill"})
     batch.reset()
     batch.send(np.array([1]), [1])
@@ -272,11 +276,14 @@ def test_a_failed_env_comes_back_invalid(make_batch: MakeBatch) -> None:
     assert result.truncated.tolist() == [True]
     assert result.infos[1]["fault"]["status"] == "WORKER_DIED"
     batch.send(np.zeros(2, np.int64))
-    assert batch.recv(2)[1].valid.tolist() == [False, True]  # both were the worker's
+    # Both rows were on the worker.
+    assert batch.recv(2)[1].valid.tolist() == [False, True]
     assert batch.step(np.zeros(2, np.int64)).valid.all()
 
 
-def test_an_error_names_its_env_and_leaves_the_others(make_batch: MakeBatch) -> None:
+def test_an_error_names_its_env_and_leaves_other_blocks_in_flight(
+    make_batch: MakeBatch,
+) -> None:
     batch = make_batch(FAULTY, 8, 2, num_splits=2, env_kwargs={"fault": "nan"})
     batch.reset()
     batch.send(np.array([0, 0, 0, 1, 0, 0, 0, 0]))
@@ -290,7 +297,7 @@ def test_an_error_names_its_env_and_leaves_the_others(make_batch: MakeBatch) -> 
     assert batch.recv()[1].valid.all()
 
 
-def test_a_wrong_out_leaves_the_rows_to_be_received(make_batch: MakeBatch) -> None:
+def test_a_wrong_out_leaves_the_rows_in_flight(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 2)
     out = batch.step(np.zeros(2, np.int64))
     batch.send(np.array([5, 6]))
@@ -305,7 +312,7 @@ def test_a_wrong_out_leaves_the_rows_to_be_received(make_batch: MakeBatch) -> No
     assert batch.recv(2)[1].reward.tolist() == [5, 6]
 
 
-def test_rows_are_named_by_number(make_batch: MakeBatch) -> None:
+def test_rows_are_selected_by_index(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 2)
     for wrong in (np.array([True, False]), np.array([0.5, 1.5])):
         with pytest.raises(IndexError, match=r"numbers of rows; got (bool|fl)"):

@@ -1,4 +1,4 @@
-"""Looks at the servers of a batch: how long they last, and what ends well anyhow."""
+"""Polls of the servers of a batch: unresponsive servers, failed polls, closing."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def welcome(free_envs: int) -> Welcome:
 
 @pytest.fixture
 def server_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPool]:
-    """One of servers that do not answer."""
+    """A pool of servers that do not answer."""
     monkeypatch.setattr(module, "request_welcome", silence)
     server_pool = ServerPool(ADDRESSES, insecure=True)
     yield server_pool
     server_pool.leave(None, time.monotonic() + 120)
 
 
-def test_silent_servers_are_asked_at_the_same_time(
+def test_unresponsive_servers_are_polled_concurrently(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     all_are_asked = threading.Barrier(len(ADDRESSES))
 
     def diagnose(address: str, keys: object, seconds: float) -> Finding:
         all_are_asked.wait(120)
-        return Finding.NOBODY if address == ADDRESSES[0] else Finding.REFUSED
+        return Finding.UNKNOWN if address == ADDRESSES[0] else Finding.REFUSED
 
     monkeypatch.setattr(module, "diagnose_connection", diagnose)
     since = time.monotonic()
@@ -69,12 +69,12 @@ def test_silent_servers_are_asked_at_the_same_time(
     assert gone == [False, True, True, True]
 
 
-def test_a_silent_server_is_gone_once_its_source_lists_it_no_more(
+def test_an_unresponsive_server_is_gone_once_its_source_no_longer_lists_it(
     monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, tmp_path: Path
 ) -> None:
-    """As of a host that has vanished: nobody says that nobody listens there."""
+    """A host that has disappeared does not refuse connections."""
     monkeypatch.setattr(module, "request_welcome", silence)
-    monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.NOBODY)
+    monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.UNKNOWN)
     listed, vanished = ADDRESSES[:2]
     source = tmp_path / "servers"
     source.write_text(f"{listed}\n{vanished}")
@@ -90,13 +90,13 @@ def test_a_silent_server_is_gone_once_its_source_lists_it_no_more(
     assert gone() == [False, False]
     source.write_text(listed)
     assert gone() == [False, True]
-    source.unlink()  # that tells of nobody
+    source.unlink()  # an unreadable source does not make servers gone
     assert gone() == [False, False]
     server_pool.locations = {}
     server_pool.leave(None, time.monotonic() + 120)
 
 
-def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
+def test_only_the_last_lane_waits_for_a_poll_and_only_until_its_deadline(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
@@ -106,8 +106,8 @@ def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
         silence()
 
     monkeypatch.setattr(module, "request_welcome", wait)
-    for who, address in enumerate(ADDRESSES):
-        server_pool.locations[who] = address
+    for user, address in enumerate(ADDRESSES):
+        server_pool.locations[user] = address
     since = time.monotonic()
     server_pool.is_gone(ADDRESSES[0], since)
     *others, last = list(server_pool.locations)
@@ -121,14 +121,14 @@ def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
+def test_a_failed_poll_is_logged_once_and_retried_after_a_pause(
     server_pool: ServerPool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     wait_until: WaitUntil,
     has_thread: bool,
 ) -> None:
-    """The system gives no more threads, for a look or for those that it needs."""
+    """The system is out of threads, for the poll or for the threads that it starts."""
     tried: list[float] = []
 
     def fail(*_: object, **__: object) -> None:
@@ -149,10 +149,10 @@ def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
     server_pool.leave(None, time.monotonic() + 120)
     assert server_pool.polled_at >= since
     assert tried[1] > tried[0] + module._PAUSE_SECONDS
-    assert caplog.text.count("expected to look at the servers; got RuntimeError") == 1
+    assert caplog.text.count("polling the servers failed: RuntimeError") == 1
 
 
-def test_a_server_whose_keys_cannot_be_read_is_excluded_and_the_lane_goes_on(
+def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     old, unreadable, fit, _ = ADDRESSES

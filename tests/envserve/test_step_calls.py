@@ -22,7 +22,7 @@ NUM_STEPS = 20
 
 
 class Calls(NamedTuple):
-    """The different functions, the calls, and the source files of one step."""
+    """The number of distinct functions and of calls of a step, and their files."""
 
     functions: int
     calls: int

@@ -1,4 +1,4 @@
-"""Results of a batch step, out of rows that a test has filled."""
+"""Results of a batch step, gathered from rows that the test has filled."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, shape, np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for piece in row_set.pieces:
-        piece.read().final_observation[0][:] = 7
+    for part in row_set.lane_parts:
+        part.read().final_observation[0][:] = 7
     kept = gather_result(spec, row_set, {}).final_observation
     assert kept.shape == (2, *shape)
     assert not kept.any()
-    kept[:] = 9  # it is the caller's
+    kept[:] = 9  # the result is a copy
 
-    row_set.pieces[-1].read().terminated[-1] = True
+    row_set.lane_parts[-1].read().terminated[-1] = True
     final = gather_result(spec, row_set, {}).final_observation
     assert not final[0].any()
     assert (final[1] == 7).all()
@@ -54,16 +54,16 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_given_arrays_get_the_rows_of_all_lanes_in_their_own_dtypes(
+def test_out_arrays_get_the_rows_of_all_lanes_in_their_dtypes(
     num_lanes: int,
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for piece in row_set.pieces:
-        rows = piece.read()
-        rows.observation[0][:] = rows.final_observation[0][:] = 1 + piece.set_rows.start
-        rows.reward[:], rows.status[:] = 0.5 + piece.set_rows.start, Status.OK
-    row_set.pieces[-1].read().truncated[-1] = True
+    for part in row_set.lane_parts:
+        rows = part.read()
+        rows.observation[0][:] = rows.final_observation[0][:] = 1 + part.set_rows.start
+        rows.reward[:], rows.status[:] = 0.5 + part.set_rows.start, Status.OK
+    row_set.lane_parts[-1].read().truncated[-1] = True
     new = gather_result(spec, row_set, {})
     out = new._replace(
         observation=np.zeros((2, 3), np.float32),
@@ -80,12 +80,12 @@ def test_given_arrays_get_the_rows_of_all_lanes_in_their_own_dtypes(
     assert written.reward is out.reward
     assert written.valid.all()
     assert not written.terminated.any()
-    assert (written.final_observation[0] == 9).all()  # whose episode goes on
+    assert (written.final_observation[0] == 9).all()  # the episode has not ended
     assert (written.final_observation[1] == new.final_observation[1]).all()
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_given_arrays_of_other_shapes_are_refused(num_lanes: int) -> None:
+def test_out_arrays_of_other_shapes_are_rejected(num_lanes: int) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
     out = gather_result(spec, row_set, {})
@@ -98,7 +98,7 @@ def test_given_arrays_of_other_shapes_are_refused(num_lanes: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists mappings")
-def test_kept_results_do_not_cost_a_mapping_each() -> None:
+def test_results_that_are_kept_do_not_use_a_memory_mapping_each() -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, (84, 84, 4), np.uint8), Discrete(2))
     row_set = two_rows(spec, 1)
     mappings = Path("/proc/self/maps")
@@ -109,7 +109,7 @@ def test_kept_results_do_not_cost_a_mapping_each() -> None:
     assert after - before < 150
 
 
-def test_a_printed_step_tells_shapes_and_no_arrays() -> None:
+def test_the_repr_of_a_result_contains_shapes_but_no_arrays() -> None:
     image, texts = np.zeros((4, 8, 8, 3), np.uint8), np.array(["a"] * 4, object)
     flags = np.array([True, False, False, True])
     observation = {"image": image, "more": (flags, texts)}

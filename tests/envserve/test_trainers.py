@@ -1,4 +1,4 @@
-"""Other people's trainers: loaded for who asks for them, and named where missing."""
+"""Adapters import their framework only when used, and name the missing extra."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_a_missing_framework_names_the_extra(adapter: str, framework: str) -> No
     assert last.endswith(f"; pip install 'envserve[{adapter}]'")
 
 
-def test_vector_envs_load_no_framework() -> None:
+def test_vector_envs_import_no_framework() -> None:
     code = "import sys, envserve; envserve.make_vec; print(*sys.modules)"
     assert FRAMEWORKS & set(run_python(code).stdout.split()) == set()

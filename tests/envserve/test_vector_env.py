@@ -1,4 +1,4 @@
-"""`make_vec` gives what Gymnasium's own vector envs give, here and behind a server."""
+"""`make_vec` returns the same data as `gymnasium.make_vec`, locally and on a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_reset_infos_of_a_stranger_may_be_anything(make_envs: MakeEnvs) -> None:
+def test_reset_infos_of_a_server_may_have_any_type(make_envs: MakeEnvs) -> None:
     envs = make_envs("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP)
     envs.reset(seed=1)
     batch = envs._batch
@@ -55,7 +55,7 @@ def assert_equal_rows(ours: Any, theirs: Any) -> None:
 
 
 def assert_equal_infos(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compares values; ours know no NumPy scalars, only Python's."""
+    """Compare values; ours are Python numbers instead of NumPy scalars."""
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         if isinstance(value, dict):
@@ -74,7 +74,7 @@ def assert_equal_resets(ours: Any, theirs: Any) -> None:
 def assert_equal_runs(
     ours: VectorEnv, theirs: SyncVectorEnv[Any, Any], num_steps: int
 ) -> None:
-    """Steps both by the same actions, and compares all that comes of it."""
+    """Step both with the same actions, and compare all results."""
     assert ours.single_observation_space == theirs.single_observation_space
     assert ours.observation_space == theirs.observation_space
     assert ours.single_action_space == theirs.single_action_space
@@ -97,7 +97,7 @@ def assert_equal_runs(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ten_thousand_steps_are_those_of_gymnasium(
+def test_ten_thousand_steps_equal_those_of_gymnasium(
     make_envs: MakeEnvs, mode: str
 ) -> None:
     ours = make_envs("CartPole-v1", 64, autoreset_mode=mode, seed=0)
@@ -107,7 +107,7 @@ def test_ten_thousand_steps_are_those_of_gymnasium(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_with_infos_are_those_of_gymnasium(
+def test_steps_with_infos_equal_those_of_gymnasium(
     make_envs: MakeEnvs, mode: str
 ) -> None:
     short = {"name": "TimeLimit", "max_episode_steps": 12}
@@ -131,7 +131,9 @@ def test_observations_are_batched_by_their_space(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lost_row_is_truncated_and_says_why(make_envs: MakeEnvs, mode: str) -> None:
+def test_a_lost_row_is_truncated_and_its_info_has_the_reason(
+    make_envs: MakeEnvs, mode: str
+) -> None:
     envs = make_envs("envserve/Faulty-v0", 4, autoreset_mode=mode)
     envs.reset()
     *_, infos = envs.step([0, 0, 0, 0])
@@ -170,7 +172,7 @@ def test_a_step_waits_for_a_worker_that_died(make_envs: MakeEnvs) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_the_last_observation_of_a_lost_row_is_the_last_that_was_seen(
+def test_the_final_observation_of_a_lost_row_is_the_last_one_returned(
     copy: bool,
 ) -> None:
     options: dict[str, Any] = {"autoreset_mode": "SameStep", "copy": copy}
@@ -179,14 +181,14 @@ def test_the_last_observation_of_a_lost_row_is_the_last_that_was_seen(
         for time in range(1, EPISODE_LENGTH):
             seen = envs.step(np.zeros(2, int))[0]
             assert seen.tolist() == [[100 + time]] * 2
-        # The other row's episode ends in the step in which their worker does.
+        # The episode of the other row ends in the step in which the worker dies.
         observation, _, _, truncated, infos = envs.step(np.array([0, 1]))
         assert truncated.all()
         assert observation.tolist() == [[100]] * 2
         assert np.stack(infos["final_obs"]).tolist() == [[104]] * 2
 
 
-def test_wrappers_of_gymnasium_see_the_same(make_envs: MakeEnvs) -> None:
+def test_gymnasium_wrappers_get_the_same_data(make_envs: MakeEnvs) -> None:
     def wrap(envs: Any) -> Any:
         return NormalizeReward(NormalizeObservation(RecordEpisodeStatistics(envs)))
 
@@ -203,13 +205,13 @@ def test_wrappers_of_gymnasium_see_the_same(make_envs: MakeEnvs) -> None:
             assert infos.keys() == expected_infos.keys()
             if "episode" in infos:
                 episodes += infos["_episode"].sum()
-                for key in ("r", "l"):  # and "t", the seconds that it took
+                for key in ("r", "l"):  # "t", the elapsed time, differs
                     pair = infos["episode"][key], expected_infos["episode"][key]
                     assert_equal_rows(*pair)
         assert episodes >= 4
 
 
-def test_observations_are_the_callers_to_keep_unless_they_are_reused(
+def test_observations_are_not_overwritten_unless_copy_is_false(
     make_envs: MakeEnvs,
 ) -> None:
     for copy in (True, False):
@@ -253,7 +255,7 @@ def test_envs_render(make_envs: MakeEnvs) -> None:
     assert [picture.shape for picture in pictures] == [(400, 600, 3)] * 2
 
 
-def test_closed_envs_say_so(make_envs: MakeEnvs) -> None:
+def test_using_closed_envs_raises_an_error(make_envs: MakeEnvs) -> None:
     envs = make_envs("CartPole-v1")
     envs.reset()
     assert not envs.closed
@@ -261,20 +263,20 @@ def test_closed_envs_say_so(make_envs: MakeEnvs) -> None:
     envs.close()
     assert envs.closed
     for use in (envs.reset, partial(envs.step, [0] * 4), partial(envs.call, "render")):
-        with pytest.raises(ClosedEnvironmentError, match="was closed"):
+        with pytest.raises(ClosedEnvironmentError, match="is closed"):
             use()
 
 
-def test_envs_that_nobody_holds_end(make_envs: MakeEnvs) -> None:
+def test_garbage_collected_envs_are_closed(make_envs: MakeEnvs) -> None:
     batch = make_envs("CartPole-v1")._batch
-    with pytest.raises(LocalProtocolError, match="can no longer be used"):
+    with pytest.raises(LocalProtocolError, match="already closed"):
         batch.reset()
 
 
 @pytest.mark.parametrize(
     ("seed", "options", "error"),
     [
-        ([1, 2], None, r"an int, or one for each of 4 envs; got \[1, 2\]"),
+        ([1, 2], None, r"an int, or one seed for each of 4 envs; got \[1, 2\]"),
         (1.5, None, r"^seed: expected an int, .*; got 1\.5"),
         ("a", None, "^seed: expected an int, .*; got 'a'"),
         (-1, None, r"^seed: expected an int in \[0, 2\*\*63\); got -1"),
@@ -286,7 +288,7 @@ def test_envs_that_nobody_holds_end(make_envs: MakeEnvs) -> None:
         (None, 5, "^options: expected a dict or None; got 5"),
     ],
 )
-def test_what_reset_cannot_mean_is_said(
+def test_invalid_arguments_of_reset_are_errors(
     make_envs: MakeEnvs, seed: Any, options: Any, error: str
 ) -> None:
     envs = make_envs("CartPole-v1", autoreset_mode="Disabled")
@@ -295,8 +297,8 @@ def test_what_reset_cannot_mean_is_said(
         envs.reset(seed=seed, options=options)
 
 
-def test_what_make_vec_cannot_mean_is_said() -> None:
-    with pytest.raises(ValueError, match="servers have their own"):
+def test_invalid_arguments_of_make_vec_are_errors() -> None:
+    with pytest.raises(ValueError, match="each server sets it"):
         make_vec("CartPole-v1", 2, ["tcp://127.0.0.1:1"], num_workers=2)
     with pytest.raises(ValueError, match="not a valid AutoresetMode"):
         make_vec("CartPole-v1", 2, autoreset_mode="never")

@@ -18,7 +18,7 @@ from envserve.client.vector_env import VectorEnv
 from envserve.errors import ActionError, LocalProtocolError
 from tests.oracle.probe_envs import MODULE
 
-#: What Gymnasium says of CartPole itself.
+#: Gymnasium's spec of CartPole.
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:.*A Box observation space m.*imum value is:UserWarning"
@@ -34,7 +34,7 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    """Gymnasium's registry, which is as before afterwards."""
+    """Restore Gymnasium's registry after the test."""
     before = {
         name: spec.vector_entry_point for name, spec in gymnasium.registry.items()
     }
@@ -67,7 +67,7 @@ def test_gymnasium_makes_vector_envs(registry: None, shared_address: str) -> Non
             assert others.spec == envs.spec
 
 
-def test_envs_that_are_not_registered_here_have_an_id_to_be_made_by(
+def test_unregistered_envs_are_made_with_the_id_of_remote_envs(
     registry: None, shared_address: str
 ) -> None:
     name = "envserve.gym:envserve/Remote-v0"
@@ -80,7 +80,7 @@ def test_envs_that_are_not_registered_here_have_an_id_to_be_made_by(
         assert env.reset()[0].shape == (4,)
 
 
-def test_arguments_of_envs_stand_beside_ours(registry: None) -> None:
+def test_arguments_of_envs_can_be_mixed_with_options(registry: None) -> None:
     options: Any = {
         "max_episode_steps": 2,
         "sutton_barto_reward": True,
@@ -89,11 +89,11 @@ def test_arguments_of_envs_stand_beside_ours(registry: None) -> None:
     envs = gymnasium.make_vec("envserve.gym:CartPole-v1", num_envs=1, **options)
     with contextlib.closing(envs):
         envs.reset()
-        assert envs.step([0])[1] == 0.0  # 1 without the argument
+        assert envs.step([0])[1] == 0.0  # the reward is 1 without the argument
         assert envs.step([0])[3].tolist() == [True]
 
 
-def test_what_vector_envs_are_made_of_makes_them_again(registry: None) -> None:
+def test_the_spec_of_a_vector_env_makes_an_equal_one(registry: None) -> None:
     kwargs = {"render_mode": "rgb_array"}
     with contextlib.closing(
         envserve.make_vec("CartPole-v1", 2, num_workers=1, env_kwargs=kwargs)
@@ -105,7 +105,7 @@ def test_what_vector_envs_are_made_of_makes_them_again(registry: None) -> None:
             assert (others.num_envs, others.render_mode) == (2, "rgb_array")
 
 
-def test_only_importing_the_gym_module_changes_what_gymnasium_makes() -> None:
+def test_only_importing_envserve_gym_changes_the_registry() -> None:
     code = """if True:
         import gymnasium, envserve
         envserve.make_vec, envserve.make, envserve.BatchEnv
@@ -134,7 +134,9 @@ def test_one_env_passes_the_checks_of_gymnasium(shared_address: str) -> None:
         check_env(env)
 
 
-def test_an_env_that_is_lost_is_truncated_and_says_why(shared_address: str) -> None:
+def test_a_lost_episode_of_a_single_env_is_truncated_and_its_info_has_the_reason(
+    shared_address: str,
+) -> None:
     imports: Any = {} if shared_address else {"import_modules": [MODULE]}
     name = "envserve/Faulty-v0"
     with contextlib.closing(

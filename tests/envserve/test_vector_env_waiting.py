@@ -1,4 +1,4 @@
-"""What a vector env does between `step_async` and `step_wait`, and at a reset."""
+"""Vector envs between `step_async` and `step_wait`, and resets with masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_step_can_be_waited_for_later(make_envs: MakeEnvs) -> None:
+def test_step_async_and_step_wait_equal_step(make_envs: MakeEnvs) -> None:
     ours, others = make_envs("CartPole-v1"), make_envs("CartPole-v1")
     ours.reset(seed=1)
     others.reset_async(seed=1)
@@ -45,7 +45,7 @@ def test_a_step_can_be_waited_for_later(make_envs: MakeEnvs) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_what_takes_longer_can_be_waited_for_again(
+def test_after_a_timeout_you_can_wait_again(
     make_envs_here: MakeEnvs, tmp_path: Path, copy: bool
 ) -> None:
     gate = tmp_path / "gate"
@@ -81,7 +81,7 @@ def test_what_takes_longer_can_be_waited_for_again(
 
 
 @pytest.mark.parametrize("name", ["reset", "step"])
-def test_a_call_out_of_order_is_refused(make_envs: MakeEnvs, name: str) -> None:
+def test_a_call_out_of_order_is_rejected(make_envs: MakeEnvs, name: str) -> None:
     envs = make_envs("CartPole-v1")
     with pytest.raises(NoAsyncCallError, match=f"without any prior call to `{name}_a"):
         getattr(envs, f"{name}_wait")()
@@ -107,7 +107,7 @@ def test_a_call_out_of_order_is_refused(make_envs: MakeEnvs, name: str) -> None:
     envs.step([0] * 4)
 
 
-def test_closing_what_is_waited_for_says_so(make_envs: MakeEnvs) -> None:
+def test_closing_while_a_call_is_pending_warns(make_envs: MakeEnvs) -> None:
     envs = make_envs("CartPole-v1")
     envs.reset()
     envs.step_async([0] * 4)
@@ -117,14 +117,14 @@ def test_closing_what_is_waited_for_says_so(make_envs: MakeEnvs) -> None:
         envs.step_wait()
 
 
-def test_envs_that_break_their_spaces_hold_up_no_other(
+def test_an_env_that_violates_its_spaces_does_not_block_later_calls(
     make_envs_here: MakeEnvs,
 ) -> None:
     envs = make_envs_here(FAULTY, 4, env_kwargs={"fault": "wrong_shape"})
     envs.reset()
     with pytest.raises(EnvError, match=r"Env 0 \(local\): expected observation"):
         envs.step([1, 0, 1, 1])
-    with pytest.raises(LocalProtocolError, match="reset"):  # what became of row 1?
+    with pytest.raises(LocalProtocolError, match="reset"):  # row 1 was discarded
         envs.step([0, 0, 0, 0])
     envs.reset()
     envs.step_async([1, 0, 1, 1])
@@ -137,7 +137,7 @@ def test_envs_that_break_their_spaces_hold_up_no_other(
 
 
 @pytest.mark.parametrize("name", ["send", "send_reset", "recv_reset"])
-def test_ctrl_c_leaves_what_can_be_waited_for_or_begun_anew(
+def test_after_ctrl_c_you_can_wait_again_or_reset(
     make_envs_here: MakeEnvs, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     envs = make_envs_here(RESET, 2)
@@ -161,7 +161,9 @@ def test_ctrl_c_leaves_what_can_be_waited_for_or_begun_anew(
     assert envs.step([0, 1])[1].tolist() == [0, 1]
 
 
-def test_infos_of_a_reset_say_what_the_envs_got(make_envs: MakeEnvs) -> None:
+def test_infos_of_a_reset_show_the_arguments_that_the_envs_got(
+    make_envs: MakeEnvs,
+) -> None:
     envs = make_envs(RESET, 3, autoreset_mode="Disabled")
     assert envs.reset()[1]["seed"].tolist() == [None] * 3
     assert envs.reset(seed=4)[1]["seed"].tolist() == [4, 5, 6]
@@ -191,7 +193,7 @@ def test_only_a_batch_with_a_seed_seeds_its_envs(make_envs: MakeEnvs) -> None:
         ({"level": 13}, EnvError),
     ],
 )
-def test_options_that_cannot_be_had_are_an_error(
+def test_invalid_options_are_errors(
     make_envs: MakeEnvs, options: dict[str, Any], error: type[Exception]
 ) -> None:
     envs = make_envs(RESET, 2)
@@ -202,7 +204,7 @@ def test_options_that_cannot_be_had_are_an_error(
     assert envs.step([1, 0])[1].tolist() == [1, 0]
 
 
-def test_a_mask_of_all_rows_may_come_first_and_one_of_some_may_not(
+def test_a_mask_in_the_first_reset_must_select_all_rows(
     make_envs: MakeEnvs,
 ) -> None:
     envs = make_envs(RESET, 2, autoreset_mode="Disabled")

@@ -1,4 +1,4 @@
-"""Infos are batched as Gymnasium batches them."""
+"""Infos are batched in the same way as by Gymnasium."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def gymnasium_infos(infos: dict[int, dict[str, Any]]) -> dict[str, Any]:
     ],
     ids=repr,
 )
-def test_infos_are_those_of_gymnasium(infos: dict[int, dict[str, Any]]) -> None:
+def test_infos_equal_those_of_gymnasium(infos: dict[int, dict[str, Any]]) -> None:
     ours, theirs = batch_infos(infos, NUM_ENVS), gymnasium_infos(infos)
     assert data_equivalence(ours, theirs, exact=True), (ours, theirs)
 
 
-def test_what_one_row_says_takes_no_memory_for_all(
+def test_a_large_info_of_one_row_allocates_no_memory_for_other_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     large = {"a": np.zeros(1 << 20, np.uint8), "b": 1}
@@ -55,7 +55,7 @@ def test_what_one_row_says_takes_no_memory_for_all(
     assert batched["a"].dtype == object
     assert batched["a"][0] is large["a"]
     assert batched["b"].dtype == int
-    monkeypatch.setattr(vector_infos, "_MAX_UNFILLED", 9 * 1023 * 21)
+    monkeypatch.setattr(vector_infos, "_MAX_UNFILLED_BYTES", 9 * 1023 * 21)
     many = {f"{i:x}": {"in": 2} for i in range(100)}
     batched = batch_infos({0: {"all": many}}, 1024)["all"]
     assert list(batched)[-4:] == ["9", "_9", "omitted", "_omitted"]
@@ -69,7 +69,9 @@ def test_what_one_row_says_takes_no_memory_for_all(
     [(1, None), (2.5, "text"), (np.zeros(2), np.zeros(3)), ({"a": 1}, 2), (1, 1 << 70)],
     ids=repr,
 )
-def test_values_that_do_not_fit_together_are_objects(values: tuple[Any, Any]) -> None:
+def test_values_of_different_shapes_or_types_are_objects(
+    values: tuple[Any, Any],
+) -> None:
     batched = batch_infos({0: {"a": values[0]}, 2: {"a": values[1]}}, NUM_ENVS)
     assert batched["a"].dtype == object
     assert [batched["a"][row] for row in range(NUM_ENVS)] == [

@@ -1,4 +1,11 @@
-"""The client's DEALER: one per server, used under its lane's lock only."""
+"""The client's ZeroMQ connection to one server.
+
+Each lane has one DEALER socket, which threads use only while they hold the lock of the
+lane. libzmq reconnects by itself when the server or the network was away. It does not
+after a protocol error (a rejected key or a frame that is too long), so `renew` opens a
+new socket. The previous socket stays open for a while: if it reconnects as well, there
+was no protocol error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ from typing import Final
 
 import zmq
 
-from envserve.client.link.zmq_guards.resolver import Lookup, is_number
+from envserve.client.link.zmq_guards.resolver import Lookup, needs_no_lookup
 from envserve.client.link.zmq_guards.wakeup import ByteCounter, Waker
 from envserve.errors import ConnectError
 from envserve.keys.key_folder import KeyFolder
@@ -29,48 +36,50 @@ from envserve.wire.sockets import (
     use_keys,
 )
 
-#: Where a connection is that waits for a server to come.
-NOWHERE: Final = "a server to come"
-#: Longest that `receive_soon` waits: shorter than a connection is away if it breaks, so
-#: that who looks after each slice sees every break.
+#: Address of a connection while its lane waits for a server.
+NO_ADDRESS: Final = "a server to come"
+#: Maximum time that `receive_soon` waits. It is shorter than any reconnection takes, so
+#: a caller that polls the connection after each slice detects every disconnection.
 SLICE_SECONDS: Final = 0.025
-#: How soon after a break, and then how often, a connection is tried; ZeroMQ adds up to
-#: the first of them at random.
+#: Interval of the first reconnection attempt, and of later ones. libzmq adds a random
+#: time of up to `_RECONNECT_MS`.
 _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 100
-#: Shorter than the kernel's first retry, so that a cable that is plugged in again is
-#: noticed soon: at most this and the longest interval later. No longer round trip can
-#: be used.
+#: Timeout of a connection attempt. It is shorter than the kernel's first retransmission
+#: of SYN (1 s), so that the client reconnects soon after a cable is plugged in again.
+#: Networks with a longer round trip are not supported.
 _CONNECT_TIMEOUT_MS: Final = 350
 
-#: How long a last message to a server that is left may take.
+#: Maximum time to send the last message to the previous server.
 _FAREWELL_MS: Final = 500
 
-#: Plain numbers: ZeroMQ's own flags are slow to combine.
+#: Plain ints, because pyzmq's flags are slow to combine.
 _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 
-#: Longest frame that is received at first: all but long rows fit.
+#: Initial limit of the frame size; only large rows need more.
 _MIN_FRAME_BYTES: Final = 1 << 20
-#: What may be received before anybody reads it.
+#: Maximum size of the receive queue. More messages wait at the server.
 _MAX_UNREAD_BYTES: Final = 16 << 20
 
 
 class SharedContext:
-    """ZeroMQ's threads, which several connections share; ends with the last of them.
+    """A ZeroMQ context, with its I/O threads, for the connections of a batch.
 
-    docs/decisions.md: "The connections of a batch share ZeroMQ's threads".
+    It is terminated after its last connection was closed. docs/decisions.md: "The
+    connections of a batch share ZeroMQ's threads".
     """
 
     def __init__(self, num_connections: int) -> None:
-        """Begins with the first socket."""
+        """Prepare for `num_connections`; the first socket creates the context."""
         self._num_connections = num_connections
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._users: set[Connection] = set()
-        self._lock = threading.RLock()  # a lane that is dropped leaves in any thread
+        # Reentrant, because a garbage-collected lane calls `leave` in any thread.
+        self._lock = threading.RLock()
 
     def socket(self, user: Connection) -> zmq.Socket[bytes]:
-        """Returns a new DEALER of a connection."""
+        """Return a new DEALER socket for a connection."""
         with self._lock:
             if self._context is None:
                 self._context = self._open()
@@ -79,36 +88,37 @@ class SharedContext:
         return socket
 
     def _open(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """Has a thread for two cores: the other one is for who computes."""
         count, num_threads = self._num_connections, 1
         if count > 1:
-            from envserve.host_resources import num_cores  # which a probe does not need
+            from envserve.host_resources import num_cores  # not needed by a probe
 
+            # Leave half of the cores to the learner.
             num_threads = max(1, min(count, num_cores() // 2))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_threads)
-        # Each may have a former socket, and one that says farewell.
+        # Each connection may also have its previous socket, and one that lingers.
         context.set(zmq.MAX_SOCKETS, max(1023, 4 * count))
         return context
 
     def leave(self, user: Connection) -> None:
-        """Notes that a connection has closed all it had; may be called twice."""
+        """Release the context after a connection has closed its sockets; idempotent."""
         with self._lock:
             self._users.discard(user)
             if self._context is not None and not self._users:
-                self._context.term()  # waits for what lingers
+                self._context.term()  # blocks until lingering messages are sent
 
 
 class Connection:
-    """A connection that reconnects on its own, and never waits by itself.
+    """A non-blocking connection to a server, which reconnects by itself.
 
     Attributes:
-      address: The server's.
-      keys: The server's public key and an own pair; None if none are used.
-      max_frame_bytes: Longest frame that is received.
-      max_row_bytes: The same, but for results of calls, of which few come.
-      waker: Has a descriptor that is readable when `receive` may have a message.
-      receive: Returns the next message, or None.
-      receive_soon: Waits for the next message; None after `SLICE_SECONDS`.
+      address: Address of the server.
+      keys: The server's public key and the client's key pair; None without keys.
+      max_frame_bytes: Size limit of a received frame.
+      max_row_bytes: Largest expected frame other than results of attribute calls; it
+        determines the length of the receive queue.
+      waker: Its descriptor is readable when `receive` may return a message.
+      receive: Return the next message, or None.
+      receive_soon: Wait for the next message; return None after `SLICE_SECONDS`.
     """
 
     def __init__(
@@ -119,48 +129,49 @@ class Connection:
         insecure: bool = False,
         context: SharedContext | None = None,
     ) -> None:
-        """Begins to connect.
+        """Start to connect.
 
         Args:
-          address: The server's.
-          keys: The server's public key and an own pair; by default those that this
-            user has for the address.
-          insecure: Whether none are to be used; see `KeyFolder.keys_for`.
-          context: What it shares with others; by default it has threads of its own.
+          address: Address of the server, or `NO_ADDRESS`.
+          keys: The server's public key and the client's key pair; by default those in
+            the key directory of this user.
+          insecure: Whether to use no keys; see `KeyFolder.keys_for`.
+          context: ZeroMQ context to share with other connections; by default a new one.
 
         Raises:
-          ConnectError: The address has no known form, or its server's key is not known.
-          KeyFileError: A file of keys cannot be read, or others can.
+          ConnectError: The address is malformed, or the server's key is unknown.
+          KeyFileError: A key file cannot be read, or other users can read it.
         """
         self.address = address
         self._insecure = insecure
         self.keys = keys or self.keys_for(address)
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
-        self._former: zmq.Socket[bytes] | None = None
+        self._previous: zmq.Socket[bytes] | None = None
         self._lookup: Lookup | None = None
         self.waker = Waker()
         self._context = context or SharedContext(1)
         self._open()
 
     def keys_for(self, address: str) -> CurveKeys | None:
-        """Returns those to use at an address; raises as the constructor does."""
-        if address == NOWHERE:
+        """Return the keys to use for an address; raise as the constructor does."""
+        if address == NO_ADDRESS:
             return None
         return KeyFolder().keys_for(address, insecure=self._insecure)
 
     def _open(self) -> None:
         self._socket = socket = self._context.socket(self)
-        # Without a look for options that are not used here.
+        # The base class's method, because zmq.Socket.send checks options on each call.
         self._send = super(zmq.Socket, socket).send
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
         self._byte_counter = ByteCounter(receiver, self.address)
         self.receive: Callable[[], Frames | None] = receiver.receive
         self.receive_soon = partial(receiver.receive, wait=True)
         set_common_options(socket)
-        # Else requests are queued for a server that is gone, and reach the next one.
+        # Without this option, libzmq queues requests while there is no connection, and
+        # they may reach the next server at this address.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
-        # Whoever reads no more is sent no more: the rest waits at the server.
+        # When the receive queue is full, the remaining messages wait at the server.
         limit = max(2, _MAX_UNREAD_BYTES // self.max_row_bytes)
         socket.setsockopt(zmq.RCVHWM, limit)
         socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
@@ -170,10 +181,10 @@ class Connection:
         if self.keys is not None:
             use_keys(socket, *self.keys)
         self._connected_to = ""
-        if is_number(self.address) and self.address != NOWHERE:
+        if needs_no_lookup(self.address) and self.address != NO_ADDRESS:
             self._connect(self.address)
         elif self._lookup is None or self._lookup.address != self.address:
-            self._lookup = Lookup(self.address) if self.address != NOWHERE else None
+            self._lookup = Lookup(self.address) if self.address != NO_ADDRESS else None
         self.waker.watch(event_fd(socket))
 
     def _connect(self, address: str) -> None:
@@ -188,10 +199,10 @@ class Connection:
             ) from None
         self._connected_to = address
 
-    def _end_lookup(self, timeout_seconds: float = 0.0) -> None:
-        """Begins to connect if the server's number is known within so long.
+    def _connect_once_resolved(self, timeout_seconds: float = 0.0) -> None:
+        """Start to connect if the host lookup ends within the timeout.
 
-        If nobody knows it, the next `renew` asks again.
+        If the host is unknown, the next `renew` looks it up again.
         """
         if self._lookup is not None and self._lookup.has_ended.wait(timeout_seconds):
             found, self._lookup = self._lookup.found, None
@@ -199,14 +210,18 @@ class Connection:
                 self._connect(found)
 
     def renew(self, max_frame_bytes: int = 0) -> None:
-        """Begins to connect anew, for frames as long as before or longer ones.
+        """Open a new socket, and keep the previous one; see the module docstring.
 
-        Without a free descriptor all stays as it is, to be tried again.
+        If there is no free file descriptor, nothing changes, and the caller can retry.
+
+        Args:
+          max_frame_bytes: New minimum of the frame size limit. If it is given, the
+            previous socket is closed at once.
         """
         longest = self.max_frame_bytes
         self.max_frame_bytes = max(longest, max_frame_bytes)
-        self.forget_former()
-        former = self._socket
+        self.close_previous()
+        previous = self._socket
         try:
             self._open()
         except zmq.ZMQError as error:
@@ -214,47 +229,53 @@ class Connection:
                 raise
             self.max_frame_bytes = longest
             return
-        self._former = former
+        self._previous = previous
         if max_frame_bytes:
-            self.forget_former()
+            self.close_previous()
 
     def move(
         self, address: str, keys: CurveKeys | None, farewell: list[Buffer]
     ) -> None:
-        """Leaves the server for another: nothing that it sends yet is received."""
+        """Connect to another server; later messages of the previous one are ignored.
+
+        Args:
+          address: Address of the new server.
+          keys: As for the constructor.
+          farewell: Last message to the previous server.
+        """
         self.keys = keys
         self.send(farewell)
-        self.forget_former()
-        former, self.address = self._socket, address
+        self.close_previous()
+        previous, self.address = self._socket, address
         self._open()
-        former.close(linger=_FAREWELL_MS)
+        previous.close(linger=_FAREWELL_MS)
 
-    def has_former_connected(self) -> bool:
-        """Tells whether the socket before the last `renew` has a connection too."""
-        former = self._former
-        return former is not None and bool(
-            int(former.getsockopt(zmq.EVENTS)) & _POLLOUT
+    def is_previous_connected(self) -> bool:
+        """Return whether the socket from before the last `renew` is connected."""
+        previous = self._previous
+        return previous is not None and bool(
+            int(previous.getsockopt(zmq.EVENTS)) & _POLLOUT
         )
 
-    def forget_former(self) -> None:
-        """Closes that socket."""
-        if self._former is not None:
-            self._former.close(linger=0)
-            self._former = None
+    def close_previous(self) -> None:
+        """Close the socket from before the last `renew`."""
+        if self._previous is not None:
+            self._previous.close(linger=0)
+            self._previous = None
 
-    def is_endless(self, is_connected: bool) -> bool:
-        """Tells whether more has come than any message may have."""
+    def exceeds_limit(self, is_connected: bool) -> bool:
+        """Return whether an unfinished message is larger than the protocol allows."""
         most = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
         return self._byte_counter.count(is_connected) > most
 
-    def drop(self) -> None:
-        """Ends the connection, with what has come of a message."""
+    def disconnect(self) -> None:
+        """Disconnect, and discard an unfinished message."""
         if self._connected_to:
             self._socket.disconnect(self._connected_to)
             self._connected_to = ""
 
     def send(self, frames: list[Buffer]) -> bool:
-        """Hands a message over; False if the server cannot be reached now."""
+        """Queue a message for sending; return False if there is no connection."""
         try:
             if len(frames) == 1:
                 self._send(frames[0], NOBLOCK)
@@ -265,7 +286,7 @@ class Connection:
         return True
 
     def flush(self, outbox: dict[int, list[Buffer]]) -> bool:
-        """Sends what can be sent, and deletes it; tells whether there was anything."""
+        """Send messages and remove them from `outbox`; return whether any was sent."""
         has_sent = False
         while outbox and self.send(outbox[key := next(iter(outbox))]):
             del outbox[key]
@@ -273,23 +294,23 @@ class Connection:
         return has_sent
 
     def poll(self) -> tuple[bool, bool]:
-        """Tells whether `receive` has something, and if the server can be reached."""
+        """Return whether a message can be received, and whether there is a peer."""
         if self._lookup is not None:
-            self._end_lookup()
+            self._connect_once_resolved()
         events = int(self._socket.getsockopt(zmq.EVENTS))
         return bool(events & _POLLIN), bool(events & _POLLOUT)
 
     def wait(self, timeout_seconds: float, *, for_writing: bool) -> None:
-        """Waits until something can be received (or sent, if asked for)."""
+        """Wait until a message can be received, or sent with `for_writing`."""
         until = time.monotonic() + timeout_seconds
-        self._end_lookup(max(0.0, timeout_seconds))
+        self._connect_once_resolved(max(0.0, timeout_seconds))
         events = zmq.POLLIN | zmq.POLLOUT if for_writing else zmq.POLLIN
         milliseconds = math.ceil(1000 * max(0.0, until - time.monotonic()))
         zmq.zmq_poll([(self._socket, events)], milliseconds)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Closes the socket; messages not sent by then are dropped."""
+        """Close the socket; unsent messages are dropped after `linger_seconds`."""
         self.waker.close()
-        self.forget_former()
+        self.close_previous()
         self._socket.close(linger=int(1000 * linger_seconds))
         self._context.leave(self)

@@ -1,4 +1,4 @@
-"""Where servers are: words that stand for addresses, maybe for others at each look."""
+"""Resolve the addresses of servers from DNS, a file or Ray."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from envserve import ray
 from envserve.address import NamedAddress, complete_address
 from envserve.errors import AddressError
 
-#: How words begin that may stand for other servers at each look.
-SOURCES: Final = ("dns://", "file://", "ray://")
+#: Schemes of sources, whose addresses may change over time.
+SOURCE_SCHEMES: Final = ("dns://", "file://", "ray://")
 
 
-def resolve(word: str) -> tuple[str, ...]:
-    """Returns the addresses that a word stands for now, with scheme and port.
+def resolve(source: str) -> tuple[str, ...]:
+    """Return the addresses that a source currently lists, with scheme and port.
 
     Args:
-      word: An address, as for `complete_address`; or a source of addresses:
-        `dns://host:port` for a server at every address of a name, `file:///path` for
-        a file with one address per line, `ray://namespace/name` for servers that run
-        in Ray.
+      source: An address, as for `complete_address`; or a source of addresses:
+        `dns://host:port` for all IP addresses of a host name, `file:///path` for a file
+        with one address per line, `ray://namespace/name` for servers that run in Ray.
 
     Raises:
-      AddressError: It is no such word, nobody knows the host, or there is no address.
+      AddressError: The source is malformed, the host is unknown, or no address is
+        listed.
     """
-    if word.startswith("file://"):
-        return _in_file(word, word.removeprefix("file://"))
-    if word.startswith("ray://"):
-        found = ray.addresses(*ray.parse(word))
-        return tuple(NamedAddress(address, word) for address in found)
-    return _by_name(word)
+    if source.startswith("file://"):
+        return _from_file(source, source.removeprefix("file://"))
+    if source.startswith("ray://"):
+        found = ray.addresses(*ray.parse(source))
+        return tuple(NamedAddress(address, source) for address in found)
+    return _from_name(source)
 
 
-def _by_name(word: str) -> tuple[str, ...]:
-    by_name = complete_address(word)
+def _from_name(source: str) -> tuple[str, ...]:
+    by_name = complete_address(source)
     if by_name.startswith("ipc://"):
         return (by_name,)
     name, _, port = by_name.removeprefix("tcp://").rpartition(":")
@@ -46,24 +46,24 @@ def _by_name(word: str) -> tuple[str, ...]:
     except ValueError:
         try:
             known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # that one of an empty or long label
+        except (OSError, UnicodeError) as error:  # UnicodeError: empty or long label
             raise AddressError(
-                f"cannot resolve {name}; is it spelled right, and does this network "
-                f"know it? ({getattr(error, 'strerror', None) or error})"
+                f"cannot resolve {name}; check its spelling and the DNS of this "
+                f"network ({getattr(error, 'strerror', None) or error})"
             ) from None
         found = {str(address[0]) for *_, address in known}
-    if not word.startswith("dns://"):
+    if not source.startswith("dns://"):
         return (by_name,)
     hosts = (f"[{ip}]" if ":" in ip else ip for ip in sorted(found))
     return tuple(NamedAddress(f"tcp://{host}:{port}", by_name) for host in hosts)
 
 
-def _in_file(word: str, path: str) -> tuple[str, ...]:
-    """Returns those of the lines; hosts are looked up by who connects to them."""
+def _from_file(source: str, path: str) -> tuple[str, ...]:
+    """Return the addresses in a file, without resolving their host names."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        text = f"{word!r:.200}: expected a file of addresses, one a line; {error}"
+        text = f"{source!r:.200}: expected a file with one address per line; {error}"
         raise AddressError(text) from None
     texts = [line.partition("#")[0].strip() for line in lines]
     found = []
@@ -75,5 +75,5 @@ def _in_file(word: str, path: str) -> tuple[str, ...]:
         except AddressError as error:
             raise AddressError(f"{path}:{number}: {error}") from None
     if not found:
-        raise AddressError(f"{word}: expected an address a line; the file has none")
+        raise AddressError(f"{source}: expected an address per line; the file is empty")
     return tuple(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""Joins a server: has it put this client's key in the place of an invitation's."""
+"""Join a server: replace the key of an invitation by this client's public key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from envserve.client.link.zmq_guards.resolver import number_of
+from envserve.client.link.zmq_guards.resolver import resolve_host
 from envserve.errors import ConnectError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
@@ -21,21 +21,26 @@ from envserve.wire.sockets import UNKNOWN_KEY, set_common_options, use_keys
 
 
 def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
-    """Joins the server at the first address where it answers, of all within a timeout.
+    """Join the server of an invitation, at the first of its addresses that answers.
 
-    It uses the invitation up. The client is known by the pair from then on, whose
-    secret stays here.
+    The invitation can be used only once. Afterwards the server accepts the public key
+    of `pair`; its secret key is not sent.
+
+    Args:
+      invitation: Addresses, the server's public key, and a temporary secret key.
+      pair: Key pair of this client.
+      timeout_seconds: Maximum time for all addresses together.
 
     Raises:
-      ConnectError: The server did not answer, or the invitation is not good any more.
-      RemoteProtocolError: What answers is no server of ours.
-      ServerError: The server refused.
+      ConnectError: The server did not answer, or the invitation is no longer valid.
+      RemoteProtocolError: The peer is not an envserve server.
+      ServerError: The server rejected the request.
     """
     seconds = timeout_seconds / len(invitation.addresses)
     for known_as in invitation.addresses:
         try:
-            address = number_of(known_as)
-        except (OSError, UnicodeError):  # nobody knows the host
+            address = resolve_host(known_as)
+        except (OSError, UnicodeError):  # the host is unknown
             continue
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
@@ -46,25 +51,25 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
             use_keys(
                 socket, invitation.server_public, KeyPair.from_secret(invitation.secret)
             )
-            if _ask(socket, invitation, address, pair.public, seconds):
+            if _request_join(socket, invitation, address, pair.public, seconds):
                 return
         finally:
             context.destroy(linger=0)
     raise ConnectError(
         f"{', '.join(invitation.addresses)}: no server with the key of this invitation "
         f"({formats.fingerprint(invitation.server_public)}) answered within "
-        f"{timeout_seconds:g} s; it must run, and be reached from here"
+        f"{timeout_seconds:g} s; check that the server runs and is reachable from here"
     )
 
 
-def _ask(
+def _request_join(
     socket: zmq.Socket[bytes],
     invitation: Invitation,
     address: str,
     public: bytes,
     seconds: float,
 ) -> bool:
-    """Asks at an address; returns whether that was answered in time."""
+    """Send JOIN to an address; return whether the server confirmed it in time."""
     asked = Message(type=MessageType.JOIN, body=Join(public=public).encode())
     deadline = time.monotonic() + seconds
     poller = zmq.Poller()

@@ -1,4 +1,4 @@
-"""Requests that need no session, over a connection of their own."""
+"""Requests without a session, over a separate connection."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from envserve.wire.handshake import (
 )
 from envserve.wire.message import Message, decode, encode
 
-#: How often a request is sent, because a server may close all connections at any time.
+#: Interval at which a request is repeated, because the server may close connections at
+#: any time and then never gets the request.
 _RESEND_SECONDS: Final = 0.5
 
 
 def request_welcome(
     address: str, timeout_seconds: float, *, insecure: bool = False
 ) -> Welcome:
-    """Return the WELCOME of a server: its envs and versions.
+    """Request the WELCOME message of a server, which lists its envs and versions.
 
     Raises:
       ConnectError: No server answered in time, or as for `Connection`.
@@ -48,9 +49,9 @@ def request(
     answer_type: MessageType,
     timeout_seconds: float,
 ) -> Message:
-    """Send a request that belongs to no session; return its answer.
+    """Send a request that belongs to no session, and return its answer.
 
-    Answers to earlier requests are ignored; they have other request numbers.
+    Answers with another request number are ignored.
 
     Raises:
       ConnectError: No server answered in time.
@@ -68,9 +69,9 @@ def request(
         if (refusal := diagnosis.poll(now)) is not None:
             raise refusal
         if (frames := connection.receive()) is None:
-            if connection.is_endless(connection.poll()[1]):
-                connection.renew(connection.max_frame_bytes)  # drops what was received
-                text = "expected messages that end; got one that does not"
+            if connection.exceeds_limit(connection.poll()[1]):
+                connection.renew(connection.max_frame_bytes)  # frees the message
+                text = "a message exceeds the protocol's size limit"
                 raise RemoteProtocolError(f"{address}: {text}")
             until = min(deadline, now + SLICE_SECONDS)
             connection.wait(until - now, for_writing=not is_sent)
@@ -82,7 +83,7 @@ def request(
             raise exception_of(ErrorBody.decode(answer.body), address)
         if answer.type is answer_type:
             return answer
-    but = "; something listens there, maybe of others" if is_sent else ""
+    hint = "; another program may listen there" if is_sent else ""
     raise ConnectError(
-        f"{address}: no server answered within {timeout_seconds:g} s{but}"
+        f"{address}: no server answered within {timeout_seconds:g} s{hint}"
     )

@@ -1,12 +1,15 @@
-"""The envs of a server, over ZeroMQ.
+"""A lane whose envs run on a server.
 
-The calling thread uses the socket, under the lane's lock. A keeper thread attaches, and
-later takes care of an idle lane: it answers and sends pings, so that a long update of
-the learner does not cost the lease, and attaches again when a server was lost. It
-receives messages, but only `collect` writes rows.
+Two threads use the session and its socket, both only with the lane's lock: the thread
+that calls the lane, and a keeper thread. The keeper attaches to the server, and later
+runs the session while the lane is idle: it exchanges pings, so that the lease does not
+expire during a long update of the learner, and attaches again after a server was lost.
+The keeper receives messages, but only `collect` writes rows, so rows never change while
+the caller reads them.
 
-If an interrupt cuts an update of the session short, the lock is released, and
-`_is_updating` stays True. Then the keeper leaves the session alone until `invalidate`.
+A signal handler may interrupt the calling thread during an update of the session. Then
+the lock is released, and `_is_updating` stays True. The keeper does not touch the
+session until `invalidate` has reset it.
 """
 
 from __future__ import annotations
@@ -42,15 +45,16 @@ from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.channel import MAX_ANSWER_BYTES
 
-What = TypeVar("What")
+Operations = TypeVar("Operations")
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: How often the keeper looks after an idle lane.
+#: Interval at which the keeper runs the session of an idle lane.
 _KEEPER_SECONDS: Final = 0.5
-#: The same while the session gets envs again, which takes several messages.
+#: The interval while the session leases envs again, which takes several messages.
 _RECOVERY_SECONDS: Final = 0.05
+#: Maximum time to wait for the server's confirmation of DETACH.
 _CLOSE_SECONDS: Final = 1.5
-#: Longest time to send the last message.
+#: Maximum time to send the last message.
 _LINGER_SECONDS: Final = 0.1
 _STARTING: Final = (
     ClientState.CONNECTING,
@@ -60,7 +64,7 @@ _STARTING: Final = (
 
 
 class RemoteLane:
-    """Satisfies `lane.Lane`. Methods may be called from any thread.
+    """Envs of one server; implements `lane.Lane`. Methods are thread-safe.
 
     Attributes:
       num_envs: Number of rows.
@@ -70,24 +74,24 @@ class RemoteLane:
         self,
         address: str,
         request: EnvRequest,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         *,
         insecure: bool = False,
         context: SharedContext | None = None,
         server_pool: ServerPool | None = None,
         like: Lane | None = None,
     ) -> None:
-        """Begin to attach; `finish_start` waits for it.
+        """Start to attach to the server; `finish_start` waits for it.
 
         Args:
           address: Address of the server, like "tcp://sim1:5555" or "ipc:///tmp/envs".
-          request: The envs.
-          patience: How long to wait for the server; None for the defaults.
+          request: The requested envs.
+          timeouts: Timeouts of the session; None for the defaults.
           insecure: Whether to use no keys; see `KeyFolder.keys_for`.
-          context: The ZeroMQ context that the lanes of a batch share.
-          server_pool: Other servers, which can take this one's place.
-          like: A lane with the same envs, if there is no server yet: its spaces and
-            blocks are used until one is found.
+          context: ZeroMQ context that the lanes of a batch share.
+          server_pool: Servers that can replace this one.
+          like: If there is no server yet, a lane of the same batch. Its spaces and
+            blocks are used until a server is found.
 
         Raises:
           EnvserveError: As for `Connection` and `attach_of`.
@@ -99,7 +103,7 @@ class RemoteLane:
         self._session = ClientSession(
             address,
             attach,
-            patience or Timeouts(),
+            timeouts or Timeouts(),
             session=secrets.randbits(64) | 1,
             now=time.monotonic(),
             client=f"{socket.gethostname()[:100]}:{os.getpid()}",
@@ -110,9 +114,11 @@ class RemoteLane:
         self._driver = SessionDriver(self._session, self._connection, server_pool)
         self._waker = self._connection.waker
         self._diagnosis = Diagnosis(address, keys := self._connection.keys)
-        # With keys, a connection shows that the server is the right one.
+        # With keys, a connection proves that the peer is the server, so a server that
+        # does not answer HELLO is not diagnosed.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
-        self._is_watched = self._is_closing = False  # watched: its descriptor is used
+        self._is_closing = False
+        self._is_watched = False  # whether `fileno` was called
         self._close_by = math.inf
         if like is not None:
             self._session.attachment.start_vacant(like, time.monotonic())
@@ -127,12 +133,16 @@ class RemoteLane:
         self._keeper.start()
 
     def finish_start(self, deadline: float) -> None:
-        """Wait until the envs are granted.
+        """Wait until the server has granted the lease and built the envs.
+
+        Args:
+          deadline: Latest `time.monotonic()` until which to wait.
 
         Raises:
           ConnectError: No server answers.
           EnvStartError: The envs could not be built, or not before the deadline.
-          ServerError: The server refuses (EnvsBusy), or speaks another version.
+          ServerError: The server rejected the request (EnvsBusy, for example), or has
+            another protocol version.
           UnknownEnv: The server does not offer the env.
         """
         has_started = self._has_started.wait(max(0.0, deadline - time.monotonic()))
@@ -140,13 +150,13 @@ class RemoteLane:
             return
         self.close()
         raise self._session.error or EnvStartError(
-            f"{self.name}: expected {self.num_envs} {self._env_name} in time; they "
-            "are still being built; raise start_timeout if that may take so long"
+            f"{self.name}: expected {self.num_envs} {self._env_name} in time, but the "
+            "server is still building them; increase start_timeout"
         )
 
     @property
     def name(self) -> str:
-        """The server's address."""
+        """Address of the server."""
         return self._session.address
 
     @property
@@ -161,41 +171,41 @@ class RemoteLane:
 
     @property
     def rows(self) -> Rows:
-        """The rows, in private memory; `collect` writes them from messages."""
+        """The rows, in private memory; `collect` copies received results into them."""
         return self._session.rows
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is in flight, or has ended and was not collected."""
+        """Whether any operation is in flight, or has finished but is not collected."""
         with self._lock:
             return self._session.num_in_flight > 0
 
     @property
     def absent(self) -> frozenset[int]:
-        """Blocks in flight whose envs were absent at the end of `collect`."""
+        """Blocks in flight whose envs were not available at the end of `collect`."""
         return self._session.operations.absent
 
     @property
     def give_up_error(self) -> EnvserveError | None:
-        """The error of a server that was waited for too long; it is still tried."""
+        """The error of a server that is lost; the lane keeps trying to reach it."""
         return self._session.give_up_error
 
     def submit_step(self, blocks: Sequence[int]) -> None:
-        """Request a step of blocks, with the actions in `rows.action`."""
+        """Send a step of these blocks, with the actions in `rows.action`."""
         self._submit(self._session.submit_step, blocks)
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Request resets, each of another block."""
+        """Send resets of different blocks."""
         self._submit(self._session.submit_reset, resets)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Request attribute access, each on envs of another block."""
+        """Send attribute access on envs of different blocks."""
         self._submit(self._session.submit_call, calls, MAX_ANSWER_BYTES)
 
     def _submit(
         self,
-        submit: Callable[[What, float], None],
-        what: What,
+        submit: Callable[[Operations, float], None],
+        what: Operations,
         max_answer_bytes: int = 0,
     ) -> None:
         with self._lock:
@@ -206,15 +216,15 @@ class RemoteLane:
                 driver.accept(max_answer_bytes, now)
             try:
                 submit(what, now)
-            except EnvserveError:  # nothing was changed
+            except EnvserveError:  # the session was not changed
                 self._is_updating = False
                 raise
             outbox = self._session.outbox
-            try:  # to send it at once, because the server has nothing else to do
+            try:  # send immediately, because the server may be idle
                 self._connection.flush(outbox)
             except BaseException as error:
-                # A request of one frame was sent or not, and is sent again in any case.
-                # One of several frames may be cut.
+                # A message of one frame was sent completely or not at all, and sending
+                # it twice is harmless. A message of several frames may be incomplete.
                 if max(map(len, outbox.values()), default=1) == 1:
                     self._is_updating = False
                     mark_harmless(error)
@@ -224,7 +234,7 @@ class RemoteLane:
             self._is_updating = False
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Wait until operations have ended; see `Lane.collect`."""
+        """Wait until operations have finished; see `Lane.collect`."""
         session, driver = self._session, self._driver
         now = time.monotonic()
         deadline = now + timeout_seconds
@@ -245,8 +255,7 @@ class RemoteLane:
                     else:
                         frames = self._connection.receive_soon()
                 except BaseException as error:
-                    # If a message was received and is lost now, the server answers
-                    # again.
+                    # If a received message is lost here, the session requests it again.
                     self._is_updating = False
                     mark_harmless(error)
                     raise
@@ -263,7 +272,7 @@ class RemoteLane:
             return outcomes
 
     def invalidate(self, reason: str) -> None:
-        """Give the envs back and ask for others; see `Lane.invalidate`."""
+        """Release the lease and request new envs; see `Lane.invalidate`."""
         with self._lock:
             self._is_updating = True
             now = time.monotonic()
@@ -271,7 +280,7 @@ class RemoteLane:
             self._run(now)
 
     def _run(self, now: float) -> None:
-        """Send and receive; make the descriptor readable if outcomes were received."""
+        """Run the session; make the descriptor readable if outcomes were received."""
         self._is_updating = True
         self._driver.run(now)
         operations = self._session.attachment.operations
@@ -280,11 +289,11 @@ class RemoteLane:
         self._is_updating = False
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts by name; see `ClientSession.stats`."""
+        """Return counters by name; see `ClientSession.stats`."""
         return self._session.stats()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `collect(0)` may have something."""
+        """Return a descriptor that is readable when `collect(0)` may return results."""
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
@@ -292,7 +301,7 @@ class RemoteLane:
         return self._waker.fileno()
 
     def begin_close(self) -> None:
-        """Give the envs back without waiting for the server's confirmation."""
+        """Release the lease without waiting for the server's confirmation."""
         if self._has_closed.is_set():
             return
         self._is_closing = True
@@ -300,15 +309,15 @@ class RemoteLane:
         self._has_closed.set()
         self._keeper.join()
         with self._lock:
-            self._give_back()
+            self._release_lease()
 
     def close(self) -> None:
-        """Give the envs back, within 2 seconds; may be called twice."""
+        """Release the lease and close the connection, within 2 seconds; idempotent."""
         self.begin_close()
         with self._lock:
             if not self._finalizer.alive:
                 return
-            self._give_back()  # a second time, in case the first was interrupted
+            self._release_lease()  # a second time, in case the first was interrupted
             while (
                 self._session.state is ClientState.CLOSING
                 and time.monotonic() < self._close_by
@@ -319,16 +328,16 @@ class RemoteLane:
         if (servers := self._driver.server_pool) is not None:
             servers.leave(self._driver, self._close_by)
 
-    def _give_back(self) -> None:
+    def _release_lease(self) -> None:
         now = time.monotonic()
         self._session.begin_close(now)
         self._driver.run(now)
 
-    def _look_after(self) -> float:
-        """Attach; later ping and receive, unless the lane is in use.
+    def _maintain(self) -> float:
+        """Attach to the server; once attached, run the session if the lane is idle.
 
         Returns:
-          Seconds until the next call is due.
+          Seconds until the keeper must call this again.
         """
         if not self._has_started.is_set():
             with self._lock:
@@ -341,7 +350,7 @@ class RemoteLane:
             self._has_started.set()
         elif self._lock.acquire(blocking=False):
             try:
-                if not self._is_updating:  # otherwise a call was interrupted
+                if not self._is_updating:  # no call was interrupted
                     self._run(time.monotonic())
             finally:
                 self._lock.release()
@@ -349,7 +358,7 @@ class RemoteLane:
         return _RECOVERY_SECONDS if is_recovering else _KEEPER_SECONDS
 
     def _diagnose(self) -> None:
-        """Find out why there is no connection; end the lane if there will be none."""
+        """Find out why there is no connection; fail if waiting cannot help."""
         attachment = self._session.attachment
         attachment.refusal = self._diagnosis.poll(time.monotonic())
         if attachment.refusal is not None and self._diagnosis.is_final:
@@ -364,23 +373,23 @@ class RemoteLane:
 def _run_keeper(
     reference: weakref.ref[RemoteLane], has_closed: threading.Event
 ) -> None:
-    """Run the keeper thread, until the lane is closed or garbage."""
+    """Run the keeper thread until the lane is closed or garbage-collected."""
     seconds = 0.0
     while not has_closed.wait(seconds):
         lane = reference()
         if lane is None:
             return
         try:
-            seconds = lane._look_after()
-        except Exception as error:  # a thread has no caller
+            seconds = lane._maintain()
+        except Exception as error:  # report it to the lane's caller instead
             _fail(lane, error)
             return
         del lane
 
 
 def _fail(lane: RemoteLane, error: Exception) -> None:
-    """End a lane because of an unexpected error in its keeper."""
-    _LOGGER.error("%s: its keeper has failed", lane.name, exc_info=error)
+    """End a lane because of an unexpected error in its keeper thread."""
+    _LOGGER.error("%s: the keeper thread failed", lane.name, exc_info=error)
     with lane._lock:
         if not lane._session.state.is_over:
             text = f"{lane.name}: {type(error).__name__}: {error!s:.500}"
@@ -390,7 +399,7 @@ def _fail(lane: RemoteLane, error: Exception) -> None:
 
 
 def _release(driver: SessionDriver) -> None:
-    """Close a lane's connection, and give its envs back if that was not done."""
+    """Close the connection of a lane; release the lease if it still has one."""
     driver.session.begin_close(time.monotonic())
     driver.connection.flush(driver.session.outbox)
     driver.connection.close(linger_seconds=_LINGER_SECONDS)

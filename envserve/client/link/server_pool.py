@@ -1,6 +1,7 @@
-"""The servers of a batch, which are polled while one of its lanes needs another server.
+"""The servers of a batch, and polling them to find replacements for lost servers.
 
-A thread polls them, so that no lane waits for name lookups, files or silent servers.
+A background thread polls the servers while any lane needs another server. So no lane
+waits for DNS, files or unresponsive servers. `_lock` guards the results of the poll.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-from envserve.client.link.connection import NOWHERE
-from envserve.client.link.discovery import SOURCES, resolve
+from envserve.client.link.connection import NO_ADDRESS
+from envserve.client.link.discovery import SOURCE_SCHEMES, resolve
 from envserve.client.link.probe import request_welcome
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.errors import ConnectError, EnvserveError
@@ -24,52 +25,53 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.sockets import raise_file_limit
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Longest wait for a server's answer.
+#: Maximum time to wait for a server's answer.
 _ANSWER_SECONDS: Final = 1.0
-#: From the end of a poll to the next one.
+#: Pause between two polls.
 _PAUSE_SECONDS: Final = 1.0
-#: How long a server is excluded that has other envs, or rejects a lane.
+#: Time for which a server is excluded after it rejected a lane or had other envs.
 _EXCLUDE_SECONDS: Final = 60.0
 
 
 class ServerPool:
-    """Finds servers for lanes. Methods may be called from any thread.
+    """Finds servers for the lanes of a batch. Methods are thread-safe.
 
     Attributes:
-      addresses: The addresses of all servers when this was made.
+      addresses: Addresses of all servers at construction.
       has_alternatives: Whether there can ever be more than one server.
-      locations: The address of each user's server. A user is a lane's driver.
-      polled_at: When the last poll began that has ended.
+      locations: Current server of each user; a user is the session driver of a lane.
+      polled_at: Start of the last completed poll, in seconds of `time.monotonic`.
     """
 
-    def __init__(self, words: Sequence[str], *, insecure: bool) -> None:
-        """Resolve words to addresses; see `resolve`, also for what it raises.
+    def __init__(self, sources: Sequence[str], *, insecure: bool) -> None:
+        """Resolve addresses and sources of addresses, as `resolve` does.
 
         Raises:
-          TypeError: The words are not a list of strings.
+          AddressError: As for `resolve`.
+          TypeError: The sources are not a list of strings.
         """
-        if isinstance(words, str) or not all(isinstance(at, str) for at in words):
+        if isinstance(sources, str) or not all(isinstance(at, str) for at in sources):
             raise TypeError(
-                f"expected a list of addresses like 'tcp://sim1:5555'; got {words!r}"
+                f"expected a list of addresses like 'tcp://sim1:5555'; got {sources!r}"
             )
-        self.addresses = [address for word in words for address in resolve(word)]
-        has_source = any(word.startswith(SOURCES) for word in words)
+        self.addresses = [address for source in sources for address in resolve(source)]
+        has_source = any(source.startswith(SOURCE_SCHEMES) for source in sources)
         self.has_alternatives = has_source or len(self.addresses) > 1
         self.locations: dict[object, str] = {}
-        self._words, self._insecure = tuple(dict.fromkeys(words)), insecure
-        self._num_free: dict[str, int] = {}  # envs, by server
+        self._sources, self._insecure = tuple(dict.fromkeys(sources)), insecure
+        self._num_free: dict[str, int] = {}  # free envs of each server
         self._gone: set[str] = set()
         self.polled_at = self._next_poll_at = -math.inf
         self._excluded_until: dict[str, float] = {}
-        self._reported: set[str] = set()  # errors that were logged
+        self._reported: set[str] = set()  # errors that were already logged
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def is_gone(self, address: str, since: float) -> bool:
-        """Return whether a server has been gone since an instant of `monotonic`.
+        """Return whether a poll that began after `since` found that a server is gone.
 
-        It is gone if its port refuses connections, or its source no longer lists it.
-        This starts a poll if one is due, so call it repeatedly.
+        A server is gone if its port refuses connections, or if its source no longer
+        lists it. This method starts a poll if one is due, so call it repeatedly.
         """
         with self._lock:
             is_due = time.monotonic() >= self._next_poll_at or self.polled_at < since
@@ -83,15 +85,22 @@ class ServerPool:
             return self.polled_at >= since and address in self._gone
 
     def exclude(self, user: object) -> None:
-        """Give the server of a user to no one for a minute; the user has none then."""
+        """Exclude the server of a user for a minute; the user has no server then."""
         until = time.monotonic() + _EXCLUDE_SECONDS
         self._excluded_until[self.locations[user]] = until
-        self.locations[user] = NOWHERE
+        self.locations[user] = NO_ADDRESS
 
     def take(self, user: object, num_envs: int, *, alone: bool) -> str | None:
-        """Return another server for a user with enough free envs, if there is one.
+        """Assign another server with enough free envs to a user.
 
-        Servers without other users are preferred; with `alone` no others are chosen.
+        Args:
+          user: The user that needs a server.
+          num_envs: Number of envs that the user needs.
+          alone: Whether to use only servers without other users of this pool. They are
+            preferred in any case.
+
+        Returns:
+          The address of the server; None if there is none.
         """
         now = time.monotonic()
         with self._lock:
@@ -113,7 +122,7 @@ class ServerPool:
             return address
 
     def leave(self, user: object, until: float) -> None:
-        """Remove a user; the last one waits until a running poll has ended."""
+        """Remove a user; the last one waits for a running poll, until `until`."""
         with self._lock:
             self.locations.pop(user, None)
         if self._thread is not None and not self.locations:
@@ -123,21 +132,21 @@ class ServerPool:
         began = time.monotonic()
         try:
             self._poll(began)
-        except Exception as error:  # of a thread, which has no caller
+        except Exception as error:  # lanes must not wait for this poll
             with self._lock:
                 self._fail(error, began)
 
     def _fail(self, error: Exception, began: float) -> None:
         """Record a poll without results, so that lanes do not wait for it."""
-        text = f"expected to look at the servers; got {type(error).__name__}: {error}"
+        text = f"polling the servers failed: {type(error).__name__}: {error}"
         if text not in self._reported:
             self._reported.add(text)
-            _LOGGER.warning("%s; it is tried on", text, exc_info=error)
+            _LOGGER.warning("%s; retrying", text, exc_info=error)
         self._num_free, self._gone, self.polled_at = {}, set(), began
         self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
 
     def _poll(self, began: float) -> None:
-        found = query_servers(self._words, _ANSWER_SECONDS, insecure=self._insecure)
+        found = query_servers(self._sources, _ANSWER_SECONDS, insecure=self._insecure)
         for name, error in found.errors.items():
             if error not in self._reported:
                 self._reported.add(error)
@@ -147,7 +156,7 @@ class ServerPool:
         with ThreadPoolExecutor(max(1, len(silent))) as threads:
             gone = set(itertools.compress(silent, threads.map(_is_refused, silent)))
         with self._lock:
-            if found.is_complete:  # otherwise an address may only be unresolved
+            if found.is_complete:  # otherwise an address may be missing temporarily
                 gone.update({*self.locations.values()} - welcomes.keys())
             self._num_free = {
                 address: welcome.free_envs
@@ -162,9 +171,10 @@ class QueryResult(NamedTuple):
     """The answers of several servers to HELLO.
 
     Attributes:
-      welcomes: The WELCOME of each server by address; None without an answer.
-      errors: Why an address was not found or a server did not answer, by name.
-      is_complete: Whether all words were resolved to addresses.
+      welcomes: The WELCOME of each server by address; None if it did not answer.
+      errors: Error messages of sources that could not be resolved and of servers that
+        did not answer, by source or address.
+      is_complete: Whether all sources were resolved.
     """
 
     welcomes: dict[str, Welcome | None]
@@ -173,16 +183,16 @@ class QueryResult(NamedTuple):
 
 
 def query_servers(
-    words: Sequence[str], timeout_seconds: float, *, insecure: bool
+    sources: Sequence[str], timeout_seconds: float, *, insecure: bool
 ) -> QueryResult:
-    """Send HELLO to all servers that words stand for, at the same time."""
-    raise_file_limit()  # each connection takes nine descriptors
+    """Send HELLO to all servers of these sources concurrently."""
+    raise_file_limit()  # each connection uses nine descriptors
     found = QueryResult({}, {}, True)
-    for word in words:
+    for source in sources:
         try:
-            found.welcomes.update(dict.fromkeys(resolve(word)))
+            found.welcomes.update(dict.fromkeys(resolve(source)))
         except ConnectError as error:
-            found.errors[word] = str(error)
+            found.errors[source] = str(error)
             found = found._replace(is_complete=False)
 
     def query(address: str) -> None:
@@ -198,9 +208,9 @@ def query_servers(
     return found
 
 
-def live_servers(words: Sequence[str], *, insecure: bool = False) -> list[str]:
-    """Return the servers that answer and are not draining, or all if there is none."""
-    welcomes = query_servers(words, 2 * _ANSWER_SECONDS, insecure=insecure).welcomes
+def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
+    """Return the servers that answer and are not draining; all if there are none."""
+    welcomes = query_servers(sources, 2 * _ANSWER_SECONDS, insecure=insecure).welcomes
     alive = [at for at, found in welcomes.items() if found and not found.is_draining]
     return alive or list(welcomes)
 

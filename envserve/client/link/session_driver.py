@@ -1,4 +1,9 @@
-"""Moves messages between a session and its server, and changes to another server."""
+"""I/O of a client session: messages, reconnection, and failover to another server.
+
+`ClientSession` implements the protocol without I/O. The driver passes received messages
+and changes of the connection to it, and sends the messages in its outbox. All methods
+are called with the lane's lock.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +21,26 @@ if TYPE_CHECKING:
 
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds without a connection after which a new socket is opened. ZeroMQ reconnects by
-#: itself, except after an error: a key that is refused, or a frame that is too long.
+#: Seconds without a connection after which a new socket is opened. libzmq reconnects by
+#: itself, except after an error: a rejected key, or a frame that is too long.
 _RENEW_SECONDS: Final = 2.0
-#: A new socket that connects within this time suggests that there was such an error.
-#: So many of them within so many seconds are not an accident.
+#: If a new socket connects within this time, there was probably such an error.
 _AT_ONCE_SECONDS: Final = 0.75
+#: This many errors within `_ERRORS_SECONDS` end the session.
 _MAX_ERRORS: Final = 3
 _ERRORS_SECONDS: Final = 10.0
-#: Longest duration of `SessionDriver.run`, so that its callers meet their deadlines.
+#: Maximum duration of `SessionDriver.run`, so that its callers meet their deadlines.
 _RUN_SECONDS: Final = 0.02
 
 
 class SessionDriver:
-    """Does the input and output of a session.
+    """Runs a session over a connection.
 
     Attributes:
       session: The session.
       connection: The connection to its server.
-      server_pool: Other servers, if there can be any.
-      due_at: When to call `run` at the latest.
+      server_pool: Servers for failover; None if there are no others.
+      due_at: Latest `time.monotonic()` at which `run` must be called.
     """
 
     def __init__(
@@ -57,11 +62,12 @@ class SessionDriver:
         self._check_errors_at = math.inf
 
     def run(self, now: float) -> None:
-        """Receive and send until there is nothing to do, and check the connection.
+        """Receive and send until there is nothing left to do; check the connection.
 
-        The last check finds nothing to read. Only then does the next message or break
-        show at the descriptor, because ZeroMQ signals an event once. If there is no end
-        within a while, the descriptor is woken, and the next call continues.
+        libzmq's descriptor is edge-triggered: it signals the next message or
+        disconnection only after a check has found nothing to read. So this runs until
+        then. If that takes too long, the descriptor is made readable by `waker.wake`,
+        and the next call continues.
         """
         session, connection = self.session, self.connection
         if session.state.is_over:
@@ -83,18 +89,18 @@ class SessionDriver:
         connection.waker.wake()
 
     def _check_connection(self, now: float) -> bool:
-        """Handle a change of the connection; return whether there is more to read."""
+        """Handle changes of the connection; return whether there is more to read."""
         is_readable, is_connected = self.connection.poll()
         if is_connected and not self._is_connected:
             self._on_connected(now)
         elif self._is_connected and not is_connected:
             self._on_disconnected(now)
-        self._check_errors(now)
-        if self.connection.is_endless(is_connected):
-            text = "expected messages that end; got one that does not"
+        self._check_repeated_errors(now)
+        if self.connection.exceeds_limit(is_connected):
+            text = "a message exceeds the protocol's size limit"
             self.session.refuse(RemoteProtocolError(text))
             self.connection.flush(self.session.outbox)
-            self.connection.drop()
+            self.connection.disconnect()
             return False
         if (operations := self.session.attachment.operations) is not None:
             most = operations.max_result_bytes
@@ -103,12 +109,13 @@ class SessionDriver:
         if not self._is_connected and now > self._disconnected_since + _RENEW_SECONDS:
             self.connection.renew()
             self._disconnected_since, self._is_renewed = now, True
-        # Without a connection, a message that waits may be sent at any moment.
+        # Without a connection, call `run` again at once, so that waiting messages are
+        # sent as soon as there is one.
         self.due_at = now + SLICE_SECONDS if self._is_connected else now
         return is_readable
 
     def accept(self, num_bytes: int, now: float) -> None:
-        """Accept frames of this size, over a new connection if needed."""
+        """Accept frames of this size, with a new connection if necessary."""
         if num_bytes > self.connection.max_frame_bytes:
             self.connection.renew(num_bytes)
             self._on_disconnected(now)
@@ -125,14 +132,15 @@ class SessionDriver:
             self._check_errors_at = now + _AT_ONCE_SECONDS
         self.session.connected(now)
 
-    def _check_errors(self, now: float) -> None:
-        """End the session if an error follows each connection.
+    def _check_repeated_errors(self, now: float) -> None:
+        """End the session if several connections in a row have failed with an error.
 
-        If only the network was away, the previous socket connects as well, by itself.
+        If the network was only interrupted, the previous socket reconnects by itself,
+        and that does not count as an error.
         """
-        if self._check_errors_at < math.inf and self.connection.has_former_connected():
+        if self._check_errors_at < math.inf and self.connection.is_previous_connected():
             self._check_errors_at = math.inf
-            self.connection.forget_former()
+            self.connection.close_previous()
         if now < self._check_errors_at:
             return
         self._check_errors_at = math.inf
@@ -142,15 +150,15 @@ class SessionDriver:
             return
         self.session.refuse(
             RemoteProtocolError(
-                f"expected ZeroMQ's protocol, and frames of at most "
-                f"{self.connection.max_frame_bytes} bytes; {_MAX_ERRORS} connections "
-                f"one after the other have ended by an error; is that an envserve "
-                f"server?"
+                f"{_MAX_ERRORS} connections in a row ended with a protocol error; "
+                f"expected ZeroMQ messages with frames of at most "
+                f"{self.connection.max_frame_bytes} bytes; check that an envserve "
+                f"server listens there"
             )
         )
 
     def _fail_over(self, server_pool: ServerPool, now: float) -> bool:
-        """Change to another server if one is needed and found; return whether so."""
+        """Move to another server if one is needed and found; return whether it was."""
         attachment = self.session.attachment
         since = attachment.needs_server_since(now)
         attachment.awaits_poll = since is not None and server_pool.polled_at < since
@@ -158,7 +166,8 @@ class SessionDriver:
             return False
         if attachment.is_rejected:
             server_pool.exclude(self)
-        # Envs that may still be there are waited for, until just before the time limit.
+        # If the server may still have the envs, wait for it until just before the time
+        # limit.
         is_lost = attachment.is_recovering or now >= attachment.lost_at - 1.0
         if not (server_pool.is_gone(attachment.address, since) or is_lost):
             return False
@@ -166,10 +175,10 @@ class SessionDriver:
         before = server_pool.locations[self]
         if (found := server_pool.take(self, num_envs, alone=alone)) is None:
             return False
-        try:  # before anything is changed
+        try:  # get the keys before changing anything
             keys = self.connection.keys_for(found)
         except (ConnectError, KeyFileError) as error:
-            _LOGGER.warning("%s gets no rows: %s", found, error)
+            _LOGGER.warning("cannot move envs to %s: %s", found, error)
             server_pool.exclude(self)
             server_pool.locations[self] = before
             return False
@@ -180,7 +189,7 @@ class SessionDriver:
         return True
 
     def wait(self, deadline: float) -> None:
-        """Wait for the server, the session's next deadline, or a time slice."""
+        """Wait for a message, the session's next deadline, or `SLICE_SECONDS`."""
         now = time.monotonic()
         until = min(deadline, self.session.next_deadline(), now + SLICE_SECONDS)
         wants_to_send = bool(self.session.outbox) or not self._is_connected

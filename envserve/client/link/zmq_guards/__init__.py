@@ -1,1 +1,1 @@
-"""What libzmq cannot do for a client: name lookup, byte limits, error causes."""
+"""Workarounds for limits of libzmq: host lookup, message sizes, causes of errors."""

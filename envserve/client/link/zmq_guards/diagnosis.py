@@ -1,7 +1,9 @@
-"""Why there is no connection, found out beside it: no byte of envserve's is sent.
+"""Find out why a client cannot connect, over separate connections.
 
-ZeroMQ's greeting shows whether a server uses keys, and what becomes of a handshake
-shows whose key is not known. Neither is looked at as long as connections work.
+libzmq retries a failed connection forever and does not report the reason. So a
+diagnosis opens connections that send no application data. The peer's ZMTP greeting
+shows whether it is a ZeroMQ socket and whether it uses keys, and the CURVE handshake
+shows which side's key was rejected. No diagnosis runs while there is a connection.
 """
 
 from __future__ import annotations
@@ -17,83 +19,99 @@ from typing import Final
 
 import zmq
 
-from envserve.client.link.zmq_guards.resolver import number_of
+from envserve.client.link.zmq_guards.resolver import resolve_host
 from envserve.errors import ConnectError
 from envserve.keys.formats import fingerprint
 from envserve.keys.key_folder import unknown_server_text
 from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
-#: After so long without a connection it is asked why, and then so often.
-ALONE_SECONDS: Final = 1.0
-_LOOK_SECONDS: Final = 1.5
-#: Signature and version of ZMTP 3: with it a server sends all of its greeting.
+#: Time without a connection before the first diagnosis, and between two of them.
+DELAY_SECONDS: Final = 1.0
+_MAX_DIAGNOSIS_SECONDS: Final = 1.5
+#: The first part of a ZMTP 3 greeting (signature and major version), after which the
+#: peer sends its whole greeting.
 _OUR_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
-#: The rest of it, of who uses no keys: what uses none says then which socket it is.
+#: The rest of the greeting, for the NULL mechanism (without keys). A peer with the same
+#: mechanism then sends its socket type.
 _OUR_REST: Final = b"\0" + b"NULL".ljust(20, b"\0") + bytes(32)
 _GREETING_BYTES: Final = 64
 _MECHANISM: Final = slice(12, 32)
 _SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
-#: In a row: a server that ends hangs up once, and one in doubt on a quarter of those
-#: who ask; one with another key on all, within 0.2 s each.
+#: Failed handshakes in a row after which the server must have another key. A server
+#: that closes fails one handshake, an overloaded server a quarter of them, and a server
+#: with another key all of them, within 0.2 s each.
 _MIN_FAILURES: Final = 5
 
 
 class Finding(enum.Enum):
-    """Why there is no connection."""
+    """The reason why there is no connection."""
 
-    NOBODY = enum.auto()  # there, or nobody who says why
+    UNKNOWN = enum.auto()
+    """The reason could not be determined; the host may be down."""
     NOT_ZEROMQ = enum.auto()
-    USES_NO_KEYS = enum.auto()  # but we do
-    NEEDS_KEYS = enum.auto()  # and we have none
+    """The peer does not speak ZeroMQ."""
+    USES_NO_KEYS = enum.auto()
+    """The server uses no keys, but this client does."""
+    NEEDS_KEYS = enum.auto()
+    """The server uses keys, but this client has none."""
     UNKNOWN_CLIENT = enum.auto()
-    OTHER_SERVER = enum.auto()  # than the one whose key we have
-    FINE = enum.auto()  # there can be one
+    """The server rejected the client's key."""
+    OTHER_SERVER = enum.auto()
+    """The server does not have the key that the client expects."""
+    OK = enum.auto()
+    """A connection is possible."""
     UNKNOWN_HOST = enum.auto()
-    FOREIGN = enum.auto()  # a ZeroMQ socket, but no server's
-    REFUSED = enum.auto()  # nobody listens there, says its host
-    SILENT = enum.auto()  # somebody listens who has no time, or waits for us
+    """The name of the host cannot be resolved."""
+    NOT_A_SERVER = enum.auto()
+    """The peer is a ZeroMQ socket, but not one of an envserve server."""
+    REFUSED = enum.auto()
+    """The host refuses connections, because nothing listens at the port."""
+    SILENT = enum.auto()
+    """The peer accepts connections, but sends nothing."""
 
 
 def diagnose_connection(
     address: str, keys: CurveKeys | None, timeout_seconds: float
 ) -> Finding:
-    """Finds out what becomes of connections to an address.
+    """Find out why connections to an address fail, or whether they succeed.
 
     Args:
-      address: A server's; of those of ipc only whether they are refused is found.
-      keys: The server's public key, and an own pair; None if none are used.
-      timeout_seconds: Longest to take, but for looking up the host's name.
+      address: Address of a server. For ipc, only REFUSED can be detected.
+      keys: The server's public key and the client's key pair; None without keys.
+      timeout_seconds: Maximum duration, excluding the lookup of the host's name.
     """
     deadline = time.monotonic() + timeout_seconds
     try:
-        mechanism, kind = _greet(address, deadline)
-    except (socket.gaierror, UnicodeError):  # that one of an empty or long label
+        mechanism, kind = _read_greeting(address, deadline)
+    except (socket.gaierror, UnicodeError):  # UnicodeError: an empty or long label
         return Finding.UNKNOWN_HOST
     except ConnectionRefusedError:
         return Finding.REFUSED
     except (OSError, ValueError):
-        return Finding.NOBODY
+        return Finding.UNKNOWN
     except EOFError:
         return Finding.SILENT
     if mechanism == b"NULL" and kind not in (b"", b"ROUTER"):
-        return Finding.FOREIGN
+        return Finding.NOT_A_SERVER
     if mechanism == b"NULL":
-        return Finding.FINE if keys is None else Finding.USES_NO_KEYS
+        return Finding.OK if keys is None else Finding.USES_NO_KEYS
     if mechanism != b"CURVE":
         return Finding.NOT_ZEROMQ
     return Finding.NEEDS_KEYS if keys is None else _shake_hands(address, keys, deadline)
 
 
-def _greet(address: str, deadline: float) -> tuple[bytes, bytes]:
-    """Returns what a greeting says of keys, and which socket that without them is.
+def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
+    """Read the greeting of a peer.
 
-    Both are b"" if nothing is said of it.
+    Returns:
+      The security mechanism, b"" if the peer does not speak ZeroMQ; and the socket type
+      if the mechanism is NULL and the peer sends it, otherwise b"".
 
     Raises:
-      OSError: Nobody accepts connections, or nobody who keeps them.
-      ValueError: The address is not one of tcp.
-      EOFError: Who accepts them says nothing.
+      OSError: The connection was refused or closed at once, or timed out.
+      ValueError: The address is not a tcp address.
+      EOFError: The peer accepted the connection but sent nothing.
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
@@ -119,10 +137,10 @@ def _greet(address: str, deadline: float) -> tuple[bytes, bytes]:
 
 
 def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Returns so many bytes, or those that have come by the deadline or the end.
+    """Receive `num_bytes`, or fewer if the deadline or the end of the stream is first.
 
     Raises:
-      OSError: It was closed at once, or reset.
+      OSError: The connection was reset, or closed before the first byte.
     """
     received = b""
     with contextlib.suppress(TimeoutError):
@@ -130,7 +148,7 @@ def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
             stream.settimeout(max(0.01, deadline - time.monotonic()))
             part = stream.recv(num_bytes - len(received))
             if not (part or received):
-                raise ConnectionError("it was closed at once, maybe by a relay")
+                raise ConnectionError("closed before the first byte, maybe by a proxy")
             if not part:
                 break
             received += part
@@ -138,10 +156,10 @@ def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
 
 
 def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
-    """Connects to a server that uses keys, and sends nothing."""
-    from zmq.utils.monitor import recv_monitor_message  # which loads asyncio
+    """Run the CURVE handshake with a server, and report its result."""
+    from zmq.utils.monitor import recv_monitor_message  # it imports asyncio
 
-    address = number_of(address)
+    address = resolve_host(address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     use_keys(dealer, *keys)
@@ -156,28 +174,28 @@ def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
     try:
         dealer.connect(address)
         while monitor.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-            told = recv_monitor_message(monitor)
-            event, value = told["event"], told["value"]
+            message = recv_monitor_message(monitor)
+            event, value = message["event"], message["value"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return Finding.FINE
+                return Finding.OK
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 is_unknown = value == UNKNOWN_KEY
-                return Finding.UNKNOWN_CLIENT if is_unknown else Finding.NOBODY
+                return Finding.UNKNOWN_CLIENT if is_unknown else Finding.UNKNOWN
             failures += 1
-            # What answers in another key's name breaks the protocol.
+            # A peer that only pretends to have the key violates the protocol.
             is_broken = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             if is_broken or failures == _MIN_FAILURES:
                 return Finding.OTHER_SERVER
-        return Finding.NOBODY
+        return Finding.UNKNOWN
     finally:
         dealer.disable_monitor()
         context.destroy(linger=0)
 
 
-def refusal_of(
+def connection_error(
     finding: Finding, address: str, keys: CurveKeys | None
 ) -> ConnectError | None:
-    """Returns what to raise because of a finding; None if there is nothing to say."""
+    """Return the error for a finding; None if waiting for a connection makes sense."""
     if finding is Finding.NEEDS_KEYS:
         return ConnectError(unknown_server_text(address))
     server = fingerprint(keys[0]) if keys else ""
@@ -185,60 +203,62 @@ def refusal_of(
     nothing = "nothing was sent; " if keys else ""
     ask = "is `envserve start` running there, at that port?"
     texts = {
-        Finding.UNKNOWN_HOST: "cannot resolve that name; is it spelled right, and does "
-        "this network know it?",
-        Finding.NOT_ZEROMQ: f"what listens there does not speak ZeroMQ; {nothing}{ask}",
-        Finding.SILENT: "what listens there says nothing: it hangs, or does not speak "
-        f"ZeroMQ; {nothing}{ask}",
-        Finding.FOREIGN: f"a ZeroMQ socket of some other program listens there; {ask}",
-        Finding.USES_NO_KEYS: "the server uses no keys, and this client insists on "
-        "them; start it without --insecure-no-auth, or say insecure=True in a network "
-        "that you trust",
+        Finding.UNKNOWN_HOST: "cannot resolve the host name; check its spelling and "
+        "the DNS of this network",
+        Finding.NOT_ZEROMQ: f"the program that listens there does not speak ZeroMQ; "
+        f"{nothing}{ask}",
+        Finding.SILENT: "the program that listens there does not respond: it "
+        f"hangs, or does not speak ZeroMQ; {nothing}{ask}",
+        Finding.NOT_A_SERVER: "a ZeroMQ socket of another program listens there; "
+        f"{ask}",
+        Finding.USES_NO_KEYS: "the server uses no keys, but this client requires them; "
+        "start it without --insecure-no-auth, or pass insecure=True in a network that "
+        "you trust",
         Finding.UNKNOWN_CLIENT: f"the server does not know this client's key "
-        f'({client}): never invited, expired, or removed; run "envserve invite NAME" '
-        f'there and "envserve join" here',
-        Finding.OTHER_SERVER: f"what answers there has not the key that it had when "
-        f"you joined (expected {server}): another server, a new key, or somebody in "
-        f"between; nothing was sent; if it was set up anew, join again",
+        f"({client}): it was never invited, has expired, or was removed; run "
+        f'"envserve invite NAME" there and "envserve join" here',
+        Finding.OTHER_SERVER: f"the server does not have the key that it had when you "
+        f"joined (expected {server}): it is another server, has a new key, or is a man "
+        f"in the middle; nothing was sent; if it was set up again, join again",
     }
     text = texts.get(finding)
     return None if text is None else ConnectError(f"{address}: {text}")
 
 
 class Diagnosis:
-    """Looks again and again, for somebody who must not wait.
+    """Diagnoses repeatedly in a background thread, so that the caller never blocks.
 
     Attributes:
-      is_final: Whether what was found does not mend while one waits: others can be
-        invited meanwhile, a host may be about to start, or have no time for a while.
+      is_final: Whether the last finding is permanent. An unknown client can still be
+        invited, and an unknown host or an unresponsive server may just be starting.
     """
 
     def __init__(
         self, address: str, keys: CurveKeys | None, timeout_seconds: float = math.inf
     ) -> None:
-        """Begins after `ALONE_SECONDS`, or a quarter of the timeout if that is less."""
+        """Schedule the first diagnosis: in 1 s, or in a quarter of the timeout."""
         self.is_final = False
         self._about = address, keys
-        self._look_seconds = min(_LOOK_SECONDS, timeout_seconds / 2)
-        self._next_at = time.monotonic() + min(ALONE_SECONDS, timeout_seconds / 4)
+        self._timeout_seconds = min(_MAX_DIAGNOSIS_SECONDS, timeout_seconds / 2)
+        self._next_at = time.monotonic() + min(DELAY_SECONDS, timeout_seconds / 4)
         self._thread: threading.Thread | None = None
         self._refusal: ConnectError | None = None
 
     def poll(self, now: float) -> ConnectError | None:
-        """Returns why there is no connection, as far as that is found.
+        """Return the error of the last diagnosis, if any; start one if it is due.
 
-        To be called as long as there is none.
+        Call this only while there is no connection.
         """
         is_looking = self._thread is not None and self._thread.is_alive()
         if now >= self._next_at and not is_looking:
-            self._next_at = now + ALONE_SECONDS
+            self._next_at = now + DELAY_SECONDS
             name = f"diagnosis of {self._about[0]}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         return self._refusal
 
     def _run(self) -> None:
-        finding = diagnose_connection(*self._about, self._look_seconds)
-        self._refusal = refusal_of(finding, *self._about)
+        finding = diagnose_connection(*self._about, self._timeout_seconds)
+        self._refusal = connection_error(finding, *self._about)
         may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
         self.is_final = finding not in may_pass

@@ -1,7 +1,7 @@
-"""Hosts' names as numbers, looked up beside all else.
+"""Resolve host names in separate threads.
 
-ZeroMQ would look them up in the thread that serves all sockets, and wait there for as
-long as a name server does not answer.
+libzmq would resolve them in the I/O thread that serves all sockets, and block there
+while a name server does not answer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import socket
 import threading
 
 
-def is_number(address: str) -> bool:
-    """Tells whether an address has no name: but a number, or a path, or is none."""
-    scheme, _, place = address.partition("://")
-    host, _, port = place.rpartition(":")
+def needs_no_lookup(address: str) -> bool:
+    """Return whether an address contains an IP address or path, or is malformed."""
+    scheme, _, location = address.partition("://")
+    host, _, port = location.rpartition(":")
     if scheme != "tcp" or not port.isdigit():
         return True
     with contextlib.suppress(ValueError):
@@ -23,41 +23,42 @@ def is_number(address: str) -> bool:
     return False
 
 
-def number_of(address: str) -> str:
-    """Returns an address with its host's number: that of IPv4, if it has both.
+def resolve_host(address: str) -> str:
+    """Replace the host name in an address by an IP address, preferably IPv4.
 
     Raises:
-      OSError: Nobody knows the host.
-      UnicodeError: It is no name of a host.
+      OSError: The host is unknown.
+      UnicodeError: The name is not a valid host name.
     """
-    if is_number(address):
+    if needs_no_lookup(address):
         return address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    numbers = [str(place[0]) for *_, place in found]
-    number = min(numbers, key=lambda number: ":" in number)
-    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
+    ips = [str(socket_address[0]) for *_, socket_address in found]
+    ip = min(ips, key=lambda ip: ":" in ip)  # IPv4 first
+    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
 class Lookup:
-    """Looks up an address once, in a thread.
+    """Resolves the host of an address once, in a thread.
 
     Attributes:
-      address: What is looked up.
-      has_ended: Is set when it is over.
-      found: The address with a number, by then; empty if nobody knows the host.
+      address: Address with the host name.
+      has_ended: Event that is set when the lookup has finished.
+      found: The address with an IP address, once `has_ended` is set; empty if the host
+        is unknown.
     """
 
     def __init__(self, address: str) -> None:
-        """Begins."""
+        """Start the thread."""
         self.address, self.found = address, ""
         self.has_ended = threading.Event()
         try:
             threading.Thread(target=self._run, daemon=True).start()
-        except RuntimeError:  # no thread to be had: as if nobody knew the host
+        except RuntimeError:  # the system is out of threads; the caller retries later
             self.has_ended.set()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, UnicodeError):
-            self.found = number_of(self.address)
+            self.found = resolve_host(self.address)
         self.has_ended.set()

@@ -1,8 +1,9 @@
-"""A descriptor for messages that arrive, and a limit for a message that does not end.
+"""A descriptor for arriving messages, and a size limit for unfinished messages.
 
-ZeroMQ limits neither the number of frames of a message, nor the bytes that it stores of
-an unfinished one, and it reports a message only when it is complete. So the bytes that
-the kernel has received over the connection are counted.
+libzmq limits neither the number of frames of a message nor the bytes that it buffers of
+an incomplete message, and it reports a message only when it is complete. So a malicious
+peer could exhaust the memory. `ByteCounter` reads the number of bytes that the kernel
+has received over the connection.
 """
 
 from __future__ import annotations
@@ -20,25 +21,27 @@ import zmq
 
 from envserve.wire.sockets import FrameReceiver
 
-#: Of Linux's `tcp_info`, as far as what it counts as received.
+#: The field `tcpi_bytes_received` of Linux's `tcp_info`.
 _RECEIVED: Final = struct.Struct("=128xQ")
 
 
 class ByteCounter:
-    """Counts the bytes of a connection since its last message; on Linux, over TCP."""
+    """Counts the bytes received since the last message; only for TCP on Linux."""
 
     def __init__(self, receiver: FrameReceiver, address: str) -> None:
-        """Count for the socket that `receiver` reads and that connects to `address`."""
+        """Count for the socket of `receiver`, which connects to `address`."""
         self._receiver = receiver
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
         self._port = int(port) if is_counted and port.isdigit() else 0
-        self._num_messages = self._num_bytes = 0  # as counting began
+        self._num_messages = self._num_bytes = 0  # when counting began
         self._is_connected = False
-        self._fd: int | None = -1  # of the last message; None if nobody has asked
+        #: Descriptor of the connection of the last message; None if it was not read
+        #: from the message yet, -1 if there was no message.
+        self._fd: int | None = -1
 
     def count(self, is_connected: bool) -> int:
-        """Return an upper limit of these bytes; call after each poll of the socket."""
+        """Return an upper bound of the bytes; call after each poll of the socket."""
         receiver = self._receiver
         if is_connected != self._is_connected or not self._port:
             self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
@@ -49,12 +52,13 @@ class ByteCounter:
         if receiver.num_messages != self._num_messages:
             self._num_messages, self._fd = receiver.num_messages, None
             return 0
-        if self._fd is None:  # counted from the first look on that finds no other
+        if self._fd is None:  # no new message since the last call: start counting
             self._fd = int(receiver.first_frame.get(zmq.SRCFD))
             self._num_bytes = _bytes_received(self._fd, self._port)
         if self._fd >= 0:
             return _bytes_received(self._fd, self._port) - self._num_bytes
-        # There was no message that tells: of all connections there, the quietest.
+        # Without a message the descriptor is unknown, so use the connection to this
+        # port with the fewest bytes.
         descriptors = map(int, os.listdir("/proc/self/fd"))
         counts = (_bytes_received(fd, self._port) for fd in descriptors)
         return min(filter(None, counts), default=0)
@@ -62,8 +66,8 @@ class ByteCounter:
 
 def _bytes_received(fd: int, port: int) -> int:
     """Return the bytes received over a connection to a port; 0 for anything else."""
-    # ZeroMQ owns the descriptor and may have closed it. Python closes a duplicate: if
-    # an interrupt made it close ZeroMQ's own, libzmq would abort the process.
+    # libzmq owns the descriptor and may have closed it. Use a duplicate, which Python
+    # may close: if an interrupt made it close the original, libzmq would abort.
     with contextlib.suppress(OSError, IndexError, struct.error):
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return 0
@@ -79,7 +83,8 @@ def _bytes_received(fd: int, port: int) -> int:
 class Waker:
     """A descriptor that is readable when a message arrives, or after `wake`.
 
-    ZeroMQ's own descriptor signals an event once, to the first thread that receives.
+    The descriptor of a ZeroMQ socket is edge-triggered: it signals an event only once,
+    to the first thread that uses the socket.
     """
 
     def __init__(self) -> None:
@@ -116,7 +121,7 @@ class Waker:
             self._is_awake = False
 
     def close(self) -> None:
-        """Close all descriptors except ZeroMQ's."""
+        """Close all descriptors except the one that belongs to libzmq."""
         self._selector.close()
         self._reader.close()
         self._writer.close()
