@@ -11,8 +11,8 @@ from tests.chaos.driver import Driver
 from tests.chaos.envs import LEDGER, MODULE
 from tests.chaos.trial import Trial
 from tests.envserve.server_process import ServerProcess
+from tests.oracle.batch_driver import LONGEST_CALL
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import LONGEST_CALL
 
 #: Steps of an episode: short, since the ends of episodes are where things go wrong.
 EPISODE: Final = 10

@@ -28,7 +28,7 @@ from tests.chaos.case_tables import (
 )
 from tests.chaos.cases.table import CASES
 from tests.chaos.isolated import DidNotEnd, run_isolated
-from tests.chaos.trial import ChaosCase, Plant, run_case
+from tests.chaos.trial import ChaosCase, RowCorruption, run_case
 
 #: After its own time is over, a case that hangs is killed.
 _MORE_SECONDS = 120.0
@@ -58,7 +58,7 @@ def chaos(
             "--peers", help="Try some faults on other projects' vectorised envs."
         ),
     ] = False,
-    plant: Annotated[
+    corruption: Annotated[
         bool,
         typer.Option("--plant", help="Plant a wrong row, to see each case notice it."),
     ] = False,
@@ -79,7 +79,7 @@ def chaos(
     if cases or not peers:
         chosen = chosen_cases(cases or [])
         with own_keys():
-            is_sound = _run_cases(chosen, folder, scale, seed, plant)
+            is_sound = _run_cases(chosen, folder, scale, seed, corruption)
     if peers:
         _run_peers(folder, seed)
     _say(f"Saved in {folder}; all tables are in {folder / 'tables.md'}")
@@ -107,14 +107,19 @@ def chosen_cases(words: Sequence[str]) -> list[ChaosCase]:
 
 
 def _run_cases(
-    cases: Sequence[ChaosCase], folder: Path, scale: float, seed: int, plant: bool
+    cases: Sequence[ChaosCase], folder: Path, scale: float, seed: int, corruption: bool
 ) -> bool:
     is_sound = True
     for case in cases:
         _say(f"... {case.name}: {case.does} (at most {case.most_seconds(scale):.0f} s)")
-        result = _run(case, folder, scale, seed, plant)
+        result = _run(case, folder, scale, seed, corruption)
         position = CASES.index(case)
-        options = {"scale": scale, "seed": seed, "plant": plant, "position": position}
+        options = {
+            "scale": scale,
+            "seed": seed,
+            "plant": corruption,
+            "position": position,
+        }
         save_case(folder, case, result, options)
         _print_result(case, result)
         is_sound &= result.is_sound
@@ -122,14 +127,14 @@ def _run_cases(
 
 
 def _run(
-    case: ChaosCase, folder: Path, scale: float, seed: int, plant: bool
+    case: ChaosCase, folder: Path, scale: float, seed: int, corruption: bool
 ) -> CaseResult:
     """Runs a case in a process of its own; a seed makes it draw the same again."""
     seconds = case.most_seconds(scale) + _MORE_SECONDS
     log = folder / f"{case.name}.log"
     try:
         result = run_isolated(
-            _run_named, case.name, scale, seed, plant, seconds=seconds, log=log
+            _run_named, case.name, scale, seed, corruption, seconds=seconds, log=log
         )
     except DidNotEnd as error:
         repeat = f"chaos.py {case.name} --seed {seed} --scale {scale:g}"
@@ -138,10 +143,10 @@ def _run(
     return result
 
 
-def _run_named(name: str, scale: float, seed: int, plant: bool) -> CaseResult:
+def _run_named(name: str, scale: float, seed: int, corruption: bool) -> CaseResult:
     (case,) = (case for case in CASES if case.name == name)
-    planted = Plant() if plant else None
-    return run_case(case, seed=seed, scale=scale, plant=planted)
+    planted = RowCorruption() if corruption else None
+    return run_case(case, seed=seed, scale=scale, corruption=planted)
 
 
 def _run_peers(folder: Path, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""A player that times what comes of faults, and adds up for a trial."""
+"""A driver that times what comes of faults, and adds up for a trial."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import Counter
 from typing import Final, Self
 
 from envserve.client import BatchEnv, StepResult
-from tests.chaos.recoveries import Recoveries
+from tests.chaos.recovery_times import RecoveryTimes
 from tests.chaos.trial import Trial
+from tests.oracle.batch_driver import LONGEST_CALL, BatchDriver
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import LONGEST_CALL, Player
 
 #: Actions from here on are left to cases, which let envs break down at them.
 FIRST_TRAP: Final = 900
 
 
-class Driver(Player):
+class Driver(BatchDriver):
     """A batch and its ledger; a context manager that adds up in the trial's result.
 
     Attributes:
@@ -35,7 +35,7 @@ class Driver(Player):
         longest_call: float = LONGEST_CALL,
     ) -> None:
         super().__init__(batch, ledger, trial.random, longest_call)
-        self.recoveries = Recoveries(batch.num_envs)
+        self.recoveries = RecoveryTimes(batch.num_envs)
         self.fault_texts: Counter[str] = Counter()
         self._trial = trial
 

@@ -1,6 +1,6 @@
 """One connection through the proxy: the client's end joined to the server's.
 
-Each direction is read, cut into messages, and written with its toxics. If either end
+Each direction is read, cut into messages, and written with its faults. If either end
 breaks or is broken, the other is reset; if one closes, what is under way still arrives.
 """
 
@@ -11,7 +11,7 @@ import socket
 import struct
 from typing import Final
 
-from tests.chaos.toxics import Direction
+from tests.chaos.network_faults import Direction
 from tests.chaos.zmtp import Splitter
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -42,7 +42,7 @@ class Link:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Has toxics looked at that were replaced."""
+        """Has faults looked at that were replaced."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -92,11 +92,11 @@ class Link:
             due, data = item
             if due > loop.time():
                 await asyncio.sleep(due - loop.time())
-            while direction.toxics.is_stalled:
+            while direction.faults.is_stalled:
                 self._changed.clear()
                 await self._changed.wait()
             cut = direction.draw_reset(len(data))
-            await _write_sliced(sink, data[:cut], direction.toxics.slice_bytes)
+            await _write_sliced(sink, data[:cut], direction.faults.slice_bytes)
             if cut is not None:
                 raise ConnectionResetError("by a toxic")
         raise _Ended

@@ -1,7 +1,7 @@
 """A TCP proxy in front of a server, which fails as networks do.
 
 It runs in a thread with an event loop of its own. Whoever connects to it is connected
-to the server; each direction has its toxics.
+to the server; each direction has its faults.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 from typing import Self
 
 from tests.chaos.link import Link, reset
-from tests.chaos.toxics import Direction, Toxics
+from tests.chaos.network_faults import Direction, NetworkFaults
 
-_CALM = Toxics()
+_CALM = NetworkFaults()
 
 
 class Proxy:
@@ -34,8 +34,8 @@ class Proxy:
         self,
         target: str,
         *,
-        to_server: Toxics = _CALM,
-        to_client: Toxics = _CALM,
+        to_server: NetworkFaults = _CALM,
+        to_client: NetworkFaults = _CALM,
         seed: int = 0,
         port: int = 0,
     ) -> None:
@@ -60,13 +60,16 @@ class Proxy:
         self._thread.start()
 
     def change(
-        self, *, to_server: Toxics | None = None, to_client: Toxics | None = None
+        self,
+        *,
+        to_server: NetworkFaults | None = None,
+        to_client: NetworkFaults | None = None,
     ) -> None:
-        """Replaces toxics; those that are not given stay as they are."""
+        """Replaces faults; those that are not given stay as they are."""
         if to_server is not None:
-            self.to_server.toxics = to_server
+            self.to_server.faults = to_server
         if to_client is not None:
-            self.to_client.toxics = to_client
+            self.to_client.faults = to_client
         self._loop.call_soon_threadsafe(self._wake)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.case_result import CaseResult
 from tests.chaos.cases.table import CASES
-from tests.chaos.trial import Plant, run_case
+from tests.chaos.trial import RowCorruption, run_case
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="cases look at processes in /proc: needs Linux"
@@ -24,20 +24,22 @@ SCALES = {
 }
 
 
-def run(name: str, random_seed: int, plant: Plant | None = None) -> CaseResult:
+def run(
+    name: str, random_seed: int, corruption: RowCorruption | None = None
+) -> CaseResult:
     scale = SCALES.get(name, 0.001)
-    return run_case(CASE[name], seed=random_seed, scale=scale, plant=plant)
+    return run_case(CASE[name], seed=random_seed, scale=scale, corruption=corruption)
 
 
 @pytest.mark.parametrize("name", CASE)
 def test_a_wrong_row_is_noticed_after_a_fault(name: str, random_seed: int) -> None:
-    plant = Plant()
-    result = run(name, random_seed, plant)
+    corruption = RowCorruption()
+    result = run(name, random_seed, corruption)
     assert result.verdict == "WRONG", result.error
     assert "expected reward" in result.error
     assert f"--seed {random_seed}" in result.error
-    # Trainers that are killed have a plant of their own.
-    assert (result.faults and plant.is_planted) or name == "trainer-kill"
+    # Trainers that are killed have a corruption of their own.
+    assert (result.faults and corruption.is_planted) or name == "trainer-kill"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Message, decode, encode
+from tests.chaos.network_faults import Direction, NetworkFaults
 from tests.chaos.proxy import Proxy
-from tests.chaos.toxics import Direction, Toxics
 from tests.chaos.zmtp import first_frame
 
 #: As long as a ZMTP greeting.
@@ -27,8 +27,8 @@ def request(number: int, kind: MessageType = MessageType.STEP) -> bytes:
     return bytes([0, len(data)]) + data
 
 
-def run(toxics: Toxics, messages: list[bytes]) -> tuple[list[bytes], Direction]:
-    direction = Direction(toxics, seed=5)
+def run(faults: NetworkFaults, messages: list[bytes]) -> tuple[list[bytes], Direction]:
+    direction = Direction(faults, seed=5)
     going = [out for message in messages for out in direction.take(message)]
     return going + direction.release(), direction
 
@@ -42,20 +42,20 @@ def test_each_fault_of_messages_happens_as_often_as_it_is_counted(
 ) -> None:
     messages = [request(number) for number in range(400)]
     chances: dict[str, Any] = {name: 0.3}
-    toxics = Toxics(**chances)
-    going, direction = run(toxics, messages)
+    faults = NetworkFaults(**chances)
+    going, direction = run(faults, messages)
     strikes = direction.counts[name]
     assert direction.counts == {"messages": 400, name: strikes}
     assert 0.2 * 400 < strikes < 0.4 * 400
     assert len(going) == 400 + extra * strikes
-    assert run(toxics, messages)[0] == going  # the same seed, the same faults
+    assert run(faults, messages)[0] == going  # the same seed, the same faults
     if name == "reorder":
         assert sum(a != b for a, b in zip(going, messages, strict=True)) >= strikes
 
 
 def test_a_retry_is_the_same_request_with_a_higher_attempt() -> None:
     first, answer = request(1), request(2, MessageType.RESULT)
-    going, _ = run(Toxics(retry=1.0), [first, answer])
+    going, _ = run(NetworkFaults(retry=1.0), [first, answer])
     assert [going[0], *going[2:]] == [first, answer]  # requests only
     retry, original = (decode([m[first_frame(m)]]) for m in (going[1], first))
     assert (original.attempt, retry.attempt) == (0, 1)
@@ -105,7 +105,11 @@ def test_a_reset_cuts_within_a_message_and_breaks_both_ends(
     line: Line, is_to_server: bool
 ) -> None:
     line.proxy.change(
-        **{"to_server" if is_to_server else "to_client": Toxics(bytes_until_reset=20.0)}
+        **{
+            "to_server" if is_to_server else "to_client": NetworkFaults(
+                bytes_until_reset=20.0
+            )
+        }
     )
     lengths: set[int] = set()
     while len(lengths) < 20:
@@ -124,12 +128,12 @@ def test_a_reset_cuts_within_a_message_and_breaks_both_ends(
 
 def test_latency_delays_bytes_and_a_stall_holds_them_back(line: Line) -> None:
     client, server = line.connect()
-    line.proxy.change(to_server=Toxics(latency_seconds=0.2, slice_bytes=1))
+    line.proxy.change(to_server=NetworkFaults(latency_seconds=0.2, slice_bytes=1))
     started = time.monotonic()
     client.sendall(GREETING)
     assert receive(server, len(GREETING)) == GREETING
     assert time.monotonic() - started >= 0.2
-    line.proxy.change(to_server=Toxics(is_stalled=True))
+    line.proxy.change(to_server=NetworkFaults(is_stalled=True))
     client.sendall(request(1))
     server.sendall(GREETING)  # the other direction is not affected
     assert receive(client, len(GREETING)) == GREETING
@@ -137,5 +141,5 @@ def test_latency_delays_bytes_and_a_stall_holds_them_back(line: Line) -> None:
     with pytest.raises(TimeoutError):
         server.recv(1)
     server.settimeout(60)
-    line.proxy.change(to_server=Toxics())
+    line.proxy.change(to_server=NetworkFaults())
     assert receive(server, len(request(1))) == request(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from envserve.client import BatchEnv
 from tests.chaos.driver import Driver
 from tests.chaos.envs import LEDGER, MODULE
-from tests.chaos.trial import Plant, Trial
+from tests.chaos.trial import RowCorruption, Trial
 from tests.oracle.ledger import Ledger
 from tests.oracle.result import LedgerError
 
@@ -23,9 +23,14 @@ _NUM_WORKERS = 2
 
 def main(address: str, num_envs: int, seed: int, is_planted: bool = False) -> None:
     """Steps for ever; raises LedgerError when a row was wrong."""
-    plant = Plant(after_faults=0) if is_planted else None
+    corruption = RowCorruption(after_faults=0) if is_planted else None
     trial = Trial(
-        "trainer", seed=seed, scale=1, seconds=math.inf, folder=Path(), plant=plant
+        "trainer",
+        seed=seed,
+        scale=1,
+        seconds=math.inf,
+        folder=Path(),
+        corruption=corruption,
     )
     with (
         BatchEnv.local(
@@ -43,7 +48,7 @@ def main(address: str, num_envs: int, seed: int, is_planted: bool = False) -> No
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "plant" in sys.argv)
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "corruption" in sys.argv)
     except LedgerError as error:
         print(f"wrong: {error}", flush=True)
         sys.exit(1)

@@ -28,7 +28,7 @@ class OutOfTime(Exception):
     """A case has not come to its end in its time."""
 
 
-class Plant:
+class RowCorruption:
     """A wrong row on purpose: one that is valid gets the reward of another action."""
 
     def __init__(self, after_faults: int = 1) -> None:
@@ -51,7 +51,7 @@ class Trial:
     Attributes:
       scale: 1 for the full counts.
       folder: For files; gone after the run.
-      plant: Spoils results before they are checked, to test the check; or None.
+      corruption: Spoils results before they are checked, to test the check; or None.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Trial:
         scale: float,
         seconds: float,
         folder: Path,
-        plant: Plant | None = None,
+        corruption: RowCorruption | None = None,
     ) -> None:
         self.name = name
         self.seed = seed
@@ -71,7 +71,7 @@ class Trial:
         self.random = np.random.default_rng(own_seed)
         self.folder = folder
         self.result = CaseResult()
-        self.plant = plant
+        self.corruption = corruption
         self.began = time.monotonic()
         self._give_up_at = self.began + seconds
         self._numbers = itertools.count()
@@ -84,9 +84,9 @@ class Trial:
         return min(at_full_scale, max(least, 10.0 * self.scale * at_full_scale))
 
     def spoil(self, result: StepResult) -> StepResult:
-        if self.plant is None:
+        if self.corruption is None:
             return result
-        return self.plant.spoil(result, self.result.faults)
+        return self.corruption.spoil(result, self.result.faults)
 
     def draw_seed(self) -> int:
         return int(self.random.integers(2**62))
@@ -135,7 +135,11 @@ def chaos_case(
 
 
 def run_case(
-    case: ChaosCase, *, seed: int, scale: float = 1.0, plant: Plant | None = None
+    case: ChaosCase,
+    *,
+    seed: int,
+    scale: float = 1.0,
+    corruption: RowCorruption | None = None,
 ) -> CaseResult:
     """Runs a case in this process, and returns what has come of it, whatever has."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
@@ -145,7 +149,7 @@ def run_case(
             scale=scale,
             seconds=case.most_seconds(scale),
             folder=Path(folder),
-            plant=plant,
+            corruption=corruption,
         )
         result = trial.result
         repeat = f"repeat it with: chaos.py {case.name} --seed {seed} --scale {scale:g}"

@@ -29,8 +29,8 @@ from envserve.slab import Status
 from envserve.wire.constants import MessageType
 from envserve.wire.message import decode, encode
 from envserve.wire.rows import BlockParts, RowPart
-from tests.worlds.profile import BATCHES, LINGERING, Profile
-from tests.worlds.thief import OWNER
+from tests.simulation.hijacker import OWNER
+from tests.simulation.profile import BATCHES, LINGERING, Profile
 
 Patch = pytest.MonkeyPatch
 
@@ -171,7 +171,7 @@ def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
     around(patch, ServerSession, "pool_finished", finish_others)
 
 
-@bug(suffer("kill_caller", Profile()))
+@bug(suffer("kill_client", Profile()))
 def leases_never_expire(patch: Patch) -> None:
     patch.setattr(ServerSession, "next_deadline", lambda self: math.inf)
 
@@ -387,6 +387,6 @@ def blocks_are_answered_in_another_order(patch: Patch) -> None:
     patch.setattr(lease, "BlockParts", Sorted)
 
 
-@bug(suffer("close_caller"))
+@bug(suffer("close_client"))
 def ended_sessions_are_forgotten(patch: Patch) -> None:
     patch.setattr(lease_table._RecentSessions, "note", lambda *_: None)

@@ -21,7 +21,7 @@ from tests.envserve.planted_bugs import (
     around,
     bug,
 )
-from tests.worlds.profile import BATCHES
+from tests.simulation.profile import BATCHES
 
 __all__ = ["BUGS", "Bug"]
 

@@ -12,8 +12,8 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.errors import EnvTimeout
 from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 
 NUM_ENVS = 8
 SEED = 3
@@ -40,7 +40,9 @@ def alarm() -> Iterator[None]:
 
 
 @pytest.fixture
-def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Player]:
+def player(
+    tmp_path: Path, random_generator: np.random.Generator
+) -> Iterator[BatchDriver]:
     """Checks in the end that each action was applied that ought to be."""
     kwargs = {"journal": str(tmp_path / "journal")}
     with ServerProcess(tmp_path, *LEDGER_OPENINGS) as server:
@@ -52,14 +54,16 @@ def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Pl
             num_splits=2,
             env_kwargs=kwargs,
         ) as batch:
-            player = Player(batch, Ledger(NUM_ENVS, SEED), random_generator)
+            player = BatchDriver(batch, Ledger(NUM_ENVS, SEED), random_generator)
             yield player
         player.ledger.finish(tmp_path / "journal")
 
 
 # An interrupt while a frame of ZeroMQ's is freed is dropped by Python: nothing is cut.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_cancelled_step_answers_no_later_one(player: Player, alarm: None) -> None:
+def test_a_cancelled_step_answers_no_later_one(
+    player: BatchDriver, alarm: None
+) -> None:
     num_cancelled = 0
     while num_cancelled < NUM_CANCELLED:
         actions = player.draw()
@@ -79,7 +83,9 @@ def test_a_cancelled_step_answers_no_later_one(player: Player, alarm: None) -> N
     assert player.ledger.num_valid == num_valid + NUM_ENVS
 
 
-def test_what_a_timeout_leaves_is_received_next(player: Player, tmp_path: Path) -> None:
+def test_what_a_timeout_leaves_is_received_next(
+    player: BatchDriver, tmp_path: Path
+) -> None:
     num_timeouts = 0
     while num_timeouts < NUM_TIMEOUTS:
         player.send(np.arange(NUM_ENVS))

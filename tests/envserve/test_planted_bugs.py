@@ -16,8 +16,8 @@ from envserve.settings import PoolSettings
 from envserve.slab import Status
 from tests.envserve import planted_worker_bugs
 from tests.envserve.planted_worker_bugs import PLANTED, POOL_BUGS, WORKER_BUGS
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 from tests.oracle.result import LedgerError
 
 LENGTH = 5
@@ -25,7 +25,7 @@ SEED = 7
 KILL, RAISE = 998, 999
 
 
-class Fatal(Player):
+class Fatal(BatchDriver):
     """Draws no action that is fatal."""
 
     num_actions = KILL
@@ -61,16 +61,16 @@ def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
     pool = Pool(settings, launcher=launcher)
     pool.finish_start(time.monotonic() + 60.0)
     with BatchEnv([pool], padding_after=0.0) as batch:
-        player = Fatal(batch, ledger, np.random.default_rng(0))
+        driver = Fatal(batch, ledger, np.random.default_rng(0))
         for number in range(48):
-            actions = player.draw()
+            actions = driver.draw()
             if number % 12 == 7:
                 actions[number % 8] = KILL
             if number % 12 == 2:
                 actions[number % 8] = RAISE
-            result = player.step(actions)
+            result = driver.step(actions)
             while (result.status == Status.PENDING).any():
-                result = player.step()
+                result = driver.step()
     ledger.finish(folder)
     return ledger
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from envserve.client import StepResult
 from envserve.slab import Status
-from tests.oracle.books import Books
+from tests.oracle.incarnations import Incarnation, audit
 from tests.oracle.journal import Array, read_journal
-from tests.oracle.lives import Life, audit
-from tests.oracle.result import LedgerError, Part, check_shape
-from tests.oracle.rules import EPISODE, HASH, SEED, STEP, Transition
+from tests.oracle.reference_model import ReferenceModel
+from tests.oracle.result import LedgerError, ResultRows, check_shape
+from tests.oracle.transitions import EPISODE, HASH, SEED, STEP, Transition
 
 #: What says that an episode was lost.
 LOSSES: Final = (
@@ -72,7 +72,10 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         **options: int,
     ) -> None:
-        """Opens empty books; `clock` is for `within`, the rest as for `Books`."""
+        """Create a ledger without rows.
+
+        `clock` is used by `within`; the other arguments are those of `ReferenceModel`.
+        """
         self.num_envs = num_envs
         self.num_rows = self.num_valid = self.num_padding = self.num_late = 0
         self.losses: Counter[Status] = Counter()
@@ -82,7 +85,7 @@ class Ledger:
         self._autoreset = autoreset
         self._clock = clock
         self._steps = np.zeros(num_envs, np.int64)  # for messages
-        self._books = Books(
+        self._books = ReferenceModel(
             num_envs, root_seed, length=length, autoreset=autoreset, **options
         )
 
@@ -145,7 +148,7 @@ class Ledger:
         unknown = rows[self._books.observed[rows, SEED] < 0]
         if unknown.size:
             raise ValueError(f"expected reset() of env {unknown[0]} before its step")
-        part = Part.of(rows, np.asarray(actions, np.int64), result)
+        part = ResultRows.of(rows, np.asarray(actions, np.int64), result)
         self.num_rows += len(rows)
         self._steps[rows] += 1
         self._expect(part, "valid", part.valid, part.status == Status.OK)
@@ -157,7 +160,7 @@ class Ledger:
         if result.infos:
             self._check_infos(part, result.infos)
 
-    def _by_status(self, part: Part) -> None:
+    def _by_status(self, part: ResultRows) -> None:
         is_known = np.zeros(len(part.rows), np.bool_)
         for statuses, handle in (
             ((Status.OK,), self._on_ok),
@@ -198,7 +201,7 @@ class Ledger:
             text = "\n".join(wrong[:20])
             raise LedgerError(f"{journal} disagrees in {len(wrong)} places:\n{text}")
 
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[Incarnation]:
         return self._books.lives()
 
     @contextlib.contextmanager
@@ -216,7 +219,7 @@ class Ledger:
 
     # Each kind of row.
 
-    def _on_ok(self, part: Part) -> None:
+    def _on_ok(self, part: ResultRows) -> None:
         rows, books = part.rows, self._books
         if self._autoreset == "disabled" and books.has_ended[rows].any():
             row = int(rows[books.has_ended[rows]][0])
@@ -227,7 +230,7 @@ class Ledger:
         books.commit(rows, after)
         self.num_valid += len(rows)
 
-    def _on_late(self, part: Part) -> None:
+    def _on_late(self, part: ResultRows) -> None:
         rows, books = part.rows, self._books
         always = np.ones(len(rows), np.bool_)
         self._expect(part, "pending before", books.is_pending[rows], always)
@@ -237,7 +240,7 @@ class Ledger:
         books.commit(rows, after)
         self.num_late += len(rows)
 
-    def _on_pending(self, part: Part) -> None:
+    def _on_pending(self, part: ResultRows) -> None:
         rows, books = part.rows, self._books
         never = np.zeros(len(rows), np.bool_)
         self._expect(part, "reward", part.reward, np.zeros(len(rows)))
@@ -248,7 +251,7 @@ class Ledger:
         self._expect(part, "observation", part.observation, books.observed[rows], owed)
         self.num_padding += len(rows)
 
-    def _on_lost(self, part: Part) -> None:
+    def _on_lost(self, part: ResultRows) -> None:
         rows, books = part.rows, self._books
         never = np.zeros(len(rows), np.bool_)
         self._expect(part, "reward", part.reward, np.zeros(len(rows)))
@@ -291,7 +294,7 @@ class Ledger:
             states += [books.after(state, lost_action) for state in states]
         books.begin_life(row, seen, incarnation, states)
 
-    def _resolve(self, part: Part) -> None:
+    def _resolve(self, part: ResultRows) -> None:
         """Lets rows tell what has become of actions that went unanswered."""
         books = self._books
         for index, row in books.doubtful(part.rows):
@@ -319,7 +322,7 @@ class Ledger:
                 fresh = (seen[SEED], 0, 0, 0)
                 books.begin_life(row, fresh, incarnation, states)
 
-    def _check_transition(self, part: Part, after: Transition) -> None:
+    def _check_transition(self, part: ResultRows, after: Transition) -> None:
         self._expect(part, "observation", part.observation, after.observation)
         self._expect(part, "terminated", part.terminated, after.terminated)
         self._expect(part, "truncated", part.truncated, after.truncated)
@@ -332,7 +335,9 @@ class Ledger:
                 after.final_observation[ended],
             )
 
-    def _check_infos(self, part: Part, infos: Mapping[int, Mapping[str, Any]]) -> None:
+    def _check_infos(
+        self, part: ResultRows, infos: Mapping[int, Mapping[str, Any]]
+    ) -> None:
         index_of = {row: index for index, row in enumerate(part.rows.tolist())}
         for row, info in infos.items():
             if row not in index_of:
@@ -356,7 +361,7 @@ class Ledger:
             return np.arange(self.num_envs)
         return np.asarray(env_indices, np.int64)
 
-    def _expect(self, part: Part, what: str, got: Array, *allowed: Array) -> None:
+    def _expect(self, part: ResultRows, what: str, got: Array, *allowed: Array) -> None:
         """Holds rows to one of some possibilities, each `[n, ...]`."""
         if np.array_equal(got, allowed[0]):
             return

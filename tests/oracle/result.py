@@ -18,7 +18,7 @@ class LedgerError(AssertionError):
         self.env_index = env_index
 
 
-class Part(NamedTuple):
+class ResultRows(NamedTuple):
     """Some rows of a step, with their actions; `rows` are those of the batch."""
 
     rows: Array
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     status: Array
 
     @classmethod
-    def of(cls, rows: Array, actions: Array, result: StepResult) -> Part:
+    def of(cls, rows: Array, actions: Array, result: StepResult) -> ResultRows:
         """Takes a whole step; raises LedgerError for an array of another shape."""
         n = len(rows)
         return cls(
@@ -47,8 +47,8 @@ class Part(NamedTuple):
             check_shape("status", result.status, (n,)),
         )
 
-    def at(self, chosen: Array) -> Part:
-        return Part(*(array[chosen] for array in self))
+    def at(self, chosen: Array) -> ResultRows:
+        return ResultRows(*(array[chosen] for array in self))
 
 
 def check_shape(name: str, array: Array, shape: tuple[int, ...]) -> Array:

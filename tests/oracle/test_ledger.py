@@ -14,13 +14,13 @@ from envserve.envs.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.journal import Array
 from tests.oracle.ledger import LOSSES, Ledger
-from tests.oracle.ledger_rows import LENGTH, ROOT_SEED, LedgerRows, Run
 from tests.oracle.result import LedgerError
+from tests.oracle.simulated_batch import LENGTH, ROOT_SEED, CheckedRun, SimulatedBatch
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
 def test_episodes_of_every_kind_of_end_pass(autoreset: str, random_seed: int) -> None:
-    run = Run(random_seed, autoreset=autoreset)
+    run = CheckedRun(random_seed, autoreset=autoreset)
     results = [run.step() for _ in range(20)]
     assert any(result.terminated.any() for result in results)
     assert any(result.truncated.any() for result in results)
@@ -28,7 +28,7 @@ def test_episodes_of_every_kind_of_end_pass(autoreset: str, random_seed: int) ->
 
 
 def test_rows_that_are_reset_by_their_caller_pass() -> None:
-    run = Run(autoreset="disabled")
+    run = CheckedRun(autoreset="disabled")
     for _ in range(LENGTH):
         result = run.step()
     assert result.terminated.all()
@@ -38,7 +38,7 @@ def test_rows_that_are_reset_by_their_caller_pass() -> None:
 
 
 def test_a_row_that_was_not_reset_after_its_end_cannot_be_stepped() -> None:
-    run = Run(autoreset="disabled")
+    run = CheckedRun(autoreset="disabled")
     for _ in range(LENGTH):
         run.step()
     with pytest.raises(LedgerError, match="env 0: its episode has ended"):
@@ -49,7 +49,7 @@ def test_a_row_that_was_not_reset_after_its_end_cannot_be_stepped() -> None:
 def test_losses_padding_and_late_rows_pass_and_are_counted(
     autoreset: str, random_seed: int
 ) -> None:
-    run = Run(random_seed, autoreset=autoreset)
+    run = CheckedRun(random_seed, autoreset=autoreset)
     ledger = run.ledger
     for _ in range(5):  # over the end of episodes
         run.step()
@@ -64,7 +64,7 @@ def test_losses_padding_and_late_rows_pass_and_are_counted(
 
 
 def test_rows_may_come_in_any_order_and_number() -> None:
-    run = Run()
+    run = CheckedRun()
     given = run.give()
     run.step_row(*given, 2)
     run.step_row(*given, 1, 0)
@@ -84,7 +84,7 @@ def test_first_resets_may_be_of_a_later_incarnation_but_not_of_another_row() -> 
 def test_an_env_may_have_been_built_more_than_once_before_it_is_seen(
     incarnation: int,
 ) -> None:
-    run = Run()
+    run = CheckedRun()
     actions, result = run.give(lost={1: Status.SERVER_LOST})
     result.observation[1, 0] = env_seed(ROOT_SEED, 1, incarnation)
     run.ledger.step(actions, result)
@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_raises_and_names_the_row(name: str) -> None:
     before, faults, change = WRONG[name]
-    run = Run()
+    run = CheckedRun()
     for each in before:
         run.step(**each)
     actions, result = run.give(**faults)
@@ -199,7 +199,7 @@ def test_what_is_wrong_raises_and_names_the_row(name: str) -> None:
 
 
 def test_a_reported_loss_must_not_be_reported_again_with_what_was_before() -> None:
-    run = Run()
+    run = CheckedRun()
     actions, result = run.give(lost={1: Status.WORKER_DIED})
     run.ledger.step(actions, result)
     with pytest.raises(LedgerError, match=r"env 1.*that this env had before"):
@@ -208,7 +208,7 @@ def test_a_reported_loss_must_not_be_reported_again_with_what_was_before() -> No
 
 def test_an_env_that_nothing_was_applied_to_may_be_reset_again_as_lost() -> None:
     """As when a row was reset alone while its block was lost."""
-    run = Run()
+    run = CheckedRun()
     actions, result = run.give(lost={1: Status.WORKER_DIED})
     run.ledger.step(actions, result)
     result.final_observation[1] = result.observation[1]
@@ -220,7 +220,7 @@ def test_an_env_that_nothing_was_applied_to_may_be_reset_again_as_lost() -> None
 
 
 def test_infos_belong_to_their_rows() -> None:
-    run = Run()
+    run = CheckedRun()
     actions, result = run.give(lost={1: Status.TIMEOUT})
     wrong: list[dict[int, dict[str, Any]]] = [
         {0: {"step": 2}},
@@ -229,7 +229,7 @@ def test_infos_belong_to_their_rows() -> None:
     ]
     for infos in wrong:
         ledger = Ledger(3, ROOT_SEED, length=LENGTH)
-        ledger.reset(LedgerRows(length=LENGTH).reset())
+        ledger.reset(SimulatedBatch(length=LENGTH).reset())
         with pytest.raises(LedgerError, match=f"env {next(iter(infos))}.*info"):
             ledger.step(actions, result._replace(infos=infos))
     right: dict[int, dict[str, Any]] = {0: {"step": 1}}
@@ -242,7 +242,7 @@ def test_infos_belong_to_their_rows() -> None:
 
 def test_after_an_interrupt_a_row_may_have_been_stepped_or_not() -> None:
     for is_applied in (False, True):
-        run = Run()
+        run = CheckedRun()
         run.step()
         for _ in range(2 * LENGTH):
             run.cut(is_applied=is_applied)
@@ -250,7 +250,7 @@ def test_after_an_interrupt_a_row_may_have_been_stepped_or_not() -> None:
 
 
 def test_after_an_interrupt_an_older_action_must_not_answer_for_a_new_one() -> None:
-    run = Run()
+    run = CheckedRun()
     cut, actions = run.act(), run.act()
     late_answer = run.rows.step(cut)
     run.ledger.unanswered(cut)
@@ -259,14 +259,14 @@ def test_after_an_interrupt_an_older_action_must_not_answer_for_a_new_one() -> N
 
 
 def test_a_loss_may_go_unseen_with_an_interrupt() -> None:
-    run = Run()
+    run = CheckedRun()
     run.cut(lost={1: Status.WORKER_DIED})
     run.step()
     run.step()
 
 
 def test_a_loss_after_an_interrupt_ends_what_the_interrupt_has_left() -> None:
-    run = Run()
+    run = CheckedRun()
     run.cut()
     run.step(lost={0: Status.WORKER_DIED}, pending=[1])
     run.step(lost={1: Status.WORKER_DIED})
@@ -274,7 +274,7 @@ def test_a_loss_after_an_interrupt_ends_what_the_interrupt_has_left() -> None:
 
 
 def test_a_row_may_be_late_whose_padding_an_interrupt_has_hidden() -> None:
-    run = Run()
+    run = CheckedRun()
     for _ in range(LENGTH):
         run.cut(in_flight=[1])
         run.step(late=[1])
@@ -287,7 +287,7 @@ def test_a_row_may_be_late_whose_padding_an_interrupt_has_hidden() -> None:
 def test_after_an_interrupt_the_action_of_the_next_padding_may_be_applied(
     tmp_path: Path,
 ) -> None:
-    run = Run(journal=str(tmp_path))
+    run = CheckedRun(journal=str(tmp_path))
     run.step(in_flight=[1])
     run.cut(late=[1])
     run.step(in_flight=[1])
@@ -300,7 +300,7 @@ def test_after_an_interrupt_the_action_of_the_next_padding_may_be_applied(
 
 def test_a_row_that_was_reset_may_be_late_with_a_later_action_of_its_padding() -> None:
     for is_reset in (True, False):
-        run = Run()
+        run = CheckedRun()
         run.step()
         if is_reset:
             run.ledger.reset(run.rows.reset_row(1), [1])
@@ -319,7 +319,7 @@ def test_a_row_that_was_reset_may_be_lost_with_a_later_action_of_its_padding(
 ) -> None:
     for number, is_reset in enumerate((True, False)):
         folder = tmp_path / str(number)
-        run = Run(journal=str(folder))
+        run = CheckedRun(journal=str(folder))
         run.step()
         if is_reset:
             run.ledger.reset(run.rows.reset_row(1), [1])

@@ -12,7 +12,7 @@ import pytest
 from tests.oracle.breakdowns import BREAKDOWNS
 from tests.oracle.journal import Journal, read_journal
 from tests.oracle.ledger_env import LedgerEnv, ledger_hash
-from tests.oracle.ledger_rows import LedgerRows
+from tests.oracle.simulated_batch import SimulatedBatch
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_each_applied_action_is_in_the_journal(tmp_path: Path) -> None:
 
 
 def test_envs_of_one_process_share_a_journal(tmp_path: Path) -> None:
-    rows = LedgerRows(3, journal=str(tmp_path))
+    rows = SimulatedBatch(3, journal=str(tmp_path))
     rows.reset()
     rows.step(np.array([1, 2, 3]))
     assert len(list(tmp_path.iterdir())) == 1

@@ -15,7 +15,7 @@ import numpy as np
 from envserve.errors import EnvTimeout
 from tests.chaos.batches import local_driver, remote_driver, running_servers
 from tests.chaos.driver import Driver
-from tests.chaos.striker import Striker
+from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case
 
 _NUM_ENVS: Final = 8
@@ -67,7 +67,7 @@ def cancel(trial: Trial) -> None:
         local_driver(trial, _NUM_ENVS, 2, step_timeout=_STEP_TIMEOUT) as local,
         remote_driver(trial, [server.address], _NUM_ENVS) as remote,
         contextlib.closing(_Interrupts()) as interrupts,
-        Striker() as striker,
+        FaultInjector() as injector,
     ):
         longest = {driver: _usual_seconds(driver) for driver in (local, remote)}
         costs: dict[bool, list[int]] = {True: [], False: []}
@@ -76,7 +76,7 @@ def cancel(trial: Trial) -> None:
             before = _num_spoilt(driver)
             is_interrupt = bool(trial.random.random() < _SHARE_OF_INTERRUPTS)
             if is_interrupt:
-                with _soon(striker, interrupts, trial, longest[driver]):
+                with _soon(injector, interrupts, trial, longest[driver]):
                     trial.result.faults += _interrupted_step(driver, interrupts)
             else:
                 trial.result.faults += _timed_out_receive(driver)
@@ -110,7 +110,7 @@ def _usual_seconds(driver: Driver) -> float:
 
 @contextlib.contextmanager
 def _soon(
-    striker: Striker, interrupts: _Interrupts, trial: Trial, longest: float
+    injector: FaultInjector, interrupts: _Interrupts, trial: Trial, longest: float
 ) -> Iterator[None]:
     """Sends the signal within the time of a call; ends only when it was sent."""
     is_sent = threading.Event()
@@ -119,7 +119,7 @@ def _soon(
         interrupts.send()
         is_sent.set()
 
-    striker.strike(trial.random.uniform(0.0, longest), send)
+    injector.strike(trial.random.uniform(0.0, longest), send)
     yield
     is_sent.wait()
 

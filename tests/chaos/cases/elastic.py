@@ -13,7 +13,7 @@ import numpy as np
 from envserve.slab import Status
 from tests.chaos.batches import remote_driver, running_server
 from tests.chaos.driver import Driver
-from tests.chaos.striker import Striker
+from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.journal import Array
@@ -47,7 +47,7 @@ def elastic(trial: Trial) -> None:
         num_envs = _NUM_LANES * _LANE_ENVS
         words, options = [f"file://{listed}"], {"server_lost_after": 600.0}
         driver = stack.enter_context(remote_driver(trial, words, num_envs, **options))
-        striker = stack.enter_context(Striker())
+        injector = stack.enter_context(FaultInjector())
         for _ in range(trial.count(500)):  # two changes each
             add()
             leaver = servers.pop(trial.random.integers(len(servers)))
@@ -55,7 +55,7 @@ def elastic(trial: Trial) -> None:
                 listed.write_text("\n".join(one.address for one in servers))
             rows = _rows_at(driver, leaver)
             end = functools.partial(_end, leaver, driver, rows, trial.random.random())
-            striker.strike(trial.random.uniform(0.0, _LATEST_STRIKE), end)
+            injector.strike(trial.random.uniform(0.0, _LATEST_STRIKE), end)
             trial.result.faults += 2
             num_moved += rows.size
             num_disturbed += _settle(driver, leaver, rows)

@@ -11,19 +11,19 @@ import numpy as np
 
 from tests.chaos.batches import remote_driver, running_servers
 from tests.chaos.driver import Driver
+from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
-from tests.chaos.toxics import Toxics
 from tests.chaos.trial import ChaosCase, Trial
 
 _NUM_ENVS: Final = 32
-_CALM: Final = Toxics()
+_CALM: Final = NetworkFaults()
 _NUM_FAULTS: Final = 10_000
 #: What must know where messages begin, and change their order: keys forbid both.
 _TAMPERING: Final = {"drop", "duplicate", "stale_copy", "retry", "reorder"}
 
 
 def _bad_network(
-    trial: Trial, *, toxics: Toxics, strikes: tuple[str, ...], num_proxies: int
+    trial: Trial, *, faults: NetworkFaults, strikes: tuple[str, ...], num_proxies: int
 ) -> None:
     """Steps until so many faults have struck.
 
@@ -50,7 +50,7 @@ def _bad_network(
             )
         )
         count = functools.partial(_fewest, proxies, strikes)
-        _change(proxies, toxics)
+        _change(proxies, faults)
         _play(driver, trial, count, num_faults)
         _change(proxies, _CALM)
         driver.receive_rest()
@@ -76,21 +76,21 @@ def _fewest(proxies: list[Proxy], strikes: tuple[str, ...]) -> int:
     return min(sum(d.counts[name] for d in directions) for name in strikes)
 
 
-def _change(proxies: list[Proxy], toxics: Toxics) -> None:
+def _change(proxies: list[Proxy], faults: NetworkFaults) -> None:
     for proxy in proxies:
-        proxy.change(to_server=toxics, to_client=toxics)
+        proxy.change(to_server=faults, to_client=faults)
 
 
 def _case(
     name: str,
     does: str,
-    toxics: Toxics,
+    faults: NetworkFaults,
     *strikes: str,
     num_proxies: int = 1,
     seconds: float = 1200.0,
 ) -> ChaosCase:
     run = functools.partial(
-        _bad_network, toxics=toxics, strikes=strikes, num_proxies=num_proxies
+        _bad_network, faults=faults, strikes=strikes, num_proxies=num_proxies
     )
     return ChaosCase(f"network-{name}", does, "nothing is seen of it", run, seconds)
 
@@ -99,45 +99,45 @@ NETWORK: Final = (
     _case(
         "reset",
         "connections are reset after 4,000 bytes on average, wherever that is",
-        Toxics(bytes_until_reset=4000.0),
+        NetworkFaults(bytes_until_reset=4000.0),
         "reset",
         num_proxies=_NUM_ENVS,
     ),
     _case(
         "loss",
         "1 in 25 messages is lost",
-        Toxics(drop=0.04),
+        NetworkFaults(drop=0.04),
         "drop",
         seconds=7200.0,  # each is noticed after a while only
     ),
     _case(
         "copies",
         "3 in 10 messages come twice, as many once more up to 20 messages later",
-        Toxics(duplicate=0.3, stale_copy=0.3),
+        NetworkFaults(duplicate=0.3, stale_copy=0.3),
         *("duplicate", "stale_copy"),
     ),
     _case(
         "retry",
         "7 in 10 requests are followed at once by a second attempt",
-        Toxics(retry=0.7),
+        NetworkFaults(retry=0.7),
         "retry",
     ),
     _case(
         "reorder",
         "3 in 10 messages are overtaken by the next",
-        Toxics(reorder=0.3),
+        NetworkFaults(reorder=0.3),
         "reorder",
     ),
     _case(
         "slices",
         "everything is written byte by byte",
-        Toxics(slice_bytes=1),
+        NetworkFaults(slice_bytes=1),
         "messages",
     ),
     _case(
         "latency",
         "everything takes 50 to 150 ms longer",
-        Toxics(latency_seconds=0.05, jitter_seconds=0.1),
+        NetworkFaults(latency_seconds=0.05, jitter_seconds=0.1),
         "messages",
     ),
 )

@@ -14,7 +14,7 @@ from envserve.errors import ServerError
 from envserve.slab import Status
 from tests.chaos.batches import remote_driver, running_servers
 from tests.chaos.driver import Driver
-from tests.chaos.striker import Striker
+from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case, check_latency
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.journal import Array
@@ -38,13 +38,13 @@ def server_kill(trial: Trial) -> None:
     with (
         running_servers(trial, 2, _NUM_ENVS) as servers,
         remote_driver(trial, [s.address for s in servers], 2 * _NUM_ENVS) as driver,
-        Striker() as striker,
+        FaultInjector() as injector,
     ):
         for _ in range(num_kills):
             which = int(trial.random.integers(2))
             rows = np.arange(which * _NUM_ENVS, (which + 1) * _NUM_ENVS)
             kill = functools.partial(kill_and_restart, servers[which], driver, rows)
-            _strike(trial, striker, kill, driver, rows)
+            _strike(trial, injector, kill, driver, rows)
             trial.result.faults += 1
             for _ in range(trial.random.integers(1, 50)):
                 driver.step()
@@ -63,10 +63,14 @@ def kill_and_restart(server: ServerProcess, driver: Driver, rows: Array) -> None
 
 
 def _strike(
-    trial: Trial, striker: Striker, act: Callable[[], None], driver: Driver, rows: Array
+    trial: Trial,
+    injector: FaultInjector,
+    act: Callable[[], None],
+    driver: Driver,
+    rows: Array,
 ) -> None:
     """Has a fault happen while all rows are stepped, until its rows are back."""
-    striker.strike(trial.random.uniform(0.0, _LATEST_STRIKE), act)
+    injector.strike(trial.random.uniform(0.0, _LATEST_STRIKE), act)
     while not driver.recoveries.is_open(rows):
         driver.step()
     driver.settle()
@@ -85,7 +89,7 @@ def pause(trial: Trial) -> None:
     with (
         running_servers(trial, 2, _NUM_ENVS) as (calm, server),
         remote_driver(trial, [calm.address, server.address], 2 * _NUM_ENVS) as driver,
-        Striker() as striker,
+        FaultInjector() as injector,
     ):
         rows, noticed = np.arange(_NUM_ENVS, 2 * _NUM_ENVS), 0
         for index in range(num_pauses):
@@ -95,7 +99,7 @@ def pause(trial: Trial) -> None:
                 duration = 2.0
             else:
                 duration = trial.random.uniform(0.01, 0.3)
-            _pause_once(trial, striker, server, driver, rows, duration)
+            _pause_once(trial, injector, server, driver, rows, duration)
             trial.result.faults += 1
             if index < num_long:
                 noticed = driver.ledger.num_late
@@ -108,7 +112,7 @@ def pause(trial: Trial) -> None:
 
 def _pause_once(
     trial: Trial,
-    striker: Striker,
+    injector: FaultInjector,
     server: ServerProcess,
     driver: Driver,
     rows: Array,
@@ -123,7 +127,7 @@ def _pause_once(
         resumed.append(time.monotonic())
         server.signal(signal.SIGCONT)
 
-    striker.strike(trial.random.uniform(0.0, _LATEST_STRIKE), pause)
+    injector.strike(trial.random.uniform(0.0, _LATEST_STRIKE), pause)
     while not (driver.step().status[rows] == Status.OK).all() or not resumed:
         pass
     trial.result.seconds.append(time.monotonic() - resumed[0])
@@ -200,10 +204,10 @@ def drain(trial: Trial) -> None:
                 length=length,
                 server_lost_after=_DRAINED_LOST_AFTER,
             ) as driver,
-            Striker() as striker,
+            FaultInjector() as injector,
         ):
             end = functools.partial(_end, server, codes, seconds)
-            striker.strike(trial.random.uniform(0.0, 0.1), end)
+            injector.strike(trial.random.uniform(0.0, 0.1), end)
             trial.result.faults += 1
             _step_until_told(driver)
     trial.result.seconds += seconds

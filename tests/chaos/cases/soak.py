@@ -14,12 +14,12 @@ import numpy as np
 
 from tests.chaos.batches import local_driver, remote_driver, running_servers
 from tests.chaos.cases.servers import kill_and_restart
-from tests.chaos.cases.workers import DEADLY, KillDrill, traps
+from tests.chaos.cases.workers import DEADLY, WorkerKiller, traps
 from tests.chaos.driver import Driver
+from tests.chaos.fault_injector import FaultInjector
+from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
 from tests.chaos.samples import Leftovers, MemorySamples
-from tests.chaos.striker import Striker
-from tests.chaos.toxics import Toxics
 from tests.chaos.trial import Trial, chaos_case
 from tests.envserve.server_process import ServerProcess
 
@@ -37,7 +37,7 @@ _LOOK_SECONDS: Final = 1.0
 _FROM: Final = (0.2, 0.25)
 _TO: Final = (0.95, 1.0)
 _MOST_GROWTH: Final = 2 << 20
-_BAD_NETWORK: Final = Toxics(
+_BAD_NETWORK: Final = NetworkFaults(
     duplicate=0.02, stale_copy=0.02, reorder=0.02, bytes_until_reset=2e6
 )
 
@@ -106,12 +106,12 @@ def _play(trial: Trial, samples: MemorySamples, duration: float) -> None:
     """Steps all envs for so long, while everything happens to them."""
     with (
         _set_up(trial) as scene,
-        Striker() as worker_striker,
-        Striker() as server_striker,
+        FaultInjector() as worker_injector,
+        FaultInjector() as server_injector,
     ):
         local, remote, servers = scene
         killed = np.arange(_SERVER_ENVS, 2 * _SERVER_ENVS)
-        drill = KillDrill(local, worker_striker, trial)
+        drill = WorkerKiller(local, worker_injector, trial)
         began = time.monotonic()
         kills, server_kills = _Clock(_KILL_SECONDS), _Clock(_SERVER_KILL_SECONDS)
         pauses, looks = _Clock(_PAUSE_EVERY_SECONDS), _Clock(_LOOK_SECONDS)
@@ -126,11 +126,11 @@ def _play(trial: Trial, samples: MemorySamples, duration: float) -> None:
             if server_kills.is_due(elapsed):
                 server_kills.advance()
                 kill = functools.partial(kill_and_restart, servers[1], remote, killed)
-                server_striker.strike(0.0, kill)
+                server_injector.strike(0.0, kill)
                 num_server_faults += 1
             if pauses.is_due(elapsed):
                 pauses.advance()
-                server_striker.strike(0.0, functools.partial(_pause, servers[0]))
+                server_injector.strike(0.0, functools.partial(_pause, servers[0]))
                 num_server_faults += 1
             if looks.is_due(elapsed):
                 looks.advance()

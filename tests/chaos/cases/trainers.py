@@ -17,11 +17,11 @@ from envserve.errors import EnvsBusy, EnvTimeout, LeaseLost, ServerLost
 from envserve.slab import Status
 from tests.chaos.batches import remote_driver, running_servers
 from tests.chaos.driver import Driver
+from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
-from tests.chaos.toxics import Toxics
 from tests.chaos.trial import OutOfTime, Trial, chaos_case
 from tests.envserve.server_process import ROOT, ServerProcess
-from tests.oracle.player import LONGEST_CALL
+from tests.oracle.batch_driver import LONGEST_CALL
 from tests.oracle.result import LedgerError
 
 _NUM_ENVS: Final = 4  # of a trainer's batch
@@ -30,7 +30,7 @@ _AT_ONCE: Final = 8
 _LEASE_SECONDS: Final = 2.5
 _LOOK_SECONDS: Final = 0.005
 _POLL_SECONDS: Final = 0.05
-_CALM: Final = Toxics()
+_CALM: Final = NetworkFaults()
 #: How long word of a lost lease may take.
 _ANSWER_SECONDS: Final = 0.5
 
@@ -75,10 +75,10 @@ def trainer_kill(trial: Trial) -> None:
 @contextlib.contextmanager
 def _trainer(server: ServerProcess, trial: Trial) -> Iterator[subprocess.Popen[str]]:
     seed = str(trial.random.integers(2**31))
-    plant = [] if trial.plant is None else ["plant"]
+    corruption = [] if trial.corruption is None else ["corruption"]
     command = [sys.executable, "-m", "tests.chaos.trainer"]
     with subprocess.Popen(
-        [*command, server.address, str(_NUM_ENVS), seed, *plant],
+        [*command, server.address, str(_NUM_ENVS), seed, *corruption],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -154,7 +154,7 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
         late = [_enter_when_free(stack, trial, proxy.address) for _ in range(count)]
         for driver in late:
             driver.step()
-        proxy.change(to_server=Toxics(is_stalled=True))
+        proxy.change(to_server=NetworkFaults(is_stalled=True))
         for driver in late:
             driver.send(rows)
         with contextlib.ExitStack() as others:

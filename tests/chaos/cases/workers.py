@@ -20,7 +20,7 @@ from envserve.errors import EnvStartError
 from envserve.pool.pool import Pool
 from tests.chaos.batches import EPISODE, local_driver
 from tests.chaos.driver import FIRST_TRAP, Driver
-from tests.chaos.striker import Striker
+from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case, check_latency
 from tests.oracle.journal import Array
 
@@ -50,15 +50,15 @@ def traps(breakdowns: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-class KillDrill:
+class WorkerKiller:
     """Ends workers of a local batch, one at a time for each worker."""
 
-    def __init__(self, driver: Driver, striker: Striker, trial: Trial) -> None:
+    def __init__(self, driver: Driver, injector: FaultInjector, trial: Trial) -> None:
         (lane,) = driver.batch.lanes
         assert isinstance(lane, Pool)
         self._lane = lane
         self._driver = driver
-        self._striker = striker
+        self._injector = injector
         self._random = trial.random
         self._is_under_way = False
         self.num_kills = 0
@@ -83,7 +83,7 @@ class KillDrill:
             number = _SIGNALS[self._random.integers(len(_SIGNALS))]
             strike = functools.partial(self._strike, pid, number, rows)
             self._is_under_way = True
-            self._striker.strike(self._random.uniform(0.0, _LATEST_STRIKE), strike)
+            self._injector.strike(self._random.uniform(0.0, _LATEST_STRIKE), strike)
             return True
         row = rows[self._random.integers(len(rows))]
         actions[row] = FIRST_TRAP + self._random.integers(len(DEADLY))
@@ -126,9 +126,9 @@ def kill(trial: Trial) -> None:
     kwargs = {"breakdowns": traps(DEADLY)}
     with (
         local_driver(trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs) as driver,
-        Striker() as striker,
+        FaultInjector() as injector,
     ):
-        drill = KillDrill(driver, striker, trial)
+        drill = WorkerKiller(driver, injector, trial)
         rows_between = num_rows / num_kills
         next_at = trial.random.exponential(rows_between)
         while driver.ledger.num_rows < num_rows or drill.num_kills < num_kills:

@@ -34,13 +34,13 @@ from envserve.spaces import codec
 from envserve.wire.bodies import Attach, pack_options
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
-from tests.worlds.endpoint import Endpoint
-from tests.worlds.journal import Violation, check_levels
-from tests.worlds.pool import LENGTH, SPEC, answers_to
-from tests.worlds.profile import Profile, log_uniform
+from tests.simulation.endpoint import Endpoint
+from tests.simulation.journal import Violation, check_levels
+from tests.simulation.pool import LENGTH, SPEC, answers_to
+from tests.simulation.profile import Profile, log_uniform
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
 MAX_ENVS: Final = 4
 _CLOSE_SECONDS: Final = 1.5
@@ -64,16 +64,16 @@ class Asked:
     actions: Array | None = None
 
 
-class Caller(Endpoint):
+class RandomClient(Endpoint):
     """Uses envs of one host after the other.
 
     Attributes:
       is_done: Whether it will not attach again.
-      ledgers: Books of all its sessions.
+      ledgers: ReferenceModel of all its sessions.
     """
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation)
         self.is_done = False
         self.ledgers: list[Ledger] = []
         self._in_flight: dict[int, Asked] = {}
@@ -82,7 +82,7 @@ class Caller(Endpoint):
         self._seen = np.zeros((0, 4), np.int64)  # the last observations
         self._unknown: set[int] = set()  # rows that have none
         self._given_up: set[int] = set()  # rows whose envs may be lost by ourselves
-        self.plan(world.clock.random.random(), self._attach)
+        self.plan(simulation.clock.random.random(), self._attach)
 
     def calm(self, profile: Profile) -> None:
         """From now on steps all rows until each was valid once, and then closes."""
@@ -94,9 +94,9 @@ class Caller(Endpoint):
     def _attach(self) -> None:
         if self.session is not None or self.is_done:
             return
-        source, world = self.clock.random, self.world
-        num_envs = source.randint(1, min(MAX_ENVS, world.profile.total_envs))
-        seed = next(world.numbers)
+        source, simulation = self.clock.random, self.simulation
+        num_envs = source.randint(1, min(MAX_ENVS, simulation.profile.total_envs))
+        seed = next(simulation.numbers)
         self.ledgers.append(Ledger(num_envs, seed, length=LENGTH))
         self._seen = np.zeros((num_envs, 4), np.int64)
         self._unknown = set(range(num_envs))
@@ -107,7 +107,7 @@ class Caller(Endpoint):
             num_splits=source.randint(1, 2),
             seed=seed,
         )
-        self.attach(source.choice(world.hosts), attach)
+        self.attach(source.choice(simulation.hosts), attach)
 
     def close(self) -> None:
         """Gives the envs back; after a moment, whether that was heard or not."""
@@ -148,7 +148,7 @@ class Caller(Endpoint):
             and len(self._in_flight) < len(session.blocks)
         ):
             self._is_thinking = True
-            wait = self.world.profile.pace * self.clock.random.random() ** 2
+            wait = self.simulation.profile.pace * self.clock.random.random() ** 2
             self.plan(wait, self._think)
 
     # What the caller wants.
@@ -214,7 +214,7 @@ class Caller(Endpoint):
         source = self.clock.random
         resets, options = [], b""
         if source.random() < 0.5:
-            options = pack_options({"level": self.world.journal.new_level()})
+            options = pack_options({"level": self.simulation.journal.new_level()})
         for block in idle:
             rows = seeds = None
             if source.random() < 0.5:
@@ -250,7 +250,7 @@ class Caller(Endpoint):
 
     def _call(self, session: ClientSession, blocks: Sequence[Block]) -> None:
         source, calls = self.clock.random, []
-        arguments = codec.encode([[self.world.journal.new_call()], {}])
+        arguments = codec.encode([[self.simulation.journal.new_call()], {}])
         for block in blocks:
             rows = tuple(
                 source.sample(_rows(block), source.randint(1, len(_rows(block))))
@@ -321,7 +321,7 @@ class Caller(Endpoint):
 
     def _check_loss(self, row: int, status: Status, now: int) -> None:
         """Checks that the envs are lost that a row had, and that it has the next."""
-        pools = self.world.journal.pools
+        pools = self.simulation.journal.pools
         before, after = pools[int(self._seen[row, 0])], pools[now]
         if status is not Status.SERVER_LOST:
             is_lost = before is after

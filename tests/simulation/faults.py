@@ -9,26 +9,30 @@ from typing import TYPE_CHECKING, Final
 from envserve.errors import EnvError
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, decode, encode
-from tests.worlds.caller import Caller
-from tests.worlds.endpoint import Endpoint
-from tests.worlds.host import Host
-from tests.worlds.profile import log_uniform
-from tests.worlds.thief import OWNER
+from tests.simulation.endpoint import Endpoint
+from tests.simulation.hijacker import OWNER
+from tests.simulation.host import Host
+from tests.simulation.profile import log_uniform
+from tests.simulation.random_client import RandomClient
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
 #: Who is no client, and yet has the key of one.
 STRAY: Final = (0, 0, OWNER)
 
 
-def strike(world: World, kind: str) -> None:
-    source, profile = world.clock.random, world.profile
-    host = source.choice(world.hosts)
-    client = source.choice([*world.endpoints.values()]) if world.endpoints else None
+def strike(simulation: Simulation, kind: str) -> None:
+    source, profile = simulation.clock.random, simulation.profile
+    host = source.choice(simulation.hosts)
+    client = (
+        source.choice([*simulation.endpoints.values()])
+        if simulation.endpoints
+        else None
+    )
     seconds = log_uniform(source, 0.1, profile.max_outage)
     soon = log_uniform(source, 0.01, 10.0)
-    world.clock.note(kind, seconds)
+    simulation.clock.note(kind, seconds)
     if kind == "crash_host":
         host.crash(soon)
     elif kind == "pause_host":
@@ -58,9 +62,9 @@ def _strike_client(client: Endpoint, kind: str, seconds: float, soon: float) -> 
     source = client.clock.random
     if kind == "pause_client":
         client.pause(seconds)
-    elif kind == "kill_caller" and isinstance(client, Caller):
+    elif kind == "kill_client" and isinstance(client, RandomClient):
         client.kill()
-    elif kind == "close_caller" and isinstance(client, Caller):
+    elif kind == "close_client" and isinstance(client, RandomClient):
         client.do(client.close)
     elif kind == "reset_link":
         client.lose_link(soon)

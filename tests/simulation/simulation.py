@@ -1,4 +1,4 @@
-"""Hosts, callers and trainers, the network between them, and faults; from one seed."""
+"""Hosts, clients and trainers, the network between them, and faults; from one seed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from envserve.client import batch_env, lane_group
 from envserve.lane import mark_harmless
 from envserve.session.server.decisions import Reply
 from tests.oracle.ledger import Ledger
-from tests.worlds.caller import Caller
-from tests.worlds.clock import Clock
-from tests.worlds.endpoint import Endpoint
-from tests.worlds.faults import strike
-from tests.worlds.host import Host
-from tests.worlds.journal import Violation, WorldJournal
-from tests.worlds.profile import Profile
-from tests.worlds.trainer import Trainer
+from tests.simulation.clock import VirtualClock
+from tests.simulation.endpoint import Endpoint
+from tests.simulation.faults import strike
+from tests.simulation.host import Host
+from tests.simulation.journal import SimulationJournal, Violation
+from tests.simulation.profile import Profile
+from tests.simulation.random_client import RandomClient
+from tests.simulation.trainer import Trainer
 
 #: Events between two looks at what must hold at any time.
 _EVENTS_PER_CHECK: Final = 64
@@ -31,13 +31,13 @@ _CALM_SECONDS: Final = 1000.0
 _CALM_EVENTS: Final = 50_000
 
 
-class World:
+class Simulation:
     """One simulation.
 
     Attributes:
       numbers: Numbers that nobody else has.
       endpoints: Clients, by number.
-      callers: Who uses sessions.
+      clients: Who uses sessions.
       trainers: Who uses batches.
       calm_at: From which event on nothing fails any more.
       interrupt_in: Events until Ctrl-C, if not None.
@@ -47,8 +47,8 @@ class World:
         """Starts; by default the profile is drawn as well."""
         source = random.Random(seed)
         self.profile = Profile.draw(source) if profile is None else profile
-        self.clock = Clock(source)
-        self.journal = WorldJournal()
+        self.clock = VirtualClock(source)
+        self.journal = SimulationJournal()
         self.numbers = itertools.count(1)
         self.endpoints: dict[int, Endpoint] = {}
         self.calm_at = math.inf
@@ -57,7 +57,7 @@ class World:
         self._give_up_at = (math.inf, math.inf)
         profile = self.profile
         self.hosts = [Host(self) for _ in range(profile.num_hosts)]
-        self.callers = [Caller(self) for _ in range(profile.num_callers)]
+        self.clients = [RandomClient(self) for _ in range(profile.num_clients)]
         self.trainers = [Trainer(self) for _ in range(profile.num_trainers)]
 
     def enter(self, endpoint: Endpoint) -> int:
@@ -94,7 +94,7 @@ class World:
             self._calm()
         seconds, events = self._give_up_at
         if clock.now > seconds or clock.num_events > events:
-            raise Violation("callers and hosts do not come to rest")
+            raise Violation("clients and hosts do not come to rest")
         if self.interrupt_in is not None:
             self.interrupt_in -= 1
             if self.interrupt_in <= 0:
@@ -137,7 +137,7 @@ class World:
             trainer.finish()
         while self.clock.has_events and self.clock.now < self._give_up_at[0]:
             self.step()
-        for caller in self.callers:
+        for caller in self.clients:
             caller.check_ended()
         for host in self.hosts:
             host.check_free()
@@ -145,12 +145,12 @@ class World:
 
     @property
     def ledgers(self) -> list[Ledger]:
-        users: list[Caller | Trainer] = [*self.callers, *self.trainers]
+        users: list[RandomClient | Trainer] = [*self.clients, *self.trainers]
         return [ledger for user in users for ledger in user.ledgers]
 
     @contextmanager
     def as_time(self) -> Iterator[None]:
-        """Has batches know no other time than this world's."""
+        """Has batches know no other time than this simulation's."""
 
         def read() -> float:
             return self.clock.now
@@ -162,7 +162,7 @@ class World:
             yield
 
 
-def simulate(seed: int, num_events: int, profile: Profile | None = None) -> World:
+def simulate(seed: int, num_events: int, profile: Profile | None = None) -> Simulation:
     """Runs a simulation to its end.
 
     Args:
@@ -171,16 +171,16 @@ def simulate(seed: int, num_events: int, profile: Profile | None = None) -> Worl
     Raises:
       Violation: Something has happened that must not; or our own code has failed.
     """
-    world = World(seed, profile)
-    profile = world.profile
+    simulation = Simulation(seed, profile)
+    profile = simulation.profile
     try:
-        with world.as_time():
-            world.calm_at = num_events
-            world.run(num_events)
-            world.finish()
+        with simulation.as_time():
+            simulation.calm_at = num_events
+            simulation.run(num_events)
+            simulation.finish()
     except Exception as error:
         raise Violation(
-            f"seed {seed}, event {world.clock.num_events}: {error!r}\n"
-            f"{profile}\n{world.clock.trace}"
+            f"seed {seed}, event {simulation.clock.num_events}: {error!r}\n"
+            f"{profile}\n{simulation.clock.trace}"
         ) from error
-    return world
+    return simulation

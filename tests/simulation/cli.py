@@ -17,11 +17,11 @@ from rich.progress import Progress
 
 from benchmarks.lab.tables import as_table
 from envserve.host_resources import num_cores
-from tests.worlds.journal import Violation
-from tests.worlds.world import simulate
+from tests.simulation.journal import Violation
+from tests.simulation.simulation import simulate
 
 
-class WorldResult(NamedTuple):
+class SimulationResult(NamedTuple):
     """What has come of one simulation.
 
     Attributes:
@@ -33,28 +33,28 @@ class WorldResult(NamedTuple):
     failure: str = ""
 
 
-def run_one(seed: int, num_events: int) -> WorldResult:
+def run_one(seed: int, num_events: int) -> SimulationResult:
     try:
-        world = simulate(seed, num_events)
+        simulation = simulate(seed, num_events)
     except Violation as violation:
-        return WorldResult(seed, Counter(events=num_events), str(violation))
+        return SimulationResult(seed, Counter(events=num_events), str(violation))
     counts = Counter(
-        events=world.clock.num_events,
-        episodes_lost=world.journal.num_lost,
-        sessions_and_batches=len(world.ledgers),
-        starts_of_servers=sum(host.num_starts for host in world.hosts),
+        events=simulation.clock.num_events,
+        episodes_lost=simulation.journal.num_lost,
+        sessions_and_batches=len(simulation.ledgers),
+        starts_of_servers=sum(host.num_starts for host in simulation.hosts),
     )
-    for ledger in world.ledgers:
+    for ledger in simulation.ledgers:
         counts["valid_rows"] += ledger.num_valid
         counts["lost_rows"] += ledger.losses.total()
         counts["padding"] += ledger.num_padding
         counts["late_rows"] += ledger.num_late
-    return WorldResult(seed, counts)
+    return SimulationResult(seed, counts)
 
 
 def run_many(
     first_seed: int, num_seeds: int, events_per_seed: int, num_processes: int
-) -> Iterator[WorldResult]:
+) -> Iterator[SimulationResult]:
     """Runs simulations with consecutive seeds; yields results as they come."""
     with concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), initializer=logging.disable
@@ -100,7 +100,9 @@ def main(
         raise typer.Exit(1)
 
 
-def _table(results: list[WorldResult], num_failures: int, seconds: float) -> object:
+def _table(
+    results: list[SimulationResult], num_failures: int, seconds: float
+) -> object:
     totals = Counter(simulations=len(results))
     for result in results:
         totals += result.counts

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from envserve.wire.message import Buffer
-from tests.worlds.clock import Clock
-from tests.worlds.host import Host
-from tests.worlds.profile import Profile
-from tests.worlds.thief import OWNER
+from tests.simulation.clock import VirtualClock
+from tests.simulation.hijacker import OWNER
+from tests.simulation.host import Host
+from tests.simulation.profile import Profile
 
 
 class Link:
@@ -20,7 +20,7 @@ class Link:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         profile: Profile,
         name: int,
         receive: Callable[[Sequence[Buffer]], None],
@@ -28,7 +28,7 @@ class Link:
         """Starts without a connection.
 
         Args:
-          name: Tells callers apart.
+          name: Tells clients apart.
         """
         self.is_connected = False
         self.host: Host | None = None
@@ -70,7 +70,7 @@ class Link:
     def reply(self, host: Host, generation: int, frames: Sequence[Buffer]) -> None:
         """Sends something from the host, unless that connection is no more."""
         if generation == self._generation or self._profile.is_sticky:
-            self._send(1, self._arrive_at_caller, host, generation, frames)
+            self._send(1, self._arrive_at_client, host, generation, frames)
 
     def _send(
         self, direction: int, arrive: Callable[..., None], *arguments: object
@@ -95,7 +95,7 @@ class Link:
             peer = (self._name, generation, OWNER)
             host.do(host.receive, peer, frames)
 
-    def _arrive_at_caller(
+    def _arrive_at_client(
         self, host: Host, generation: int, frames: Sequence[Buffer]
     ) -> None:
         if self._profile.is_sticky or generation == self._generation:

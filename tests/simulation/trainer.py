@@ -1,6 +1,6 @@
 """A trainer: uses a batch over real sessions in every way there is, and checks it.
 
-Its calls wait, and whoever waits lets the world go on.
+Its calls wait, and whoever waits lets the simulation go on.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from envserve.client import BatchEnv, StepResult
 from envserve.errors import CallError, EnvserveError, EnvTimeout, ProtocolError
 from envserve.wire.bodies import Attach, pack_options
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
-from tests.worlds.host import Host
-from tests.worlds.journal import Violation, check_levels
-from tests.worlds.lane import WorldLane
-from tests.worlds.pool import LENGTH, SPEC
-from tests.worlds.profile import log_uniform
+from tests.simulation.host import Host
+from tests.simulation.journal import Violation, check_levels
+from tests.simulation.pool import LENGTH, SPEC
+from tests.simulation.profile import log_uniform
+from tests.simulation.simulated_lane import SimulatedLane
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
 _START_SECONDS: Final = 100.0
 #: Who may be told that an env of somebody else is slow has this much patience.
@@ -34,23 +34,23 @@ class Trainer:
     """Uses one batch after the other.
 
     Attributes:
-      player: The batch, with its books; None between two batches.
+      driver: The batch, with its books; None between two batches.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
         self.ledgers: list[Ledger] = []
-        self.player: Player | None = None
-        self._random = world.clock.random
+        self.driver: BatchDriver | None = None
+        self._random = simulation.clock.random
 
     # Batches.
 
     def go_on(self) -> None:
         try:
-            if self.player is None:
+            if self.driver is None:
                 self._begin_somewhere()
             else:
-                self._use(self.player)
+                self._use(self.driver)
         except EnvserveError as error:
             if isinstance(error, ProtocolError):
                 raise
@@ -58,10 +58,12 @@ class Trainer:
             self.wait(log_uniform(self._random, 0.1, 2.0))
 
     def _begin_somewhere(self) -> None:
-        source, world = self._random, self.world
+        source, simulation = self._random, self.simulation
         is_spread = source.random() < 0.7
-        hosts = source.sample(world.hosts, len(world.hosts) if is_spread else 1)
-        most = min(4, world.profile.total_envs)
+        hosts = source.sample(
+            simulation.hosts, len(simulation.hosts) if is_spread else 1
+        )
+        most = min(4, simulation.profile.total_envs)
         sizes = [source.randint(1, most) for _ in hosts]
         self.begin(hosts, sizes, source.randint(1, 2), source.choice(_PADDING_AFTER))
 
@@ -73,8 +75,8 @@ class Trainer:
         padding_after: float,
     ) -> None:
         """Has a batch of so many envs on each host, and resets them."""
-        world, seed = self.world, next(self.world.numbers)
-        lanes: list[WorldLane] = []
+        simulation, seed = self.simulation, next(self.simulation.numbers)
+        lanes: list[SimulatedLane] = []
         try:
             first = 0
             for host, num_envs in zip(hosts, sizes, strict=True):
@@ -85,67 +87,67 @@ class Trainer:
                     seed=seed,
                     first_env_index=first,
                 )
-                lanes.append(WorldLane(world, host, attach))
+                lanes.append(SimulatedLane(simulation, host, attach))
                 first += num_envs
             for lane in lanes:
-                lane.finish_start(world.clock.now + _START_SECONDS)
+                lane.finish_start(simulation.clock.now + _START_SECONDS)
         except EnvserveError:
             for lane in lanes:
                 lane.close()
             raise
         batch = BatchEnv(lanes, padding_after=padding_after)
-        ledger = Ledger(first, seed, length=LENGTH, clock=lambda: world.clock.now)
+        ledger = Ledger(first, seed, length=LENGTH, clock=lambda: simulation.clock.now)
         self.ledgers.append(ledger)
         numbers = np.random.default_rng(seed)
         try:
-            self.player = Player(batch, ledger, numbers, math.inf)
+            self.driver = BatchDriver(batch, ledger, numbers, math.inf)
         except EnvserveError:
             batch.close()
             raise
 
     def close(self) -> None:
-        if self.player is not None:
-            self.player.batch.close()
-            self.player = None
+        if self.driver is not None:
+            self.driver.batch.close()
+            self.driver = None
 
     def wait(self, seconds: float) -> None:
-        until = self.world.clock.now + seconds
-        while self.world.clock.now < until:
-            self.world.step(until)
+        until = self.simulation.clock.now + seconds
+        while self.simulation.clock.now < until:
+            self.simulation.step(until)
 
     def finish(self) -> None:
         """Steps until every row was valid at once, and closes."""
-        while self.player is None or not self._are_all_valid(self.player):
-            if self.player is None:
+        while self.driver is None or not self._are_all_valid(self.driver):
+            if self.driver is None:
                 self.go_on()
         self.close()
 
-    def _are_all_valid(self, player: Player) -> bool:
+    def _are_all_valid(self, driver: BatchDriver) -> bool:
         try:
-            return bool(self.step(player).valid.all())
+            return bool(self.step(driver).valid.all())
         except EnvserveError:
             self.close()
             return False
 
     # What it does with one.
 
-    def _use(self, player: Player) -> None:
-        ways: list[Callable[[Player], Any]]
+    def _use(self, driver: BatchDriver) -> None:
+        ways: list[Callable[[BatchDriver], Any]]
         ways = [self.step, self._send_and_receive, self._reset, self._interrupt]
         ways.append(self._call)
         (way,) = self._random.choices(ways, [0.5, 0.3, 0.08, 0.08, 0.04])
-        way(player)
+        way(driver)
 
-    def step(self, player: Player) -> StepResult:
+    def step(self, driver: BatchDriver) -> StepResult:
         try:
-            return player.step()
+            return driver.step()
         except BaseException:
-            player.ledger.unanswered(player.actions)
+            driver.ledger.unanswered(driver.actions)
             raise
 
-    def _send_and_receive(self, player: Player) -> None:
+    def _send_and_receive(self, driver: BatchDriver) -> None:
         """Sends blocks in any order, and takes them as they come."""
-        batch, source = player.batch, self._random
+        batch, source = driver.batch, self._random
         out: set[int] = set()
         num_sends = source.randint(1, 4)
         try:
@@ -154,59 +156,59 @@ class Trainer:
                 if num_sends and idle and (not out or source.random() < 0.5):
                     num_sends -= 1
                     chosen = source.sample(idle, source.randint(1, len(idle)))
-                    rows = player.random.permutation(np.concatenate(chosen))
+                    rows = driver.random.permutation(np.concatenate(chosen))
                     out.update(rows.tolist())
-                    player.send(rows, together=source.random() < 0.5)
+                    driver.send(rows, together=source.random() < 0.5)
                 else:
-                    out.difference_update(self._receive(player, len(out)))
+                    out.difference_update(self._receive(driver, len(out)))
         except EnvserveError:
             left = np.array(sorted(out), np.int64)
-            player.ledger.unanswered(player.actions[left], left)
+            driver.ledger.unanswered(driver.actions[left], left)
             raise
 
-    def _receive(self, player: Player, num_in_flight: int) -> list[int]:
+    def _receive(self, driver: BatchDriver, num_in_flight: int) -> list[int]:
         """Waits for some of the rows that are out; in vain, or not for long, or cut."""
         source = self._random
         self._plan_interrupt(0.02)
         timeout = source.choice((None, None, None, 0.0, 1.0, 10.0))
         try:
-            rows, _ = player.receive(timeout, source.randint(1, num_in_flight))
+            rows, _ = driver.receive(timeout, source.randint(1, num_in_flight))
         except (EnvTimeout, KeyboardInterrupt):
             return []
         finally:
-            self.world.interrupt_in = None
+            self.simulation.interrupt_in = None
         return rows.tolist()
 
-    def _reset(self, player: Player) -> None:
-        rows = np.flatnonzero(player.random.random(player.batch.num_envs) < 0.3)
+    def _reset(self, driver: BatchDriver) -> None:
+        rows = np.flatnonzero(driver.random.random(driver.batch.num_envs) < 0.3)
         source, options, seeds = self._random, None, None
         if source.random() < 0.5:
-            options = {"level": self.world.journal.new_level()}
+            options = {"level": self.simulation.journal.new_level()}
         if source.random() < 0.5:
             seeds = [source.choice((None, source.getrandbits(62))) for _ in rows]
         if len(rows):
-            observation = player.batch.reset(rows, seeds, options=options)
-            player.ledger.reset(observation, rows, seeds)
+            observation = driver.batch.reset(rows, seeds, options=options)
+            driver.ledger.reset(observation, rows, seeds)
             encoded = pack_options(options)
-            check_levels(player.batch.reset_infos, rows.tolist(), encoded)
+            check_levels(driver.batch.reset_infos, rows.tolist(), encoded)
 
-    def _interrupt(self, player: Player) -> None:
+    def _interrupt(self, driver: BatchDriver) -> None:
         """Is cut short in a step, and goes on with another."""
         self._plan_interrupt(1.0)
         try:
-            self.step(player)
+            self.step(driver)
         except KeyboardInterrupt:
             pass
         finally:
-            self.world.interrupt_in = None
+            self.simulation.interrupt_in = None
 
     def _plan_interrupt(self, probability: float) -> None:
         if self._random.random() < probability:
-            self.world.interrupt_in = self._random.randint(1, 40)
+            self.simulation.interrupt_in = self._random.randint(1, 40)
 
-    def _call(self, player: Player) -> None:
-        argument = self.world.journal.new_call()
-        batch, source = player.batch, self._random
+    def _call(self, driver: BatchDriver) -> None:
+        argument = self.simulation.journal.new_call()
+        batch, source = driver.batch, self._random
         rows = source.sample(range(batch.num_envs), source.randint(1, batch.num_envs))
         try:
             found = batch.call_each("render", argument, env_indices=rows)

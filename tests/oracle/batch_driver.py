@@ -16,7 +16,7 @@ from tests.oracle.ledger import Ledger
 LONGEST_CALL: Final = 60.0
 
 
-class Player:
+class BatchDriver:
     """A batch of ledgers and its books.
 
     Attributes:

@@ -14,14 +14,14 @@ from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Attach
 from envserve.wire.message import Buffer
-from tests.worlds.clock import Patient
-from tests.worlds.host import Host
-from tests.worlds.journal import Violation
-from tests.worlds.link import Link
-from tests.worlds.profile import Profile
+from tests.simulation.clock import PausableProcess
+from tests.simulation.host import Host
+from tests.simulation.journal import Violation
+from tests.simulation.link import Link
+from tests.simulation.profile import Profile
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
 _CONNECT_SECONDS: Final = 10.0
 _LOST_SECONDS: Final = 60.0
@@ -30,7 +30,7 @@ _PING_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 1e-6
 
 
-class Endpoint(Patient):
+class Endpoint(PausableProcess):
     """Has one session after the other, each with some host.
 
     Attributes:
@@ -39,12 +39,14 @@ class Endpoint(Patient):
       is_tenacious: Whether its session never gives up.
     """
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.clock)
-        self.world = world
-        self.number = world.enter(self)
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation.clock)
+        self.simulation = simulation
+        self.number = simulation.enter(self)
         self.session: ClientSession | None = None
-        self.link = Link(world.clock, world.profile, self.number, self._arrive)
+        self.link = Link(
+            simulation.clock, simulation.profile, self.number, self._arrive
+        )
         self.num_envs = 0
         self.is_tenacious = False
         self._wake_at = math.inf
@@ -116,7 +118,7 @@ class Endpoint(Patient):
         attachment = session.attachment
         if session.state is ClientState.READY or attachment.is_recovering:
             farewell = attachment.move_to(
-                f"tcp://host-{self.world.hosts.index(host)}", now
+                f"tcp://host-{self.simulation.hosts.index(host)}", now
             )
             if self.link.is_connected:
                 self.link.send(farewell)

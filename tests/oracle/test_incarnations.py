@@ -10,12 +10,12 @@ import pytest
 from envserve.envs.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.journal import Journal
-from tests.oracle.ledger_rows import ROOT_SEED, Run
 from tests.oracle.result import LedgerError
+from tests.oracle.simulated_batch import ROOT_SEED, CheckedRun
 
 
-def journaled_run(folder: Path, random_seed: int) -> Run:
-    run = Run(random_seed, journal=str(folder))
+def journaled_run(folder: Path, random_seed: int) -> CheckedRun:
+    run = CheckedRun(random_seed, journal=str(folder))
     for _ in range(4):
         run.step()
         run.step(in_flight=[0, 1])
@@ -54,7 +54,7 @@ def test_an_action_that_no_result_tells_of_is_found_in_the_journal(
 
 
 def test_an_action_that_was_owed_cannot_have_been_applied_twice(tmp_path: Path) -> None:
-    run = Run(journal=str(tmp_path))
+    run = CheckedRun(journal=str(tmp_path))
     seed = env_seed(ROOT_SEED, 1, 0)
     actions, result = run.give(in_flight=[1])
     run.ledger.step(actions, result)
@@ -100,7 +100,7 @@ def test_a_changed_action_in_the_journal_is_noticed(
 
 
 def test_a_journal_that_was_cut_is_told_from_one_that_disagrees(tmp_path: Path) -> None:
-    run = Run(journal=str(tmp_path))
+    run = CheckedRun(journal=str(tmp_path))
     run.step()
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])

@@ -15,11 +15,11 @@ from tests.oracle.ledger import Ledger
 from tests.oracle.ledger_env import LedgerEnv
 
 ROOT_SEED = 5
-#: Steps of an episode of a `Run`.
+#: Steps of an episode of a `CheckedRun`.
 LENGTH = 3
 
 
-class LedgerRows:
+class SimulatedBatch:
     """Rows as the specification has them, fault by fault as told.
 
     With `in_flight`, an action is under way when its row turns out to be pending: it
@@ -116,11 +116,11 @@ class LedgerRows:
         return observation, observation, reward, terminated, truncated
 
 
-class Run:
+class CheckedRun:
     """Rows and their ledger, side by side."""
 
     def __init__(self, random_seed: int = 0, **options: Any) -> None:
-        self.rows = LedgerRows(length=LENGTH, **options)
+        self.rows = SimulatedBatch(length=LENGTH, **options)
         self.ledger = Ledger(
             self.rows.num_envs,
             ROOT_SEED,

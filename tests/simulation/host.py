@@ -25,14 +25,14 @@ from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire.message import Buffer, Peer
-from tests.worlds.clock import Patient
-from tests.worlds.journal import Violation
-from tests.worlds.pool import SPEC, MemoryPool, Operation
-from tests.worlds.profile import log_uniform
-from tests.worlds.thief import Thief
+from tests.simulation.clock import PausableProcess
+from tests.simulation.hijacker import Hijacker
+from tests.simulation.journal import Violation
+from tests.simulation.pool import SPEC, MemoryPool, Operation
+from tests.simulation.profile import log_uniform
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
 #: How long a server that stops waits for its clients.
 _STOP_SECONDS: Final = 2.0
@@ -47,7 +47,7 @@ def welcome(session: ServerSession, decision: ReplyWelcome) -> list[Decision]:
     return session.answer(request, body)
 
 
-class Host(Patient):
+class Host(PausableProcess):
     """Carries out what a ServerSession decides.
 
     Attributes:
@@ -56,17 +56,17 @@ class Host(Patient):
       has_defect: Whether the server fails at the next message.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         """Starts the server."""
-        super().__init__(world.clock)
-        profile = world.profile
+        super().__init__(simulation.clock)
+        profile = simulation.profile
         self.session: ServerSession | None = None
         self.pools: dict[SessionId, MemoryPool] = {}
         self.granted: set[SessionId] = set()
         self.num_starts = 0
         self.has_defect = False
-        self._world = world
-        self._thief = Thief()
+        self._simulation = simulation
+        self._thief = Hijacker()
         self._boot = 0
         self._started: set[SessionId] = set()
         self._poll_at = float("inf")
@@ -87,7 +87,7 @@ class Host(Patient):
         """Starts a server, unless there is one."""
         if self.session is None:
             self.num_starts += 1
-            self._boot = next(self._world.numbers)
+            self._boot = next(self._simulation.numbers)
             self._started = set()
             self._poll_at = float("inf")
             policy, most = self._policy, self._policy.total_envs
@@ -163,7 +163,7 @@ class Host(Patient):
     def carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Reply):
-                self._world.deliver(self, decision)
+                self._simulation.deliver(self, decision)
             elif isinstance(decision, ReplyWelcome):
                 self.carry_out(welcome(self._running, decision))
             elif isinstance(decision, StartPool):
@@ -182,15 +182,15 @@ class Host(Patient):
     def _start_pool(self, decision: StartPool) -> None:
         session, source = decision.session, self.clock.random
         self._note_start(session)
-        pool = MemoryPool(decision.settings, self._world.journal)
+        pool = MemoryPool(decision.settings, self._simulation.journal)
         self.pools[session] = pool
         num_envs = sum(pool.config.num_envs for pool in self.pools.values())
-        if num_envs > self._world.profile.total_envs:
+        if num_envs > self._simulation.profile.total_envs:
             raise Violation(
-                f"{num_envs} envs were leased of {self._world.profile.total_envs}"
+                f"{num_envs} envs were leased of {self._simulation.profile.total_envs}"
             )
         seconds = log_uniform(source, 0.01, 10.0)
-        if source.random() < self._world.profile.failures:
+        if source.random() < self._simulation.profile.failures:
             self._plan(seconds, self.fail_pool, session, EnvStartError("no envs"))
         else:
             self._plan(seconds, self._announce, session)
@@ -251,7 +251,7 @@ class Host(Patient):
         """Plans when an operation ends."""
         if pool.blocks[block].worker not in pool.down:
             source = self.clock.random
-            seconds = self._world.profile.pace * 2.0 * source.random() ** 2
+            seconds = self._simulation.profile.pace * 2.0 * source.random() ** 2
             if source.random() < 0.01:
                 seconds += log_uniform(source, 0.1, 20.0)
             self._plan(seconds, self._finish, session, pool, block, operation)
@@ -264,10 +264,12 @@ class Host(Patient):
         if pool.blocks[block].worker in pool.down:
             return  # goes on when the worker is back
         draw = self.clock.random.random
-        if draw() < self._world.profile.failures:
+        if draw() < self._simulation.profile.failures:
             outcome = pool.fail(block)
         else:
-            outcome = pool.finish(block, int(draw() < self._world.profile.env_errors))
+            outcome = pool.finish(
+                block, int(draw() < self._simulation.profile.env_errors)
+            )
         self._report(session, pool, [outcome])
 
     def _report(
@@ -314,10 +316,11 @@ class Host(Patient):
     def check_free(self) -> None:
         if (
             self.pools
-            or self._running.leases.num_free_envs != self._world.profile.total_envs
+            or self._running.leases.num_free_envs != self._simulation.profile.total_envs
         ):
             raise Violation(
-                f"{len(self.pools)} pools are left, and "
+                f"{len(self.pools)} pools remain, and "
                 f"{self._running.leases.num_free_envs} of "
-                f"{self._world.profile.total_envs} envs are free, after all have closed"
+                f"{self._simulation.profile.total_envs} envs are free although all "
+                "clients have closed"
             )

@@ -18,7 +18,7 @@ Planned = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 _NUM_TRACED: Final = 40
 
 
-class Clock:
+class VirtualClock:
     """A queue of events, each a call.
 
     Attributes:
@@ -78,10 +78,10 @@ def _show(argument: Any) -> str:
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
-class Patient:
+class PausableProcess:
     """A process that can be paused: what concerns it waits until it goes on."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self._is_paused = False
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []

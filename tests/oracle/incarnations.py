@@ -20,7 +20,7 @@ Ending = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Life:
+class Incarnation:
     """An incarnation as a caller saw it.
 
     Attributes:
@@ -70,13 +70,13 @@ def journaled_lives(records: Array) -> Iterator[tuple[int, int, Ending]]:
     )
 
 
-def audit(lives: Iterable[Life], records: Array) -> tuple[int, list[str]]:
+def audit(lives: Iterable[Incarnation], records: Array) -> tuple[int, list[str]]:
     """Compares lives with a journal.
 
     Returns:
       How many actions were applied whose result never came; and each discrepancy.
     """
-    open_lives: dict[int, list[Life]] = defaultdict(list)
+    open_lives: dict[int, list[Incarnation]] = defaultdict(list)
     for life in lives:
         open_lives[life.seed].append(life)
     num_unseen = 0
@@ -99,14 +99,14 @@ def audit(lives: Iterable[Life], records: Array) -> tuple[int, list[str]]:
     return num_unseen, wrong
 
 
-def _find(candidates: Sequence[Life], ending: Ending) -> Life | None:
+def _find(candidates: Sequence[Incarnation], ending: Ending) -> Incarnation | None:
     exact = [life for life in candidates if life.seen == ending]
     others = [life for life in candidates if ending in life.unseen]
     return next(iter(exact + others), None)
 
 
 def _describe_stray(
-    pid: int, seed: int, ending: Ending, candidates: Sequence[Life]
+    pid: int, seed: int, ending: Ending, candidates: Sequence[Incarnation]
 ) -> str:
     if not candidates:
         return (

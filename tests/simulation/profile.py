@@ -19,8 +19,8 @@ FAULTS: Final = (
     "stop_host",
     "drain_host",
     "pause_client",
-    "kill_caller",
-    "close_caller",
+    "kill_client",
+    "close_client",
     "reset_link",
     "cut_link",
     "cut_one_way",
@@ -42,7 +42,7 @@ class Profile:
     """Numbers and probabilities of a simulation. Durations are in seconds."""
 
     num_hosts: int = 1
-    num_callers: int = 2
+    num_clients: int = 2
     num_trainers: int = 0
     #: Processes per lease, and what they may hold; with that, the hosts' capacity.
     num_workers: int = 2
@@ -77,7 +77,7 @@ class Profile:
         num_trainers = source.choice((0, 0, 1, 2))
         return cls(
             num_hosts=source.choice((1, 2, 2) if num_trainers else (1, 1, 2)),
-            num_callers=0 if num_trainers else source.choice((1, 2, 3)),
+            num_clients=0 if num_trainers else source.choice((1, 2, 3)),
             num_trainers=num_trainers,
             envs_per_worker=source.choice((2, 3, 4)),
             lease_seconds=source.choice((10.0, 60.0)),
@@ -101,7 +101,7 @@ class Profile:
         return self.num_workers * self.envs_per_worker
 
     def calmed(self) -> Profile:
-        """Returns the same hosts and callers, where nothing fails."""
+        """Returns the same hosts and clients, where nothing fails."""
         return dataclasses.replace(
             self,
             loss=0.0,
@@ -117,7 +117,7 @@ class Profile:
 
 #: Messages that come again, and minutes later, whatever has become of the connection.
 LINGERING: Final = Profile(
-    num_callers=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
+    num_clients=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
 )
 #: Rows that move from host to host, which still answer, and come and go themselves.
 MOVES: Final = Profile(
@@ -134,7 +134,7 @@ MOVES: Final = Profile(
 #: Batches of which envs and servers are away every now and then.
 BATCHES: Final = Profile(
     num_hosts=2,
-    num_callers=0,
+    num_clients=0,
     num_trainers=2,
     fault_rate=0.01,
     faults={"pause_host": 3.0, "lose_worker": 2.0, "crash_host": 0.5},

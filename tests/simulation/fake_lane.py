@@ -20,7 +20,7 @@ from envserve.session.server.decisions import RunStep
 from envserve.settings import PoolSettings
 from envserve.slab import Status, copy_observation_to_final
 from envserve.spaces.env_spec import EnvSpec
-from tests.worlds.pool import MemoryPool
+from tests.simulation.pool import MemoryPool
 
 SPEC = EnvSpec(
     "Fake-v0",

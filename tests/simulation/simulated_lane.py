@@ -1,4 +1,4 @@
-"""A client's half as a lane: who waits lets the world go on."""
+"""A client's half as a lane: who waits lets the simulation go on."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from envserve.session.states import ClientState
 from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import Attach
-from tests.worlds.endpoint import Endpoint
-from tests.worlds.host import Host
+from tests.simulation.endpoint import Endpoint
+from tests.simulation.host import Host
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
 #: How much time a look may take, which does not wait.
 _LOOK_SECONDS: Final = 0.1
 _CLOSE_SECONDS: Final = 1.5
 
 
-class WorldLane(Endpoint):
+class SimulatedLane(Endpoint):
     """Satisfies `envserve.lane.Lane`."""
 
-    def __init__(self, world: World, host: Host, attach: Attach) -> None:
-        super().__init__(world)
-        self.name = f"host {world.hosts.index(host)}"
+    def __init__(self, simulation: Simulation, host: Host, attach: Attach) -> None:
+        super().__init__(simulation)
+        self.name = f"host {simulation.hosts.index(host)}"
         self._reader, self._writer = os.pipe()
-        os.write(self._writer, b"!")  # always readable: nobody waits but for the world
+        os.write(
+            self._writer, b"!"
+        )  # always readable: nobody waits but for the simulation
         self.attach(host, attach)
 
     def finish_start(self, deadline: float) -> None:
@@ -40,7 +42,7 @@ class WorldLane(Endpoint):
             if client.error is not None or self.clock.now >= deadline:
                 self.close()
                 raise client.error or ConnectError("no envs in time")
-            self.world.step(deadline)
+            self.simulation.step(deadline)
 
     @property
     def _client(self) -> ClientSession:
@@ -84,11 +86,11 @@ class WorldLane(Endpoint):
         self.look()
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Lets the world go on until so many operations have ended."""
+        """Lets the simulation go on until so many operations have ended."""
         operations = self._client.operations
         until = self.clock.now + (timeout_seconds or _LOOK_SECONDS)
         while not operations.is_ready(min_finished) and self.clock.now < until:
-            self.world.step(until)
+            self.simulation.step(until)
             if timeout_seconds <= 0:
                 break
         operations.is_ready(min_finished)
@@ -116,8 +118,8 @@ class WorldLane(Endpoint):
         self.begin_close()
         until = self.clock.now + _CLOSE_SECONDS
         while self._client.state is ClientState.CLOSING and self.clock.now < until:
-            self.world.step(until)
-        self.world.leave(self)
+            self.simulation.step(until)
+        self.simulation.leave(self)
         self.session = None
         os.close(self._reader)
         os.close(self._writer)

@@ -12,9 +12,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from envserve.envs.seeding import env_seed
+from tests.oracle.incarnations import Ending, Incarnation
 from tests.oracle.journal import Array
-from tests.oracle.lives import Ending, Life
-from tests.oracle.rules import EPISODE, HASH, SEED, Transition, advance
+from tests.oracle.transitions import EPISODE, HASH, SEED, Transition, advance
 
 #: There are few, unless results are thrown away all the time.
 _MAX_STATES: Final = 1 << 12
@@ -35,7 +35,7 @@ class State(NamedTuple):
     has_ended: bool
 
 
-class Books:
+class ReferenceModel:
     """The state of every row.
 
     Attributes:
@@ -87,7 +87,7 @@ class Books:
         self._doubtful_actions: dict[int, list[int]] = {}
         #: Rows that were reset since they last went on, and their padding's actions.
         self._resets: dict[int, list[int]] = {}
-        self._lives: list[Life] = []
+        self._lives: list[Incarnation] = []
 
     # Steps.
 
@@ -185,16 +185,16 @@ class Books:
         self.settle(row, State(observed, 0, False))
         return True
 
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[Incarnation]:
         rows = np.flatnonzero(self.observed[:, SEED] >= 0).tolist()
         return self._lives + [self._life(row, self.states(row)) for row in rows]
 
-    def _life(self, row: int, states: Sequence[State]) -> Life:
+    def _life(self, row: int, states: Sequence[State]) -> Incarnation:
         seed, _, _, value = self.observed[row].tolist()
         seen = (int(self._num_applied[row]), value)
         endings: set[Ending] = {(s.num_applied, s.observed[HASH]) for s in states}
         incarnation = int(self.highest[row]) if self._is_of_stream[row] else -1
-        return Life(row, incarnation, seed, seen, frozenset(endings - {seen}))
+        return Incarnation(row, incarnation, seed, seen, frozenset(endings - {seen}))
 
     def whose(self, row: int, seed: int) -> str:
         """Says whose seed that is, if it is not the row's own."""

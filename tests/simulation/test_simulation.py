@@ -1,6 +1,6 @@
 """Callers and trainers over a network, hosts and workers that fail; virtual time.
 
-`tests.worlds` says what must hold; `scripts/simulate_sessions.py` runs more.
+`tests.simulation` says what must hold; `scripts/simulate_sessions.py` runs more.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 
 from envserve.slab import Status
 from tests.envserve.planted_reset_bugs import BUGS, Bug
-from tests.worlds.journal import Violation
-from tests.worlds.profile import BATCHES, MOVES
-from tests.worlds.world import simulate
+from tests.simulation.journal import Violation
+from tests.simulation.profile import BATCHES, MOVES
+from tests.simulation.simulation import simulate
 
 #: Together 400,000 events in every run.
 NUM_TESTS = 5
@@ -45,9 +45,9 @@ def quiet_sessions(caplog: pytest.LogCaptureFixture) -> None:
 def test_whatever_fails_no_transition_is_wrong(part: int, random_seed: int) -> None:
     num_valid = num_events = 0
     for index in range(SEEDS_PER_TEST):
-        world = simulate(random_seed + index, EVENTS_PER_SEED)
-        num_events += world.clock.num_events
-        num_valid += sum(ledger.num_valid for ledger in world.ledgers)
+        simulation = simulate(random_seed + index, EVENTS_PER_SEED)
+        num_events += simulation.clock.num_events
+        num_valid += sum(ledger.num_valid for ledger in simulation.ledgers)
     assert num_events >= SEEDS_PER_TEST * EVENTS_PER_SEED
     assert num_valid > num_events // 100
 

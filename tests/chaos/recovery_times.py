@@ -14,7 +14,7 @@ from tests.oracle.ledger import LOSSES
 _ENDS_IT: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
 
 
-class Recoveries:
+class RecoveryTimes:
     """Clocks that start with a fault and stop with a valid row after its loss.
 
     A thread that makes faults may call `strike` while another one calls `note`, but not

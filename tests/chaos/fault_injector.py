@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Self
 
 
-class Striker:
+class FaultInjector:
     """Carries out what it is told to, one after the other; a context manager."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Striker:
             queue.SimpleQueue()
         )
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="striker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="injector", daemon=True)
         self._thread.start()
 
     def strike(self, delay_seconds: float, act: Callable[[], None]) -> None:

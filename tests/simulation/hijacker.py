@@ -20,9 +20,9 @@ from envserve.session.server.server_session import ServerSession
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, decode, encode
-from tests.worlds.journal import Violation
+from tests.simulation.journal import Violation
 
-#: The user of all callers and trainers.
+#: The user of all clients and trainers.
 OWNER: Final = "owner"
 _THIEF: Final = "thief"
 _PEER: Final = (0, 0, _THIEF)
@@ -40,10 +40,10 @@ _KINDS: Final = (
 )
 
 
-class Thief:
+class Hijacker:
     """Takes what the owner says to a host, and says it, or what could follow, itself.
 
-    Draws from a source of its own: a world goes on as if there were none.
+    Draws from a source of its own: a simulation goes on as if there were none.
     """
 
     def __init__(self) -> None:

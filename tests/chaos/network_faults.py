@@ -24,7 +24,7 @@ _REQUESTS: Final = (MessageType.STEP, MessageType.RESET, MessageType.CALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toxics:
+class NetworkFaults:
     """How often, and how, one direction fails."""
 
     #: Chance that a message is lost.
@@ -55,13 +55,13 @@ class Direction:
     """One direction of a proxy, over all its connections.
 
     Attributes:
-      toxics: May be replaced at any time.
+      faults: May be replaced at any time.
       counts: How often each toxic has struck, by the name of its field; and the
         number of `messages` that came.
     """
 
-    def __init__(self, toxics: Toxics, seed: int) -> None:
-        self.toxics = toxics
+    def __init__(self, faults: NetworkFaults, seed: int) -> None:
+        self.faults = faults
         self.counts: Counter[str] = Counter()
         self._random = np.random.default_rng(seed)
         self._held: bytes | None = None
@@ -75,19 +75,19 @@ class Direction:
     def take(self, message: bytes) -> list[bytes]:
         """Returns what goes on now that this message has come."""
         self.counts["messages"] += 1
-        toxics = self.toxics
-        if self._strikes("drop", toxics.drop):
+        faults = self.faults
+        if self._strikes("drop", faults.drop):
             return []
-        if self._draw(toxics.stale_copy) and len(self._stale) < _MAX_STALE:
+        if self._draw(faults.stale_copy) and len(self._stale) < _MAX_STALE:
             due = self.counts["messages"] + int(self._random.integers(_MAX_STALE_BY))
             self._stale.append((due + 1, message))
-        if self._held is None and self._draw(toxics.reorder):
+        if self._held is None and self._draw(faults.reorder):
             self._held = message
             return self._pop_stale()
         going = [message]
-        if self._strikes("duplicate", toxics.duplicate):
+        if self._strikes("duplicate", faults.duplicate):
             going.append(message)
-        if self._draw(toxics.retry) and (retry := _retry_of(message)) is not None:
+        if self._draw(faults.retry) and (retry := _retry_of(message)) is not None:
             self.counts["retry"] += 1
             going.append(retry)
         if self._held is not None:
@@ -102,8 +102,8 @@ class Direction:
 
     def draw_delay(self) -> float:
         """Returns how many seconds the next piece takes longer."""
-        toxics = self.toxics
-        return toxics.latency_seconds + toxics.jitter_seconds * self._random.random()
+        faults = self.faults
+        return faults.latency_seconds + faults.jitter_seconds * self._random.random()
 
     def draw_reset(self, num_bytes: int) -> int | None:
         """Returns after how many of the next bytes the connection is reset, if at all.
@@ -111,7 +111,7 @@ class Direction:
         The distance between resets is distributed exponentially: wherever a connection
         stands, the next byte is as likely the last one as any other.
         """
-        mean = self.toxics.bytes_until_reset
+        mean = self.faults.bytes_until_reset
         if not mean:
             return None
         distance = self._random.exponential(mean)

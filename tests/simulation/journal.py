@@ -1,4 +1,4 @@
-"""What the envs of a world have done, whoever has asked for it."""
+"""What the envs of a simulation have done, whoever has asked for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envserve.spaces import codec
+from tests.oracle.incarnations import audit
 from tests.oracle.journal import RECORD
 from tests.oracle.ledger import Ledger
-from tests.oracle.lives import audit
 
 if TYPE_CHECKING:
-    from tests.worlds.pool import MemoryPool
+    from tests.simulation.pool import MemoryPool
 
 
 class Violation(Exception):
@@ -31,7 +31,7 @@ def check_levels(
         raise Violation(f"a reset has shown {levels}; expected {expected}")
 
 
-class WorldJournal:
+class SimulationJournal:
     """What a `LedgerEnv` needs of a journal; and which calls have been asked for.
 
     Attributes:
@@ -65,7 +65,7 @@ class WorldJournal:
         self._calls.add((number, row))
 
     def audit(self, ledgers: Iterable[Ledger]) -> None:
-        """Compares with what callers have seen, each with a ledger."""
+        """Compares with what clients have seen, each with a ledger."""
         lives = chain.from_iterable(ledger.lives() for ledger in ledgers)
         _, wrong = audit(lives, np.array(self._records, RECORD))
         if wrong:

@@ -19,7 +19,7 @@ from envserve.slab import Rows, Status, copy_observation_to_final, write_lost
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from tests.oracle.ledger_env import LedgerEnv
-from tests.worlds.journal import Violation, WorldJournal
+from tests.simulation.journal import SimulationJournal, Violation
 
 #: Steps of an episode.
 LENGTH: Final = 7
@@ -52,7 +52,7 @@ class MemoryPool:
     spec: ClassVar[EnvSpec] = SPEC
 
     def __init__(
-        self, config: PoolSettings, journal: WorldJournal | None = None
+        self, config: PoolSettings, journal: SimulationJournal | None = None
     ) -> None:
         """Has no env yet: each is built for its first reset."""
         self.config = config
@@ -65,7 +65,7 @@ class MemoryPool:
         self.running: dict[int, Operation] = {}
         self.down: set[int] = set()
         self.is_closing = False
-        self._journal = journal or WorldJournal()
+        self._journal = journal or SimulationJournal()
         self._envs: list[LedgerEnv | None] = [None] * config.num_envs
         self._incarnations = [config.first_incarnation] * config.num_envs
         self._lost: dict[int, Status] = {}
