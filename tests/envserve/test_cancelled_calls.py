@@ -74,7 +74,7 @@ def test_a_cancelled_step_answers_no_later_one(
             signal.setitimer(signal.ITIMER_REAL, 0)
         except Cancelled:
             num_cancelled += 1
-            player.ledger.unanswered(actions)
+            player.ledger.mark_unanswered(actions)
             player.step()
         else:
             player.ledger.step(actions, result)
@@ -97,4 +97,4 @@ def test_what_a_timeout_leaves_is_received_next(
                 num_timeouts += 1
     assert player.ledger.num_valid == player.ledger.num_rows
     player.batch.close()
-    player.check_nothing_was_seen(tmp_path / "journal")
+    player.check_all_rows_were_valid(tmp_path / "journal")

@@ -1,7 +1,8 @@
-"""The lives of ledgers, from seed to seed: as callers saw them, and as journals say.
+"""The incarnations of ledger envs, as the caller received them and as journals contain
+them.
 
-A life is known by how many actions were applied in it, and by their hash: two lives
-that agree in both are the same, but for a chance of 2**-64.
+An incarnation is identified by the number of actions applied in it and their hash. Two
+different incarnations agree in both only with probability 2**-64.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ import numpy as np
 from tests.oracle.journal import Array
 from tests.oracle.ledger_env import HASH_FACTOR, HASH_TERM
 
-#: How many actions a life has had, and their hash.
-Ending = tuple[int, int]
+#: Number of actions applied in an incarnation, and their hash.
+ActionDigest = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """An incarnation as a caller saw it.
+    """An incarnation of a row as the caller received it.
 
     Attributes:
-      incarnation: Which one, or -1 for a seed that was given.
-      seen: How it ended, by the results that came.
-      unseen: How else it may have ended: with actions whose result never came.
+      number: The incarnation's number, or -1 if the caller specified the seed.
+      observed: The actions applied according to the results received.
+      possible: Alternatives that include actions whose result was never received.
     """
 
     env_index: int
-    incarnation: int
+    number: int
     seed: int
-    seen: Ending
-    unseen: frozenset[Ending] = frozenset()
+    observed: ActionDigest
+    possible: frozenset[ActionDigest] = frozenset()
 
     def __str__(self) -> str:
-        which = "" if self.incarnation < 0 else f"incarnation {self.incarnation}, "
+        which = "" if self.number < 0 else f"incarnation {self.number}, "
         return f"env {self.env_index} ({which}seed {self.seed})"
 
 
-def journaled_lives(records: Array) -> Iterator[tuple[int, int, Ending]]:
-    """Yields process id, seed and ending of each life of a journal."""
+def journaled_incarnations(records: Array) -> Iterator[tuple[int, int, ActionDigest]]:
+    """Yield process id, seed and digest of each incarnation in a journal."""
     if not len(records):
         return
     order = np.lexsort((records["seed"], records["pid"]))  # stable
     records = records[order]
     pid, seed = records["pid"], records["seed"]
     place = records["episode"].astype(np.int64) << 32 | records["step"]
-    # A life lives in one process. In it, place by place goes up.
+    # Each incarnation exists in a single process, where its positions only increase.
     is_first = np.ones(len(records), np.bool_)
     is_first[1:] = (
         (pid[1:] != pid[:-1]) | (seed[1:] != seed[:-1]) | (place[1:] <= place[:-1])
@@ -70,52 +71,64 @@ def journaled_lives(records: Array) -> Iterator[tuple[int, int, Ending]]:
     )
 
 
-def audit(lives: Iterable[Incarnation], records: Array) -> tuple[int, list[str]]:
-    """Compares lives with a journal.
+def audit(incarnations: Iterable[Incarnation], records: Array) -> tuple[int, list[str]]:
+    """Compare incarnations with a journal.
 
     Returns:
-      How many actions were applied whose result never came; and each discrepancy.
+      The number of actions that were applied but whose result was never received, and a
+        description of each contradiction.
     """
-    open_lives: dict[int, list[Incarnation]] = defaultdict(list)
-    for life in lives:
-        open_lives[life.seed].append(life)
+    unmatched: dict[int, list[Incarnation]] = defaultdict(list)
+    for incarnation in incarnations:
+        unmatched[incarnation.seed].append(incarnation)
     num_unseen = 0
     wrong = []
-    for pid, seed, ending in journaled_lives(records):
-        candidates = open_lives[seed]
-        match = _find(candidates, ending)
+    for pid, seed, digest in journaled_incarnations(records):
+        candidates = unmatched[seed]
+        match = _find(candidates, digest)
         if match is None:
-            wrong.append(_describe_stray(pid, seed, ending, candidates))
+            wrong.append(_describe_stray(pid, seed, digest, candidates))
             if candidates:
                 candidates.pop(0)
             continue
         candidates.remove(match)
-        num_unseen += max(0, ending[0] - match.seen[0])
-    for life in (life for rest in open_lives.values() for life in rest):
-        if life.seen[0] and all(count for count, _ in life.unseen):
+        num_unseen += max(0, digest[0] - match.observed[0])
+    for incarnation in (
+        incarnation for rest in unmatched.values() for incarnation in rest
+    ):
+        if incarnation.observed[0] and all(count for count, _ in incarnation.possible):
             wrong.append(
-                f"{life}: expected {life.seen[0]} actions in the journal; got none"
+                f"{incarnation}: expected {incarnation.observed[0]} actions in the "
+                "journal; got none"
             )
     return num_unseen, wrong
 
 
-def _find(candidates: Sequence[Incarnation], ending: Ending) -> Incarnation | None:
-    exact = [life for life in candidates if life.seen == ending]
-    others = [life for life in candidates if ending in life.unseen]
+def _find(
+    candidates: Sequence[Incarnation], digest: ActionDigest
+) -> Incarnation | None:
+    exact = [
+        incarnation for incarnation in candidates if incarnation.observed == digest
+    ]
+    others = [
+        incarnation for incarnation in candidates if digest in incarnation.possible
+    ]
     return next(iter(exact + others), None)
 
 
 def _describe_stray(
-    pid: int, seed: int, ending: Ending, candidates: Sequence[Incarnation]
+    pid: int, seed: int, digest: ActionDigest, candidates: Sequence[Incarnation]
 ) -> str:
     if not candidates:
         return (
-            f"process {pid} applied {ending[0]} actions to an env with seed {seed}, "
-            "which no row is known to have had there and then"
+            f"process {pid} applied {digest[0]} actions to an env with seed {seed}, "
+            "which belongs to no incarnation of any row"
         )
-    life = candidates[0]
-    allowed = sorted({life.seen, *life.unseen})
+    incarnation = candidates[0]
+    allowed = sorted({incarnation.observed, *incarnation.possible})
     counts = " or ".join(str(count) for count, _ in allowed)
-    if any(count == ending[0] for count, _ in allowed):
-        return f"{life}: process {pid} applied {counts} actions, but other ones"
-    return f"{life}: expected {counts} actions in the journal; got {ending[0]}"
+    if any(count == digest[0] for count, _ in allowed):
+        return (
+            f"{incarnation}: process {pid} applied {counts} actions, but different ones"
+        )
+    return f"{incarnation}: expected {counts} actions in the journal; got {digest[0]}"

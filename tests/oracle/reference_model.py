@@ -1,7 +1,7 @@
-"""What each row of ledgers is like by now, and which lives it has had.
+"""The reference model of ledger envs: the state and past incarnations of every row.
 
-Where the caller has thrown a result away, a row may be in several states; the next
-result tells.
+If the caller discarded a result, a row has several possible states until the next
+result shows which one is right.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from envserve.envs.seeding import env_seed
-from tests.oracle.incarnations import Ending, Incarnation
+from tests.oracle.incarnations import ActionDigest, Incarnation
 from tests.oracle.journal import Array
 from tests.oracle.transitions import EPISODE, HASH, SEED, Transition, advance
 
-#: There are few, unless results are thrown away all the time.
+#: Limit of possible states of a row. The limit is only reached if results are discarded
+#: all the time.
 _MAX_STATES: Final = 1 << 12
-#: How many incarnations, and leases, an env mostly skips at most.
+#: Number of incarnations, and of leases, that an env usually skips at most.
 _FEW: Final = 16
 
 
 class State(NamedTuple):
-    """What one row may be like.
+    """A possible state of one row.
 
     Attributes:
-      num_applied: Actions since its seed.
-      has_ended: Whether the next step is its reset.
+      observed: The last observation.
+      num_applied: Number of actions applied since the seed was set.
+      has_ended: Whether the episode has ended, so that the next step resets the env.
     """
 
     observed: tuple[int, ...]
@@ -36,14 +38,15 @@ class State(NamedTuple):
 
 
 class ReferenceModel:
-    """The state of every row.
+    """The expected state of every row.
 
     Attributes:
-      observed: int64 `[num_envs, 4]`; what the envs observed last, -1 before a reset.
-      has_ended: bool; whether an env must be reset before it can be stepped.
-      is_pending: bool; whether the row was PENDING last.
-      owed: int64; the action that was sent when the padding began.
-      highest: int64; highest incarnation so far.
+      observed: int64 `[num_envs, 4]`; the last observation of each env, -1 before its
+        first reset.
+      has_ended: bool `[num_envs]`; whether an env must be reset before its next step.
+      is_pending: bool `[num_envs]`; whether the last status was PENDING.
+      awaited_action: int64 `[num_envs]`; the action sent when the row became PENDING.
+      highest_incarnation: int64 `[num_envs]`; the highest incarnation so far.
     """
 
     def __init__(
@@ -57,25 +60,27 @@ class ReferenceModel:
         max_skipped_incarnations: int = 1000,
         incarnations_per_lease: int = 1 << 18,
     ) -> None:
-        """Opens empty books.
+        """Create the model of envs that have not been reset.
 
         Args:
-          root_seed: The batch's. None if its envs are seeded otherwise: then a seed
-            after a loss need only be new to its row.
-          autoreset: The batch's mode: same_step, next_step or disabled.
-          first_env_index: Row, of those that `root_seed` is for, that is the first.
-          max_skipped_incarnations: An env may be rebuilt several times before it is
-            seen again; this is how many times are looked for.
-          incarnations_per_lease: By how much each further lease of a client raises the
-            first incarnation of its envs.
+          root_seed: The seed of the batch. With None, the envs get their seeds from
+            elsewhere; then the seed after a loss only has to be new to its row.
+          length: Number of steps in an episode.
+          autoreset: The autoreset mode: same_step, next_step or disabled.
+          first_env_index: Index of the first row among the rows seeded from
+            `root_seed`.
+          max_skipped_incarnations: Limit of how often an env may have been rebuilt
+            without the caller receiving a result of it.
+          incarnations_per_lease: Difference between the first incarnations of two
+            consecutive leases of a client.
         """
         self.observed = np.full((num_envs, 4), -1, np.int64)
         self.has_ended = np.zeros(num_envs, np.bool_)
         self.is_pending = np.zeros(num_envs, np.bool_)
-        self.owed = np.zeros(num_envs, np.int64)
-        self.highest = np.full(num_envs, -1, np.int64)
-        self._num_applied = np.zeros(num_envs, np.int64)  # since the seed
-        self._is_of_stream = np.zeros(num_envs, np.bool_)  # as opposed to given
+        self.awaited_action = np.zeros(num_envs, np.int64)
+        self.highest_incarnation = np.full(num_envs, -1, np.int64)
+        self._num_applied = np.zeros(num_envs, np.int64)
+        self._has_derived_seed = np.zeros(num_envs, np.bool_)
         self._root_seed = root_seed
         self._length = length
         self._is_same_step = autoreset == "same_step"
@@ -83,11 +88,12 @@ class ReferenceModel:
         self._max_skipped = max_skipped_incarnations
         self._incarnations_per_lease = incarnations_per_lease
         self._seeds: list[set[int]] = [set() for _ in range(num_envs)]
-        self._doubts: dict[int, list[State]] = {}
-        self._doubtful_actions: dict[int, list[int]] = {}
-        #: Rows that were reset since they last went on, and their padding's actions.
+        self._possible_states: dict[int, list[State]] = {}
+        self._unanswered_actions: dict[int, list[int]] = {}
+        #: Rows that were reset and not stepped since, each with the actions sent while
+        #: it was PENDING.
         self._resets: dict[int, list[int]] = {}
-        self._lives: list[Incarnation] = []
+        self._past_incarnations: list[Incarnation] = []
 
     # Steps.
 
@@ -105,45 +111,48 @@ class ReferenceModel:
         self._num_applied[rows] += after.is_applied
         self.has_ended[rows] = after.has_ended
         self.is_pending[rows] = False
-        for row in [row for row in self._doubts if row in rows]:
-            del self._doubts[row], self._doubtful_actions[row]
+        for row in [row for row in self._possible_states if row in rows]:
+            del self._possible_states[row], self._unanswered_actions[row]
         for row in [row for row in self._resets if row in rows]:
             del self._resets[row]
 
-    def pend(self, rows: Array, actions: Array) -> None:
-        """Takes rows to be pending; the first action of a run stays owed."""
+    def mark_pending(self, rows: Array, actions: Array) -> None:
+        """Mark rows as PENDING; only the first of consecutive actions is awaited."""
         is_first = ~self.is_pending[rows]
-        self.owed[rows[is_first]] = actions[is_first]
-        for row in [row for row in self._doubts if row in rows[is_first]]:
-            self.doubt(row, int(self.owed[row]))
+        self.awaited_action[rows[is_first]] = actions[is_first]
+        for row in [row for row in self._possible_states if row in rows[is_first]]:
+            self.record_unanswered(row, int(self.awaited_action[row]))
         self.is_pending[rows] = True
-        self.note_actions(rows, actions)
+        self.record_actions(rows, actions)
 
-    def note_actions(self, rows: Array, actions: Array) -> None:
-        """Notes what may have been sent for rows that were reset."""
+    def record_actions(self, rows: Array, actions: Array) -> None:
+        """Record actions that may have been sent to rows that were reset."""
         for row in [row for row in self._resets if row in rows]:
             action = int(actions[rows == row][0])
             if action not in self._resets[row]:
                 self._resets[row].append(action)
 
-    def note_reset(self, row: int) -> None:
-        """Notes that a row was reset.
+    def record_reset(self, row: int) -> None:
+        """Record that a row was reset.
 
-        Others of its block may have been lost or late meanwhile. Then its first padding
-        is for their sake, and it is a later action that is sent.
+        Other rows of its block may have been lost or late then. In this case the first
+        PENDING result was caused by those rows, and the env receives a later action
+        instead.
         """
         self._resets[row] = []
 
-    # Lives.
+    # Incarnations.
 
     def seed_of(self, row: int, incarnation: int) -> int | None:
         if self._root_seed is None:
             return None
         return env_seed(self._root_seed, row + self._first_env_index, incarnation)
 
-    def incarnation_of(self, row: int, seed: int) -> int | None:
-        """Returns which incarnation, above all before, has this seed; None for none."""
-        above = int(self.highest[row]) + 1
+    def find_incarnation(self, row: int, seed: int) -> int | None:
+        """Return the incarnation with this seed that is higher than all previous ones,
+        or None.
+        """
+        above = int(self.highest_incarnation[row]) + 1
         if self._root_seed is None:
             return None if seed in self._seeds[row] else above
         for incarnation in self._later_incarnations(above):
@@ -152,7 +161,7 @@ class ReferenceModel:
         return None
 
     def _later_incarnations(self, above: int) -> Iterator[int]:
-        """Yields those that may be next, the likelier ones first."""
+        """Yield candidates for the next incarnation, the most likely ones first."""
         stride = self._incarnations_per_lease
         yield above
         yield (above // stride + 1) * stride
@@ -161,64 +170,76 @@ class ReferenceModel:
             yield from range(lease * stride, lease * stride + _FEW)
         yield from range(above + _FEW, above + self._max_skipped)
 
-    def begin_life(
+    def begin_incarnation(
         self,
         row: int,
         observed: tuple[int, ...],
         incarnation: int,
         states: Sequence[State],
     ) -> None:
-        """Begins with a seed; what was before has ended in one of these states."""
+        """Start an incarnation; the previous one ended in one of `states`."""
         if self.observed[row, SEED] >= 0:
-            self._lives.append(self._life(row, states))
-        self.settle(row, State(observed, 0, False))
+            self._past_incarnations.append(self._incarnation(row, states))
+        self.set_state(row, State(observed, 0, False))
         self._seeds[row].add(observed[SEED])
-        self._is_of_stream[row] = incarnation >= 0
-        self.highest[row] = max(self.highest[row], incarnation)
+        self._has_derived_seed[row] = incarnation >= 0
+        self.highest_incarnation[row] = max(self.highest_incarnation[row], incarnation)
 
-    def take_reset_again(self, row: int, observed: tuple[int, ...]) -> bool:
-        """Takes a row to be like this if it is a later reset of a life of no action."""
+    def accept_repeated_reset(self, row: int, observed: tuple[int, ...]) -> bool:
+        """Accept the observation if only resets happened since the seed was set."""
         seed, episode, _, _ = self.observed[row].tolist()
         is_later = observed[SEED] == seed and observed[EPISODE] > episode
         if not is_later or self._num_applied[row]:
             return False
-        self.settle(row, State(observed, 0, False))
+        self.set_state(row, State(observed, 0, False))
         return True
 
-    def lives(self) -> list[Incarnation]:
+    def incarnations(self) -> list[Incarnation]:
         rows = np.flatnonzero(self.observed[:, SEED] >= 0).tolist()
-        return self._lives + [self._life(row, self.states(row)) for row in rows]
+        return self._past_incarnations + [
+            self._incarnation(row, self.possible_states(row)) for row in rows
+        ]
 
-    def _life(self, row: int, states: Sequence[State]) -> Incarnation:
+    def _incarnation(self, row: int, states: Sequence[State]) -> Incarnation:
         seed, _, _, value = self.observed[row].tolist()
-        seen = (int(self._num_applied[row]), value)
-        endings: set[Ending] = {(s.num_applied, s.observed[HASH]) for s in states}
-        incarnation = int(self.highest[row]) if self._is_of_stream[row] else -1
-        return Incarnation(row, incarnation, seed, seen, frozenset(endings - {seen}))
+        digest = (int(self._num_applied[row]), value)
+        digests: set[ActionDigest] = {(s.num_applied, s.observed[HASH]) for s in states}
+        incarnation = (
+            int(self.highest_incarnation[row]) if self._has_derived_seed[row] else -1
+        )
+        return Incarnation(
+            row, incarnation, seed, digest, frozenset(digests - {digest})
+        )
 
-    def whose(self, row: int, seed: int) -> str:
-        """Says whose seed that is, if it is not the row's own."""
+    def describe_seed_owner(self, row: int, seed: int) -> str:
+        """Return a note for an error message about which row or incarnation has the
+        seed.
+        """
         (others,) = np.nonzero(self.observed[:, SEED] == seed)
         if others.size and row not in others:
-            return f", which is env {others[0]}'s"
+            return f"; this is the seed of env {others[0]}"
         if seed in self._seeds[row] and seed != self.observed[row, SEED]:
-            return ", whose seed is one that this env had before"
+            return "; this env had this seed before"
         return ""
 
-    # Doubts.
+    # Uncertain states.
 
-    def states(self, row: int) -> list[State]:
-        """Returns what a row may be like; first what it is as far as was seen."""
-        if row in self._doubts:
-            return list(self._doubts[row])
+    def possible_states(self, row: int) -> list[State]:
+        """Return the possible states of a row; the first one is the last that was
+        received.
+        """
+        if row in self._possible_states:
+            return list(self._possible_states[row])
         observed = tuple(self.observed[row].tolist())
         state = State(observed, int(self._num_applied[row]), bool(self.has_ended[row]))
         if not self.is_pending[row]:
             return [state]
-        actions = dict.fromkeys([int(self.owed[row]), *self._resets.get(row, [])])
-        return [state, *(self.after(state, action) for action in actions)]
+        actions = dict.fromkeys(
+            [int(self.awaited_action[row]), *self._resets.get(row, [])]
+        )
+        return [state, *(self.state_after(state, action) for action in actions)]
 
-    def after(self, state: State, action: int) -> State:
+    def state_after(self, state: State, action: int) -> State:
         after = advance(
             np.array([state.observed]),
             np.array([action]),
@@ -232,55 +253,64 @@ class ReferenceModel:
             bool(after.has_ended[0]),
         )
 
-    def doubt(self, row: int, action: int) -> None:
-        """Notes that an action may have been applied, or not."""
-        states = self.states(row)
-        actions = self._doubtful_actions.setdefault(row, [])
+    def record_unanswered(self, row: int, action: int) -> None:
+        """Record an action that may or may not have been applied."""
+        states = self.possible_states(row)
+        actions = self._unanswered_actions.setdefault(row, [])
         if self.is_pending[row]:
-            actions.append(int(self.owed[row]))
+            actions.append(int(self.awaited_action[row]))
             actions += self._resets.get(row, [])
-            self.is_pending[row] = False  # what was owed may have come by now
+            self.is_pending[row] = False  # the late result may have arrived
         actions.append(action)
-        states += [self.after(state, action) for state in states]
-        self._doubts[row] = list(dict.fromkeys(states))
-        if len(self._doubts[row]) > _MAX_STATES:
+        states += [self.state_after(state, action) for state in states]
+        self._possible_states[row] = list(dict.fromkeys(states))
+        if len(self._possible_states[row]) > _MAX_STATES:
             raise ValueError(
-                f"env {row}: expected a result now and then; too many actions in a row "
-                "went unanswered"
+                f"env {row}: expected some results; too many consecutive actions "
+                "remained unanswered"
             )
 
-    def owe(self, row: int, observed: tuple[int, ...]) -> None:
-        """Takes that action to be owed which leads to this, if one does."""
-        states = self._doubts.get(row, self.states(row)[:1])
-        actions = self._doubtful_actions.get(row, [])
+    def resolve_late(self, row: int, observed: tuple[int, ...]) -> None:
+        """Set the awaited action to the one that leads to this observation, if any
+        does.
+        """
+        states = self._possible_states.get(row, self.possible_states(row)[:1])
+        actions = self._unanswered_actions.get(row, [])
         if self.is_pending[row]:
-            actions = [int(self.owed[row]), *actions, *self._resets.get(row, [])]
+            actions = [
+                int(self.awaited_action[row]),
+                *actions,
+                *self._resets.get(row, []),
+            ]
         for action in actions:
             for state in states:
-                if self.after(state, action).observed == observed:
-                    self.settle(row, state)
-                    self.owed[row], self.is_pending[row] = action, True
+                if self.state_after(state, action).observed == observed:
+                    self.set_state(row, state)
+                    self.awaited_action[row], self.is_pending[row] = action, True
                     return
 
-    def doubtful(self, rows: Array) -> Iterator[tuple[int, int]]:
-        """Yields rows of which not all is known, each with its place in `rows`."""
-        if self._doubts or self._resets:
+    def uncertain_rows(self, rows: Array) -> Iterator[tuple[int, int]]:
+        """Yield the rows with several possible states, each with its position in
+        `rows`.
+        """
+        if self._possible_states or self._resets:
             for index, row in enumerate(rows.tolist()):
-                if row in self._doubts or row in self._resets:
+                if row in self._possible_states or row in self._resets:
                     yield index, row
 
-    def is_in_doubt(self, row: int) -> bool:
-        return row in self._doubts
+    def is_uncertain(self, row: int) -> bool:
+        return row in self._possible_states
 
-    def rebase(self, row: int, state: State) -> None:
-        """Takes a row to be like this as far as was seen; it stays in doubt."""
+    def set_last_seen(self, row: int, state: State) -> None:
+        """Set the last known state of a row; the row stays uncertain."""
         self.observed[row] = state.observed
         self._num_applied[row] = state.num_applied
         self.has_ended[row] = state.has_ended
 
-    def settle(self, row: int, state: State) -> None:
-        self.rebase(row, state)
+    def set_state(self, row: int, state: State) -> None:
+        """Set the state of a row; the row is certain from now on."""
+        self.set_last_seen(row, state)
         self.is_pending[row] = False
-        self._doubts.pop(row, None)
-        self._doubtful_actions.pop(row, None)
+        self._possible_states.pop(row, None)
+        self._unanswered_actions.pop(row, None)
         self._resets.pop(row, None)

@@ -1,4 +1,4 @@
-"""What a `Ledger` is given, and the error by which it says what is wrong with it."""
+"""Rows of a step, with validated shapes, and the error that a `Ledger` raises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.oracle.journal import Array
 
 
 class LedgerError(AssertionError):
-    """A row is not what the ledger says; or a call took too long."""
+    """A row contradicts the reference model, or a call took too long."""
 
     def __init__(self, message: str, env_index: int | None = None) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class LedgerError(AssertionError):
 
 
 class ResultRows(NamedTuple):
-    """Some rows of a step, with their actions; `rows` are those of the batch."""
+    """Rows of a step, with their actions; `rows` are indices in the batch."""
 
     rows: Array
     actions: Array
@@ -33,7 +33,7 @@ class ResultRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Array, actions: Array, result: StepResult) -> ResultRows:
-        """Takes a whole step; raises LedgerError for an array of another shape."""
+        """Create the rows of a whole step; raise LedgerError for a wrong shape."""
         n = len(rows)
         return cls(
             rows,

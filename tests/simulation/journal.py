@@ -66,7 +66,7 @@ class SimulationJournal:
 
     def audit(self, ledgers: Iterable[Ledger]) -> None:
         """Compares with what clients have seen, each with a ledger."""
-        lives = chain.from_iterable(ledger.lives() for ledger in ledgers)
-        _, wrong = audit(lives, np.array(self._records, RECORD))
+        incarnations = chain.from_iterable(ledger.incarnations() for ledger in ledgers)
+        _, wrong = audit(incarnations, np.array(self._records, RECORD))
         if wrong:
             raise Violation("; ".join(wrong[:5]))

@@ -131,7 +131,7 @@ class RandomClient(Endpoint):
         for index, asked in self._in_flight.items():
             if asked.actions is not None and self.session is not None:
                 rows = _rows(self.session.blocks[index])
-                self.ledgers[-1].unanswered(asked.actions, rows)
+                self.ledgers[-1].mark_unanswered(asked.actions, rows)
         self._in_flight.clear()
 
     def _look_after(self, session: ClientSession) -> None:
@@ -351,7 +351,7 @@ class RandomClient(Endpoint):
         if not is_expected or isinstance(error, ProtocolError):
             raise Violation(f"{asked} has failed: {error!r}")
         if asked.kind == "step" and asked.actions is not None:
-            self.ledgers[-1].unanswered(asked.actions, rows)
+            self.ledgers[-1].mark_unanswered(asked.actions, rows)
         is_env = isinstance(error, EnvError) and not isinstance(asked.kind, Call)
         if asked.kind == "step" or isinstance(asked.kind, Reset) or is_env:
             self._unknown.update(rows)

@@ -142,7 +142,7 @@ class Trainer:
         try:
             return driver.step()
         except BaseException:
-            driver.ledger.unanswered(driver.actions)
+            driver.ledger.mark_unanswered(driver.actions)
             raise
 
     def _send_and_receive(self, driver: BatchDriver) -> None:
@@ -163,7 +163,7 @@ class Trainer:
                     out.difference_update(self._receive(driver, len(out)))
         except EnvserveError:
             left = np.array(sorted(out), np.int64)
-            driver.ledger.unanswered(driver.actions[left], left)
+            driver.ledger.mark_unanswered(driver.actions[left], left)
             raise
 
     def _receive(self, driver: BatchDriver, num_in_flight: int) -> list[int]:

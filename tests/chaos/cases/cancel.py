@@ -132,7 +132,7 @@ def _interrupted_step(driver: Driver, interrupts: _Interrupts) -> bool:
         result = driver.batch.step(driver.actions)
         interrupts.disarm()
     except KeyboardInterrupt:
-        driver.ledger.unanswered(driver.actions)
+        driver.ledger.mark_unanswered(driver.actions)
         return True
     driver.check(result, None, began)
     return False

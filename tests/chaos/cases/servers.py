@@ -229,5 +229,5 @@ def _step_until_told(driver: Driver) -> None:
         try:
             driver.step()
         except ServerError:
-            driver.ledger.unanswered(driver.actions)
+            driver.ledger.mark_unanswered(driver.actions)
             return

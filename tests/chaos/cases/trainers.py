@@ -195,7 +195,7 @@ def _is_refused(driver: Driver, seconds: float) -> bool | None:
     except EnvTimeout:
         return None
     except (LeaseLost, ServerLost, EnvsBusy):
-        driver.ledger.unanswered(driver.actions)
+        driver.ledger.mark_unanswered(driver.actions)
         return True
     return bool((result.status == Status.SERVER_LOST).all())
 

@@ -280,7 +280,7 @@ def _end_for_good(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]
         except EnvStartError as error:
             if "the simulator's licence has expired" not in error.remote_traceback:
                 trial.result.check("errors without their traceback", 1, 0, "==")
-            driver.ledger.unanswered(driver.actions[mine], mine)
+            driver.ledger.mark_unanswered(driver.actions[mine], mine)
             break
         if not _is_same(rows, mine):
             num_valid += int(result.valid.sum())
