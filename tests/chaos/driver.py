@@ -1,4 +1,4 @@
-"""A driver that times what comes of faults, and adds up for a trial."""
+"""A batch driver that measures recovery times and fills the result of a trial."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.oracle.batch_driver import LONGEST_CALL, BatchDriver
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 
-#: Actions from here on are left to cases, which let envs break down at them.
-FIRST_TRAP: Final = 900
+#: Actions from this number on are not drawn; cases use them to trigger breakdowns.
+FIRST_BREAKDOWN_ACTION: Final = 900
 
 
 class Driver(BatchDriver):
-    """A batch and its ledger; a context manager that adds up in the trial's result.
+    """Steps a batch for a trial; a context manager that adds its counts to the result.
 
     Attributes:
-      recoveries: Clocks of its rows.
-      fault_texts: How often each last line of a fault's text has come.
+      recovery_times: Measured recovery times of the rows.
+      fault_texts: Number of faults by the last line of their text.
     """
 
-    num_actions = FIRST_TRAP
+    num_actions = FIRST_BREAKDOWN_ACTION
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class Driver(BatchDriver):
         longest_call: float = LONGEST_CALL,
     ) -> None:
         super().__init__(batch, ledger, trial.random, longest_call)
-        self.recoveries = RecoveryTimes(batch.num_envs)
+        self.recovery_times = RecoveryTimes(batch.num_envs)
         self.fault_texts: Counter[str] = Counter()
         self._trial = trial
 
     def check(self, result: StepResult, rows: Array | None, began: float) -> None:
-        """Checks rows, spoiled if that is planted, and looks for faults in them."""
+        """Verify rows, after corrupting one if requested, and record faults."""
         now = time.monotonic()
-        super().check(self._trial.spoil(result), rows, began)
-        self.recoveries.note(result.status, began, now, rows)
+        super().check(self._trial.corrupt(result), rows, began)
+        self.recovery_times.update(result.status, began, now, rows)
         for info in result.infos.values():
             if "fault" in info:
                 text = str(info["fault"]["text"]).strip()
@@ -51,18 +51,18 @@ class Driver(BatchDriver):
         self._trial.check_time()
 
     def settle(self) -> None:
-        """Steps on until every row that was hit has been valid again."""
-        while self.recoveries.is_open():
+        """Step until every affected row has been valid again."""
+        while self.recovery_times.is_recovering():
             self.step()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Adds what was counted, also of a run that has failed, to the result."""
+        """Add the counts to the result, even if the run failed."""
         result, ledger = self._trial.result, self.ledger
         result.row_steps += ledger.num_rows
         result.padding += ledger.num_padding
         result.late += ledger.num_late
         result.losses.update({s.name: n for s, n in ledger.losses.items()})
-        result.seconds += self.recoveries.seconds
+        result.seconds += self.recovery_times.seconds

@@ -1,4 +1,4 @@
-"""A thread that makes faults at random instants, while another one steps."""
+"""A thread that injects faults at random moments while another thread steps."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from typing import Self
 
 
 class FaultInjector:
-    """Carries out what it is told to, one after the other; a context manager."""
+    """Runs faults one after another in its thread; a context manager."""
 
     def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[tuple[float, Callable[[], None]] | None] = (
+        self._queue: queue.SimpleQueue[tuple[float, Callable[[], None]] | None] = (
             queue.SimpleQueue()
         )
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="injector", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="fault injector", daemon=True
+        )
         self._thread.start()
 
-    def strike(self, delay_seconds: float, act: Callable[[], None]) -> None:
-        """Has something done after a delay; raises what an earlier one has raised."""
+    def inject(self, delay_seconds: float, fault: Callable[[], None]) -> None:
+        """Run a fault after a delay; raise the exception of an earlier one, if any."""
         if self._error is not None:
             raise self._error
-        self._orders.put((delay_seconds, act))
+        self._queue.put((delay_seconds, fault))
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            delay, act = order
-            time.sleep(delay)  # the phase of the fault, which is drawn
+        while (item := self._queue.get()) is not None:
+            delay, fault = item
+            time.sleep(delay)  # a random phase relative to the steps
             try:
-                act()
+                fault()
             except BaseException as error:
                 self._error = error
                 return
@@ -40,7 +42,7 @@ class FaultInjector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._orders.put(None)
+        self._queue.put(None)
         self._thread.join()
         if self._error is not None:
             raise self._error

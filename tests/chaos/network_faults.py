@@ -1,7 +1,7 @@
-"""What a bad network does to the messages of one direction.
+"""Faults of a network in one direction, applied to whole messages.
 
-Chances are per message, and drawn from a seeded generator. Nothing here waits: what is
-held back goes on with a later message, or when the owner releases it.
+Probabilities are per message and use a seeded generator. Nothing here waits: a held
+message is forwarded after a later one, or when the caller releases it.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from envserve.wire.constants import MessageType
 from envserve.wire.message import peek, set_attempt
 from tests.chaos.zmtp import first_frame
 
-#: A stale copy comes after at most so many further messages.
+#: A stale copy is sent after at most this number of further messages.
 _MAX_STALE_BY: Final = 20
-#: Copies that wait at once; they may be large.
+#: Limit of waiting copies, because messages may be large.
 _MAX_STALE: Final = 64
 _REQUESTS: Final = (MessageType.STEP, MessageType.RESET, MessageType.CALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFaults:
-    """How often, and how, one direction fails."""
+    """The faults of one direction."""
 
-    #: Chance that a message is lost.
+    #: Probability that a message is dropped.
     drop: float = 0.0
-    #: Chance that a message comes twice in a row.
+    #: Probability that a message is sent twice in a row.
     duplicate: float = 0.0
-    #: Chance that a copy of a message comes after up to 20 later ones.
+    #: Probability that a copy of a message is sent after up to 20 later ones.
     stale_copy: float = 0.0
-    #: Chance that a message is overtaken by the next one.
+    #: Probability that a message is overtaken by the next one.
     reorder: float = 0.0
-    #: Chance that a request is followed at once by a second attempt at it, which thus
+    #: Probability that a second attempt at a request follows immediately, so that it
     #: arrives while the first one runs.
     retry: float = 0.0
-    #: Mean number of bytes after which a connection is reset, wherever that is; 0 for
-    #: never.
+    #: Mean number of bytes between connection resets, anywhere in a message; 0 for
+    #: none.
     bytes_until_reset: float = 0.0
-    #: Seconds that everything takes longer.
+    #: Delay of all data in seconds.
     latency_seconds: float = 0.0
-    #: Further seconds, at most, drawn evenly for each message.
+    #: Maximum of a further uniformly distributed delay per message, in seconds.
     jitter_seconds: float = 0.0
-    #: Most bytes that are written at once; 0 for any number.
+    #: Maximum number of bytes per write; 0 for no limit.
     slice_bytes: int = 0
-    #: Whether nothing passes for now; it is kept, and comes later.
+    #: Whether all data is held back until this is False again.
     is_stalled: bool = False
 
 
@@ -55,9 +55,9 @@ class Direction:
     """One direction of a proxy, over all its connections.
 
     Attributes:
-      faults: May be replaced at any time.
-      counts: How often each toxic has struck, by the name of its field; and the
-        number of `messages` that came.
+      faults: The current faults; may be replaced at any time.
+      counts: How often each fault happened, by field name; "messages" counts all
+        messages.
     """
 
     def __init__(self, faults: NetworkFaults, seed: int) -> None:
@@ -68,15 +68,15 @@ class Direction:
         self._stale: list[tuple[int, bytes]] = []
 
     @property
-    def is_holding(self) -> bool:
-        """Whether a message waits for one that overtakes it."""
+    def has_held_message(self) -> bool:
+        """Whether a message waits until the next one overtakes it."""
         return self._held is not None
 
-    def take(self, message: bytes) -> list[bytes]:
-        """Returns what goes on now that this message has come."""
+    def process(self, message: bytes) -> list[bytes]:
+        """Return the messages to forward after this one arrived."""
         self.counts["messages"] += 1
         faults = self.faults
-        if self._strikes("drop", faults.drop):
+        if self._draw_and_count("drop", faults.drop):
             return []
         if self._draw(faults.stale_copy) and len(self._stale) < _MAX_STALE:
             due = self.counts["messages"] + int(self._random.integers(_MAX_STALE_BY))
@@ -84,32 +84,32 @@ class Direction:
         if self._held is None and self._draw(faults.reorder):
             self._held = message
             return self._pop_stale()
-        going = [message]
-        if self._strikes("duplicate", faults.duplicate):
-            going.append(message)
+        outgoing = [message]
+        if self._draw_and_count("duplicate", faults.duplicate):
+            outgoing.append(message)
         if self._draw(faults.retry) and (retry := _retry_of(message)) is not None:
             self.counts["retry"] += 1
-            going.append(retry)
+            outgoing.append(retry)
         if self._held is not None:
             self.counts["reorder"] += 1
-            going += self.release()
-        return going + self._pop_stale()
+            outgoing += self.release_held()
+        return outgoing + self._pop_stale()
 
-    def release(self) -> list[bytes]:
-        """Returns the message that was held back, if any, since no other has come."""
+    def release_held(self) -> list[bytes]:
+        """Return the held message, if any, because no other one arrived."""
         held, self._held = self._held, None
         return [] if held is None else [held]
 
     def draw_delay(self) -> float:
-        """Returns how many seconds the next piece takes longer."""
+        """Return the delay of the next piece in seconds."""
         faults = self.faults
         return faults.latency_seconds + faults.jitter_seconds * self._random.random()
 
     def draw_reset(self, num_bytes: int) -> int | None:
-        """Returns after how many of the next bytes the connection is reset, if at all.
+        """Return after how many of the next bytes the connection is reset, or None.
 
-        The distance between resets is distributed exponentially: wherever a connection
-        stands, the next byte is as likely the last one as any other.
+        The distance between resets is distributed exponentially, so that every byte is
+        equally likely to be the last one.
         """
         mean = self.faults.bytes_until_reset
         if not mean:
@@ -123,11 +123,11 @@ class Direction:
     def _draw(self, chance: float) -> bool:
         return bool(chance) and self._random.random() < chance
 
-    def _strikes(self, name: str, chance: float) -> bool:
-        strikes = self._draw(chance)
-        if strikes:
+    def _draw_and_count(self, name: str, chance: float) -> bool:
+        happens = self._draw(chance)
+        if happens:
             self.counts[name] += 1
-        return strikes
+        return happens
 
     def _pop_stale(self) -> list[bytes]:
         now = self.counts["messages"]
@@ -140,7 +140,7 @@ class Direction:
 
 
 def _retry_of(message: bytes) -> bytes | None:
-    """Returns the next attempt at a request on envs; None for any other message."""
+    """Return the next attempt at a request on envs; None for other messages."""
     part = first_frame(message)
     request = peek([message[part]])
     if request is None or request.type not in _REQUESTS:

@@ -1,4 +1,4 @@
-"""How long it takes from a fault to the next valid row, for each row that it hits."""
+"""Time from a fault to the next valid row, for each row that the fault affects."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from envserve.slab import Status
 from tests.oracle.journal import Array
 from tests.oracle.ledger import LOSSES
 
-#: Statuses, by number, after which a row's next valid one ends what has befallen it.
-_ENDS_IT: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
+#: By status number: whether the row's next valid result completes its recovery.
+_COMPLETES_RECOVERY: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
 
 
 class RecoveryTimes:
-    """Clocks that start with a fault and stop with a valid row after its loss.
+    """Measures the time from a fault until its rows are valid again.
 
-    A thread that makes faults may call `strike` while another one calls `note`, but not
-    for rows that are open.
+    A thread that injects faults may call `start` while another one calls `update`, but
+    not for rows that are recovering.
 
     Attributes:
-      seconds: What the clocks have shown, one for each row and fault.
+      seconds: The measured times, one per row and fault.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -29,28 +29,27 @@ class RecoveryTimes:
         self._since = np.full(num_envs, np.inf)
         self._has_ended = np.zeros(num_envs, np.bool_)
 
-    def strike(self, rows: Array, now: float) -> None:
+    def start(self, rows: Array, now: float) -> None:
         self._since[rows] = now
 
-    def retract(self, rows: Array) -> None:
-        """Stops clocks for nothing: the fault has not happened."""
+    def cancel(self, rows: Array) -> None:
+        """Discard running measurements because the fault did not happen."""
         self._since[rows] = np.inf
 
-    def is_open(self, rows: Array | None = None) -> bool:
+    def is_recovering(self, rows: Array | None = None) -> bool:
         since = self._since if rows is None else self._since[rows]
         return bool(np.isfinite(since).any())
 
-    def note(
+    def update(
         self, status: Array, began: float, now: float, rows: Array | None = None
     ) -> None:
-        """Looks at what a call gave.
+        """Process the result of a call.
 
         Args:
           status: uint8 `[n]`.
-          began: When the call began; that is when a fault that nobody announced may
-            have happened at the earliest.
-          now: When it ended.
-          rows: int64 `[n]`; which rows; None for all.
+          began: When the call began; the earliest time of faults without a `start`.
+          now: When the call ended.
+          rows: int64 `[n]`; the rows of the result; None for all.
         """
         if rows is None:
             if not status.any() and not np.isfinite(self._since).any():
@@ -59,7 +58,7 @@ class RecoveryTimes:
         has_started = np.isfinite(self._since[rows])
         new = rows[(status != Status.OK) & ~has_started]
         self._since[new] = began
-        self._has_ended[rows] |= _ENDS_IT[status]
+        self._has_ended[rows] |= _COMPLETES_RECOVERY[status]
         back = rows[(status == Status.OK) & self._has_ended[rows]]
         self.seconds += (now - self._since[back]).tolist()
         self._since[back] = np.inf

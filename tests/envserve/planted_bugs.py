@@ -23,7 +23,7 @@ from envserve.lane import Outcome
 from envserve.session.client import attachment, client_blocks
 from envserve.session.client.client_session import ClientSession
 from envserve.session.server import lease, lease_table
-from envserve.session.server.decisions import EndPool, RunStep, SessionId
+from envserve.session.server.decisions import EndPool, RunReset, RunStep, SessionId
 from envserve.session.server.server_session import ServerSession
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
@@ -35,7 +35,7 @@ from tests.simulation.profile import BATCHES, LINGERING, Profile
 Patch = pytest.MonkeyPatch
 
 
-def suffer(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
+def faulty(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
     return dataclasses.replace(profile, fault_rate=0.01, faults={kind: 1.0}, **changes)
 
 
@@ -78,38 +78,38 @@ def requests_are_not_sent_again(patch: Patch) -> None:
     alter_messages(patch, ServerSession, lambda _, m: None if m.attempt else m)
 
 
-@bug(suffer("send_stray"))
+@bug(faulty("send_stray"))
 def a_stale_epoch_is_accepted(patch: Patch) -> None:
-    def mend(self: Any, asked: Any) -> Any:
+    def alter(self: Any, asked: Any) -> Any:
         record = self.leases.get((OWNER, asked.session))
         if record is not None and record.lease is not None:
             asked.epoch = record.lease.epoch
         return asked
 
-    alter_messages(patch, ServerSession, mend)
+    alter_messages(patch, ServerSession, alter)
 
 
-@bug(suffer("send_stray"))
+@bug(faulty("send_stray"))
 def a_stale_boot_is_accepted(patch: Patch) -> None:
-    def mend(self: Any, asked: Any) -> Any:
+    def alter(self: Any, asked: Any) -> Any:
         asked.boot = asked.boot and self.boot
         return asked
 
-    alter_messages(patch, ServerSession, mend)
+    alter_messages(patch, ServerSession, alter)
 
 
 @bug()
 def answers_to_other_sessions_are_accepted(patch: Patch) -> None:
-    def mend(self: Any, answer: Any) -> Any:
+    def alter(self: Any, answer: Any) -> Any:
         answer.session = self.requests.session
         return answer
 
-    alter_messages(patch, ClientSession, mend)
+    alter_messages(patch, ClientSession, alter)
 
 
 @bug()
 def a_late_reply_answers_a_new_request(patch: Patch) -> None:
-    def mend(self: Any, answer: Any) -> Any:
+    def alter(self: Any, answer: Any) -> Any:
         waiting = self.requests.waiting
         blocks = [block for block, _ in answer.entries]
         for request in waiting.values() if answer.request not in waiting else ():
@@ -117,25 +117,25 @@ def a_late_reply_answers_a_new_request(patch: Patch) -> None:
                 answer.request, answer.entries = request.id, request.entries
         return answer
 
-    alter_messages(patch, ClientSession, mend)
+    alter_messages(patch, ClientSession, alter)
 
 
 @bug()
 def a_user_finds_what_others_have(patch: Patch) -> None:
-    def forget(real: Any, self: Any, peer: Any, *frames_now: Any) -> Any:
+    def drop(real: Any, self: Any, peer: Any, *frames_now: Any) -> Any:
         return real(self, (*peer[:-1], OWNER), *frames_now)
 
-    around(patch, ServerSession, "receive", forget)
+    around(patch, ServerSession, "receive", drop)
 
 
 @bug()
 def a_user_ends_what_others_have(patch: Patch) -> None:
-    def forget(real: Any, self: Any, peer: Any, frames: Any, now: float) -> Any:
+    def drop(real: Any, self: Any, peer: Any, frames: Any, now: float) -> Any:
         if decode(frames).type is MessageType.DETACH:
             peer = (*peer[:-1], OWNER)
         return real(self, peer, frames, now)
 
-    around(patch, ServerSession, "receive", forget)
+    around(patch, ServerSession, "receive", drop)
 
 
 # Decisions.
@@ -171,7 +171,7 @@ def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
     around(patch, ServerSession, "pool_finished", finish_others)
 
 
-@bug(suffer("kill_client", Profile()))
+@bug(faulty("kill_client", Profile()))
 def leases_never_expire(patch: Patch) -> None:
     patch.setattr(ServerSession, "next_deadline", lambda self: math.inf)
 
@@ -181,7 +181,7 @@ def capacity_is_not_looked_at(patch: Patch) -> None:
     patch.setattr(lease_table.LeaseTable, "free_envs", 1 << 20)
 
 
-@bug(suffer("cut_one_way", Profile(), max_outage=1000.0))
+@bug(faulty("cut_one_way", Profile(), max_outage=1000.0))
 def silence_is_never_noticed(patch: Patch) -> None:
     patch.setattr(attachment.Attachment, "lost_at", math.inf)
 
@@ -206,22 +206,22 @@ def refused_operations_use_up_a_seq(patch: Patch) -> None:
 
 @bug()
 def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
-    def forget(real: Any, self: Any, *arguments: Any) -> None:
+    def drop(real: Any, self: Any, *arguments: Any) -> None:
         real(self, *arguments)
         self.lost.clear()
 
-    around(patch, client_blocks.ClientBlocks, "lose", forget)
+    around(patch, client_blocks.ClientBlocks, "lose", drop)
 
 
 @bug()
 def a_lost_lease_is_not_marked(patch: Patch) -> None:
-    def mend(real: Any, self: Any) -> Any:
+    def alter(real: Any, self: Any) -> Any:
         outcomes = real(self)
         self.rows.truncated[self.rows.status == Status.SERVER_LOST] = False
         self.rows.status[:] = Status.OK
         return outcomes
 
-    around(patch, ClientSession, "take_outcomes", mend)
+    around(patch, ClientSession, "take_outcomes", alter)
 
 
 @bug(BATCHES)
@@ -231,12 +231,12 @@ def the_last_observation_is_not_kept(patch: Patch) -> None:
 
 @bug(BATCHES)
 def what_is_owed_answers_the_next_action(patch: Patch) -> None:
-    def forget(real: Any, self: Any, positions: Any) -> Any:
+    def drop(real: Any, self: Any, positions: Any) -> Any:
         others = real(self, positions)
         self.awaited_late_steps.clear()
         return others
 
-    around(patch, Absence, "await_late_steps", forget)
+    around(patch, Absence, "await_late_steps", drop)
 
 
 @bug(BATCHES)
@@ -343,15 +343,98 @@ def final_observations_are_the_next_first_ones(patch: Patch) -> None:
     alter_results(patch, lambda r: r._replace(final_observation=r.observation))
 
 
-# Inside: a lease takes for the next request what is not, and forgets that it did.
+# Resets and calls.
 
 
-def take_for_next(patch: Patch, is_taken: Callable[[int], bool]) -> None:
+@bug()
+def a_reset_gets_the_options_of_the_one_before(patch: Patch) -> None:
+    last: dict[int, Any] = {}
+
+    def read(real: Any, message: Any, blocks: Any) -> Any:
+        resets = real(message, blocks)
+        before = last.get(message.session, b"")
+        last[message.session] = resets[0].options
+        return [dataclasses.replace(reset, options=before) for reset in resets]
+
+    around(patch, lease, "read_resets", read)
+
+
+@bug()
+def a_reset_that_runs_is_begun_again(patch: Patch) -> None:
+    def begin_twice(real: Any, self: Any, *arguments: Any) -> Any:
+        decisions = real(self, *arguments)
+        return [*decisions, *(d for d in decisions if isinstance(d, RunReset))]
+
+    around(patch, ServerSession, "receive", begin_twice)
+
+
+@bug(BATCHES)
+def a_reset_of_a_row_resets_its_block(patch: Patch) -> None:
+    def reset(real: Any, self: Any, rows: Any, seeds: Any, options: Any) -> Any:
+        if seeds is None:
+            blocks = {self.blocks.block_of(int(row)) for row in rows}
+            rows = np.array([row for b in blocks for row in range(b.start, b.stop)])
+        return real(self, rows, seeds, options)
+
+    around(patch, LaneGroup, "start_reset", reset)
+
+
+@bug(BATCHES)
+def seeds_go_to_the_neighbour(patch: Patch) -> None:
+    def reset(real: Any, self: Any, rows: Any, seeds: Any, options: Any) -> Any:
+        return real(self, rows, seeds and [*seeds[1:], seeds[0]], options)
+
+    around(patch, LaneGroup, "start_reset", reset)
+
+
+@bug(BATCHES)
+def infos_of_a_reset_are_those_of_other_rows(patch: Patch) -> None:
+    def reset(real: Any, self: Any, *arguments: Any) -> Any:
+        infos = real(self, *arguments)
+        return {row + 1: info for row, info in infos.items()}
+
+    around(patch, LaneGroup, "finish_reset", reset)
+
+
+# Calls.
+
+
+@bug()
+def a_call_gets_the_values_of_the_one_before(patch: Patch) -> None:
+    last: dict[Any, Any] = {}
+
+    def alter(self: Any, answer: Any) -> Any:
+        if answer.type is MessageType.CALL_RESULT:
+            own = answer.payload
+            answer.payload = last.get(self, own)
+            last[self] = own
+        return answer
+
+    alter_messages(patch, ClientSession, alter)
+
+
+@bug(BATCHES)
+def what_was_called_is_called_again_with_the_rest(patch: Patch) -> None:
+    def call(real: Any, self: Any, calls: Any) -> Any:
+        last = vars(self).setdefault("_calls_before", {})
+        first = {
+            at: last.setdefault((at, each.arguments), each)
+            for at, each in calls.items()
+        }
+        return real(self, first)
+
+    around(patch, LaneGroup, "call", call)
+
+
+# Inside a lease: it executes a request that is not the next one, and forgets it.
+
+
+def execute_as_next(patch: Patch, is_executed: Callable[[int], bool]) -> None:
     def handle(real: Any, self: Any, message: Any, *others: Any) -> Any:
         last = list(self._last_seq)
         ahead = max(seq - last[block] for block, seq in message.entries)
         is_idle = not any(self._states[b] in lease._BUSY for b, _ in message.entries)
-        if not (is_idle and is_taken(ahead)):
+        if not (is_idle and is_executed(ahead)):
             return real(self, message, *others)
         message.entries = tuple(
             [(block, last[block] + 1) for block, _ in message.entries]
@@ -365,17 +448,17 @@ def take_for_next(patch: Patch, is_taken: Callable[[int], bool]) -> None:
 
 @bug()
 def a_copy_of_an_answered_request_is_executed(patch: Patch) -> None:
-    take_for_next(patch, lambda ahead: ahead == 0)
+    execute_as_next(patch, lambda ahead: ahead == 0)
 
 
 @bug()
 def a_late_copy_of_an_older_request_is_executed(patch: Patch) -> None:
-    take_for_next(patch, lambda ahead: ahead < 0)
+    execute_as_next(patch, lambda ahead: ahead < 0)
 
 
-@bug(suffer("send_stray"))
+@bug(faulty("send_stray"))
 def a_seq_beyond_the_next_is_accepted(patch: Patch) -> None:
-    take_for_next(patch, lambda ahead: ahead > 1)
+    execute_as_next(patch, lambda ahead: ahead > 1)
 
 
 @bug()
@@ -387,6 +470,6 @@ def blocks_are_answered_in_another_order(patch: Patch) -> None:
     patch.setattr(lease, "BlockParts", Sorted)
 
 
-@bug(suffer("close_client"))
+@bug(faulty("close_client"))
 def ended_sessions_are_forgotten(patch: Patch) -> None:
     patch.setattr(lease_table._RecentSessions, "note", lambda *_: None)

@@ -47,7 +47,6 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         reset_seconds: float = 0.0,
         render_mode: str | None = None,
         *,
-        step_seconds: float = 0.0,
         journal: str | Writer | None = None,
         breakdowns: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -70,7 +69,6 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         self.difficulty = 1
         self._length = length
         self._reset_seconds = reset_seconds
-        self._step_seconds = step_seconds
         self._journal = Journal(journal) if isinstance(journal, str) else journal
         self._breakdowns = BreakdownPlan(breakdowns) if breakdowns else None
         self._seed = -1
@@ -101,8 +99,6 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         value = int(action)
         self._count += 1
-        if self._step_seconds:
-            time.sleep(self._step_seconds)
         if self._breakdowns is not None:
             self._breakdowns.reach("before", self.np_random, value, self._count)
         self._step += 1

@@ -181,9 +181,46 @@ class GatedEnv(LedgerEnv):
         return os.getpid()
 
 
+class ChaosLedgerEnv(LedgerEnv):
+    """A ledger env with slow resets, and a file that makes its constructor raise."""
+
+    def __init__(
+        self,
+        *,
+        most_reset_seconds: float = 0.0,
+        broken_by: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Create the env.
+
+        Args:
+          most_reset_seconds: Maximum duration of a reset, which is random.
+          broken_by: A file; while it exists, the constructor raises and appends the
+            time to it.
+          options: Arguments of `LedgerEnv`.
+
+        Raises:
+          RuntimeError: The file `broken_by` exists.
+        """
+        super().__init__(**options)
+        self._most_reset_seconds = most_reset_seconds
+        if broken_by is not None and os.path.exists(broken_by):
+            with open(broken_by, "a") as file:
+                file.write(f"{time.monotonic()}\n")
+            raise RuntimeError("the simulator's licence has expired")
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        result = super().reset(seed=seed, options=options)
+        if self._most_reset_seconds:
+            time.sleep(self.np_random.uniform(0.0, self._most_reset_seconds))
+        return result
+
+
 GATED: Final = "envserve/Gated-v0"
 _CLASSES: Final = (
-    *(LedgerEnv, GatedEnv, EchoEnv, FaultyEnv),
+    *(LedgerEnv, GatedEnv, ChaosLedgerEnv, EchoEnv, FaultyEnv),
     *(ResetEnv, NeedyResetEnv, SeedResetEnv, BareResetEnv),
 )
 for _class in _CLASSES:

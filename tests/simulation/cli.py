@@ -1,4 +1,4 @@
-"""Many simulations, in several processes, and what has come of them."""
+"""Run many simulations in several processes, and summarise them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.simulation.simulation import simulate
 
 
 class SimulationResult(NamedTuple):
-    """What has come of one simulation.
+    """The result of one simulation.
 
     Attributes:
-      failure: What has happened that must not; "" if nothing has.
+      failure: Description of a violation; empty if there was none.
     """
 
     seed: int
@@ -55,7 +55,7 @@ def run_one(seed: int, num_events: int) -> SimulationResult:
 def run_many(
     first_seed: int, num_seeds: int, events_per_seed: int, num_processes: int
 ) -> Iterator[SimulationResult]:
-    """Runs simulations with consecutive seeds; yields results as they come."""
+    """Run simulations with consecutive seeds; yield results in order of seeds."""
     with concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), initializer=logging.disable
     ) as processes:
@@ -64,13 +64,23 @@ def run_many(
 
 
 def main(
-    events: Annotated[int, typer.Option(help="How many in all, at least.")] = 1_000_000,
-    events_per_seed: Annotated[int, typer.Option(help="How many each.")] = 20_000,
-    first_seed: Annotated[int, typer.Option(help="The others follow it.")] = 0,
-    processes: Annotated[int, typer.Option(help="0: one per core.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Run only this one, here.")] = None,
+    events: Annotated[
+        int, typer.Option(help="Minimum total number of events.")
+    ] = 1_000_000,
+    events_per_seed: Annotated[
+        int, typer.Option(help="Number of events per seed.")
+    ] = 20_000,
+    first_seed: Annotated[
+        int, typer.Option(help="First of the consecutive seeds.")
+    ] = 0,
+    processes: Annotated[
+        int, typer.Option(help="Number of processes; 0: one per core.")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Run only this seed, in this process.")
+    ] = None,
 ) -> None:
-    """Simulates sessions; exits with 1 if anything happened that must not."""
+    """Simulate sessions; exit with 1 if an invariant was violated."""
     console = Console()
     if seed is not None:
         logging.disable()
@@ -96,7 +106,7 @@ def main(
         console.print(result.failure, markup=False, highlight=False)
     if failures:
         seeds = " ".join(str(result.seed) for result in failures)
-        console.print(f"failed: {seeds}; look closer with --seed SEED")
+        console.print(f"failed seeds: {seeds}; repeat one with --seed SEED")
         raise typer.Exit(1)
 
 

@@ -1,7 +1,4 @@
-"""A client's half of the conversation, with its connection and its time.
-
-What is done with its envs is a subclass's.
-"""
+"""A client session with its simulated connection and timer."""
 
 from __future__ import annotations
 
@@ -25,129 +22,131 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS: Final = 10.0
 _LOST_SECONDS: Final = 60.0
-#: A ping is sent only so often, and a silence is noticed only after it.
+#: The interval of pings; silence is detected only after the next ping.
 _PING_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 1e-6
 
 
 class Endpoint(PausableProcess):
-    """Has one session after the other, each with some host.
+    """Runs one client session after another, each with some host.
 
     Attributes:
-      number: Tells it from others.
-      session: The client's half; None between two sessions.
-      is_tenacious: Whether its session never gives up.
+      number: Unique number of this endpoint.
+      session: The client session; None between two sessions.
+      never_gives_up: Whether its session waits for the server without a time limit.
     """
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation.clock)
         self.simulation = simulation
-        self.number = simulation.enter(self)
+        self.number = simulation.register(self)
         self.session: ClientSession | None = None
         self.link = Link(
             simulation.clock, simulation.profile, self.number, self._arrive
         )
         self.num_envs = 0
-        self.is_tenacious = False
+        self.never_gives_up = False
         self._wake_at = math.inf
-        self._heard_at = 0.0
+        self._last_received_at = 0.0
 
-    def plan(self, seconds: float, event: Callable[..., None], *args: Any) -> None:
-        """Plans an event that happens to it, once it is awake."""
-        self.clock.plan(self.clock.now + seconds, self.do, event, *args)
+    def schedule(self, seconds: float, event: Callable[..., None], *args: Any) -> None:
+        """Schedule an event of this endpoint; it waits while the endpoint is paused."""
+        self.clock.schedule(self.clock.now + seconds, self.run_when_awake, event, *args)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.number}>"
 
-    # What a subclass says.
+    # Hooks for subclasses.
 
-    def _look_after(self, session: ClientSession) -> None:
-        """Does what is to be done after anything has happened."""
+    def _after_event(self, session: ClientSession) -> None:
+        """Run after every event of the session."""
 
-    def _note_move(self) -> None:
-        """Notes that its envs are given up for others."""
+    def _on_move(self) -> None:
+        """Run when the envs are abandoned for those of another host."""
 
-    def calm(self, profile: Profile) -> None:
-        """Nothing fails any more."""
-        self.link.calm(profile)
+    def stop_faults(self, profile: Profile) -> None:
+        """Stop all faults of this endpoint."""
+        self.link.stop_faults(profile)
         self.wake()
 
     # Sessions.
 
     def attach(self, host: Host, attach: Attach) -> None:
         source, now = self.clock.random, self.clock.now
-        self.is_tenacious = source.random() < 0.2
+        self.never_gives_up = source.random() < 0.2
         self.session = ClientSession(
             "tcp://host",
             attach,
             Timeouts(
                 connect_seconds=_CONNECT_SECONDS,
                 lost_seconds=_LOST_SECONDS,
-                pads=self.is_tenacious,
+                pads=self.never_gives_up,
             ),
             session=source.getrandbits(63) + 1,
             now=now,
         )
         self.num_envs = attach.num_envs
-        self._heard_at = now
+        self._last_received_at = now
         self._wake_at = math.inf
         if not self.link.is_connected or self.link.host is not host:
             self.link.is_connected = False
-            self.plan(0.01, self._connect, self.session, host)
+            self.schedule(0.01, self._connect, self.session, host)
         else:
             self.session.connected(now)
-        self.look()
+        self.update()
 
     def _connect(self, session: ClientSession, host: Host) -> None:
         if session is self.session and not self.link.is_connected:
             self.link.connect(host)
             session.connected(self.clock.now)
-            self.look()
+            self.update()
 
-    def lose_link(self, seconds: float) -> None:
+    def disconnect(self, seconds: float) -> None:
         if self.session is not None and self.link.host and self.link.is_connected:
             self.link.reset()
             self.session.disconnected(self.clock.now)
-            self.plan(seconds, self._connect, self.session, self.link.host)
+            self.schedule(seconds, self._connect, self.session, self.link.host)
 
     def move(self, host: Host) -> None:
-        """Turns to another host, if it can, whatever the one before may send yet."""
+        """Move the session to another host, if its state allows that."""
         session, now = self.session, self.clock.now
         if session is None or host is self.link.host:
             return
         attachment = session.attachment
         if session.state is ClientState.READY or attachment.is_recovering:
-            farewell = attachment.move_to(
+            detach = attachment.move_to(
                 f"tcp://host-{self.simulation.hosts.index(host)}", now
             )
             if self.link.is_connected:
-                self.link.send(farewell)
+                self.link.send(detach)
             self.link.reset()
             session.disconnected(now)
-            self.plan(0.01, self._connect, session, host)
-            self._note_move()
-            self.look()
+            self.schedule(0.01, self._connect, session, host)
+            self._on_move()
+            self.update()
 
-    # What happens to the session.
+    # Events of the session.
 
     def _arrive(self, frames: Sequence[Buffer]) -> None:
-        self.do(self._receive, frames)
+        self.run_when_awake(self._receive, frames)
 
     def _receive(self, frames: Sequence[Buffer]) -> None:
         if self.session is not None:
-            self._heard_at = self.clock.now
+            self._last_received_at = self.clock.now
             self.session.receive(frames, self.clock.now)
-            self.look()
+            self.update()
 
     def _wake(self, session: ClientSession, at: float) -> None:
-        if session is self.session and at == self._wake_at:  # else there is a later one
+        if (
+            session is self.session and at == self._wake_at
+        ):  # otherwise a newer timer exists
             self._wake_at = math.inf
             session.advance(self.clock.now)
             self._check_silence(session)
-            self.look()
+            self.update()
 
-    def look(self) -> None:
-        """Sends, and plans what is next."""
+    def update(self) -> None:
+        """Send queued messages and schedule the next deadline."""
         session = self.session
         if session is None:
             return
@@ -156,22 +155,24 @@ class Endpoint(PausableProcess):
             for key in list(outbox):
                 self.link.send(outbox.pop(key))
         elif len(outbox) > 2 * self.num_envs + 2:
-            raise Violation(f"{len(outbox)} messages wait to be sent")
-        self._look_after(session)
+            raise Violation(f"{len(outbox)} messages are queued")
+        self._after_event(session)
         if session is not self.session or session.state.is_over:
             return
         deadline = session.next_deadline()
         if deadline < self._wake_at:
             self._wake_at = deadline
-            self.clock.plan(deadline, self.do, self._wake, session, deadline)
+            self.clock.schedule(
+                deadline, self.run_when_awake, self._wake, session, deadline
+            )
 
     def _check_silence(self, session: ClientSession) -> None:
-        silence = self.clock.now - self._heard_at
+        silence = self.clock.now - self._last_received_at
         limit = _LOST_SECONDS + _PING_SECONDS + _MARGIN_SECONDS
-        if silence > limit and not session.state.is_over and not self.is_tenacious:
-            raise Violation(f"{session!r} waits, after a silence of {silence:.1f} s")
+        if silence > limit and not session.state.is_over and not self.never_gives_up:
+            raise Violation(f"{session!r} still waits after {silence:.1f} s of silence")
 
     def wake(self) -> None:
-        """Goes on after a pause; what was silent meanwhile was itself."""
-        self._heard_at = self.clock.now
+        """Resume after a pause, which does not count as silence of the server."""
+        self._last_received_at = self.clock.now
         super().wake()

@@ -1,4 +1,4 @@
-"""What the envs of a simulation have done, whoever has asked for it."""
+"""Everything that the envs of a simulation did, for all clients."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
 
 class Violation(Exception):
-    """Something has happened that never may, whatever fails."""
+    """An invariant that must hold under all faults was violated."""
 
 
 def check_levels(
     infos: Mapping[int, Mapping[str, Any]], rows: Collection[int], options: bytes
 ) -> None:
-    """Checks that a reset has shown each of these rows its options, and no others."""
+    """Verify that a reset passed its options to exactly these rows."""
     levels = {row: info["level"] for row, info in infos.items()}
     expected = dict.fromkeys(rows, codec.decode(options)["level"]) if options else {}
     if levels != expected:
-        raise Violation(f"a reset has shown {levels}; expected {expected}")
+        raise Violation(f"expected reset options {expected} by row; got {levels}")
 
 
 class SimulationJournal:
-    """What a `LedgerEnv` needs of a journal; and which calls have been asked for.
+    """The journal of all `LedgerEnv`s of a simulation, with their calls.
 
     Attributes:
-      pools: Where each seed is, or was, in use.
+      pools: The pool in which each seed is or was used.
+      num_lost: Number of lost episodes.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class SimulationJournal:
         self._records.append((seed, episode, step, action, 0))
 
     def close(self) -> None:
-        """Stays open: it has no file, and other envs go on writing."""
+        """Do nothing: the journal has no file, and other envs still write to it."""
 
     def new_level(self) -> int:
         self._last_level += 1
@@ -59,13 +60,13 @@ class SimulationJournal:
         self._last_call += 1
         return self._last_call
 
-    def note_call(self, number: int, row: int) -> None:
+    def record_call(self, number: int, row: int) -> None:
         if number > self._last_call or (number, row) in self._calls:
-            raise Violation(f"call {number} of row {row} was executed twice, or never")
+            raise Violation(f"call {number} of row {row} was repeated or never sent")
         self._calls.add((number, row))
 
     def audit(self, ledgers: Iterable[Ledger]) -> None:
-        """Compares with what clients have seen, each with a ledger."""
+        """Compare with the results that clients received."""
         incarnations = chain.from_iterable(ledger.incarnations() for ledger in ledgers)
         _, wrong = audit(incarnations, np.array(self._records, RECORD))
         if wrong:

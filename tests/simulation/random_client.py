@@ -1,7 +1,7 @@
-"""A caller: somebody who uses a client's half of the conversation.
+"""A client that submits random operations to a client session and verifies the
+outcomes.
 
-It steps, resets and calls as a BatchEnv may, and compares all that comes back with what
-it asked for.
+It steps, resets and calls like a BatchEnv, but without one.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 MAX_ENVS: Final = 4
 _CLOSE_SECONDS: Final = 1.5
 _BAD_ACTION: Final = -1
-#: Rows of a lane that is alone are rows of the batch.
+#: With a single lane, its rows are the rows of the batch.
 _BLOCK: Final = BatchBlock(0, cast("Lane", None), 0, 0, MAX_ENVS, 0, 0)
-#: Of these a session may die, when something has failed.
+#: Errors that may end a session after a fault.
 FATAL: Final = (ConnectError, EnvError, LeaseLost, ServerError)
 
 
 @dataclass(slots=True)
-class Asked:
-    """An operation under way on one block.
+class PendingOperation:
+    """An operation in flight on one block.
 
     Attributes:
-      kind: "step", "refused", or a Reset or Call.
-      actions: Of a step.
+      kind: "step", "refused" (a step with an invalid action), or a Reset or Call.
+      actions: The actions of a step.
     """
 
     kind: str | Reset | Call
@@ -65,42 +65,42 @@ class Asked:
 
 
 class RandomClient(Endpoint):
-    """Uses envs of one host after the other.
+    """Uses envs of one host after another.
 
     Attributes:
-      is_done: Whether it will not attach again.
-      ledgers: ReferenceModel of all its sessions.
+      has_finished: Whether it will not attach again.
+      ledgers: One ledger per session.
     """
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self.is_done = False
+        self.has_finished = False
         self.ledgers: list[Ledger] = []
-        self._in_flight: dict[int, Asked] = {}
-        self._is_thinking = False
-        self._rounds_left: set[int] | None = None
-        self._seen = np.zeros((0, 4), np.int64)  # the last observations
-        self._unknown: set[int] = set()  # rows that have none
-        self._given_up: set[int] = set()  # rows whose envs may be lost by ourselves
-        self.plan(simulation.clock.random.random(), self._attach)
+        self._in_flight: dict[int, PendingOperation] = {}
+        self._has_scheduled_submit = False
+        self._rows_to_validate: set[int] | None = None
+        self._last_observations = np.zeros((0, 4), np.int64)
+        self._unreset_rows: set[int] = set()
+        self._abandoned_rows: set[int] = set()  # rows whose envs this client gave up
+        self.schedule(simulation.clock.random.random(), self._attach)
 
-    def calm(self, profile: Profile) -> None:
-        """From now on steps all rows until each was valid once, and then closes."""
-        self._rounds_left = set(range(MAX_ENVS))
-        super().calm(profile)
+    def stop_faults(self, profile: Profile) -> None:
+        """Step all rows until each was valid once, and then close."""
+        self._rows_to_validate = set(range(MAX_ENVS))
+        super().stop_faults(profile)
 
     # Sessions.
 
     def _attach(self) -> None:
-        if self.session is not None or self.is_done:
+        if self.session is not None or self.has_finished:
             return
         source, simulation = self.clock.random, self.simulation
         num_envs = source.randint(1, min(MAX_ENVS, simulation.profile.total_envs))
-        seed = next(simulation.numbers)
+        seed = next(simulation.unique_numbers)
         self.ledgers.append(Ledger(num_envs, seed, length=LENGTH))
-        self._seen = np.zeros((num_envs, 4), np.int64)
-        self._unknown = set(range(num_envs))
-        self._given_up = set()
+        self._last_observations = np.zeros((num_envs, 4), np.int64)
+        self._unreset_rows = set(range(num_envs))
+        self._abandoned_rows = set()
         attach = Attach(
             env_name=SPEC.env_name,
             num_envs=num_envs,
@@ -110,77 +110,79 @@ class RandomClient(Endpoint):
         self.attach(source.choice(simulation.hosts), attach)
 
     def close(self) -> None:
-        """Gives the envs back; after a moment, whether that was heard or not."""
+        """Detach; forget the session after a moment, even if the message is lost."""
         if self.session is not None:
             self.session.begin_close(self.clock.now)
-            self._forget_operations()
-            self.plan(_CLOSE_SECONDS, self._let_go, self.session)
-            self.look()
+            self._abandon_operations()
+            self.schedule(_CLOSE_SECONDS, self._end_session, self.session)
+            self.update()
 
     def kill(self) -> None:
-        self._let_go(self.session)
+        self._end_session(self.session)
 
-    def _let_go(self, session: ClientSession | None) -> None:
+    def _end_session(self, session: ClientSession | None) -> None:
         if session is not None and session is self.session:
-            self._forget_operations()
+            self._abandon_operations()
             self.session = None
-            if not self.is_done:
-                self.plan(log_uniform(self.clock.random, 0.1, 2.0), self._attach)
+            if not self.has_finished:
+                self.schedule(log_uniform(self.clock.random, 0.1, 2.0), self._attach)
 
-    def _forget_operations(self) -> None:
-        for index, asked in self._in_flight.items():
-            if asked.actions is not None and self.session is not None:
+    def _abandon_operations(self) -> None:
+        for index, operation in self._in_flight.items():
+            if operation.actions is not None and self.session is not None:
                 rows = _rows(self.session.blocks[index])
-                self.ledgers[-1].mark_unanswered(asked.actions, rows)
+                self.ledgers[-1].mark_unanswered(operation.actions, rows)
         self._in_flight.clear()
 
-    def _look_after(self, session: ClientSession) -> None:
+    def _after_event(self, session: ClientSession) -> None:
         if session.attachment.num_leases and session.operations.is_ready(1):
             for outcome in session.take_outcomes():
-                self._take(session, outcome)
+                self._check_outcome(session, outcome)
             self._check_absent(session)
         if session.state.is_over:
             self._check_end(session)
-            self._let_go(session)
+            self._end_session(session)
         elif (
-            not self._is_thinking
+            not self._has_scheduled_submit
             and _is_usable(session)
             and len(self._in_flight) < len(session.blocks)
         ):
-            self._is_thinking = True
+            self._has_scheduled_submit = True
             wait = self.simulation.profile.pace * self.clock.random.random() ** 2
-            self.plan(wait, self._think)
+            self.schedule(wait, self._submit)
 
-    # What the caller wants.
+    # Submitting operations.
 
-    def _think(self) -> None:
-        self._is_thinking = False
+    def _submit(self) -> None:
+        self._has_scheduled_submit = False
         session = self.session
         if session is None or not _is_usable(session):
             return
         idle = [b for b in session.blocks if b.index not in self._in_flight]
-        if self._rounds_left is not None:
-            self._last_rounds(session, idle)
+        if self._rows_to_validate is not None:
+            self._submit_final_steps(session, idle)
         elif idle:
             if self._in_flight and self.clock.random.random() < 0.02:
-                self._ask_too_early(session)
-            self._ask(session, idle)
-        self.look()
+                self._submit_too_early(session)
+            self._submit_random(session, idle)
+        self.update()
 
-    def _last_rounds(self, session: ClientSession, idle: list[Block]) -> None:
-        rows = {r for r in self._rounds_left or () if r < len(self._seen)}
+    def _submit_final_steps(self, session: ClientSession, idle: list[Block]) -> None:
+        rows = {
+            r for r in self._rows_to_validate or () if r < len(self._last_observations)
+        }
         if rows and idle:
-            if not self._reset_unknown(session, idle):
+            if not self._submit_missing_resets(session, idle):
                 self._step(session, idle)
         elif not rows and not self._in_flight:
-            self.is_done = True
+            self.has_finished = True
             self.close()
 
-    def _ask(self, session: ClientSession, idle: list[Block]) -> None:
+    def _submit_random(self, session: ClientSession, idle: list[Block]) -> None:
         source = self.clock.random
         if len(idle) > 1:
             idle = source.sample(idle, source.randint(1, len(idle)))
-        if self._reset_unknown(session, idle):
+        if self._submit_missing_resets(session, idle):
             return
         draw = source.random()
         if draw < 0.85:
@@ -194,18 +196,20 @@ class RandomClient(Endpoint):
         elif draw < 0.99:
             self._interrupt(session)
 
-    def _note_move(self) -> None:
-        self._given_up.update(range(len(self._seen)))
+    def _on_move(self) -> None:
+        self._abandoned_rows.update(range(len(self._last_observations)))
 
     def _interrupt(self, session: ClientSession) -> None:
-        """Is interrupted in the middle of a call, and so loses all envs."""
+        """Interrupt a call, which invalidates all envs."""
         session.invalidate("a call was interrupted", self.clock.now)
-        self._forget_operations()
-        self._given_up.update(range(len(self._seen)))
+        self._abandon_operations()
+        self._abandoned_rows.update(range(len(self._last_observations)))
 
-    def _reset_unknown(self, session: ClientSession, idle: Sequence[Block]) -> bool:
-        """Resets blocks with rows that have no episode, if there are any."""
-        unknown = [b for b in idle if not self._unknown.isdisjoint(_rows(b))]
+    def _submit_missing_resets(
+        self, session: ClientSession, idle: Sequence[Block]
+    ) -> bool:
+        """Reset blocks with rows that have no episode; return whether there are any."""
+        unknown = [b for b in idle if not self._unreset_rows.isdisjoint(_rows(b))]
         if unknown:
             self._submit_resets(session, [Reset(block.index) for block in unknown])
         return bool(unknown)
@@ -228,13 +232,13 @@ class RandomClient(Endpoint):
 
     def _submit_resets(self, session: ClientSession, resets: Sequence[Reset]) -> None:
         for reset in resets:
-            self._in_flight[reset.block] = Asked(reset)
+            self._in_flight[reset.block] = PendingOperation(reset)
         session.submit_reset(resets, self.clock.now)
 
     def _step(
         self, session: ClientSession, blocks: Sequence[Block], is_refused: bool = False
     ) -> None:
-        """Steps; or tries to, with an action that no env may get."""
+        """Submit a step; with `is_refused`, its actions are invalid."""
         source = self.clock.random
         for block in blocks:
             rows = _rows(block)
@@ -244,7 +248,7 @@ class RandomClient(Endpoint):
                 drawn = [source.randrange(1000) for _ in rows]
                 actions, kind = np.array(drawn), "step"
             session.rows.action[0][block.start : block.stop] = actions
-            self._in_flight[block.index] = Asked(kind, actions)
+            self._in_flight[block.index] = PendingOperation(kind, actions)
         indices = [block.index for block in blocks]
         session.submit_step(indices, self.clock.now)
 
@@ -256,44 +260,48 @@ class RandomClient(Endpoint):
                 source.sample(_rows(block), source.randint(1, len(_rows(block))))
             )
             calls.append(Call(block.index, rows, "call", "render", arguments))
-            self._in_flight[block.index] = Asked(calls[-1])
+            self._in_flight[block.index] = PendingOperation(calls[-1])
         session.submit_call(calls, self.clock.now)
 
-    def _ask_too_early(self, session: ClientSession) -> None:
+    def _submit_too_early(self, session: ClientSession) -> None:
         try:
             session.submit_step([next(iter(self._in_flight))], self.clock.now)
         except LocalProtocolError:
             return
-        raise Violation("a block was used that is in flight")
+        raise Violation("a block in flight accepted another step")
 
-    # What comes of it.
+    # Outcomes.
 
-    def _take(self, session: ClientSession, outcome: Outcome) -> None:
-        asked = self._in_flight.pop(outcome.block, None)
-        if asked is None:
-            raise Violation(f"{outcome} belongs to nothing that is in flight")
+    def _check_outcome(self, session: ClientSession, outcome: Outcome) -> None:
+        operation = self._in_flight.pop(outcome.block, None)
+        if operation is None:
+            raise Violation(f"{outcome} belongs to no operation in flight")
         block = session.blocks[outcome.block]
         if outcome.error is not None:
-            self._take_error(session, asked, outcome.error, _rows(block))
-        elif asked.actions is not None:
-            self._take_step(session, asked, outcome, block)
-        elif isinstance(asked.kind, Reset):
-            rows = list(asked.kind.env_indices or _rows(block))
-            check_levels(outcome.infos, rows, asked.kind.options)
+            self._check_error(session, operation, outcome.error, _rows(block))
+        elif operation.actions is not None:
+            self._check_step(session, operation, outcome, block)
+        elif isinstance(operation.kind, Reset):
+            rows = list(operation.kind.env_indices or _rows(block))
+            check_levels(outcome.infos, rows, operation.kind.options)
             observation = session.rows.observation[0][rows]
-            self.ledgers[-1].reset(observation, rows, asked.kind.seeds)
-            self._seen[rows] = observation
-            self._unknown.difference_update(rows)
-            self._given_up.difference_update(rows)
-            if block.index in session.operations.lost:  # it is reset once more
-                self._given_up.update(rows)
-        elif isinstance(asked.kind, Call):
+            self.ledgers[-1].reset(observation, rows, operation.kind.seeds)
+            self._last_observations[rows] = observation
+            self._unreset_rows.difference_update(rows)
+            self._abandoned_rows.difference_update(rows)
+            if block.index in session.operations.lost:  # it will be reset again
+                self._abandoned_rows.update(rows)
+        elif isinstance(operation.kind, Call):
             values = codec.decode(outcome.result)
-            if values != answers_to(asked.kind):
-                raise Violation(f"{asked.kind} was answered with {values}")
+            if values != answers_to(operation.kind):
+                raise Violation(f"{operation.kind} was answered with {values}")
 
-    def _take_step(
-        self, session: ClientSession, asked: Asked, outcome: Outcome, block: Block
+    def _check_step(
+        self,
+        session: ClientSession,
+        operation: PendingOperation,
+        outcome: Outcome,
+        block: Block,
     ) -> None:
         infos: dict[int, Mapping[str, Any]] = {}
         add_infos(infos, outcome, _BLOCK, False)
@@ -308,66 +316,68 @@ class RandomClient(Endpoint):
             rows.status,
             infos,
         )
-        if asked.kind == "refused" and result.valid.any():
-            raise Violation("an action was executed that no env may get")
-        self.ledgers[-1].step(asked.actions, result, _rows(block))
+        if operation.kind == "refused" and result.valid.any():
+            raise Violation("an invalid action was executed")
+        self.ledgers[-1].step(operation.actions, result, _rows(block))
         for row, status in enumerate(rows.status.tolist(), block.start):
             if status:
                 now = int(session.rows.observation[0][row, 0])
                 self._check_loss(row, Status(status), now)
-        self._seen[block.start : block.stop] = rows.observation[0]
-        if result.valid.all() and self._rounds_left:
-            self._rounds_left.difference_update(_rows(block))
+        self._last_observations[block.start : block.stop] = rows.observation[0]
+        if result.valid.all() and self._rows_to_validate:
+            self._rows_to_validate.difference_update(_rows(block))
 
     def _check_loss(self, row: int, status: Status, now: int) -> None:
-        """Checks that the envs are lost that a row had, and that it has the next."""
+        """Verify that the row's previous env is gone and that it has a new one."""
         pools = self.simulation.journal.pools
-        before, after = pools[int(self._seen[row, 0])], pools[now]
+        before, after = pools[int(self._last_observations[row, 0])], pools[now]
         if status is not Status.SERVER_LOST:
             is_lost = before is after
         else:
-            is_given_up = row in self._given_up or self.is_tenacious
-            is_lost = is_given_up or (before.is_closing and before is not after)
+            is_abandoned = row in self._abandoned_rows or self.never_gives_up
+            is_lost = is_abandoned or (before.is_closing and before is not after)
         if not is_lost:
             raise Violation(
-                f"row {row} is {status.name}: {before} is lost, not {after}"
+                f"row {row} is {status.name}, but {before} was not replaced by {after}"
             )
-        self._given_up.discard(row)
+        self._abandoned_rows.discard(row)
 
-    def _take_error(
+    def _check_error(
         self,
         session: ClientSession,
-        asked: Asked,
+        operation: PendingOperation,
         error: EnvserveError,
         rows: range,
     ) -> None:
         is_expected = (
             session.state is ClientState.LOST
-            or (isinstance(error, ActionError) and asked.kind == "refused")
-            or (isinstance(asked.kind, Call) and isinstance(error, CallError))
-            # A defect; or of an env that is built anew, whatever was asked of it.
+            or (isinstance(error, ActionError) and operation.kind == "refused")
+            or (isinstance(operation.kind, Call) and isinstance(error, CallError))
+            # A server error, or the error of an env that is being rebuilt.
             or isinstance(error, (ServerError, EnvError))
         )
         if not is_expected or isinstance(error, ProtocolError):
-            raise Violation(f"{asked} has failed: {error!r}")
-        if asked.kind == "step" and asked.actions is not None:
-            self.ledgers[-1].mark_unanswered(asked.actions, rows)
-        is_env = isinstance(error, EnvError) and not isinstance(asked.kind, Call)
-        if asked.kind == "step" or isinstance(asked.kind, Reset) or is_env:
-            self._unknown.update(rows)
+            raise Violation(f"{operation} failed: {error!r}")
+        if operation.kind == "step" and operation.actions is not None:
+            self.ledgers[-1].mark_unanswered(operation.actions, rows)
+        is_env = isinstance(error, EnvError) and not isinstance(operation.kind, Call)
+        if operation.kind == "step" or isinstance(operation.kind, Reset) or is_env:
+            self._unreset_rows.update(rows)
 
-    # What must hold.
+    # Invariants.
 
     def _check_absent(self, session: ClientSession) -> None:
-        """Checks that padding could be made of blocks that are absent."""
+        """Verify that a batch could show padding for absent blocks."""
         for index in session.operations.absent:
-            asked = self._in_flight.get(index)
-            if asked is None:
-                raise Violation(f"block {index} is absent, and not in flight")
+            operation = self._in_flight.get(index)
+            if operation is None:
+                raise Violation(f"block {index} is absent but not in flight")
             part = slice(session.blocks[index].start, session.blocks[index].stop)
             last = session.rows.final_observation[0][part]
-            if asked.kind == "step" and not np.array_equal(last, self._seen[part]):
-                raise Violation(f"absent rows show {last}, which was not seen last")
+            if operation.kind == "step" and not np.array_equal(
+                last, self._last_observations[part]
+            ):
+                raise Violation(f"absent rows show {last}, not the last observation")
 
     def _check_end(self, session: ClientSession) -> None:
         if self._in_flight:
@@ -377,14 +387,14 @@ class RandomClient(Endpoint):
         if session.state is ClientState.LOST and not is_fatal:
             raise Violation(f"a session ended with {error!r}")
         if not session.attachment.num_leases and "from before" in str(error):
-            raise Violation(f"an attempt to attach was ended by another: {error}")
+            raise Violation(f"an attach failed because of an earlier one: {error}")
 
     def check_ended(self) -> None:
-        """Checks that it could use envs, and has closed."""
-        if not self.is_done or self.session is not None:
+        """Verify that the client could use envs and has closed."""
+        if not self.has_finished or self.session is not None:
             raise Violation(
-                f"{self.session!r} does not get on: {self._in_flight}, rows to step "
-                f"{self._rounds_left}"
+                f"{self.session!r} did not finish: in flight {self._in_flight}, rows "
+                f"left to step {self._rows_to_validate}"
             )
 
 

@@ -1,4 +1,4 @@
-"""A client's half as a lane: who waits lets the simulation go on."""
+"""A client session as a lane; while a call blocks, the simulation continues."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from tests.simulation.host import Host
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-#: How much time a look may take, which does not wait.
+#: Virtual seconds that a non-blocking `collect` may take.
 _LOOK_SECONDS: Final = 0.1
 _CLOSE_SECONDS: Final = 1.5
 
 
 class SimulatedLane(Endpoint):
-    """Satisfies `envserve.lane.Lane`."""
+    """Implements `envserve.lane.Lane` over a simulated session."""
 
     def __init__(self, simulation: Simulation, host: Host, attach: Attach) -> None:
         super().__init__(simulation)
         self.name = f"host {simulation.hosts.index(host)}"
         self._reader, self._writer = os.pipe()
-        os.write(
-            self._writer, b"!"
-        )  # always readable: nobody waits but for the simulation
+        os.write(self._writer, b"!")  # always readable, so that no call blocks on it
         self.attach(host, attach)
 
     def finish_start(self, deadline: float) -> None:
@@ -75,18 +73,18 @@ class SimulatedLane(Endpoint):
 
     def submit_step(self, blocks: Sequence[int]) -> None:
         self._client.submit_step(blocks, self.clock.now)
-        self.look()
+        self.update()
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
         self._client.submit_reset(resets, self.clock.now)
-        self.look()
+        self.update()
 
     def submit_call(self, calls: Sequence[Call]) -> None:
         self._client.submit_call(calls, self.clock.now)
-        self.look()
+        self.update()
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Lets the simulation go on until so many operations have ended."""
+        """Run the simulation until `min_finished` operations have finished."""
         operations = self._client.operations
         until = self.clock.now + (timeout_seconds or _LOOK_SECONDS)
         while not operations.is_ready(min_finished) and self.clock.now < until:
@@ -97,9 +95,9 @@ class SimulatedLane(Endpoint):
         return self._client.take_outcomes()
 
     def invalidate(self, text: str) -> None:
-        """Gives the envs back, and asks for others; forgets what is in flight."""
+        """Give the envs back and attach again; drop what is in flight."""
         self._client.invalidate(text, self.clock.now)
-        self.look()
+        self.update()
 
     def stats(self) -> Mapping[str, int]:
         return self._client.stats()
@@ -109,17 +107,17 @@ class SimulatedLane(Endpoint):
 
     def begin_close(self) -> None:
         self._client.begin_close(self.clock.now)
-        self.look()
+        self.update()
 
     def close(self) -> None:
-        """Waits a moment for that to be heard."""
+        """Detach, and wait a moment for the answer."""
         if self.session is None:
             return
         self.begin_close()
         until = self.clock.now + _CLOSE_SECONDS
         while self._client.state is ClientState.CLOSING and self.clock.now < until:
             self.simulation.step(until)
-        self.simulation.leave(self)
+        self.simulation.unregister(self)
         self.session = None
         os.close(self._reader)
         os.close(self._writer)

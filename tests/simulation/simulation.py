@@ -1,4 +1,4 @@
-"""Hosts, clients and trainers, the network between them, and faults; from one seed."""
+"""A simulation of hosts, clients and trainers with network faults, from one seed."""
 
 from __future__ import annotations
 
@@ -17,68 +17,69 @@ from envserve.session.server.decisions import Reply
 from tests.oracle.ledger import Ledger
 from tests.simulation.clock import VirtualClock
 from tests.simulation.endpoint import Endpoint
-from tests.simulation.faults import strike
+from tests.simulation.faults import inject_fault
 from tests.simulation.host import Host
 from tests.simulation.journal import SimulationJournal, Violation
 from tests.simulation.profile import Profile
 from tests.simulation.random_client import RandomClient
 from tests.simulation.trainer import Trainer
 
-#: Events between two looks at what must hold at any time.
+#: Number of events between two checks of the invariants.
 _EVENTS_PER_CHECK: Final = 64
-#: Once nothing fails any more, everything has to end within this.
-_CALM_SECONDS: Final = 1000.0
-_CALM_EVENTS: Final = 50_000
+#: Limits in virtual seconds and events for all clients to finish once faults have
+#: stopped.
+_DRAIN_SECONDS: Final = 1000.0
+_DRAIN_EVENTS: Final = 50_000
 
 
 class Simulation:
-    """One simulation.
+    """One simulation in virtual time.
 
     Attributes:
-      numbers: Numbers that nobody else has.
-      endpoints: Clients, by number.
-      clients: Who uses sessions.
-      trainers: Who uses batches.
-      calm_at: From which event on nothing fails any more.
-      interrupt_in: Events until Ctrl-C, if not None.
+      unique_numbers: Generator of unique integers.
+      endpoints: Client endpoints by number.
+      clients: Clients that use sessions directly.
+      trainers: Trainers that use batches.
+      faults_end_at: Number of events after which no more faults happen.
+      interrupt_in: Number of events until a KeyboardInterrupt, or None.
     """
 
     def __init__(self, seed: int, profile: Profile | None = None) -> None:
-        """Starts; by default the profile is drawn as well."""
+        """Start the simulation; by default the profile is random as well."""
         source = random.Random(seed)
         self.profile = Profile.draw(source) if profile is None else profile
         self.clock = VirtualClock(source)
         self.journal = SimulationJournal()
-        self.numbers = itertools.count(1)
+        self.unique_numbers = itertools.count(1)
         self.endpoints: dict[int, Endpoint] = {}
-        self.calm_at = math.inf
+        self.faults_end_at = math.inf
         self.interrupt_in: int | None = None
-        self._is_calm = False
+        self._has_stopped_faults = False
         self._give_up_at = (math.inf, math.inf)
         profile = self.profile
         self.hosts = [Host(self) for _ in range(profile.num_hosts)]
         self.clients = [RandomClient(self) for _ in range(profile.num_clients)]
         self.trainers = [Trainer(self) for _ in range(profile.num_trainers)]
 
-    def enter(self, endpoint: Endpoint) -> int:
-        number = next(self.numbers)
+    def register(self, endpoint: Endpoint) -> int:
+        number = next(self.unique_numbers)
         self.endpoints[number] = endpoint
         return number
 
-    def leave(self, endpoint: Endpoint) -> None:
+    def unregister(self, endpoint: Endpoint) -> None:
         del self.endpoints[endpoint.number]
 
     def deliver(self, host: Host, reply: Reply) -> None:
-        """Sends a reply on its way; drops it if who asked is no more."""
+        """Send a reply over its client's link; drop it if the client is gone."""
         number, generation, _ = reply.peer
         endpoint = self.endpoints.get(number)
         if endpoint is not None:
             endpoint.link.reply(host, generation, reply.frames)
 
-    # How it goes on.
+    # Progress.
 
     def step(self, until: float = math.inf) -> None:
-        """Lets the next event happen, and maybe a fault; or time pass until then."""
+        """Run the next event, and maybe a fault; or advance time to `until`."""
         clock = self.clock
         if clock.next_at > until:
             clock.now = max(clock.now, until)
@@ -87,20 +88,20 @@ class Simulation:
         if clock.random.random() < self.profile.fault_rate:
             faults = self.profile.faults
             kinds, weights = list(faults), list(faults.values())
-            strike(self, clock.random.choices(kinds, weights)[0])
+            inject_fault(self, clock.random.choices(kinds, weights)[0])
         if clock.num_events % _EVENTS_PER_CHECK == 0:
             self.check()
-        if clock.num_events >= self.calm_at and not self._is_calm:
-            self._calm()
+        if clock.num_events >= self.faults_end_at and not self._has_stopped_faults:
+            self._stop_faults()
         seconds, events = self._give_up_at
         if clock.now > seconds or clock.num_events > events:
-            raise Violation("clients and hosts do not come to rest")
+            raise Violation("clients did not finish in time without faults")
         if self.interrupt_in is not None:
             self.interrupt_in -= 1
             if self.interrupt_in <= 0:
                 self.interrupt_in = None
                 interrupt = KeyboardInterrupt()
-                if clock.random.random() < 0.7:  # else it cuts bookkeeping short
+                if clock.random.random() < 0.7:  # otherwise it interrupts bookkeeping
                     mark_harmless(interrupt)
                 raise interrupt
 
@@ -108,7 +109,7 @@ class Simulation:
         last = self.clock.num_events + num_events
         while self.clock.num_events < last:
             for trainer in self.trainers:
-                trainer.go_on()
+                trainer.run_once()
             if not self.trainers:
                 self.step()
 
@@ -116,23 +117,23 @@ class Simulation:
         for host in self.hosts:
             host.check_bounds()
 
-    def _calm(self) -> None:
+    def _stop_faults(self) -> None:
         clock = self.clock
-        self._is_calm = True
-        self._give_up_at = clock.now + _CALM_SECONDS, clock.num_events + _CALM_EVENTS
-        clock.note("calm")
-        self.profile = self.profile.calmed()
+        self._has_stopped_faults = True
+        self._give_up_at = clock.now + _DRAIN_SECONDS, clock.num_events + _DRAIN_EVENTS
+        clock.record("faults end")
+        self.profile = self.profile.without_faults()
         for host in self.hosts:
-            host.has_defect = False
+            host.fails_next_message = False
             host.wake()
             host.start()
         for endpoint in list(self.endpoints.values()):
-            endpoint.calm(self.profile)
+            endpoint.stop_faults(self.profile)
 
     def finish(self) -> None:
-        """Lets nothing fail any more; then everything has to work, and to end."""
-        if not self._is_calm:
-            self._calm()
+        """Stop all faults; verify that every client can then step and close."""
+        if not self._has_stopped_faults:
+            self._stop_faults()
         for trainer in self.trainers:
             trainer.finish()
         while self.clock.has_events and self.clock.now < self._give_up_at[0]:
@@ -140,7 +141,7 @@ class Simulation:
         for caller in self.clients:
             caller.check_ended()
         for host in self.hosts:
-            host.check_free()
+            host.check_all_free()
         self.journal.audit(self.ledgers)
 
     @property
@@ -149,8 +150,8 @@ class Simulation:
         return [ledger for user in users for ledger in user.ledgers]
 
     @contextmanager
-    def as_time(self) -> Iterator[None]:
-        """Has batches know no other time than this simulation's."""
+    def patched_time(self) -> Iterator[None]:
+        """Make batches use the virtual clock."""
 
         def read() -> float:
             return self.clock.now
@@ -163,19 +164,19 @@ class Simulation:
 
 
 def simulate(seed: int, num_events: int, profile: Profile | None = None) -> Simulation:
-    """Runs a simulation to its end.
+    """Run a simulation to its end.
 
     Args:
-      num_events: How many events there are before everything is made to end.
+      num_events: Number of events before faults stop and clients close.
 
     Raises:
-      Violation: Something has happened that must not; or our own code has failed.
+      Violation: An invariant was violated, or the code under test raised.
     """
     simulation = Simulation(seed, profile)
     profile = simulation.profile
     try:
-        with simulation.as_time():
-            simulation.calm_at = num_events
+        with simulation.patched_time():
+            simulation.faults_end_at = num_events
             simulation.run(num_events)
             simulation.finish()
     except Exception as error:

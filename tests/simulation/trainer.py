@@ -1,6 +1,6 @@
-"""A trainer: uses a batch over real sessions in every way there is, and checks it.
+"""A trainer that uses a batch over simulated sessions in random ways and verifies it.
 
-Its calls wait, and whoever waits lets the simulation go on.
+While one of its calls blocks, the simulation continues.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 _START_SECONDS: Final = 100.0
-#: Who may be told that an env of somebody else is slow has this much patience.
+#: Values of `padding_after` in seconds.
 _PADDING_AFTER: Final = (0.0, 0.1, 2.0, math.inf)
 
 
 class Trainer:
-    """Uses one batch after the other.
+    """Uses one batch after another.
 
     Attributes:
-      driver: The batch, with its books; None between two batches.
+      driver: Steps and verifies the current batch; None between two batches.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -45,37 +45,37 @@ class Trainer:
 
     # Batches.
 
-    def go_on(self) -> None:
+    def run_once(self) -> None:
         try:
             if self.driver is None:
-                self._begin_somewhere()
+                self._connect_to_random_hosts()
             else:
-                self._use(self.driver)
+                self._run_random_operation(self.driver)
         except EnvserveError as error:
             if isinstance(error, ProtocolError):
                 raise
             self.close()
             self.wait(log_uniform(self._random, 0.1, 2.0))
 
-    def _begin_somewhere(self) -> None:
+    def _connect_to_random_hosts(self) -> None:
         source, simulation = self._random, self.simulation
-        is_spread = source.random() < 0.7
+        uses_all_hosts = source.random() < 0.7
         hosts = source.sample(
-            simulation.hosts, len(simulation.hosts) if is_spread else 1
+            simulation.hosts, len(simulation.hosts) if uses_all_hosts else 1
         )
         most = min(4, simulation.profile.total_envs)
         sizes = [source.randint(1, most) for _ in hosts]
-        self.begin(hosts, sizes, source.randint(1, 2), source.choice(_PADDING_AFTER))
+        self.connect(hosts, sizes, source.randint(1, 2), source.choice(_PADDING_AFTER))
 
-    def begin(
+    def connect(
         self,
         hosts: Sequence[Host],
         sizes: Sequence[int],
         num_splits: int,
         padding_after: float,
     ) -> None:
-        """Has a batch of so many envs on each host, and resets them."""
-        simulation, seed = self.simulation, next(self.simulation.numbers)
+        """Create a batch with envs on each host, and reset it."""
+        simulation, seed = self.simulation, next(self.simulation.unique_numbers)
         lanes: list[SimulatedLane] = []
         try:
             first = 0
@@ -98,9 +98,9 @@ class Trainer:
         batch = BatchEnv(lanes, padding_after=padding_after)
         ledger = Ledger(first, seed, length=LENGTH, clock=lambda: simulation.clock.now)
         self.ledgers.append(ledger)
-        numbers = np.random.default_rng(seed)
+        generator = np.random.default_rng(seed)
         try:
-            self.driver = BatchDriver(batch, ledger, numbers, math.inf)
+            self.driver = BatchDriver(batch, ledger, generator, math.inf)
         except EnvserveError:
             batch.close()
             raise
@@ -116,10 +116,10 @@ class Trainer:
             self.simulation.step(until)
 
     def finish(self) -> None:
-        """Steps until every row was valid at once, and closes."""
+        """Step until all rows are valid in one step, and close."""
         while self.driver is None or not self._are_all_valid(self.driver):
             if self.driver is None:
-                self.go_on()
+                self.run_once()
         self.close()
 
     def _are_all_valid(self, driver: BatchDriver) -> bool:
@@ -129,9 +129,9 @@ class Trainer:
             self.close()
             return False
 
-    # What it does with one.
+    # Operations.
 
-    def _use(self, driver: BatchDriver) -> None:
+    def _run_random_operation(self, driver: BatchDriver) -> None:
         ways: list[Callable[[BatchDriver], Any]]
         ways = [self.step, self._send_and_receive, self._reset, self._interrupt]
         ways.append(self._call)
@@ -146,30 +146,30 @@ class Trainer:
             raise
 
     def _send_and_receive(self, driver: BatchDriver) -> None:
-        """Sends blocks in any order, and takes them as they come."""
+        """Send blocks in random order, and receive them as they finish."""
         batch, source = driver.batch, self._random
-        out: set[int] = set()
+        in_flight: set[int] = set()
         num_sends = source.randint(1, 4)
         try:
-            while num_sends or out:
-                idle = [b for b in batch.blocks if out.isdisjoint(b.tolist())]
-                if num_sends and idle and (not out or source.random() < 0.5):
+            while num_sends or in_flight:
+                idle = [b for b in batch.blocks if in_flight.isdisjoint(b.tolist())]
+                if num_sends and idle and (not in_flight or source.random() < 0.5):
                     num_sends -= 1
                     chosen = source.sample(idle, source.randint(1, len(idle)))
                     rows = driver.random.permutation(np.concatenate(chosen))
-                    out.update(rows.tolist())
+                    in_flight.update(rows.tolist())
                     driver.send(rows, together=source.random() < 0.5)
                 else:
-                    out.difference_update(self._receive(driver, len(out)))
+                    in_flight.difference_update(self._receive(driver, len(in_flight)))
         except EnvserveError:
-            left = np.array(sorted(out), np.int64)
+            left = np.array(sorted(in_flight), np.int64)
             driver.ledger.mark_unanswered(driver.actions[left], left)
             raise
 
     def _receive(self, driver: BatchDriver, num_in_flight: int) -> list[int]:
-        """Waits for some of the rows that are out; in vain, or not for long, or cut."""
+        """Receive some of the rows in flight; may time out or be interrupted."""
         source = self._random
-        self._plan_interrupt(0.02)
+        self._schedule_interrupt(0.02)
         timeout = source.choice((None, None, None, 0.0, 1.0, 10.0))
         try:
             rows, _ = driver.receive(timeout, source.randint(1, num_in_flight))
@@ -193,8 +193,8 @@ class Trainer:
             check_levels(driver.batch.reset_infos, rows.tolist(), encoded)
 
     def _interrupt(self, driver: BatchDriver) -> None:
-        """Is cut short in a step, and goes on with another."""
-        self._plan_interrupt(1.0)
+        """Interrupt a step."""
+        self._schedule_interrupt(1.0)
         try:
             self.step(driver)
         except KeyboardInterrupt:
@@ -202,7 +202,7 @@ class Trainer:
         finally:
             self.simulation.interrupt_in = None
 
-    def _plan_interrupt(self, probability: float) -> None:
+    def _schedule_interrupt(self, probability: float) -> None:
         if self._random.random() < probability:
             self.simulation.interrupt_in = self._random.randint(1, 40)
 
@@ -212,9 +212,9 @@ class Trainer:
         rows = source.sample(range(batch.num_envs), source.randint(1, batch.num_envs))
         try:
             found = batch.call_each("render", argument, env_indices=rows)
-        except CallError:  # envs were lost meanwhile
+        except CallError:  # envs were lost during the call
             return
         first = [batch._group.blocks.block_of(row).offset for row in rows]
         expected = [[row - at, argument] for row, at in zip(rows, first, strict=True)]
         if found != expected:
-            raise Violation(f"call {argument} of {rows} was answered with {found}")
+            raise Violation(f"call {argument} of rows {rows} returned {found}")
