@@ -44,7 +44,7 @@ def inject_fault(simulation: Simulation, kind: str) -> None:
     elif kind == "fail_message":
         host.fails_next_message = True
     elif host.granted and kind in ("lose_worker", "fail_pool", "break_pool"):
-        session = source.choice(list(host.granted))
+        session = source.choice(sorted(host.granted))
         if kind == "lose_worker":
             worker = source.randrange(profile.num_workers)
             host.run_when_awake(host.lose_worker, session, worker, soon)
