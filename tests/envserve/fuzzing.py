@@ -1,7 +1,7 @@
-"""Mutated bytes for every decoder, with limits of errors and time.
+"""Decoders of untrusted bytes, and mutated input for them.
 
-A target decodes mutations of valid bytes. It may raise only the errors that its decoder
-documents.
+Each target decodes mutations of valid bytes. It may only raise the documented errors of
+its decoder, within a time limit.
 """
 
 from __future__ import annotations

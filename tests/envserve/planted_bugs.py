@@ -1,7 +1,7 @@
-"""Bugs that would be easy to make, planted where something passes from hand to hand.
+"""Bugs that are easy to introduce, planted at module boundaries.
 
-A message, a decision, an outcome or a row is dropped, copied, altered or swapped. The
-few that need to know the inside of anything stand at the end.
+A message, decision, outcome or row is dropped, duplicated, altered or swapped. The few
+bugs that depend on internals are at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def faulty(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
 
 
 class Bug(NamedTuple):
-    """A bug to plant, and where it shows, unless that is anywhere."""
+    """A function that plants a bug, and the profile that reveals it (None for any)."""
 
     plant: Callable[[Patch], None]
     profile: Profile | None = None
@@ -54,7 +54,7 @@ def bug(profile: Profile | None = None) -> Callable[[Callable[[Patch], None]], N
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Has `change(real, ...)` stand for a function."""
+    """Replace a function by `change(real, ...)`."""
     real = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **options: change(real, *args, **options))
 
@@ -63,7 +63,7 @@ def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> N
 
 
 def alter_messages(patch: Patch, half: type[Any], alter: Callable[..., Any]) -> None:
-    """Changes what a half of the conversation gets; None drops it."""
+    """Alter the messages that one side receives; None drops a message."""
 
     def receive(real: Any, self: Any, *peer_frames_now: Any) -> Any:
         *peer, frames, now = peer_frames_now
@@ -121,7 +121,7 @@ def a_late_reply_answers_a_new_request(patch: Patch) -> None:
 
 
 @bug()
-def a_user_finds_what_others_have(patch: Patch) -> None:
+def a_user_can_access_sessions_of_others(patch: Patch) -> None:
     def drop(real: Any, self: Any, peer: Any, *frames_now: Any) -> Any:
         return real(self, (*peer[:-1], OWNER), *frames_now)
 
@@ -129,7 +129,7 @@ def a_user_finds_what_others_have(patch: Patch) -> None:
 
 
 @bug()
-def a_user_ends_what_others_have(patch: Patch) -> None:
+def a_user_can_detach_sessions_of_others(patch: Patch) -> None:
     def drop(real: Any, self: Any, peer: Any, frames: Any, now: float) -> Any:
         if decode(frames).type is MessageType.DETACH:
             peer = (*peer[:-1], OWNER)
@@ -151,7 +151,7 @@ def envs_are_not_freed(patch: Patch) -> None:
 
 
 @bug()
-def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
+def a_step_is_answered_before_it_finishes(patch: Patch) -> None:
     finish = ServerSession.pool_finished
     answered: set[tuple[SessionId, int]] = set()
 
@@ -177,21 +177,21 @@ def leases_never_expire(patch: Patch) -> None:
 
 
 @bug()
-def capacity_is_not_looked_at(patch: Patch) -> None:
+def capacity_is_ignored(patch: Patch) -> None:
     patch.setattr(lease_table.LeaseTable, "free_envs", 1 << 20)
 
 
 @bug(faulty("cut_one_way", Profile(), max_outage=1000.0))
-def silence_is_never_noticed(patch: Patch) -> None:
+def silence_is_never_detected(patch: Patch) -> None:
     patch.setattr(attachment.Attachment, "lost_at", math.inf)
 
 
 @bug()
-def leases_use_the_same_seeds_again(patch: Patch) -> None:
+def leases_reuse_seeds(patch: Patch) -> None:
     patch.setattr(attachment, "attach_again", lambda attach, num_leases: attach)
 
 
-# Outcomes, and what is known of blocks.
+# Outcomes, and the state of blocks.
 
 
 @bug()
@@ -205,7 +205,7 @@ def refused_operations_use_up_a_seq(patch: Patch) -> None:
 
 
 @bug()
-def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
+def a_lost_block_continues_its_episode(patch: Patch) -> None:
     def drop(real: Any, self: Any, *arguments: Any) -> None:
         real(self, *arguments)
         self.lost.clear()
@@ -230,7 +230,7 @@ def the_last_observation_is_not_kept(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def what_is_owed_answers_the_next_action(patch: Patch) -> None:
+def a_late_result_answers_the_next_action(patch: Patch) -> None:
     def drop(real: Any, self: Any, positions: Any) -> Any:
         others = real(self, positions)
         self.awaited_late_steps.clear()
@@ -240,7 +240,7 @@ def what_is_owed_answers_the_next_action(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def a_reset_gives_up_what_is_owed_to_other_rows(patch: Patch) -> None:
+def a_reset_drops_late_results_of_other_rows(patch: Patch) -> None:
     def give_up(real: Any, self: Any, *arguments: Any) -> Any:
         infos = real(self, *arguments)
         for position in self.absence.late_steps & self.queue.outcomes.keys():
@@ -251,7 +251,7 @@ def a_reset_gives_up_what_is_owed_to_other_rows(patch: Patch) -> None:
     around(patch, LaneGroup, "finish_reset", give_up)
 
 
-def pass_for_valid(patch: Patch, status: Status) -> None:
+def mark_as_valid(patch: Patch, status: Status) -> None:
     def show(real: Any, self: Any, spec: Any, row_set: Any, result: Any) -> None:
         real(self, spec, row_set, result)
         chosen = result.status == status
@@ -261,20 +261,20 @@ def pass_for_valid(patch: Patch, status: Status) -> None:
 
 
 @bug(BATCHES)
-def padding_passes_for_valid(patch: Patch) -> None:
-    pass_for_valid(patch, Status.PENDING)
+def padding_is_marked_valid(patch: Patch) -> None:
+    mark_as_valid(patch, Status.PENDING)
 
 
 @bug(BATCHES)
-def late_results_pass_for_valid(patch: Patch) -> None:
-    pass_for_valid(patch, Status.LATE)
+def late_results_are_marked_valid(patch: Patch) -> None:
+    mark_as_valid(patch, Status.LATE)
 
 
 # Rows of a batch.
 
 
 @bug()
-def an_action_is_dropped_and_the_last_one_applied_again(patch: Patch) -> None:
+def a_dropped_action_repeats_the_previous_one(patch: Patch) -> None:
     count = itertools.count(1)
 
     def unpack(real: Any, *part_and_buffers: Any) -> None:
@@ -292,12 +292,12 @@ def alter_actions(patch: Patch, alter: Callable[..., Any]) -> None:
 
 
 @bug(BATCHES)
-def an_action_goes_to_the_neighbour(patch: Patch) -> None:
+def actions_are_shifted_by_one_row(patch: Patch) -> None:
     alter_actions(patch, lambda _, actions: [np.roll(a, 1, axis=0) for a in actions])
 
 
 @bug(BATCHES)
-def actions_are_written_once_the_step_was_submitted(patch: Patch) -> None:
+def actions_are_written_after_the_step_was_submitted(patch: Patch) -> None:
     last: dict[Any, Any] = {}
 
     def delay(row_set: Any, actions: Any) -> Any:
@@ -327,7 +327,7 @@ def alter_results(patch: Patch, alter: Callable[[Any], Any]) -> None:
 
 
 @bug(BATCHES)
-def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
+def the_reward_belongs_to_the_previous_step(patch: Patch) -> None:
     last: dict[int, Any] = {}
 
     def keep(result: Any) -> Any:
@@ -339,7 +339,7 @@ def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def final_observations_are_the_next_first_ones(patch: Patch) -> None:
+def final_observations_belong_to_the_next_episode(patch: Patch) -> None:
     alter_results(patch, lambda r: r._replace(final_observation=r.observation))
 
 
@@ -347,7 +347,7 @@ def final_observations_are_the_next_first_ones(patch: Patch) -> None:
 
 
 @bug()
-def a_reset_gets_the_options_of_the_one_before(patch: Patch) -> None:
+def a_reset_gets_the_options_of_the_previous_one(patch: Patch) -> None:
     last: dict[int, Any] = {}
 
     def read(real: Any, message: Any, blocks: Any) -> Any:
@@ -360,7 +360,7 @@ def a_reset_gets_the_options_of_the_one_before(patch: Patch) -> None:
 
 
 @bug()
-def a_reset_that_runs_is_begun_again(patch: Patch) -> None:
+def a_reset_runs_twice(patch: Patch) -> None:
     def begin_twice(real: Any, self: Any, *arguments: Any) -> Any:
         decisions = real(self, *arguments)
         return [*decisions, *(d for d in decisions if isinstance(d, RunReset))]
@@ -380,7 +380,7 @@ def a_reset_of_a_row_resets_its_block(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def seeds_go_to_the_neighbour(patch: Patch) -> None:
+def seeds_are_shifted_by_one_row(patch: Patch) -> None:
     def reset(real: Any, self: Any, rows: Any, seeds: Any, options: Any) -> Any:
         return real(self, rows, seeds and [*seeds[1:], seeds[0]], options)
 
@@ -388,7 +388,7 @@ def seeds_go_to_the_neighbour(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def infos_of_a_reset_are_those_of_other_rows(patch: Patch) -> None:
+def infos_of_a_reset_are_shifted_by_one_row(patch: Patch) -> None:
     def reset(real: Any, self: Any, *arguments: Any) -> Any:
         infos = real(self, *arguments)
         return {row + 1: info for row, info in infos.items()}
@@ -400,7 +400,7 @@ def infos_of_a_reset_are_those_of_other_rows(patch: Patch) -> None:
 
 
 @bug()
-def a_call_gets_the_values_of_the_one_before(patch: Patch) -> None:
+def a_call_returns_the_results_of_the_previous_one(patch: Patch) -> None:
     last: dict[Any, Any] = {}
 
     def alter(self: Any, answer: Any) -> Any:
@@ -414,7 +414,7 @@ def a_call_gets_the_values_of_the_one_before(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def what_was_called_is_called_again_with_the_rest(patch: Patch) -> None:
+def a_call_of_remaining_rows_repeats_all_rows(patch: Patch) -> None:
     def call(real: Any, self: Any, calls: Any) -> Any:
         last = vars(self).setdefault("_calls_before", {})
         first = {

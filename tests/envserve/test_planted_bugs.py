@@ -1,4 +1,4 @@
-"""The oracle finds bugs in real pools and their workers, and nothing without them."""
+"""The oracle detects bugs planted in real pools and workers, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILL, RAISE = 998, 999
 
 
 class Fatal(BatchDriver):
-    """Draws no action that is fatal."""
+    """Draws no fatal action."""
 
     num_actions = KILL
 
@@ -39,7 +39,7 @@ def planted_launcher() -> Iterator[Launcher]:
 
 
 def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
-    """Loses workers and envs on purpose, with padding until they are back."""
+    """Run a pool while workers and envs fail; verify every row."""
     env_kwargs = {
         "bug": bug,
         "length": LENGTH,
@@ -75,7 +75,7 @@ def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
     return ledger
 
 
-def test_without_a_bug_all_is_well_while_workers_and_envs_are_lost(
+def test_without_a_bug_no_row_is_wrong_while_workers_and_envs_fail(
     planted_launcher: Launcher, tmp_path: Path
 ) -> None:
     ledger = run_pool(planted_launcher, tmp_path)
@@ -85,7 +85,7 @@ def test_without_a_bug_all_is_well_while_workers_and_envs_are_lost(
 
 
 @pytest.mark.parametrize("name", WORKER_BUGS)
-def test_a_bug_that_is_planted_in_workers_is_found(
+def test_a_bug_in_workers_is_detected(
     planted_launcher: Launcher, tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(LedgerError):
@@ -93,7 +93,7 @@ def test_a_bug_that_is_planted_in_workers_is_found(
 
 
 @pytest.mark.parametrize("name", POOL_BUGS)
-def test_a_bug_that_is_planted_in_the_pool_is_found(
+def test_a_bug_in_the_pool_is_detected(
     planted_launcher: Launcher,
     tmp_path: Path,
     name: str,
