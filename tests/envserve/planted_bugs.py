@@ -146,7 +146,7 @@ def envs_are_not_freed(patch: Patch) -> None:
     def keep(real: Any, *arguments: Any) -> Any:
         return [d for d in real(*arguments) if not isinstance(d, EndPool)]
 
-    for name in ("receive", "poll", "stop", "pool_failed", "pool_finished"):
+    for name in ("receive", "expire_leases", "stop", "pool_failed", "pool_finished"):
         around(patch, ServerSession, name, keep)
 
 
@@ -178,7 +178,7 @@ def leases_never_expire(patch: Patch) -> None:
 
 @bug()
 def capacity_is_ignored(patch: Patch) -> None:
-    patch.setattr(lease_table.LeaseTable, "free_envs", 1 << 20)
+    patch.setattr(lease_table.LeaseTable, "num_free_envs", 1 << 20)
 
 
 @bug(faulty("cut_one_way", Profile(), max_outage=1000.0))
@@ -210,7 +210,7 @@ def a_lost_block_continues_its_episode(patch: Patch) -> None:
         real(self, *arguments)
         self.lost.clear()
 
-    around(patch, client_blocks.ClientBlocks, "lose", drop)
+    around(patch, client_blocks.ClientBlocks, "mark_lost", drop)
 
 
 @bug()
@@ -472,4 +472,4 @@ def blocks_are_answered_in_another_order(patch: Patch) -> None:
 
 @bug(faulty("close_client"))
 def ended_sessions_are_forgotten(patch: Patch) -> None:
-    patch.setattr(lease_table._RecentSessions, "note", lambda *_: None)
+    patch.setattr(lease_table._RecentSessions, "add", lambda *_: None)
