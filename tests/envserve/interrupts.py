@@ -1,4 +1,4 @@
-"""Raise KeyboardInterrupt at a chosen line of a call."""
+"""Ctrl-C at a chosen line of a call."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 import envserve
 
 PACKAGE = str(Path(envserve.__file__).parent)
-#: A path and a line number.
+#: A line of a file.
 Place = tuple[str, int]
 
 
 def is_ours(path: str) -> bool:
-    """Return whether a file belongs to the envserve package."""
+    """Whether a file is one of the package's."""
     return path.startswith(PACKAGE)
 
 
 def run_traced(
     call: Callable[[], Any], line: int, is_traced: Callable[[str], bool] = is_ours
 ) -> list[Place]:
-    """Run a call and interrupt it before its nth line; return the executed lines.
+    """Calls, interrupted before the so manieth line; returns the lines that came.
 
     Args:
-      call: The function to call.
-      line: The line to interrupt, counted from 1; -1 for none.
-      is_traced: Returns whether the lines of a file count.
+      call: What to call.
+      line: From 1; with -1 nothing is interrupted.
+      is_traced: Tells the paths of files whose lines count.
     """
     places: list[Place] = []
 
@@ -55,11 +55,11 @@ def run_traced(
 
 
 def is_return(place: Place) -> bool:
-    """Return whether the line returns a step; an interrupt there drops its result."""
+    """Tells the line that returns a step, which is lost between two bytecodes there."""
     return linecache.getline(*place).strip() == "return result"
 
 
 def _is_spared(frame: FrameType) -> bool:
-    """Return whether Python handles no signal at this line: `with` or `try`."""
+    """Tells lines before an `__exit__`, and of `try`, where no signals are handled."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return line.lstrip().startswith(("with ", "try:"))

@@ -1,4 +1,4 @@
-"""Calls of methods and attributes of many envs, over every kind of lane."""
+"""Calls of many envs at once, over every kind of lane."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from .session_fakes import make_call
 
 
 @pytest.fixture
-def call_requests(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The request numbers of all CALLs that clients send, without retries."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Numbers of the CALLs that clients send, however often."""
     numbers = set()
     send = Connection.send
 
-    def record_and_send(self: Connection, frames: Any) -> bool:
+    def note(self: Connection, frames: Any) -> bool:
         message = decode(frames)
         if message.type is MessageType.CALL:
             numbers.add(message.request)
         return send(self, frames)
 
-    monkeypatch.setattr(Connection, "send", record_and_send)
+    monkeypatch.setattr(Connection, "send", note)
     return numbers
 
 
 def test_an_attribute_of_64_envs_takes_one_message(
-    make_batch: MakeBatch, call_requests: set[int], lane_kind: str
+    make_batch: MakeBatch, asked: set[int], lane_kind: str
 ) -> None:
     batch = make_batch.and_reset(LEDGER, 64, 2)
-    for call in (
+    for ask in (
         lambda: batch.get_attr("difficulty"),
         lambda: batch.set_attr("difficulty", range(64)),
         lambda: batch.call_each("echo", 1),
         lambda: batch.render(),
     ):
-        call_requests.clear()
-        call()
-        assert len(call_requests) == (lane_kind != "local")
+        asked.clear()
+        ask()
+        assert len(asked) == (lane_kind != "local")
     assert batch.get_attr("difficulty") == [*range(64)]
 
 
-def test_each_env_returns_its_own_value(make_batch: MakeBatch) -> None:
+def test_each_env_has_its_own_answer(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 5, 2)
     batch.set_attr("difficulty", ["a", "b", "c", "d", "e"])
     rows = [3, 0, 4]
@@ -72,9 +72,7 @@ def test_each_env_returns_its_own_value(make_batch: MakeBatch) -> None:
     assert batch.render(2).shape == (2, 3, 3)
 
 
-def test_a_value_that_cannot_be_encoded_raises_a_one_line_error(
-    make_batch: MakeBatch,
-) -> None:
+def test_what_has_no_plain_form_is_said_in_a_line(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 1)
     with pytest.raises(
         CallError, match=r"^Env 0 \(.*\): echo: cannot encode a value of type method"
@@ -82,7 +80,7 @@ def test_a_value_that_cannot_be_encoded_raises_a_one_line_error(
         batch.get_attr("echo")
 
 
-def test_keyword_arguments_are_passed(make_batch: MakeBatch) -> None:
+def test_arguments_go_by_name_too(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 3, 2)
     with pytest.raises(CallError, match=r"Env 1 .*: complain: ValueError: too dark"):
         batch.call(1, "complain", text="too dark")
@@ -96,26 +94,24 @@ def test_keyword_arguments_are_passed(make_batch: MakeBatch) -> None:
     [lambda: None, [0] * 70_000, {(1, 2): 3}, np.array([object()])],
     ids=["function", "long list", "tuple key", "object array"],
 )
-def test_arguments_that_cannot_be_encoded_cost_no_episode(
-    make_batch: MakeBatch, argument: Any
-) -> None:
+def test_what_cannot_be_sent_is_free(make_batch: MakeBatch, argument: Any) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 1)
     with pytest.raises(CallError, match="Env 1: echo: "):
         batch.call(1, "echo", argument)
     assert batch.step(np.zeros(2, np.int64)).valid.all()
 
 
-def test_values_too_long_for_one_message_are_set(
-    make_batch: MakeBatch, call_requests: set[int]
+def test_values_too_long_for_one_message_are_set_all_the_same(
+    make_batch: MakeBatch, asked: set[int]
 ) -> None:
     batch = make_batch(LEDGER, 8, 2)
     values = [[row] * 1500 for row in range(8)]
     batch.set_attr("difficulty", values)
-    assert len(call_requests) <= 8
+    assert len(asked) <= 8
     assert batch.get_attr("difficulty") == values
 
 
-def test_a_block_calls_only_as_many_envs_as_fit_into_its_answer() -> None:
+def test_a_block_calls_as_many_as_it_has_room_for() -> None:
     block = Block(0, 4, 8, 0, 0)
     task = CallRequest.decode(encode_call(make_call([4, 6, 7], "call", "x", "y")))
     called = []
@@ -141,13 +137,13 @@ def test_a_block_calls_only_as_many_envs_as_fit_into_its_answer() -> None:
             decode_results(wrong, block)
 
 
-def test_the_size_limit_is_divided_among_all_blocks() -> None:
+def test_what_is_enough_is_divided_among_all_blocks() -> None:
     task = CallRequest.decode(encode_call(make_call([4, 5], "call", "x"), 64))
     answer = run_call(task, lambda _: bytes(1 << 20))
     assert len(answer) < 2 << 20
 
 
-def test_a_vector_env_is_called_once_even_if_its_answer_is_too_large() -> None:
+def test_a_vector_env_is_called_once_however_much_it_gives() -> None:
     block = Block(0, 0, 3, 0, 0)
     task = CallRequest.decode(
         encode_call(make_call([0, 1, 2], "call", "take", 5 << 20))
@@ -165,7 +161,7 @@ def test_a_vector_env_is_called_once_even_if_its_answer_is_too_large() -> None:
     assert (fault.env_index, called) == (1, [5 << 20])
 
 
-def test_the_number_of_values_in_results_is_limited() -> None:
+def test_results_hold_so_many_values() -> None:
     block = Block(0, 0, 5, 0, 0)
     task = CallRequest.decode(encode_call(make_call([0, 1, 2, 3, 4], "get", "x")))
     odd: list[Any] = [[{}] * 60_000] * 3

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at any line of a call: later calls never return its old result."""
+"""Ctrl-C at any line of a call: the next ones never see an older one's result."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NUM_POINTS = 12
 
 @pytest.fixture
 def launcher(own_launcher: Launcher) -> Launcher:
-    return own_launcher  # interrupts affect it too
+    return own_launcher  # it is interrupted, too
 
 
 def points(num_lines: int) -> list[int]:
-    """Return the lines to interrupt: evenly distributed ones, and the last ones."""
+    """Returns where to interrupt: evenly, and the last lines."""
     assert num_lines > NUM_POINTS
     spread = np.linspace(1, num_lines - 2, NUM_POINTS - 2, dtype=int).tolist()
     return [*spread, num_lines - 1, num_lines]
 
 
 def options_of(lane_kind: str) -> dict[str, Any]:
-    # If sending a frame is interrupted, its worker fails after the step timeout.
+    # A frame whose sending was interrupted costs its worker the step timeout.
     timeout = {"step_timeout": 2.0} if lane_kind == "local" else {}
     return {"env_kwargs": {"length": 1000}, **timeout}
 
@@ -61,15 +61,15 @@ def test_an_interrupted_step_never_answers_a_later_one(
 
 
 def receive_all(batch: BatchEnv, action: int) -> int:
-    """Receive all rows in flight; return the number of lost results.
+    """Receives until no row is out; returns how many results were lost.
 
-    Every received result must belong to `action`, or be marked as lost.
+    Every result that comes must be that of `action`, or of a step that was lost.
     """
     num_lost = 0
     while num_in_flight := batch.num_in_flight:
         try:
             rows, result = batch.recv()
-        except LocalProtocolError:  # an interrupted call lost these results
+        except LocalProtocolError:  # "an interrupted call has cost the results of"
             assert batch.num_in_flight < num_in_flight
             num_lost += num_in_flight - batch.num_in_flight
         else:
@@ -80,7 +80,7 @@ def receive_all(batch: BatchEnv, action: int) -> int:
 
 
 @pytest.mark.parametrize("interrupted", ["send", "recv"])
-def test_an_interrupted_send_or_recv_neither_swaps_nor_loses_rows(
+def test_an_interrupted_send_or_recv_neither_mixes_up_nor_loses_rows(
     make_batch: MakeBatch, lane_kind: str, interrupted: str
 ) -> None:
     def run(line: int) -> int:
@@ -105,18 +105,16 @@ def test_an_interrupted_send_or_recv_neither_swaps_nor_loses_rows(
         run(line)
 
 
-def wait_for_results(batch: BatchEnv) -> None:
-    """Wait for all rows without receiving them, so that the next `recv` returns at
-    once.
-    """
-    empty = np.zeros(0)
-    wrong = StepResult._make([*[empty] * 7, {}])
-    all_rows = np.arange(batch.num_envs)
+def has_come(batch: BatchEnv) -> None:
+    """Waits for all rows and leaves them out, so that the next `recv` never waits."""
+    nothing = np.zeros(0)
+    wrong = StepResult._make([*[nothing] * 7, {}])
+    everything = np.arange(batch.num_envs)
     with pytest.raises(ValueError, match="expected arrays of"):
-        batch.recv(env_indices=all_rows, out=wrong)
+        batch.recv(env_indices=everything, out=wrong)
 
 
-# An interrupt can leave a new socket to the garbage collector.
+# An interrupt before a new socket is kept leaves it to the garbage collector.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
     make_batch: MakeBatch,
@@ -124,11 +122,11 @@ def test_an_interrupt_as_recv_returns_leaves_the_rows_to_be_received(
     with make_batch(LEDGER, 4, 2, num_splits=2) as batch:
         batch.reset()
         batch.send(np.arange(4))
-        wait_for_results(batch)
+        has_come(batch)
         num_lines = len(run_traced(lambda: batch.recv(4), -1))
         assert batch.num_in_flight == 0
         batch.send(np.arange(4))
-        wait_for_results(batch)
+        has_come(batch)
         for line in range(1, num_lines + 1):
             run_traced(lambda: batch.recv(4), line)
             assert batch.num_in_flight == 4

@@ -1,4 +1,4 @@
-"""Videos: every frame in order, even sizes, and no incomplete file."""
+"""Videos: every frame, at even sizes, and no file that is not complete."""
 
 import ctypes.util
 import sys
@@ -14,7 +14,7 @@ from envserve.worker.rendering import headless_variables
 from tests.ppo.film_env import read_video
 
 
-def test_a_video_contains_all_frames_in_order(tmp_path: Path) -> None:
+def test_all_frames_are_there_in_order(tmp_path: Path) -> None:
     path = tmp_path / "film.mp4"
     with VideoWriter(path, 12.5) as video:
         for brightness in range(0, 250, 10):
@@ -22,8 +22,8 @@ def test_a_video_contains_all_frames_in_order(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [path.with_name("film.mp4.partial")]
     assert list(tmp_path.iterdir()) == [path]
     frames = read_video(path, 34, 48)  # odd sizes are padded
-    brightnesses = frames[:, :33, :47].mean(axis=(1, 2, 3))
-    np.testing.assert_allclose(brightnesses, np.arange(0, 250, 10), atol=4)
+    seen = frames[:, :33, :47].mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(seen, np.arange(0, 250, 10), atol=4)
 
 
 def test_a_frame_is_upright_and_keeps_its_colours(tmp_path: Path) -> None:
@@ -31,8 +31,8 @@ def test_a_frame_is_upright_and_keeps_its_colours(tmp_path: Path) -> None:
     frame[:16, :32] = 200, 100, 50
     with VideoWriter(tmp_path / "film.mp4", 30) as video:
         video.add(frame)
-    (decoded,) = read_video(tmp_path / "film.mp4", 32, 64).astype(float)
-    corners = [decoded[:8, :16], decoded[:8, 48:], decoded[24:, :16], decoded[24:, 48:]]
+    (shown,) = read_video(tmp_path / "film.mp4", 32, 64).astype(float)
+    corners = [shown[:8, :16], shown[:8, 48:], shown[24:, :16], shown[24:, 48:]]
     colours = [corner.mean(axis=(0, 1)) for corner in corners]
     np.testing.assert_allclose(colours, [(200, 100, 50), *[(0, 0, 0)] * 3], atol=8)
 
@@ -47,12 +47,9 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_error_contains_ffmpegs_message(tmp_path: Path) -> None:
+def test_what_ffmpeg_complains_of_is_the_error(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "film.mp4"
-    for count in (
-        10**9,
-        1,
-    ):  # ffmpeg exits while frames are written, or after the last one
+    for count in (10**9, 1):  # it ends while frames are written, or after the last one
         with (  # noqa: PT012
             pytest.raises(VideoError, match=r"ffmpeg can write; .*No such file"),
             VideoWriter(path, 30) as video,
@@ -61,7 +58,7 @@ def test_the_error_contains_ffmpegs_message(tmp_path: Path) -> None:
                 video.add(np.zeros((480, 480, 3), np.uint8))
 
 
-def test_an_ffmpeg_that_cannot_run_raises(
+def test_an_ffmpeg_that_does_not_run_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = str(tmp_path / "none")
@@ -73,7 +70,7 @@ def test_an_ffmpeg_that_cannot_run_raises(
         video.add(np.zeros((16, 16, 3), np.uint8))
 
 
-def test_without_imageio_ffmpeg_the_systems_ffmpeg_is_used(
+def test_without_imageio_ffmpeg_that_of_the_system_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
@@ -86,23 +83,23 @@ def test_without_imageio_ffmpeg_the_systems_ffmpeg_is_used(
     assert find_ffmpeg() == str(program)
 
 
-def test_a_gif_contains_all_frames(tmp_path: Path) -> None:
+def test_a_gif_has_its_frames_too(tmp_path: Path) -> None:
     path = tmp_path / "film.gif"
     with VideoWriter(path) as video:
         video.frames_per_second = 10
         for brightness in (0, 100, 200):
             video.add(np.full((33, 47, 3), brightness, np.uint8))
     assert video.num_frames == 3
-    brightnesses = read_video(path, 33, 47).mean(axis=(1, 2, 3))
-    np.testing.assert_allclose(brightnesses, [0, 100, 200], atol=4)
+    seen = read_video(path, 33, 47).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(seen, [0, 100, 200], atol=4)
 
 
-def test_other_file_types_are_rejected(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(VideoError, match=r"ends in \.mp4 or \.gif; got .*film\.avi"):
         VideoWriter(tmp_path / "film.avi")
 
 
-def test_without_a_display_pygame_and_mujoco_render_headless(
+def test_where_no_screen_is_pygame_seeks_none_and_mujoco_draws_by_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed = {"EGL", "OSMesa"}
