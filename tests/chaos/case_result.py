@@ -87,27 +87,23 @@ class CaseResult:
         return not (self.wrong or self.error)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the result as in the JSON file of the case."""
+        checks = [
+            {
+                "meaning": check.meaning,
+                "measured": check.measured if np.isfinite(check.measured) else None,
+                "goal": f"{check.kind} {check.bound:g}",
+                "is_met": check.is_met,
+            }
+            for check in self.checks
+        ]
+        names = ("faults", "row_steps", "wrong", "padding", "late", "notes", "error")
         return {
             "verdict": self.verdict,
-            "faults": self.faults,
-            "row_steps": self.row_steps,
-            "wrong": self.wrong,
+            **{name: getattr(self, name) for name in (*names, "skipped")},
             "losses": dict(self.losses),
-            "padding": self.padding,
-            "late": self.late,
             "latency_seconds": summary(self.seconds),
-            "checks": [
-                {
-                    "meaning": check.meaning,
-                    "measured": _plain(check.measured),
-                    "goal": f"{check.kind} {check.bound:g}",
-                    "is_met": check.is_met,
-                }
-                for check in self.checks
-            ],
-            "notes": self.notes,
-            "error": self.error,
-            "skipped": self.skipped,
+            "checks": checks,
             "elapsed_seconds": round(self.elapsed, 3),
         }
 
@@ -117,7 +113,3 @@ def summary(seconds: list[float]) -> dict[str, float | None]:
         return {"count": 0, "p50": None, "p99": None, "max": None}
     p50, p99 = np.percentile(seconds, [50, 99]).tolist()
     return {"count": len(seconds), "p50": p50, "p99": p99, "max": max(seconds)}
-
-
-def _plain(value: float) -> float | None:
-    return value if np.isfinite(value) else None

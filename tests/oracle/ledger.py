@@ -353,8 +353,7 @@ class Ledger:
         for row, info in infos.items():
             if row not in index_of:
                 raise LedgerError(
-                    f"env {row}: expected infos of stepped rows only; got {info}",
-                    row,
+                    f"env {row}: expected infos of stepped rows only; got {info}", row
                 )
             status = Status(int(part.status[index_of[row]]))
             if status in LOSSES:

@@ -22,11 +22,7 @@ from envserve.slab import Status, copy_observation_to_final
 from envserve.spaces.env_spec import EnvSpec
 from tests.simulation.pool import MemoryPool
 
-SPEC = EnvSpec(
-    "Fake-v0",
-    spaces.Box(0, 2**40, (3,), np.int64),
-    spaces.Discrete(1000),
-)
+SPEC = EnvSpec("Fake-v0", spaces.Box(0, 2**40, (3,), np.int64), spaces.Discrete(1000))
 
 
 def next_hash(before: int, action: int) -> int:

@@ -151,10 +151,7 @@ def kill(trial: Trial) -> None:
     check_latency(trial.result, 0.1)
 
 
-@chaos_case(
-    "an env raises in 1 of 1,000 steps",
-    "one lost row, with the traceback",
-)
+@chaos_case("an env raises in 1 of 1,000 steps", "one lost row, with the traceback")
 def raise_(trial: Trial) -> None:
     num_rows = trial.count(1_000_000, 2000)
     # In short runs, raise more often so that it happens at all.
