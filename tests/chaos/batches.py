@@ -10,7 +10,7 @@ from envserve.client import BatchEnv
 from tests.chaos.driver import Driver
 from tests.chaos.trial import Trial
 from tests.envserve.server_process import ServerProcess
-from tests.oracle.batch_driver import LONGEST_CALL
+from tests.oracle.batch_driver import MAX_CALL_SECONDS
 from tests.oracle.ledger import Ledger
 from tests.oracle.probe_envs import MODULE
 
@@ -19,7 +19,7 @@ LEDGER: Final = "envserve/ChaosLedger-v0"
 EPISODE: Final = 10
 _KWARGS: Final = (
     *("length", "journal", "breakdowns"),
-    *("most_reset_seconds", "broken_by"),
+    *("max_reset_seconds", "failure_flag"),
 )
 
 
@@ -60,7 +60,7 @@ def _driver(
     *,
     length: int = EPISODE,
     env_kwargs: dict[str, Any] | None = None,
-    longest_call: float = LONGEST_CALL,
+    max_call_seconds: float = MAX_CALL_SECONDS,
     **options: Any,
 ) -> Iterator[Driver]:
     """Provide a driver, and verify the journal of its envs at the end.
@@ -74,7 +74,7 @@ def _driver(
     kwargs = {"length": length, "journal": str(journal), **(env_kwargs or {})}
     with (
         make(seed=seed, env_kwargs=kwargs, **options) as batch,
-        Driver(trial, batch, ledger, longest_call) as driver,
+        Driver(trial, batch, ledger, max_call_seconds) as driver,
     ):
         yield driver
     # Envs may still be stepped until their workers have exited.

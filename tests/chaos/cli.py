@@ -113,7 +113,7 @@ def _run_cases(
 ) -> bool:
     is_sound = True
     for case in cases:
-        limit = case.most_seconds(scale)
+        limit = case.max_seconds(scale)
         _log(f"... {case.name}: {case.fault} (at most {limit:.0f} s)")
         result = _run(case, folder, scale, seed, corruption)
         options = {"scale": scale, "seed": seed, "plant": corruption}
@@ -128,7 +128,7 @@ def _run(
     case: ChaosCase, folder: Path, scale: float, seed: int, corruption: bool
 ) -> CaseResult:
     """Run a case in its own process."""
-    seconds = case.most_seconds(scale) + _KILL_AFTER_SECONDS
+    seconds = case.max_seconds(scale) + _KILL_AFTER_SECONDS
     log = folder / f"{case.name}.log"
     try:
         result = run_isolated(

@@ -9,7 +9,7 @@ from typing import Final, Self
 from envserve.client import BatchEnv, StepResult
 from tests.chaos.recovery_times import RecoveryTimes
 from tests.chaos.trial import Trial
-from tests.oracle.batch_driver import LONGEST_CALL, BatchDriver
+from tests.oracle.batch_driver import MAX_CALL_SECONDS, BatchDriver
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 
@@ -32,9 +32,9 @@ class Driver(BatchDriver):
         trial: Trial,
         batch: BatchEnv,
         ledger: Ledger,
-        longest_call: float = LONGEST_CALL,
+        max_call_seconds: float = MAX_CALL_SECONDS,
     ) -> None:
-        super().__init__(batch, ledger, trial.random, longest_call)
+        super().__init__(batch, ledger, trial.random, max_call_seconds)
         self.recovery_times = RecoveryTimes(batch.num_envs)
         self.fault_texts: Counter[str] = Counter()
         self._trial = trial

@@ -84,7 +84,7 @@ class Leftovers(NamedTuple):
 
     @classmethod
     def now(cls, before: Leftovers | None = None) -> Self:
-        """Count resources; with `before`, wait up to 5 s until there are no more than
+        """Count resources; with `before`, wait up to 5 s until no more are left than
         then.
         """
         gc.collect()  # mapped memory is freed with its last array

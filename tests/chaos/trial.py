@@ -119,7 +119,7 @@ class ChaosCase:
     run: Callable[[Trial], None]
     seconds: float = 600.0
 
-    def most_seconds(self, scale: float) -> float:
+    def max_seconds(self, scale: float) -> float:
         return max(_LEAST_SECONDS, self.seconds * scale)
 
 
@@ -148,7 +148,7 @@ def run_case(
             case.name,
             seed=seed,
             scale=scale,
-            seconds=case.most_seconds(scale),
+            seconds=case.max_seconds(scale),
             folder=Path(folder),
             corruption=corruption,
         )

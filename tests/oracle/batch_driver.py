@@ -13,7 +13,7 @@ from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 
 #: Time limit of a call in seconds, on a busy machine.
-LONGEST_CALL: Final = 60.0
+MAX_CALL_SECONDS: Final = 60.0
 
 
 class BatchDriver:
@@ -34,16 +34,16 @@ class BatchDriver:
         batch: BatchEnv,
         ledger: Ledger,
         random: np.random.Generator,
-        longest_call: float = LONGEST_CALL,
+        max_call_seconds: float = MAX_CALL_SECONDS,
     ) -> None:
-        """Reset all envs. `longest_call` is the time limit of each call in seconds."""
+        """Reset all envs; `max_call_seconds` is the time limit of each call."""
         self.batch = batch
         self.ledger = ledger
         self.random = random
         self.actions = np.zeros(batch.num_envs, np.int64)
         self._sent_at = np.zeros(batch.num_envs)
-        self._longest_call = longest_call
-        with ledger.within(longest_call):
+        self._max_call_seconds = max_call_seconds
+        with ledger.within(max_call_seconds):
             observation = batch.reset()
         ledger.reset(observation)
 
@@ -54,7 +54,7 @@ class BatchDriver:
     def step(self, actions: Array | None = None) -> StepResult:
         self.actions[:] = self.draw() if actions is None else actions
         began = time.monotonic()
-        with self.ledger.within(self._longest_call):
+        with self.ledger.within(self._max_call_seconds):
             result = self.batch.step(self.actions)
         self.check(result, None, began)
         return result
@@ -77,7 +77,7 @@ class BatchDriver:
         Raises:
           EnvTimeout: No result arrived within `timeout` seconds.
         """
-        with self.ledger.within(self._longest_call):
+        with self.ledger.within(self._max_call_seconds):
             rows, result = self.batch.recv(min_envs, timeout, env_indices=env_indices)
         assert rows.dtype == np.int64
         assert (np.diff(rows) > 0).all()

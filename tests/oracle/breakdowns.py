@@ -93,7 +93,7 @@ class BreakdownPlan:
                 )
             self._triggers[when].append(_Trigger(name=name, **conditions))
 
-    def reach(
+    def trigger(
         self,
         when: When,
         generator: np.random.Generator,

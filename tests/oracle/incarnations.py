@@ -1,5 +1,5 @@
-"""The incarnations of ledger envs, as the caller received them and as journals contain
-them.
+"""The incarnations of ledger envs, as received by the caller and as written to
+journals.
 
 An incarnation is identified by the number of actions applied in it and their hash. Two
 different incarnations agree in both only with probability 2**-64.

@@ -182,8 +182,7 @@ class Ledger:
     def mark_unanswered(
         self, actions: Any, env_indices: Sequence[int] | Array | None = None
     ) -> None:
-        """Record actions that may be applied but whose result the caller will not
-        receive.
+        """Record actions that may be applied, but whose result will not be received.
 
         Call this after a call that was interrupted or raised, and at the end for rows
         that were sent and not received. The next result may include these actions or
@@ -253,8 +252,14 @@ class Ledger:
         self._expect(part, "terminated", part.terminated, never)
         self._expect(part, "truncated", part.truncated, never)
         model.mark_pending(rows, part.actions)
-        owed = model.advance(rows, model.awaited_action[rows]).observation
-        self._expect(part, "observation", part.observation, model.observed[rows], owed)
+        late_observation = model.advance(rows, model.awaited_action[rows]).observation
+        self._expect(
+            part,
+            "observation",
+            part.observation,
+            model.observed[rows],
+            late_observation,
+        )
         self.num_padding += len(rows)
 
     def _on_lost(self, part: ResultRows) -> None:
@@ -400,12 +405,12 @@ class Ledger:
     ) -> NoReturn:
         allowed = " or ".join(dict.fromkeys(str(each) for each in expected))
         is_observation = isinstance(got, (list, tuple))
-        whose = (
+        owner = (
             self._model.describe_seed_owner(row, got[SEED]) if is_observation else ""
         )
         raise LedgerError(
             f"env {row}, its step {self._steps[row]}{where}: expected {what} "
-            f"{allowed}; got {got}{whose}",
+            f"{allowed}; got {got}{owner}",
             row,
         )
 

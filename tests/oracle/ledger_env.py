@@ -80,14 +80,12 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Start the next episode, or with a seed a new incarnation; return options as
-        info.
-        """
+        """Start the next episode, or with a seed a new incarnation."""
         super().reset(seed=seed)
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
         if self._breakdowns is not None:
-            self._breakdowns.reach("reset", self.np_random)
+            self._breakdowns.trigger("reset", self.np_random)
         if seed is not None:
             self._seed, self._episode, self._hash, self._count = seed, 0, 0, 0
         else:
@@ -100,13 +98,13 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         value = int(action)
         self._count += 1
         if self._breakdowns is not None:
-            self._breakdowns.reach("before", self.np_random, value, self._count)
+            self._breakdowns.trigger("before", self.np_random, value, self._count)
         self._step += 1
         self._hash = ledger_hash(self._hash, value)
         if self._journal is not None:
             self._journal.write(self._seed, self._episode, self._step, value)
         if self._breakdowns is not None:
-            self._breakdowns.reach("after", self.np_random, value, self._count)
+            self._breakdowns.trigger("after", self.np_random, value, self._count)
         is_over = self._step >= self._length
         is_termination = self._episode % 2 == 0
         return (

@@ -198,8 +198,9 @@ CASES: Final = [case for table in TABLES for case in table.values()]
 
 
 class OddValuesEnv(gymnasium.Env[Any, np.int64]):
-    """Returns the value of the case that its action selects; with `part`, observes only
-    that leaf.
+    """Returns the value of the case that its action selects.
+
+    With `part`, the observation consists of that leaf only.
     """
 
     def __init__(self, part: str = "", has_info: bool = True) -> None:

@@ -187,25 +187,25 @@ class ChaosLedgerEnv(LedgerEnv):
     def __init__(
         self,
         *,
-        most_reset_seconds: float = 0.0,
-        broken_by: str | None = None,
+        max_reset_seconds: float = 0.0,
+        failure_flag: str | None = None,
         **options: Any,
     ) -> None:
         """Create the env.
 
         Args:
-          most_reset_seconds: Maximum duration of a reset, which is random.
-          broken_by: A file; while it exists, the constructor raises and appends the
+          max_reset_seconds: Maximum duration of a reset, which is random.
+          failure_flag: A file; while it exists, the constructor raises and appends the
             time to it.
           options: Arguments of `LedgerEnv`.
 
         Raises:
-          RuntimeError: The file `broken_by` exists.
+          RuntimeError: The file `failure_flag` exists.
         """
         super().__init__(**options)
-        self._most_reset_seconds = most_reset_seconds
-        if broken_by is not None and os.path.exists(broken_by):
-            with open(broken_by, "a") as file:
+        self._max_reset_seconds = max_reset_seconds
+        if failure_flag is not None and os.path.exists(failure_flag):
+            with open(failure_flag, "a") as file:
                 file.write(f"{time.monotonic()}\n")
             raise RuntimeError("the simulator's licence has expired")
 
@@ -213,8 +213,8 @@ class ChaosLedgerEnv(LedgerEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         result = super().reset(seed=seed, options=options)
-        if self._most_reset_seconds:
-            time.sleep(self.np_random.uniform(0.0, self._most_reset_seconds))
+        if self._max_reset_seconds:
+            time.sleep(self.np_random.uniform(0.0, self._max_reset_seconds))
         return result
 
 

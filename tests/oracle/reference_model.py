@@ -149,9 +149,7 @@ class ReferenceModel:
         return env_seed(self._root_seed, row + self._first_env_index, incarnation)
 
     def find_incarnation(self, row: int, seed: int) -> int | None:
-        """Return the incarnation with this seed that is higher than all previous ones,
-        or None.
-        """
+        """Return the higher incarnation that has this seed, or None."""
         above = int(self.highest_incarnation[row]) + 1
         if self._root_seed is None:
             return None if seed in self._seeds[row] else above
@@ -212,9 +210,7 @@ class ReferenceModel:
         )
 
     def describe_seed_owner(self, row: int, seed: int) -> str:
-        """Return a note for an error message about which row or incarnation has the
-        seed.
-        """
+        """Return a note about the row or incarnation that has the seed."""
         (others,) = np.nonzero(self.observed[:, SEED] == seed)
         if others.size and row not in others:
             return f"; this is the seed of env {others[0]}"
@@ -225,9 +221,7 @@ class ReferenceModel:
     # Uncertain states.
 
     def possible_states(self, row: int) -> list[State]:
-        """Return the possible states of a row; the first one is the last that was
-        received.
-        """
+        """Return the possible states of a row, starting with the last known one."""
         if row in self._possible_states:
             return list(self._possible_states[row])
         observed = tuple(self.observed[row].tolist())
@@ -271,9 +265,7 @@ class ReferenceModel:
             )
 
     def resolve_late(self, row: int, observed: tuple[int, ...]) -> None:
-        """Set the awaited action to the one that leads to this observation, if any
-        does.
-        """
+        """Find the unanswered action that leads to this observation."""
         states = self._possible_states.get(row, self.possible_states(row)[:1])
         actions = self._unanswered_actions.get(row, [])
         if self.is_pending[row]:
@@ -290,9 +282,7 @@ class ReferenceModel:
                     return
 
     def uncertain_rows(self, rows: Array) -> Iterator[tuple[int, int]]:
-        """Yield the rows with several possible states, each with its position in
-        `rows`.
-        """
+        """Yield the uncertain rows, each with its position in `rows`."""
         if self._possible_states or self._resets:
             for index, row in enumerate(rows.tolist()):
                 if row in self._possible_states or row in self._resets:

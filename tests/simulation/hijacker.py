@@ -132,8 +132,8 @@ def _state_of(session: ServerSession) -> list[Any]:
 
 
 def _state_of_record(record: LeaseRecord) -> tuple[Any, ...]:
-    asked, lease = record.request, record.lease
-    ids = asked.type, asked.request, asked.attempt, asked.peer
+    request, lease = record.request, record.lease
+    ids = request.type, request.request, request.attempt, request.peer
     state = (record.session, record.state, record.last_message_at, ids)
     if lease is None:
         return state

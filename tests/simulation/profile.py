@@ -75,7 +75,7 @@ class Profile:
     def draw(cls, source: random.Random) -> Profile:
         draw = source.random
         faults = {kind: draw() for kind in FAULTS if draw() < 0.5}
-        has_minutes = draw() < 0.3  # a few messages are minutes late
+        has_long_delays = draw() < 0.3  # a few messages are minutes late
         num_trainers = source.choice((0, 0, 1, 2))
         return cls(
             num_hosts=source.choice((1, 2, 2) if num_trainers else (1, 1, 2)),
@@ -86,9 +86,9 @@ class Profile:
             loss=draw() * source.choice((0.0, 0.02, 0.3)),
             copies=draw() * source.choice((0.0, 0.05, 0.5)),
             max_delay=log_uniform(source, 1.0, 300.0)
-            if has_minutes
+            if has_long_delays
             else log_uniform(source, 1e-4, 1.0),
-            delay_power=source.choice((16, 32) if has_minutes else (1, 4)),
+            delay_power=source.choice((16, 32) if has_long_delays else (1, 4)),
             pace=log_uniform(source, 1e-3, 1.0),
             fault_rate=log_uniform(source, 3e-4, 0.02) if faults else 0.0,
             faults=faults,

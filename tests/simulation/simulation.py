@@ -138,8 +138,8 @@ class Simulation:
             trainer.finish()
         while self.clock.has_events and self.clock.now < self._give_up_at[0]:
             self.step()
-        for caller in self.clients:
-            caller.check_ended()
+        for client in self.clients:
+            client.check_ended()
         for host in self.hosts:
             host.check_all_free()
         self.journal.audit(self.ledgers)

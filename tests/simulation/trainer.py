@@ -1,4 +1,4 @@
-"""A trainer that uses a batch over simulated sessions in random ways and verifies it.
+"""A trainer that uses a batch over simulated sessions at random and verifies it.
 
 While one of its calls blocks, the simulation continues.
 """
@@ -63,8 +63,8 @@ class Trainer:
         hosts = source.sample(
             simulation.hosts, len(simulation.hosts) if uses_all_hosts else 1
         )
-        most = min(4, simulation.profile.total_envs)
-        sizes = [source.randint(1, most) for _ in hosts]
+        max_envs = min(4, simulation.profile.total_envs)
+        sizes = [source.randint(1, max_envs) for _ in hosts]
         self.connect(hosts, sizes, source.randint(1, 2), source.choice(_PADDING_AFTER))
 
     def connect(
@@ -132,11 +132,11 @@ class Trainer:
     # Operations.
 
     def _run_random_operation(self, driver: BatchDriver) -> None:
-        ways: list[Callable[[BatchDriver], Any]]
-        ways = [self.step, self._send_and_receive, self._reset, self._interrupt]
-        ways.append(self._call)
-        (way,) = self._random.choices(ways, [0.5, 0.3, 0.08, 0.08, 0.04])
-        way(driver)
+        operations: list[Callable[[BatchDriver], Any]]
+        operations = [self.step, self._send_and_receive, self._reset, self._interrupt]
+        operations.append(self._call)
+        (operation,) = self._random.choices(operations, [0.5, 0.3, 0.08, 0.08, 0.04])
+        operation(driver)
 
     def step(self, driver: BatchDriver) -> StepResult:
         try:

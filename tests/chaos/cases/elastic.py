@@ -31,7 +31,7 @@ _MAX_DELAY_SECONDS: Final = 0.005
     seconds=4 * 3600.0,
 )
 def elastic(trial: Trial) -> None:
-    listed = trial.new_folder("source") / "servers"
+    list_file = trial.new_folder("source") / "servers"
     servers: list[ServerProcess] = []
     num_moved = num_disturbed = 0
     with contextlib.ExitStack() as stack:
@@ -40,19 +40,21 @@ def elastic(trial: Trial) -> None:
             server = stack.enter_context(running_server(trial, _SERVER_ENVS))
             server.wait_until_ready()
             servers.append(server)
-            listed.write_text("\n".join(one.address for one in servers))
+            list_file.write_text("\n".join(one.address for one in servers))
 
         for _ in range(_NUM_LANES):
             add()
         num_envs = _NUM_LANES * _LANE_ENVS
-        words, options = [f"file://{listed}"], {"server_lost_after": 600.0}
-        driver = stack.enter_context(remote_driver(trial, words, num_envs, **options))
+        addresses, options = [f"file://{list_file}"], {"server_lost_after": 600.0}
+        driver = stack.enter_context(
+            remote_driver(trial, addresses, num_envs, **options)
+        )
         injector = stack.enter_context(FaultInjector())
         for _ in range(trial.count(500)):  # two changes each
             add()
             leaving = servers.pop(trial.random.integers(len(servers)))
             if trial.random.random() < 0.5:  # otherwise it remains listed
-                listed.write_text("\n".join(one.address for one in servers))
+                list_file.write_text("\n".join(one.address for one in servers))
             rows = _rows_at(driver, leaving)
             end = functools.partial(_end, leaving, driver, rows, trial.random.random())
             injector.inject(trial.random.uniform(0.0, _MAX_DELAY_SECONDS), end)
@@ -68,11 +70,12 @@ def elastic(trial: Trial) -> None:
 
 def _rows_at(driver: Driver, server: ServerProcess) -> Array:
     names = [lane.name for lane in driver.batch.lanes]
-    here = np.repeat([name == server.address for name in names], _LANE_ENVS)
-    return np.flatnonzero(here)
+    is_at_server = np.repeat([name == server.address for name in names], _LANE_ENVS)
+    return np.flatnonzero(is_at_server)
 
 
 def _end(server: ServerProcess, driver: Driver, rows: Array, chance: float) -> None:
+    """Drain or kill a server, depending on a random number from 0 to 1."""
     if chance < 0.5:
         server.signal(signal.SIGTERM)
         return

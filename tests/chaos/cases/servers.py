@@ -87,11 +87,11 @@ def pause(trial: Trial) -> None:
     num_long = trial.count(5) if trial.scale >= 0.01 else 0
     num_middle = trial.count(45) if trial.scale >= 0.01 else 0
     with (
-        running_servers(trial, 2, _NUM_ENVS) as (calm, server),
-        remote_driver(trial, [calm.address, server.address], 2 * _NUM_ENVS) as driver,
+        running_servers(trial, 2, _NUM_ENVS) as (other, server),
+        remote_driver(trial, [other.address, server.address], 2 * _NUM_ENVS) as driver,
         FaultInjector() as injector,
     ):
-        rows, noticed = np.arange(_NUM_ENVS, 2 * _NUM_ENVS), 0
+        rows, num_late = np.arange(_NUM_ENVS, 2 * _NUM_ENVS), 0
         for index in range(num_pauses):
             if index < num_long:
                 duration = trial.seconds(20.0, least=5.0)
@@ -102,10 +102,10 @@ def pause(trial: Trial) -> None:
             _pause_once(trial, injector, server, driver, rows, duration)
             trial.result.faults += 1
             if index < num_long:
-                noticed = driver.ledger.num_late
+                num_late = driver.ledger.num_late
         losses = sum(driver.ledger.losses.values())
     expected = num_long * _NUM_ENVS
-    trial.result.check("late rows in the longest pauses", noticed, expected, "==")
+    trial.result.check("late rows in the longest pauses", num_late, expected, "==")
     trial.result.check("lost rows", losses, 0, "==")
     check_latency(trial.result, 1.5)
 
@@ -208,7 +208,7 @@ def drain(trial: Trial) -> None:
             ) as driver,
             FaultInjector() as injector,
         ):
-            end = functools.partial(_end, server, codes, seconds)
+            end = functools.partial(_terminate, server, codes, seconds)
             injector.inject(trial.random.uniform(0.0, 0.1), end)
             trial.result.faults += 1
             _step_until_server_error(driver)
@@ -219,7 +219,7 @@ def drain(trial: Trial) -> None:
     trial.result.notes.append("times from SIGTERM to the exit")
 
 
-def _end(server: ServerProcess, codes: list[int], seconds: list[float]) -> None:
+def _terminate(server: ServerProcess, codes: list[int], seconds: list[float]) -> None:
     began = time.monotonic()
     server.signal(signal.SIGTERM)
     codes.append(server.wait())

@@ -32,7 +32,7 @@ _KILL_SECONDS: Final = 1.0
 _SERVER_KILL_SECONDS: Final = 20.0
 _PAUSE_EVERY_SECONDS: Final = 3.0
 _PAUSE_SECONDS: Final = 0.3
-_LOOK_SECONDS: Final = 1.0
+_SAMPLE_SECONDS: Final = 1.0
 #: Spans between which memory growth is measured, as shares of the duration.
 _FROM: Final = (0.2, 0.25)
 _TO: Final = (0.95, 1.0)
@@ -57,8 +57,8 @@ def soak(trial: Trial) -> None:
     after = Leftovers.now(before)
     for name, growth in samples.growths(duration, _FROM, _TO).items():
         trial.result.check(f"growth of {name} in bytes", growth, _MOST_GROWTH)
-    for name, (was, is_now) in before.compared_with(after).items():
-        trial.result.check(f"{name} left", is_now - was, 0)
+    for name, (count_before, count_after) in before.compared_with(after).items():
+        trial.result.check(f"{name} left", count_after - count_before, 0)
 
 
 class _Setup(NamedTuple):
@@ -114,7 +114,7 @@ def _run(trial: Trial, samples: MemorySamples, duration: float) -> None:
         killer = WorkerKiller(local, worker_injector, trial)
         began = time.monotonic()
         kills, server_kills = _Timer(_KILL_SECONDS), _Timer(_SERVER_KILL_SECONDS)
-        pauses, looks = _Timer(_PAUSE_EVERY_SECONDS), _Timer(_LOOK_SECONDS)
+        pauses, samples_due = _Timer(_PAUSE_EVERY_SECONDS), _Timer(_SAMPLE_SECONDS)
         num_server_faults = 0
         # Continue until at least one fault has happened, even on a busy machine.
         while (elapsed := time.monotonic() - began) < duration or (
@@ -132,8 +132,8 @@ def _run(trial: Trial, samples: MemorySamples, duration: float) -> None:
                 pauses.advance()
                 server_injector.inject(0.0, functools.partial(_pause, servers[0]))
                 num_server_faults += 1
-            if looks.is_due(elapsed):
-                looks.advance()
+            if samples_due.is_due(elapsed):
+                samples_due.advance()
                 samples.take(elapsed, setup.roles())
             local.step(actions)
             remote.step()

@@ -21,7 +21,7 @@ from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
 from tests.chaos.trial import OutOfTime, Trial, chaos_case
 from tests.envserve.server_process import ROOT, ServerProcess
-from tests.oracle.batch_driver import LONGEST_CALL
+from tests.oracle.batch_driver import MAX_CALL_SECONDS
 from tests.oracle.result import LedgerError
 
 _NUM_ENVS: Final = 4  # per trainer
@@ -177,14 +177,16 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
                 driver.step()
         for index, driver in enumerate(late):
             if answers[index] is None:  # it reconnects; its envs are free now
-                answers[index] = _is_refused(driver, LONGEST_CALL)
+                answers[index] = _is_refused(driver, MAX_CALL_SECONDS)
     return sum(map(bool, answers))
 
 
 def _batch_of_all(
     trial: Trial, address: str
 ) -> contextlib.AbstractContextManager[Driver]:
-    return remote_driver(trial, [address], _NUM_ENVS, server_lost_after=LONGEST_CALL)
+    return remote_driver(
+        trial, [address], _NUM_ENVS, server_lost_after=MAX_CALL_SECONDS
+    )
 
 
 def _is_refused(driver: Driver, seconds: float) -> bool | None:

@@ -88,7 +88,7 @@ class WorkerKiller:
         row = rows[self._random.integers(len(rows))]
         actions[row] = FIRST_BREAKDOWN_ACTION + self._random.integers(len(DEADLY))
         self._driver.recovery_times.start(rows, time.monotonic())
-        self._count(rows)
+        self._record_kill(rows)
         return True
 
     def _send_signal(self, pid: int, number: int, rows: Array) -> None:
@@ -99,10 +99,10 @@ class WorkerKiller:
         except ProcessLookupError:
             recovery_times.cancel(rows)
         else:
-            self._count(rows)
+            self._record_kill(rows)
         self._has_pending_kill = False
 
-    def _count(self, rows: Array) -> None:
+    def _record_kill(self, rows: Array) -> None:
         self.num_kills += 1
         self.num_rows_hit += len(rows)
 
@@ -223,7 +223,7 @@ def slow(trial: Trial) -> None:
     num_resets = trial.count(10_000)
     num_envs = 64 if trial.scale >= 0.1 else 16
     most = trial.seconds(_RESET_SECONDS, least=0.2)
-    kwargs = {"most_reset_seconds": most, "length": EPISODE}
+    kwargs = {"max_reset_seconds": most, "length": EPISODE}
     with local_driver(
         trial, num_envs, num_envs, env_kwargs=kwargs, step_timeout=_STEP_TIMEOUT
     ) as driver:
@@ -246,26 +246,26 @@ def slow(trial: Trial) -> None:
 )
 def crash_loop(trial: Trial) -> None:
     delays, others = [], []
-    most_starts = 0
+    max_starts = 0
     for _ in range(trial.count(20)):
         flag = trial.new_folder("flag") / "broken"
-        kwargs = {"broken_by": str(flag)}
+        kwargs = {"failure_flag": str(flag)}
         with local_driver(
             trial, 2 * _NUM_WORKERS, _NUM_WORKERS, env_kwargs=kwargs
         ) as driver:
             driver.step()
             trial.result.faults += 1
-            delay, num_valid = _end_for_good(driver, flag, trial)
+            delay, num_valid = _kill_permanently(driver, flag, trial)
         delays.append(delay)
         others.append(num_valid)
         starts = [float(line) for line in flag.read_text().split()]
-        most_starts = max(most_starts, _most_within_a_second(starts))
+        max_starts = max(max_starts, _most_within_a_second(starts))
     trial.result.check("seconds until EnvStartError", max(delays), 3.0)
-    trial.result.check("starts within a second", most_starts, 10)
+    trial.result.check("starts within a second", max_starts, 10)
     trial.result.check("valid rows of other workers", min(others), 100, ">=")
 
 
-def _end_for_good(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]:
+def _kill_permanently(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]:
     """Kill a worker that cannot be restarted; step the others until the error.
 
     Returns:
@@ -290,7 +290,7 @@ def _end_for_good(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]
                 trial.result.check("errors without their traceback", 1, 0, "==")
             driver.ledger.mark_unanswered(driver.actions[lost_rows], lost_rows)
             break
-        if not _is_same(rows, lost_rows):
+        if not _are_all_in(rows, lost_rows):
             num_valid += int(result.valid.sum())
         driver.send(rows)
     elapsed = time.monotonic() - began
@@ -298,7 +298,7 @@ def _end_for_good(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]
     return elapsed, num_valid
 
 
-def _is_same(rows: Array, others: Array) -> bool:
+def _are_all_in(rows: Array, others: Array) -> bool:
     return bool(np.isin(rows, others).all())
 
 
