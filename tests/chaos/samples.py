@@ -84,8 +84,8 @@ class Leftovers(NamedTuple):
 
     @classmethod
     def now(cls, before: Leftovers | None = None) -> Self:
-        """Count resources; with `before`, wait up to 5 s until no more are left than
-        then.
+        """Count resources; wait up to 5 s until the counts are at most those of
+        `before`.
         """
         gc.collect()  # mapped memory is freed with its last array
         give_up_at = time.monotonic() + _GRACE_SECONDS

@@ -57,25 +57,24 @@ from tests.envserve.session_fakes import (
 from tests.envserve.space_table import ENCODED
 from tests.oracle.probe_envs import SPACES
 
-#: Headers of long and of empty msgpack values, and extreme numbers.
+#: Headers of long and of empty msgpack values, and extreme numbers, in hex.
 _HEX_FRAGMENTS: Final = (
     "ddffffffff df0000ffff c97fffffff01 dcffff deffff c702010009 "
     "d6ff00000000 819001 c1 d901ff cb7ff8000000000000 cfffffffffffffffff "
     "d38000000000000000 c0 90 80 a0 "
 )
 _FRAGMENTS: Final = (*map(bytes.fromhex, _HEX_FRAGMENTS.split()), b"\x91" * 40)
-#: Time limit of decoders that build spaces, with up to 64 MiB of bounds: once per
-#: lease.
+#: Time limit in seconds of decoders that build spaces with up to 64 MiB of bounds.
 _MAX_SPACE_SECONDS: Final = 0.5
 
 
 @dataclass
 class Target:
-    """A decoder.
+    """A decoder with valid input and its limits.
 
     Attributes:
       decode: Decodes bytes.
-      valid: Bytes that it accepts.
+      valid: Inputs that it accepts.
       expected_errors: Exceptions that it may raise.
       max_seconds: Limit of processor time for one input, on a busy machine.
       num_rejected: Number of inputs for which it raised.

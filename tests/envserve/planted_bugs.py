@@ -343,7 +343,7 @@ def final_observations_belong_to_the_next_episode(patch: Patch) -> None:
     alter_results(patch, lambda r: r._replace(final_observation=r.observation))
 
 
-# Resets and calls.
+# Resets.
 
 
 @bug()
@@ -426,7 +426,7 @@ def a_call_of_remaining_rows_repeats_all_rows(patch: Patch) -> None:
     around(patch, LaneGroup, "call", call)
 
 
-# Inside a lease: it executes a request that is not the next one, and forgets it.
+# Internals: a lease executes a request that is not the next one, and forgets that.
 
 
 def execute_as_next(patch: Patch, is_executed: Callable[[int], bool]) -> None:

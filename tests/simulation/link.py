@@ -12,8 +12,7 @@ from tests.simulation.profile import Profile
 
 
 class Link:
-    """A connection that may be reset; messages of an earlier connection may arrive
-    late.
+    """A connection that may be reset, and whose messages may arrive after the reset.
 
     Attributes:
       last_sent: The frames sent last.
@@ -47,9 +46,7 @@ class Link:
         self.is_connected = True
 
     def reset(self) -> None:
-        """Lose the connection with all messages in transit, unless the profile is
-        sticky.
-        """
+        """Lose the connection, with its messages unless the profile is sticky."""
         self._generation += 1
         self.is_connected = False
 

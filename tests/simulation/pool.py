@@ -34,9 +34,7 @@ Operation = RunStep | Reset | Call
 
 
 def answers_to(call: Call) -> list[list[Any]]:
-    """Return the simulated results of a call: a prefix of them, as if the rest did not
-    fit.
-    """
+    """Return results for the first rows of a call, as if the others did not fit."""
     arguments, _ = codec.decode(call.arguments, max_bytes=len(call.arguments))
     count = 1 + zlib.crc32(call.arguments) % len(call.env_indices)
     return [[row, *arguments] for row in call.env_indices[:count]]

@@ -1,5 +1,4 @@
-"""A client that submits random operations to a client session and verifies the
-outcomes.
+"""A client that submits random operations to a session and verifies the outcomes.
 
 It steps, resets and calls like a BatchEnv, but without one.
 """
