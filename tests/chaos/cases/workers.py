@@ -240,8 +240,8 @@ def slow(trial: Trial) -> None:
 
 @chaos_case(
     "a worker is killed, and its envs cannot be rebuilt",
-    "EnvStartError with traceback within 3 s; at most 10 starts per second; other "
-    "envs continue",
+    "EnvStartError with the traceback within 3 s; at most 10 starts per second; "
+    "other envs continue",
     seconds=300.0,
 )
 def crash_loop(trial: Trial) -> None:
