@@ -37,8 +37,8 @@ from benchmarks.lab.processes import own_keys  # noqa: E402
 from benchmarks.scaling.document import write_document  # noqa: E402
 from benchmarks.scaling.measure import Point, measure, measure_batch  # noqa: E402
 from envserve.client import BatchEnv  # noqa: E402
+from tests.chaos.network_faults import NetworkFaults  # noqa: E402
 from tests.chaos.proxy import Proxy  # noqa: E402
-from tests.chaos.toxics import Toxics  # noqa: E402
 from tests.envserve.server_process import ServerProcess  # noqa: E402
 from tests.network_hosts import Hosts  # noqa: E402
 
@@ -184,7 +184,7 @@ def beyond(point: str, targets: list[str]) -> None:
 
 def relay(ours: Connection, targets: Sequence[str], delay_ms: float) -> None:
     """Forward connections to the targets, with a delay."""
-    late = Toxics(latency_seconds=delay_ms / 2000)
+    late = NetworkFaults(latency_seconds=delay_ms / 2000)
     proxies = [Proxy(target, to_server=late, to_client=late) for target in targets]
     ours.send([proxy.address for proxy in proxies])
     signal.pause()

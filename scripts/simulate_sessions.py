@@ -4,7 +4,7 @@
     python scripts/simulate_sessions.py --events 100000000    100 million
     python scripts/simulate_sessions.py --seed 7              repeat seed 7 only
 
-A failure is reported as a seed: add it to tests/worlds/test_worlds.py.
+A failure is reported as a seed: add it to tests/simulation/test_simulation.py.
 """
 
 import sys
@@ -14,7 +14,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.worlds.many import main
+from tests.simulation.cli import main
 
 if __name__ == "__main__":
     typer.run(main)

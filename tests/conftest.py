@@ -21,7 +21,7 @@ from tests.left_behind import nothing_left_behind as nothing_left_behind
 ROOT = Path(__file__).resolve().parent.parent
 #: What takes longest begins first: no process of the suite works on alone at its end.
 LONGEST = (
-    *("test_cli_run", "test_learners", "test_elastic", "test_worlds"),
+    *("test_cli_run", "test_learners", "test_elastic", "test_simulation"),
     *("test_cases", "test_update", "test_train", "test_sequences", "test_evaluate"),
     *("test_commands", "test_checkpoint", "test_cli", "test_lane_faults"),
     *("test_determinism", "test_update_spaces", "test_kill_and_resume", "test_export"),

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("benchmarks", "envserve", "ppo", "scripts", "tests/chaos", "tests/worlds")
+PACKAGES = (
+    *("benchmarks", "envserve", "ppo", "scripts"),
+    *("tests/chaos", "tests/simulation"),
+)
 
 #: By module, what reads the wall clock there; some only if no instant is given.
 WALL_CLOCKS = {

@@ -266,7 +266,7 @@ PRIVATE_USES = """
     test_remote_lane_interrupts=1 test_replay=1 test_screen=2 test_seeds=5
     test_server_shell=7 test_session_reports=1 test_status=3 test_status_command=3
     test_stderr_pipes=8 test_update=1 test_vector_env=4 test_vector_infos=1
-    test_visualize=1 test_zap=4 thief=3 trainer=1
+    test_visualize=1 test_zap=4 hijacker=3 trainer=1
 """
 
 

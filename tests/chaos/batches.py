@@ -1,4 +1,4 @@
-"""Batches of ledgers for a trial: in this process, or at servers that can be killed."""
+"""Batches of ledger envs for trials: with local workers, or at servers."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ from typing import Any, Final
 
 from envserve.client import BatchEnv
 from tests.chaos.driver import Driver
-from tests.chaos.envs import LEDGER, MODULE
 from tests.chaos.trial import Trial
 from tests.envserve.server_process import ServerProcess
+from tests.oracle.batch_driver import MAX_CALL_SECONDS
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import LONGEST_CALL
+from tests.oracle.probe_envs import MODULE
 
-#: Steps of an episode: short, since the ends of episodes are where things go wrong.
+LEDGER: Final = "envserve/ChaosLedger-v0"
+#: Number of steps in an episode; short, because most bugs occur at the end of episodes.
 EPISODE: Final = 10
 _KWARGS: Final = (
-    *("length", "journal", "breakdowns", "step_seconds"),
-    *("most_reset_seconds", "broken_by"),
+    *("length", "journal", "breakdowns"),
+    *("max_reset_seconds", "failure_flag"),
 )
 
 
 def local_driver(
     trial: Trial, num_envs: int, num_workers: int, **options: Any
 ) -> contextlib.AbstractContextManager[Driver]:
-    """Returns a driver of ledgers in workers of this process.
-
-    Args:
-      options: Of `_driver`, and more of `BatchEnv.local`.
-    """
+    """Return a driver of envs in local workers; see `_driver` for the options."""
 
     def make(**more: Any) -> BatchEnv:
         return BatchEnv.local(
@@ -47,7 +44,7 @@ def local_driver(
 def remote_driver(
     trial: Trial, addresses: Sequence[str], num_envs: int, **options: Any
 ) -> contextlib.AbstractContextManager[Driver]:
-    """Returns a driver of ledgers at servers; `options` as of `BatchEnv.connect`."""
+    """Return a driver of envs at servers; `options` are those of `BatchEnv.connect`."""
 
     def make(**more: Any) -> BatchEnv:
         return BatchEnv.connect(LEDGER, addresses, num_envs, **more)
@@ -63,24 +60,24 @@ def _driver(
     *,
     length: int = EPISODE,
     env_kwargs: dict[str, Any] | None = None,
-    longest_call: float = LONGEST_CALL,
+    max_call_seconds: float = MAX_CALL_SECONDS,
     **options: Any,
 ) -> Iterator[Driver]:
-    """Gives a driver, and audits the journal of its envs in the end.
+    """Provide a driver, and verify the journal of its envs at the end.
 
     Args:
       env_kwargs: More arguments of `ChaosLedgerEnv`.
-      options: More for `make`.
+      options: More arguments of `make`.
     """
     seed, journal = trial.draw_seed(), trial.new_folder("journal")
     ledger = Ledger(num_envs, seed, length=length)
     kwargs = {"length": length, "journal": str(journal), **(env_kwargs or {})}
     with (
         make(seed=seed, env_kwargs=kwargs, **options) as batch,
-        Driver(trial, batch, ledger, longest_call) as driver,
+        Driver(trial, batch, ledger, max_call_seconds) as driver,
     ):
         yield driver
-    # Only now: until the workers have ended, they may go on to write.
+    # Envs may still be stepped until their workers have exited.
     ledger.finish(journal)
 
 
@@ -88,10 +85,10 @@ def _driver(
 def running_servers(
     trial: Trial, count: int, num_envs: int, *options: str
 ) -> Iterator[list[ServerProcess]]:
-    """Gives servers that are ready, and kills them.
+    """Start servers, wait until they are ready, and kill them at the end.
 
     Args:
-      num_envs: How many envs each has, all its clients together.
+      num_envs: Capacity of each server.
       options: More options of `envserve start`.
     """
     with contextlib.ExitStack() as stack:
@@ -105,13 +102,13 @@ def running_servers(
 
 
 def running_server(trial: Trial, num_envs: int, *options: str) -> ServerProcess:
-    """Starts one, of which nobody knows whether it is ready."""
+    """Start a server without waiting until it is ready."""
     folder = trial.new_folder("server")
     return ServerProcess(
         folder,
         *("--env", LEDGER, "--import", MODULE, "--log-level", "info"),
         *("--workers", "2", "--envs-per-worker", str(-(-num_envs // 2))),
-        *("--max-processes", str(2 * num_envs)),  # each env may have a lease
+        *("--max-processes", str(2 * num_envs)),  # each env may be in another lease
         *("--crash-dir", str(folder / "crashes")),
         *(part for name in _KWARGS for part in ("--allow-kwarg", f"{name}:any")),
         *options,

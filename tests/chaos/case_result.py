@@ -1,4 +1,4 @@
-"""What a case has found out: counts, times, and whether its goals were reached."""
+"""The result of a case: counts, times, and whether its goals were reached."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Check:
-    """A number beside what it should be.
+    """A measurement and its goal.
 
     Attributes:
-      measured: The number; nan if nothing was measured, which reaches no goal.
-      bound: What it should be: at most, or as `kind` says.
-      kind: "<=", ">=" or "==".
+      measured: The measured number; nan if nothing was measured, which misses every
+        goal.
+      bound: The number to compare with.
+      kind: The comparison: "<=", ">=" or "==".
     """
 
     meaning: str
@@ -35,14 +36,14 @@ class Check:
 
 @dataclass
 class CaseResult:
-    """Filled while a case runs, so that what there is survives its failure.
+    """The result of a case, filled while the case runs so that it survives a failure.
 
     Attributes:
-      row_steps: Rows of steps that the ledger has checked.
-      wrong: Wrong transitions; a case ends with its first one.
-      padding: Rows that were PENDING.
-      late: Rows that were LATE.
-      seconds: From a fault to the next valid row, each time.
+      row_steps: Number of rows that the ledger verified.
+      wrong: Number of wrong rows; a case ends with the first one.
+      padding: Number of PENDING rows.
+      late: Number of LATE rows.
+      seconds: Times from a fault to the next valid row.
     """
 
     faults: int = 0
@@ -64,7 +65,7 @@ class CaseResult:
         self.checks.append(Check(meaning, float(measured), float(bound), kind))
 
     def quantile(self, percent: float) -> float:
-        """Returns a percentile of the seconds; nan if there are none."""
+        """Return a percentile of `seconds`, or nan if there are none."""
         return float(np.percentile(self.seconds, percent)) if self.seconds else np.nan
 
     @property
@@ -79,34 +80,30 @@ class CaseResult:
             return "WRONG"
         if self.error:
             return "failed"
-        return "falls short" if self.missed else "pass"
+        return "goal missed" if self.missed else "pass"
 
     @property
     def is_sound(self) -> bool:
         return not (self.wrong or self.error)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the result as in the JSON file of the case."""
+        checks = [
+            {
+                "meaning": check.meaning,
+                "measured": check.measured if np.isfinite(check.measured) else None,
+                "goal": f"{check.kind} {check.bound:g}",
+                "is_met": check.is_met,
+            }
+            for check in self.checks
+        ]
+        names = ("faults", "row_steps", "wrong", "padding", "late", "notes", "error")
         return {
             "verdict": self.verdict,
-            "faults": self.faults,
-            "row_steps": self.row_steps,
-            "wrong": self.wrong,
+            **{name: getattr(self, name) for name in (*names, "skipped")},
             "losses": dict(self.losses),
-            "padding": self.padding,
-            "late": self.late,
             "latency_seconds": summary(self.seconds),
-            "checks": [
-                {
-                    "meaning": check.meaning,
-                    "measured": _plain(check.measured),
-                    "goal": f"{check.kind} {check.bound:g}",
-                    "is_met": check.is_met,
-                }
-                for check in self.checks
-            ],
-            "notes": self.notes,
-            "error": self.error,
-            "skipped": self.skipped,
+            "checks": checks,
             "elapsed_seconds": round(self.elapsed, 3),
         }
 
@@ -116,7 +113,3 @@ def summary(seconds: list[float]) -> dict[str, float | None]:
         return {"count": 0, "p50": None, "p99": None, "max": None}
     p50, p99 = np.percentile(seconds, [50, 99]).tolist()
     return {"count": len(seconds), "p50": p50, "p99": p99, "max": max(seconds)}
-
-
-def _plain(value: float) -> float | None:
-    return value if np.isfinite(value) else None

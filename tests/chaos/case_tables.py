@@ -1,9 +1,9 @@
-"""A run folder, which keeps everything, and its tables for people.
+"""The files of a chaos run.
 
-CASE.json     machine, counts, latencies, checks of a case
-CASE.log      what envserve has logged meanwhile
-peers.json    what other projects do at some of the faults
-tables.md     both tables in Markdown, of all that the folder has by now
+CASE.json     machine, counts, latencies and checks of a case
+CASE.log      the log of the case
+peers.json    results of the same faults with other projects
+tables.md     Markdown tables of all results in the folder
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.chaos.case_result import CaseResult
 from tests.chaos.trial import ChaosCase
 
 COLUMNS: Final = (
-    *("case", "what is done", "goal", "result"),
+    *("case", "fault", "goal", "result"),
     *("faults", "row-steps", "wrong", "lost rows by status"),
     *("p50 ms", "p99 ms", "max ms"),
 )
 _NUM_TEXTS: Final = 4
 PEER_COLUMNS: Final = (
-    *("vectorised env", "fault", "what the caller gets", "what later steps give"),
+    *("vectorised env", "fault", "result of the step", "results of later steps"),
     *("wrong pairings", "recovers"),
 )
 
@@ -34,8 +34,8 @@ PEER_COLUMNS: Final = (
 def save_case(
     folder: Path, case: ChaosCase, result: CaseResult, options: Mapping[str, Any]
 ) -> None:
-    """Keeps what has come of a case, and writes the tables anew."""
-    words = {"case": case.name, "does": case.does, "goal": case.goal}
+    """Save the result of a case, and rewrite the tables."""
+    words = {"case": case.name, "does": case.fault, "goal": case.goal}
     _save(folder, case.name, {**words, **result.as_json()}, options)
 
 
@@ -63,8 +63,10 @@ def _tables(folder: Path) -> str:
     results = [result for result in found if "case" in result]
     parts = []
     if found:
-        every = {k: v for part in found for k, v in part["machine"]["versions"].items()}
-        parts.append(in_words({**found[0]["machine"], "versions": every}))
+        versions = {
+            k: v for part in found for k, v in part["machine"]["versions"].items()
+        }
+        parts.append(in_words({**found[0]["machine"], "versions": versions}))
     if results:
         results.sort(key=lambda result: result["options"].get("position", 0))
         rows = [row_of(result) for result in results]
@@ -79,11 +81,10 @@ def _tables(folder: Path) -> str:
 
 
 def row_of(result: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of a case's row.
+    """Return the table cells of a case.
 
     Args:
-      result: Its JSON file, or as much of that as `CaseResult.as_json` gives, with
-        `case`, `does` and `goal`.
+      result: The JSON data of the case.
     """
     latency = result["latency_seconds"]
     losses = ", ".join(f"{n:,} {status}" for status, n in result["losses"].items())
@@ -104,19 +105,19 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _scale_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Says which cases had not all of their faults."""
+    """Return notes on which cases ran at a reduced scale."""
     scales: dict[float, list[str]] = {}
     for result in results:
         scales.setdefault(result["options"]["scale"], []).append(result["case"])
     return [
-        f"{', '.join(names)}: counts are {scale:g} of the full ones"
+        f"{', '.join(names)}: {scale:g} of the full counts"
         for scale, names in sorted(scales.items(), reverse=True)
         if scale != 1.0
     ]
 
 
 def notes_of(result: Mapping[str, Any]) -> list[str]:
-    """Returns what a reader of the table should know of a case."""
+    """Return the notes below the table about a case."""
     name = result["case"]
     lines = [f"{name}: {note}" for note in result["notes"]]
     if result["skipped"]:

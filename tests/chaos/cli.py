@@ -1,6 +1,6 @@
-"""`scripts/chaos.py`: faults of every kind, in large numbers, under the oracle's eyes.
+"""The command `scripts/chaos.py`: injects faults of every kind and verifies every row.
 
-Exit code 0: no row was wrong and nothing failed, though a goal may have been missed.
+The exit code is 0 if no row was wrong and no case failed, even if a goal was missed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tests.chaos.case_tables import (
 )
 from tests.chaos.cases.table import CASES
 from tests.chaos.isolated import DidNotEnd, run_isolated
-from tests.chaos.trial import ChaosCase, Plant, run_case
+from tests.chaos.trial import ChaosCase, RowCorruption, run_case
 
-#: After its own time is over, a case that hangs is killed.
-_MORE_SECONDS = 120.0
+#: Seconds after its time limit at which a hanging case is killed.
+_KILL_AFTER_SECONDS = 120.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,31 +43,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def chaos(
     cases: Annotated[
         list[str] | None,
-        typer.Argument(help="Cases, or beginnings of their names. Default: all."),
+        typer.Argument(help="Cases, or prefixes of their names. Default: all."),
     ] = None,
     scale: Annotated[
-        float, typer.Option(min=1e-6, help="Share of the full counts.")
+        float, typer.Option(min=1e-6, help="Share of the full number of faults.")
     ] = 1.0,
     seed: Annotated[
-        int | None, typer.Option(help="Of all that is drawn. Default: a new one.")
+        int | None, typer.Option(help="Random seed. Default: a random one.")
     ] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="Name the cases.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List the cases.")] = False,
     peers: Annotated[
         bool,
         typer.Option(
-            "--peers", help="Try some faults on other projects' vectorised envs."
+            "--peers", help="Inject some faults into other projects' vectorised envs."
         ),
     ] = False,
-    plant: Annotated[
+    corruption: Annotated[
         bool,
-        typer.Option("--plant", help="Plant a wrong row, to see each case notice it."),
+        typer.Option(
+            "--plant", help="Corrupt a row in each case, to verify that it is detected."
+        ),
     ] = False,
     outdir: Annotated[
         Path | None,
         typer.Option(help="Folder for the results. Default: runs/chaos-TIME."),
     ] = None,
 ) -> None:
-    """Make things fail, and show that no transition is wrong and what it costs."""
+    """Inject faults, and verify that no transition is wrong."""
     if list_only:
         _print_list()
         return
@@ -79,15 +81,15 @@ def chaos(
     if cases or not peers:
         chosen = chosen_cases(cases or [])
         with own_keys():
-            is_sound = _run_cases(chosen, folder, scale, seed, plant)
+            is_sound = _run_cases(chosen, folder, scale, seed, corruption)
     if peers:
         _run_peers(folder, seed)
-    _say(f"Saved in {folder}; all tables are in {folder / 'tables.md'}")
+    _log(f"Saved in {folder}; all tables are in {folder / 'tables.md'}")
     raise typer.Exit(0 if is_sound else 1)
 
 
 def chosen_cases(words: Sequence[str]) -> list[ChaosCase]:
-    """Returns the cases whose names are, or begin with, one of some words; or all.
+    """Return the cases that match a name or prefix; all without words.
 
     Raises:
       typer.BadParameter: There is no such case.
@@ -107,14 +109,15 @@ def chosen_cases(words: Sequence[str]) -> list[ChaosCase]:
 
 
 def _run_cases(
-    cases: Sequence[ChaosCase], folder: Path, scale: float, seed: int, plant: bool
+    cases: Sequence[ChaosCase], folder: Path, scale: float, seed: int, corruption: bool
 ) -> bool:
     is_sound = True
     for case in cases:
-        _say(f"... {case.name}: {case.does} (at most {case.most_seconds(scale):.0f} s)")
-        result = _run(case, folder, scale, seed, plant)
-        position = CASES.index(case)
-        options = {"scale": scale, "seed": seed, "plant": plant, "position": position}
+        limit = case.max_seconds(scale)
+        _log(f"... {case.name}: {case.fault} (at most {limit:.0f} s)")
+        result = _run(case, folder, scale, seed, corruption)
+        options = {"scale": scale, "seed": seed, "plant": corruption}
+        options["position"] = CASES.index(case)
         save_case(folder, case, result, options)
         _print_result(case, result)
         is_sound &= result.is_sound
@@ -122,14 +125,14 @@ def _run_cases(
 
 
 def _run(
-    case: ChaosCase, folder: Path, scale: float, seed: int, plant: bool
+    case: ChaosCase, folder: Path, scale: float, seed: int, corruption: bool
 ) -> CaseResult:
-    """Runs a case in a process of its own; a seed makes it draw the same again."""
-    seconds = case.most_seconds(scale) + _MORE_SECONDS
+    """Run a case in its own process."""
+    seconds = case.max_seconds(scale) + _KILL_AFTER_SECONDS
     log = folder / f"{case.name}.log"
     try:
         result = run_isolated(
-            _run_named, case.name, scale, seed, plant, seconds=seconds, log=log
+            _run_named, case.name, scale, seed, corruption, seconds=seconds, log=log
         )
     except DidNotEnd as error:
         repeat = f"chaos.py {case.name} --seed {seed} --scale {scale:g}"
@@ -138,22 +141,22 @@ def _run(
     return result
 
 
-def _run_named(name: str, scale: float, seed: int, plant: bool) -> CaseResult:
+def _run_named(name: str, scale: float, seed: int, corruption: bool) -> CaseResult:
     (case,) = (case for case in CASES if case.name == name)
-    planted = Plant() if plant else None
-    return run_case(case, seed=seed, scale=scale, plant=planted)
+    planted = RowCorruption() if corruption else None
+    return run_case(case, seed=seed, scale=scale, corruption=planted)
 
 
 def _run_peers(folder: Path, seed: int) -> None:
     from tests.chaos.peers import peer_rows
 
-    rows = peer_rows(lambda text: _say(f"... {text}"), seed)
+    rows = peer_rows(lambda text: _log(f"... {text}"), seed)
     save_peers(folder, rows, {"seed": seed})
     _console().print(as_table(PEER_COLUMNS, rows, 4))
 
 
 def _print_result(case: ChaosCase, result: CaseResult) -> None:
-    words = {"case": case.name, "does": case.does, "goal": case.goal}
+    words = {"case": case.name, "does": case.fault, "goal": case.goal}
     facts = {**words, **result.as_json()}
     numbers = zip(COLUMNS[4:], row_of(facts)[4:], strict=True)
     text = ", ".join(f"{name} {cell}" for name, cell in numbers)
@@ -162,13 +165,13 @@ def _print_result(case: ChaosCase, result: CaseResult) -> None:
 
 
 def _print_list() -> None:
-    rows = [[case.name, case.does, case.goal] for case in CASES]
-    _console().print(as_table(["case", "what is done", "goal"], rows, 3))
+    rows = [[case.name, case.fault, case.goal] for case in CASES]
+    _console().print(as_table(["case", "fault", "goal"], rows, 3))
 
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

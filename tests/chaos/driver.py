@@ -1,4 +1,4 @@
-"""A player that times what comes of faults, and adds up for a trial."""
+"""A batch driver that measures recovery times and fills the result of a trial."""
 
 from __future__ import annotations
 
@@ -6,44 +6,99 @@ import time
 from collections import Counter
 from typing import Final, Self
 
+import numpy as np
+
 from envserve.client import BatchEnv, StepResult
-from tests.chaos.recoveries import Recoveries
+from envserve.slab import Status
 from tests.chaos.trial import Trial
+from tests.oracle.batch_driver import MAX_CALL_SECONDS, BatchDriver
 from tests.oracle.journal import Array
-from tests.oracle.ledger import Ledger
-from tests.oracle.player import LONGEST_CALL, Player
+from tests.oracle.ledger import LOSSES, Ledger
 
-#: Actions from here on are left to cases, which let envs break down at them.
-FIRST_TRAP: Final = 900
+#: Actions from this number on are not drawn; cases use them to trigger breakdowns.
+FIRST_BREAKDOWN_ACTION: Final = 900
+#: By status number: whether the row's next valid result completes its recovery.
+_COMPLETES_RECOVERY: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
 
 
-class Driver(Player):
-    """A batch and its ledger; a context manager that adds up in the trial's result.
+class RecoveryTimes:
+    """Measures the time from a fault until its rows are valid again.
+
+    A thread that injects faults may call `start` while another one calls `update`, but
+    not for rows that are recovering.
 
     Attributes:
-      recoveries: Clocks of its rows.
-      fault_texts: How often each last line of a fault's text has come.
+      seconds: The measured times, one per row and fault.
     """
 
-    num_actions = FIRST_TRAP
+    def __init__(self, num_envs: int) -> None:
+        self.seconds: list[float] = []
+        self._since = np.full(num_envs, np.inf)
+        self._has_ended = np.zeros(num_envs, np.bool_)
+
+    def start(self, rows: Array, now: float) -> None:
+        self._since[rows] = now
+
+    def cancel(self, rows: Array) -> None:
+        """Discard running measurements because the fault did not happen."""
+        self._since[rows] = np.inf
+
+    def is_recovering(self, rows: Array | None = None) -> bool:
+        since = self._since if rows is None else self._since[rows]
+        return bool(np.isfinite(since).any())
+
+    def update(
+        self, status: Array, began: float, now: float, rows: Array | None = None
+    ) -> None:
+        """Process the result of a call.
+
+        Args:
+          status: uint8 `[n]`.
+          began: When the call began; the earliest time of faults without a `start`.
+          now: When the call ended.
+          rows: int64 `[n]`; the rows of the result; None for all.
+        """
+        if rows is None:
+            if not status.any() and not np.isfinite(self._since).any():
+                return
+            rows = np.arange(len(self._since))
+        has_started = np.isfinite(self._since[rows])
+        new = rows[(status != Status.OK) & ~has_started]
+        self._since[new] = began
+        self._has_ended[rows] |= _COMPLETES_RECOVERY[status]
+        back = rows[(status == Status.OK) & self._has_ended[rows]]
+        self.seconds += (now - self._since[back]).tolist()
+        self._since[back] = np.inf
+        self._has_ended[back] = False
+
+
+class Driver(BatchDriver):
+    """Steps a batch for a trial; a context manager that adds its counts to the result.
+
+    Attributes:
+      recovery_times: Measured recovery times of the rows.
+      fault_texts: Number of faults by the last line of their text.
+    """
+
+    num_actions = FIRST_BREAKDOWN_ACTION
 
     def __init__(
         self,
         trial: Trial,
         batch: BatchEnv,
         ledger: Ledger,
-        longest_call: float = LONGEST_CALL,
+        max_call_seconds: float = MAX_CALL_SECONDS,
     ) -> None:
-        super().__init__(batch, ledger, trial.random, longest_call)
-        self.recoveries = Recoveries(batch.num_envs)
+        super().__init__(batch, ledger, trial.random, max_call_seconds)
+        self.recovery_times = RecoveryTimes(batch.num_envs)
         self.fault_texts: Counter[str] = Counter()
         self._trial = trial
 
     def check(self, result: StepResult, rows: Array | None, began: float) -> None:
-        """Checks rows, spoiled if that is planted, and looks for faults in them."""
+        """Verify rows, after corrupting one if requested, and record faults."""
         now = time.monotonic()
-        super().check(self._trial.spoil(result), rows, began)
-        self.recoveries.note(result.status, began, now, rows)
+        super().check(self._trial.corrupt(result), rows, began)
+        self.recovery_times.update(result.status, began, now, rows)
         for info in result.infos.values():
             if "fault" in info:
                 text = str(info["fault"]["text"]).strip()
@@ -51,18 +106,18 @@ class Driver(Player):
         self._trial.check_time()
 
     def settle(self) -> None:
-        """Steps on until every row that was hit has been valid again."""
-        while self.recoveries.is_open():
+        """Step until every affected row has been valid again."""
+        while self.recovery_times.is_recovering():
             self.step()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Adds what was counted, also of a run that has failed, to the result."""
+        """Add the counts to the result, even if the run failed."""
         result, ledger = self._trial.result, self.ledger
         result.row_steps += ledger.num_rows
         result.padding += ledger.num_padding
         result.late += ledger.num_late
         result.losses.update({s.name: n for s, n in ledger.losses.items()})
-        result.seconds += self.recoveries.seconds
+        result.seconds += self.recovery_times.seconds

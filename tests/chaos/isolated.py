@@ -1,7 +1,6 @@
-"""A function in a process of its own, which is given up after a time.
+"""Runs a function in its own process with a time limit.
 
-Whatever hangs, crashes or leaks in there ends with it, and so does all that it has
-started.
+The process and all its descendants are killed at the end of the time limit.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _END_SECONDS = 10.0
 
 
 class DidNotEnd(Exception):
-    """The process hangs, or has ended without a result."""
+    """The process hung, or exited without a result."""
 
 
 def run_isolated(
@@ -30,34 +29,34 @@ def run_isolated(
     seconds: float,
     log: Path | None = None,
 ) -> Any:
-    """Returns what a function of a module returns, called in another process.
+    """Return the result of a module-level function, called in another process.
 
     Args:
-      log: Where its log goes, and what it and its processes write to stderr; None
-        drops both.
+      seconds: The time limit.
+      log: File for its log and the stderr of its processes; None discards them.
 
     Raises:
-      DidNotEnd: It took longer, and was killed; or its process has ended before.
+      DidNotEnd: The time limit passed, or the process exited without a result.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, log, function, arguments))
+    parent, child = context.Pipe()
+    process = context.Process(target=_run, args=(child, log, function, arguments))
     process.start()
-    theirs.close()
+    child.close()
     pid = process.pid
     assert pid is not None
     try:
-        if not ours.poll(seconds):
+        if not parent.poll(seconds):
             kill_all(with_descendants(pid))
-            raise DidNotEnd(f"it did not end within {seconds:.0f} s, and was killed")
-        return ours.recv()
+            raise DidNotEnd(f"the process was killed after {seconds:.0f} s")
+        return parent.recv()
     except EOFError:
         process.join(_END_SECONDS)
         raise DidNotEnd(
-            f"its process ended with exit code {process.exitcode}, and no result"
+            f"the process ended with exit code {process.exitcode} and no result"
         ) from None
     finally:
-        ours.close()
+        parent.close()
         process.join(_END_SECONDS if process.exitcode is None else 0.0)
         if process.is_alive():
             kill_all(with_descendants(pid))
@@ -75,7 +74,7 @@ def _run(
     with open(os.devnull if log is None else log, "a") as file:
         os.dup2(file.fileno(), 2)
     logging.basicConfig(level=logging.INFO)
-    # We were spawned, and would spawn by default; others are to find Python's default.
+    # This process was spawned and would spawn by default; restore Python's default.
     multiprocessing.set_start_method(None, force=True)
     connection.send(function(*arguments))
     connection.close()

@@ -1,7 +1,7 @@
-"""What becomes of a vectorised env, and of its results, after a fault: by what it does.
+"""The behaviour of other projects' vectorised envs after faults.
 
-Each probe has a process of its own. The reward of a ledger echoes the action, so that a
-result that belongs to another action shows.
+Each probe runs in its own process. The reward of a ledger env equals the action, so a
+result of another action is detected.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _NUM_LATER: Final = 20
 _SLOW, _HANG = 900, 901
 _SLOW_SECONDS: Final = 0.5
 _PATIENCE_SECONDS: Final = 0.2
-#: A call that takes longer hangs.
+#: Time limit in seconds after which a call counts as hanging.
 _GIVE_UP_SECONDS: Final = 20.0
 _PROBE_SECONDS: Final = 90.0
-#: Episodes do not end, so that no row is one of a reset.
+#: Episodes do not end, so no row belongs to a reset.
 _LOAD: Final = Workload(
     "envserve/Ledger-v0",
     *(_NUM_ENVS, _NUM_ENVS, 0.0),
@@ -58,7 +58,7 @@ _LOAD: Final = Workload(
 
 
 class _Async:
-    """A process per env."""
+    """Gymnasium's AsyncVectorEnv, with a process per env."""
 
     def __init__(self) -> None:
         self._envs: Any = gymnasium.vector.AsyncVectorEnv(_LOAD.env_functions())
@@ -77,7 +77,7 @@ class _Async:
 
 
 class _Subproc(_Async):
-    """The same of Stable-Baselines3. Nothing bounds a step."""
+    """Stable-Baselines3's SubprocVecEnv, which has no timeout for a step."""
 
     def __init__(self) -> None:
         self._envs = sb3_vec_env(_LOAD, "SubprocVecEnv")
@@ -88,7 +88,7 @@ class _Subproc(_Async):
 
 
 class _Ours:
-    """Ours, with a process per env as well."""
+    """BatchEnv with a process per env."""
 
     def __init__(self) -> None:
         self._batch = BatchEnv.local(
@@ -108,9 +108,7 @@ class _Ours:
         return [pid for pid in lane.worker_pids if pid is not None]
 
     def step(self, actions: Array) -> tuple[Array, Array]:
-        if (
-            self._batch.num_in_flight
-        ):  # of a call that has timed out; the result is its own
+        if self._batch.num_in_flight:  # of a call that timed out
             self._batch.recv(self._batch.num_in_flight)
         result = self._batch.step(actions)
         return result.reward, result.valid
@@ -121,13 +119,13 @@ class _Ours:
         return result.reward, result.valid
 
 
-#: What is stepped: `step` gives rewards and what is valid of them, `[n]` each;
-#: `step_within` the same, with whatever there is to bound it.
+#: A vector env with `step`, which returns rewards and validity, `[n]` each, and
+#: `step_within`, which also has a timeout.
 PeerBatch = _Async | _Ours
 
 
 def _all_valid(reward: Any) -> tuple[Array, Array]:
-    """Takes every row for what it is given out as: neither peer says more."""
+    """Mark every row as valid, because the other projects report no validity."""
     return np.asarray(reward, np.float64), np.ones(len(reward), np.bool_)
 
 
@@ -139,18 +137,19 @@ PEERS: Final[dict[str, Callable[[], PeerBatch]]] = {
 
 
 class _Hangs(BaseException):
-    """A call has taken too long."""
+    """A call exceeded its time limit."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a probe has found.
+class ProbeResult:
+    """The result of a probe.
 
     Attributes:
-      first: What the call that met the fault gave.
-      later: How often the calls after it gave what.
-      num_wrong: Rows given out as valid with the result of another action.
-      has_recovered: Whether the last call gave a right, valid result for each row.
+      first: Outcome of the call with the fault.
+      later: Number of later calls by outcome.
+      num_wrong: Number of rows reported as valid that belong to another action.
+      has_recovered: Whether the last call returned a correct, valid result for each
+        row.
     """
 
     first: str
@@ -160,10 +159,10 @@ class Found:
 
 
 class _Calls:
-    """Steps, and says in a word what each call gave.
+    """Steps a vector env and classifies the outcome of each call.
 
     Attributes:
-      num_wrong: Rows with the result of another action, given out as valid.
+      num_wrong: Number of rows reported as valid that belong to another action.
     """
 
     def __init__(self, batch: PeerBatch, random: np.random.Generator) -> None:
@@ -172,12 +171,12 @@ class _Calls:
         self._random = random
 
     def step(self, first_action: int | None = None, within: float = 0.0) -> str:
-        """Steps with actions that are drawn, but for that of row 0."""
+        """Step with random actions, except for that of row 0 if one is given."""
         actions = self._random.integers(0, _SLOW, _NUM_ENVS)
         if first_action is not None:
             actions[0] = first_action
         try:
-            with _patience():
+            with _time_limit():
                 if within:
                     reward, valid = self.batch.step_within(actions, within)
                 else:
@@ -186,24 +185,24 @@ class _Calls:
             return "hangs"
         except (Exception, KeyboardInterrupt) as error:
             return type(error).__name__
-        return self._judge(actions, reward, valid)
+        return self._classify(actions, reward, valid)
 
-    def _judge(self, actions: Array, reward: Array, valid: Array) -> str:
+    def _classify(self, actions: Array, reward: Array, valid: Array) -> str:
         wrong = int((valid & (reward != actions)).sum())
         self.num_wrong += wrong
         if wrong:
             return "results of another action"
-        return "right" if valid.all() else "right, lost rows marked"
+        return "correct" if valid.all() else "correct; lost rows are marked"
 
 
 @contextlib.contextmanager
-def _patience() -> Iterator[None]:
-    """Ends a call that hangs by an exception."""
+def _time_limit() -> Iterator[None]:
+    """Raise _Hangs if the body exceeds the time limit."""
 
-    def give_up(number: int, frame: FrameType | None) -> None:
+    def raise_hangs(number: int, frame: FrameType | None) -> None:
         raise _Hangs
 
-    old = signal.signal(signal.SIGALRM, give_up)
+    old = signal.signal(signal.SIGALRM, raise_hangs)
     signal.setitimer(signal.ITIMER_REAL, _GIVE_UP_SECONDS)
     try:
         yield
@@ -231,7 +230,7 @@ def _interrupt(calls: _Calls) -> str:
     return found
 
 
-#: Faults of row 0, by what they are.
+#: Faults of row 0 by description.
 FAULTS: Final[dict[str, Callable[[_Calls], str]]] = {
     "a worker is killed": _kill_worker,
     "an env hangs": lambda calls: calls.step(_HANG),
@@ -242,11 +241,11 @@ FAULTS: Final[dict[str, Callable[[_Calls], str]]] = {
 }
 
 
-def probe(peer: str, fault: str, seed: int) -> Found | str:
-    """Tries a fault in this process.
+def probe(peer: str, fault: str, seed: int) -> ProbeResult | str:
+    """Inject a fault in this process.
 
     Returns:
-      What came of it; or, as text, why it could not be tried.
+      The result; or a text that explains why the probe could not run.
     """
     random = np.random.default_rng(seed)
     try:
@@ -256,24 +255,26 @@ def probe(peer: str, fault: str, seed: int) -> Found | str:
     try:
         calls = _Calls(batch, random)
         before = {calls.step() for _ in range(5)}
-        if before != {"right"}:
-            return f"expected right results before the fault; got {before}"
+        if before != {"correct"}:
+            return f"expected correct results before the fault; got {before}"
         first = FAULTS[fault](calls)
         later: list[str] = []
         while len(later) < _NUM_LATER and later[-1:] != ["hangs"]:
             later.append(calls.step())
-        return Found(first, Counter(later), calls.num_wrong, later[-1] == "right")
+        return ProbeResult(
+            first, Counter(later), calls.num_wrong, later[-1] == "correct"
+        )
     finally:
-        # Not closed: that may hang as well.
+        # Do not close the env, because that may hang as well.
         kill_all(with_descendants(os.getpid())[1:])
 
 
-def peer_rows(say: Callable[[str], None], seed: int = 0) -> list[list[str]]:
-    """Tries all faults on all peers; returns the cells of a table."""
+def peer_rows(report: Callable[[str], None], seed: int = 0) -> list[list[str]]:
+    """Inject all faults into all vectorised envs; return the cells of a table."""
     rows = []
     for fault in FAULTS:
         for peer in PEERS:
-            say(f"{fault}: {peer}")
+            report(f"{fault}: {peer}")
             try:
                 found = run_isolated(probe, peer, fault, seed, seconds=_PROBE_SECONDS)
             except DidNotEnd as error:
@@ -282,10 +283,10 @@ def peer_rows(say: Callable[[str], None], seed: int = 0) -> list[list[str]]:
     return rows
 
 
-def _cells(peer: str, fault: str, found: Found | str) -> list[str]:
+def _cells(peer: str, fault: str, found: ProbeResult | str) -> list[str]:
     name = f"**{peer}**" if peer == OURS else peer
     if isinstance(found, str):
-        return [name, fault, f"not tried: {found}", "-", "-", "-"]
+        return [name, fault, f"not tested: {found}", "-", "-", "-"]
     later = ", ".join(f"{text} ({count})" for text, count in found.later.items())
     recovers = "yes" if found.has_recovered else "no"
     return [name, fault, found.first, later, str(found.num_wrong), recovers]

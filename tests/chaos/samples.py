@@ -1,4 +1,4 @@
-"""What processes take as time goes by, and what they leave behind."""
+"""Memory of processes over time, and resources that remain after a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from benchmarks.lab.processes import vitals_of, with_descendants
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
-#: Within this, threads and processes that have been told to end are gone.
+#: Seconds within which closed threads and processes must be gone.
 _GRACE_SECONDS: Final = 5.0
 
 
 class MemorySamples:
-    """Resident memory of processes, by what they are; a successor goes on in a role."""
+    """Resident memory of processes by role; a restarted process keeps its role."""
 
     def __init__(self) -> None:
         self._taken: dict[str, list[tuple[float, int]]] = {}
@@ -36,14 +36,14 @@ class MemorySamples:
     def growths(
         self, duration: float, start: tuple[float, float], end: tuple[float, float]
     ) -> dict[str, float]:
-        """Returns how many bytes each has grown by, from one span to another.
+        """Return by how many bytes each role grew between two spans of time.
 
-        Of several processes that are the same thing, the largest counts.
+        If several processes have the same role, the largest one counts.
 
         Args:
-          duration: Seconds in all.
-          start: First span, as shares of the duration.
-          end: The other one.
+          duration: Total duration in seconds.
+          start: The first span, as shares of the duration.
+          end: The second span.
         """
         found = {}
         for name, samples in self._taken.items():
@@ -55,7 +55,7 @@ class MemorySamples:
     def _level(
         samples: list[tuple[float, int]], duration: float, span: tuple[float, float]
     ) -> float:
-        """Returns the median over the instants of a span, or those next to it."""
+        """Return the median over a span, or the nearest sample."""
         most: dict[float, int] = {}
         for instant, value in samples:
             most[instant] = max(value, most.get(instant, 0))
@@ -68,12 +68,13 @@ class MemorySamples:
 
 
 class Leftovers(NamedTuple):
-    """What this process holds.
+    """Resources of this process.
 
     Attributes:
-      files: Open descriptors.
-      processes: Processes that it has started, directly or not.
-      segments: Files in shared memory.
+      files: Number of open descriptors.
+      threads: Number of threads.
+      processes: Number of descendants.
+      segments: Number of files in shared memory.
     """
 
     files: int
@@ -83,20 +84,22 @@ class Leftovers(NamedTuple):
 
     @classmethod
     def now(cls, before: Leftovers | None = None) -> Self:
-        """Looks; with what there was before, only when no more is left, or in vain."""
-        gc.collect()  # mapped memory goes with the last array that shows it
+        """Count resources; wait up to 5 s until the counts are at most those of
+        `before`.
+        """
+        gc.collect()  # mapped memory is freed with its last array
         give_up_at = time.monotonic() + _GRACE_SECONDS
         while True:
-            found = cls._look()
-            is_no_more = before is None or all(
+            found = cls._count()
+            is_clean = before is None or all(
                 is_now <= was for was, is_now in zip(before, found, strict=True)
             )
-            if is_no_more or time.monotonic() > give_up_at:
+            if is_clean or time.monotonic() > give_up_at:
                 return found
             time.sleep(0.01)
 
     @classmethod
-    def _look(cls) -> Self:
+    def _count(cls) -> Self:
         pid = os.getpid()
         vitals = vitals_of(pid)
         assert vitals is not None
@@ -110,7 +113,7 @@ class Leftovers(NamedTuple):
 
 
 def _own_descendants(pid: int, roles: dict[str, int]) -> list[int]:
-    """Returns a process and its descendants, without those that have other roles."""
+    """Return a process and its descendants, without processes of other roles."""
     others: set[int] = set()
     for other in roles.values():
         if other != pid and other in with_descendants(pid):

@@ -1,7 +1,7 @@
 """A trainer to be killed: `python -m tests.chaos.trainer ADDRESS NUM_ENVS SEED`.
 
-It steps ledgers in workers of its own and at a server, has every row checked, says
-"stepping" once it does, and goes on until it is killed. A wrong row ends it with 1.
+It steps ledger envs in local workers and at a server, verifies every row, and prints
+"stepping" once it is running. A wrong row ends it with exit code 1.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ import sys
 from pathlib import Path
 
 from envserve.client import BatchEnv
+from tests.chaos.batches import LEDGER
 from tests.chaos.driver import Driver
-from tests.chaos.envs import LEDGER, MODULE
-from tests.chaos.trial import Plant, Trial
+from tests.chaos.trial import RowCorruption, Trial
 from tests.oracle.ledger import Ledger
+from tests.oracle.probe_envs import MODULE
 from tests.oracle.result import LedgerError
 
 _NUM_WORKERS = 2
 
 
-def main(address: str, num_envs: int, seed: int, is_planted: bool = False) -> None:
-    """Steps for ever; raises LedgerError when a row was wrong."""
-    plant = Plant(after_faults=0) if is_planted else None
+def main(address: str, num_envs: int, seed: int, corrupts: bool = False) -> None:
+    """Step forever; raise LedgerError if a row is wrong."""
+    corruption = RowCorruption(after_faults=0) if corrupts else None
     trial = Trial(
-        "trainer", seed=seed, scale=1, seconds=math.inf, folder=Path(), plant=plant
+        "trainer",
+        seed=seed,
+        scale=1,
+        seconds=math.inf,
+        folder=Path(),
+        corruption=corruption,
     )
     with (
         BatchEnv.local(
@@ -43,7 +49,7 @@ def main(address: str, num_envs: int, seed: int, is_planted: bool = False) -> No
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "plant" in sys.argv)
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "corruption" in sys.argv)
     except LedgerError as error:
         print(f"wrong: {error}", flush=True)
         sys.exit(1)

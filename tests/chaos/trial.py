@@ -1,4 +1,4 @@
-"""A case, and one run of it: how large, with what chance, until when."""
+"""A chaos case, and one run of it with its seed, scale and time limit."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from envserve.slab import Status
 from tests.chaos.case_result import CaseResult
 from tests.oracle.result import LedgerError
 
-#: However small the scale, processes have to start and end, on a busy machine.
+#: Minimum time limit in seconds; processes take long to start and exit on a busy
+#: machine.
 _LEAST_SECONDS: Final = 300.0
 
 
 class OutOfTime(Exception):
-    """A case has not come to its end in its time."""
+    """A case exceeded its time limit."""
 
 
-class Plant:
-    """A wrong row on purpose: one that is valid gets the reward of another action."""
+class RowCorruption:
+    """Gives one valid row a wrong reward, to test that the row is detected."""
 
     def __init__(self, after_faults: int = 1) -> None:
-        self.is_planted = False
+        self.has_corrupted_row = False
         self._after_faults = after_faults
 
-    def spoil(self, result: StepResult, num_faults: int) -> StepResult:
+    def corrupt(self, result: StepResult, num_faults: int) -> StepResult:
         valid = np.flatnonzero(result.status == Status.OK)
-        if self.is_planted or num_faults < self._after_faults or not valid.size:
+        if self.has_corrupted_row or num_faults < self._after_faults or not valid.size:
             return result
-        self.is_planted = True
+        self.has_corrupted_row = True
         reward = result.reward.copy()
         reward[valid[0]] += 1.0
         return result._replace(reward=reward)
@@ -49,9 +50,9 @@ class Trial:
     """One run of a case.
 
     Attributes:
-      scale: 1 for the full counts.
-      folder: For files; gone after the run.
-      plant: Spoils results before they are checked, to test the check; or None.
+      scale: Share of the full counts; 1 is a full run.
+      folder: Folder for temporary files, deleted after the run.
+      corruption: Corrupts a result before it is verified; or None.
     """
 
     def __init__(
@@ -62,16 +63,16 @@ class Trial:
         scale: float,
         seconds: float,
         folder: Path,
-        plant: Plant | None = None,
+        corruption: RowCorruption | None = None,
     ) -> None:
         self.name = name
         self.seed = seed
         self.scale = scale
-        own_seed = zlib.crc32(f"{seed} {name}".encode())
-        self.random = np.random.default_rng(own_seed)
+        case_seed = zlib.crc32(f"{seed} {name}".encode())
+        self.random = np.random.default_rng(case_seed)
         self.folder = folder
         self.result = CaseResult()
-        self.plant = plant
+        self.corruption = corruption
         self.began = time.monotonic()
         self._give_up_at = self.began + seconds
         self._numbers = itertools.count()
@@ -80,13 +81,13 @@ class Trial:
         return max(least, round(at_full_scale * self.scale))
 
     def seconds(self, at_full_scale: float, least: float) -> float:
-        """Returns how long something shall take; in full from a tenth of all on."""
+        """Return a duration: in full from scale 0.1 on, shorter below."""
         return min(at_full_scale, max(least, 10.0 * self.scale * at_full_scale))
 
-    def spoil(self, result: StepResult) -> StepResult:
-        if self.plant is None:
+    def corrupt(self, result: StepResult) -> StepResult:
+        if self.corruption is None:
             return result
-        return self.plant.spoil(result, self.result.faults)
+        return self.corruption.corrupt(result, self.result.faults)
 
     def draw_seed(self) -> int:
         return int(self.random.integers(2**62))
@@ -99,58 +100,62 @@ class Trial:
     def check_time(self) -> None:
         if time.monotonic() > self._give_up_at:
             raise OutOfTime(
-                f"expected it to end within {self._give_up_at - self.began:.0f} s; it "
-                f"had {self.result.faults} faults by then"
+                f"expected the case to end within {self._give_up_at - self.began:.0f} "
+                f"s; it had {self.result.faults} faults so far"
             )
 
 
 @dataclass(frozen=True)
 class ChaosCase:
-    """Faults of one kind.
+    """A case: faults of one kind, and the goal that it must reach.
 
     Attributes:
-      seconds: Longest that it may take at scale 1.
+      seconds: Time limit at scale 1.
     """
 
     name: str
-    does: str
+    fault: str
     goal: str
     run: Callable[[Trial], None]
     seconds: float = 600.0
 
-    def most_seconds(self, scale: float) -> float:
+    def max_seconds(self, scale: float) -> float:
         return max(_LEAST_SECONDS, self.seconds * scale)
 
 
 def chaos_case(
-    does: str, goal: str, *, seconds: float = 600.0
+    fault: str, goal: str, *, seconds: float = 600.0
 ) -> Callable[[Callable[[Trial], None]], ChaosCase]:
-    """Makes a case of a function, which gives it its name; the rest as of ChaosCase."""
+    """Return a decorator that makes a case of a function, named after it."""
 
     def make(run: Callable[[Trial], None]) -> ChaosCase:
         name = run.__name__.strip("_").replace("_", "-")
-        return ChaosCase(name, does, goal, run, seconds)
+        return ChaosCase(name, fault, goal, run, seconds)
 
     return make
 
 
 def run_case(
-    case: ChaosCase, *, seed: int, scale: float = 1.0, plant: Plant | None = None
+    case: ChaosCase,
+    *,
+    seed: int,
+    scale: float = 1.0,
+    corruption: RowCorruption | None = None,
 ) -> CaseResult:
-    """Runs a case in this process, and returns what has come of it, whatever has."""
+    """Run a case in this process; return its result even if it failed."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         trial = Trial(
             case.name,
             seed=seed,
             scale=scale,
-            seconds=case.most_seconds(scale),
+            seconds=case.max_seconds(scale),
             folder=Path(folder),
-            plant=plant,
+            corruption=corruption,
         )
         result = trial.result
         repeat = f"repeat it with: chaos.py {case.name} --seed {seed} --scale {scale:g}"
         if sys.platform != "linux":
-            result.skipped = "it looks at processes in /proc, which only Linux has"
+            result.skipped = "it reads /proc, which requires Linux"
             return result
         try:
             case.run(trial)
@@ -166,5 +171,5 @@ def run_case(
 
 
 def check_latency(result: CaseResult, bound: float) -> None:
-    """Holds the seconds from fault to valid row to a goal."""
+    """Check the 99th percentile of the seconds until a row is valid again."""
     result.check("p99 seconds to a valid row", result.quantile(99), bound)

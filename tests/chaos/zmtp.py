@@ -1,8 +1,8 @@
-"""Cuts one direction of a ZMTP 3 connection into what may be told apart.
+"""Splits one direction of a ZMTP 3 connection into messages.
 
-A greeting of 64 bytes, then frames: flags u8 (1 more, 2 long, 4 command), length u8 or,
-if long, u64 big-endian, then so many bytes. A message ends with the first frame without
-"more". No bytes are changed: all pieces together are what was fed.
+The format is a greeting of 64 bytes, followed by frames: flags u8 (1 more, 2 long, 4
+command), length u8 or (if long) u64 big-endian, and the contents. A message ends with
+the first frame without "more". The concatenated pieces equal the input.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LONG_LENGTH: Final = struct.Struct(">Q")
 
 
 class Piece(NamedTuple):
-    """Bytes that belong together.
+    """A unit of bytes.
 
     Attributes:
-      data: The bytes as they are on the wire.
-      is_message: Whether they are a whole message; else they are a part of the
-        handshake, which can be neither left out nor repeated.
+      data: The bytes as transmitted.
+      is_message: Whether they are a whole message; otherwise they are part of the
+        handshake, which must be forwarded exactly once.
     """
 
     data: bytes
@@ -31,18 +31,18 @@ class Piece(NamedTuple):
 
 
 class Splitter:
-    """Takes bytes as they come, and gives back pieces in the same order."""
+    """Splits a stream of bytes into pieces."""
 
     def __init__(self) -> None:
         self._greeting_left = _GREETING_BYTES
         self._buffer = bytearray()
-        #: Bytes of whole frames at the start of the buffer, their message unfinished.
+        #: Number of bytes of complete frames in the buffer whose message is incomplete.
         self._parsed = 0
 
     def feed(self, data: bytes) -> list[Piece]:
         pieces = []
         if self._greeting_left:
-            # Not held back until it is whole: the peer answers its first part.
+            # Forward a partial greeting, because the peer answers its first part.
             greeting = data[: self._greeting_left]
             self._greeting_left -= len(greeting)
             data = data[len(greeting) :]
@@ -59,7 +59,7 @@ class Splitter:
         return pieces
 
     def _next_frame(self) -> tuple[int, int] | None:
-        """Returns flags and length of the next frame, if all of it is there."""
+        """Return flags and length of the next frame, or None if it is incomplete."""
         header = _read_header(self._buffer, self._parsed)
         if header is None:
             return None
@@ -71,7 +71,7 @@ class Splitter:
 
 
 def first_frame(message: bytes) -> slice:
-    """Returns where the contents of a whole message's first frame are."""
+    """Return the position of the contents of a message's first frame."""
     header = _read_header(message, 0)
     if header is None:
         raise ValueError("expected a whole message; got less than a frame's header")
@@ -80,7 +80,7 @@ def first_frame(message: bytes) -> slice:
 
 
 def _read_header(data: bytes | bytearray, at: int) -> tuple[int, int] | None:
-    """Returns lengths of header and contents of the frame there, if it can be told."""
+    """Return the lengths of a frame's header and contents, or None if incomplete."""
     if len(data) < at + 2:
         return None
     if not data[at] & _LONG:

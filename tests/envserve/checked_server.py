@@ -22,7 +22,7 @@ from envserve.slab import Status
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer
-from tests.worlds.pool import Operation
+from tests.simulation.pool import Operation
 
 #: Short, so that its end can be seen; time costs nothing here.
 POLICY = HostSettings(num_workers=1, lease_seconds=2.0)

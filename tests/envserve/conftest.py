@@ -1,4 +1,4 @@
-"""Batches over every kind of lane, the servers that some need, and pools."""
+"""Fixtures for batches over every kind of lane, for servers, and for pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.envserve.server_process import ServerProcess
 from tests.envserve.session_client import SessionClient
 from tests.oracle.probe_envs import MODULE
 
-#: So long that a loaded machine makes no padding where a test expects none.
+#: Value of `padding_after` in seconds that prevents padding even on a busy machine.
 PATIENCE = 30.0
 
 StartServer = Callable[..., str]
@@ -36,7 +36,7 @@ Join = Callable[..., SessionClient]
 Attach = Callable[..., RemoteLane]
 WaitUntil = Callable[..., None]
 
-#: What the contract's envs need to be given and asked through a server.
+#: Server options that allow the arguments and calls of the test envs.
 OPENINGS = [
     *("--allow-kwarg", "length", "--allow-kwarg", "reset_seconds"),
     *("--allow-kwarg", "space:any", "--allow-kwarg", "fault:any"),
@@ -49,15 +49,15 @@ OPENINGS = [
 
 @contextlib.contextmanager
 def servers_in(folder: Path) -> Iterator[StartServer]:
-    """Gives a function that starts a server; checks that each ends well."""
+    """Provide a function that starts servers; verify that each exits with 0."""
     with contextlib.ExitStack() as stack:
         servers: list[ServerProcess] = []
 
         def start(bind: str = "tcp://127.0.0.1:0", *options: str) -> str:
-            """Starts one, and returns its address once it is ready."""
-            own_folder = folder / f"server-{len(servers)}"
-            own_folder.mkdir()
-            server = ServerProcess(own_folder, *OPENINGS, *options, bind=(bind,))
+            """Start a server, and return its address once it is ready."""
+            server_folder = folder / f"server-{len(servers)}"
+            server_folder.mkdir()
+            server = ServerProcess(server_folder, *OPENINGS, *options, bind=(bind,))
             servers.append(stack.enter_context(server))
             return server.address
 
@@ -71,14 +71,14 @@ def servers_in(folder: Path) -> Iterator[StartServer]:
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    """Starts a server of the test's own."""
+    """Return a function that starts a server for this test."""
     with servers_in(tmp_path) as start:
         yield start
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Starts servers of the test's own, which are killed in the end."""
+    """Return a function that starts a server for this test, killed at the end."""
     with contextlib.ExitStack() as stack:
         numbers = itertools.count()
 
@@ -92,7 +92,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def join(serve: Serve) -> Iterator[Join]:
-    """Attaches clients that say nothing by themselves."""
+    """Return a function that attaches clients that send nothing automatically."""
     with contextlib.ExitStack() as stack:
         yield lambda server, *arguments, **more: stack.enter_context(
             SessionClient(server.address, *arguments, **more)
@@ -101,7 +101,7 @@ def join(serve: Serve) -> Iterator[Join]:
 
 @pytest.fixture
 def attach(serve: Serve) -> Iterator[Attach]:
-    """Makes lanes to servers, their envs reset; they are closed in the end."""
+    """Return a function that creates lanes to servers with reset envs."""
     with contextlib.ExitStack() as stack:
         yield lambda *arguments, **changes: stack.enter_context(
             contextlib.closing(attach_lane(*arguments, **changes))
@@ -121,7 +121,7 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
 def shared_address(
     lane_kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The address of a server that all tests of a module use, one after the other."""
+    """The address of a server that all tests of a module share."""
     folder = tmp_path_factory.mktemp("server")
     with servers_in(folder) as start:
         yield "" if lane_kind == "local" else start(bind_for(lane_kind, folder))
@@ -129,7 +129,7 @@ def shared_address(
 
 @contextlib.contextmanager
 def pools_of(launcher: Launcher) -> Iterator[None]:
-    """Local batches use workers of one launcher: to start another takes long."""
+    """Make local batches share one launcher, because starting one is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("envserve.client.factory.Pool", partial(Pool, launcher=launcher))
         yield
@@ -146,7 +146,7 @@ MakeEnvs = Callable[..., VectorEnv]
 
 @pytest.fixture
 def make_envs_here(one_launcher: None) -> Iterator[MakeEnvs]:
-    """Makes vector envs in workers of one launcher, and closes those still held."""
+    """Return a function that makes local vector envs with a shared launcher."""
     made: list[weakref.ref[VectorEnv]] = []
 
     def make(env: str, num_envs: int = 4, **options: Any) -> VectorEnv:
@@ -164,19 +164,19 @@ def make_envs_here(one_launcher: None) -> Iterator[MakeEnvs]:
 
 @pytest.fixture
 def make_envs(make_envs_here: MakeEnvs, shared_address: str) -> MakeEnvs:
-    """The same, here and behind a server."""
+    """The same as `make_envs_here`, both locally and at a server."""
     if not shared_address:
         return make_envs_here
     return partial(make_envs_here, addresses=[shared_address])
 
 
 class MakeBatch:
-    """Builds batches over one kind of lane, and closes them."""
+    """Creates batches over one kind of lane, and closes them."""
 
     def __init__(
         self, start: Callable[..., str], address: str, launcher: Launcher
     ) -> None:
-        """Without an address, they are local, with workers of this launcher."""
+        """Create batches at a server, or without an address locally."""
         self._start = start
         self._address = address
         self._launcher = launcher
@@ -206,7 +206,7 @@ class MakeBatch:
         return self._stack.enter_context(batch)
 
     def and_reset(self, *arguments: Any, **options: Any) -> BatchEnv:
-        """Builds one, and resets its envs."""
+        """Create a batch and reset its envs."""
         batch = self(*arguments, **options)
         batch.reset()
         return batch
@@ -223,7 +223,7 @@ def make_batch(
     start_server: StartServer,
     tmp_path: Path,
 ) -> Iterator[MakeBatch]:
-    """Every test runs over each kind of lane."""
+    """Run the test with every kind of lane."""
     start = partial(start_server, bind_for(lane_kind, tmp_path))
     with contextlib.closing(MakeBatch(start, shared_address, launcher)) as maker:
         yield maker
@@ -231,12 +231,14 @@ def make_batch(
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool]], None]:
-    """Polls what has no event to wait for, such as another process's children."""
+    """Poll a condition that has no event, for example a child process."""
 
     def wait(condition: Callable[[], bool], timeout_seconds: float = 30.0) -> None:
         give_up_at = time.monotonic() + timeout_seconds
         while not condition():
-            assert time.monotonic() < give_up_at, "the condition did not come true"
+            assert time.monotonic() < give_up_at, (
+                f"the condition was not met in {timeout_seconds:g} s"
+            )
             os.sched_yield()
 
     return wait
@@ -258,7 +260,7 @@ def make_pool(launcher: Launcher) -> Iterator[PoolMaker]:
 
 @pytest.fixture
 def own_launcher() -> Iterator[Launcher]:
-    """The test may interrupt it, or kill its template."""
+    """A launcher that the test may interrupt, or whose template it may kill."""
     with contextlib.closing(Launcher([MODULE])) as launcher:
         yield launcher
 
@@ -271,7 +273,7 @@ def make_own_pool(own_launcher: Launcher) -> Iterator[PoolMaker]:
 
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Socket[bytes]]:
-    """Sockets of ZeroMQ that this process makes from now on, as they are made."""
+    """All ZeroMQ sockets that this process creates, in order."""
     made: list[zmq.Socket[bytes]] = []
     make = zmq.Context.socket
 

@@ -1,7 +1,7 @@
-"""Mutated bytes for every decoder, with limits of errors and time.
+"""Decoders of untrusted bytes, and mutated input for them.
 
-A target decodes mutations of valid bytes. It may raise only the errors that its decoder
-documents.
+Each target decodes mutations of valid bytes. It may only raise the documented errors of
+its decoder, within a time limit.
 """
 
 from __future__ import annotations
@@ -57,38 +57,24 @@ from tests.envserve.session_fakes import (
 from tests.envserve.space_table import ENCODED
 from tests.oracle.probe_envs import SPACES
 
-#: Headers of long and of empty msgpack values, and extreme numbers.
-_FRAGMENTS: Final = (
-    *(b"\xdd\xff\xff\xff\xff", b"\xdf\x00\x00\xff\xff", b"\xc9\x7f\xff\xff\xff\x01"),
-    *(b"\xdc\xff\xff", b"\xde\xff\xff", b"\xc7\x02\x01\x00\x09", b"\xd6\xff\0\0\0\0"),
-    *(
-        b"\x91" * 40,
-        b"\x81\x90\x01",
-        b"\xc1",
-        b"\xd9\x01\xff",
-        b"\xcb\x7f\xf8" + b"\0" * 6,
-    ),
-    *(
-        b"\xcf" + b"\xff" * 8,
-        b"\xd3\x80" + b"\0" * 7,
-        b"\xc0",
-        b"\x90",
-        b"\x80",
-        b"\xa0",
-    ),
+#: Headers of long and of empty msgpack values, and extreme numbers, in hex.
+_HEX_FRAGMENTS: Final = (
+    "ddffffffff df0000ffff c97fffffff01 dcffff deffff c702010009 "
+    "d6ff00000000 819001 c1 d901ff cb7ff8000000000000 cfffffffffffffffff "
+    "d38000000000000000 c0 90 80 a0 "
 )
-#: Time limit of decoders that build spaces, with up to 64 MiB of bounds: once per
-#: lease.
+_FRAGMENTS: Final = (*map(bytes.fromhex, _HEX_FRAGMENTS.split()), b"\x91" * 40)
+#: Time limit in seconds of decoders that build spaces with up to 64 MiB of bounds.
 _MAX_SPACE_SECONDS: Final = 0.5
 
 
 @dataclass
 class Target:
-    """A decoder.
+    """A decoder with valid input and its limits.
 
     Attributes:
       decode: Decodes bytes.
-      valid: Bytes that it accepts.
+      valid: Inputs that it accepts.
       expected_errors: Exceptions that it may raise.
       max_seconds: Limit of processor time for one input, on a busy machine.
       num_rejected: Number of inputs for which it raised.

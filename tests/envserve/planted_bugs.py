@@ -1,7 +1,7 @@
-"""Bugs that would be easy to make, planted where something passes from hand to hand.
+"""Bugs that are easy to introduce, planted at module boundaries.
 
-A message, a decision, an outcome or a row is dropped, copied, altered or swapped. The
-few that need to know the inside of anything stand at the end.
+A message, decision, outcome or row is dropped, duplicated, altered or swapped. The few
+bugs that depend on internals are at the end.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from envserve.lane import Outcome
 from envserve.session.client import attachment, client_blocks
 from envserve.session.client.client_session import ClientSession
 from envserve.session.server import lease, lease_table
-from envserve.session.server.decisions import EndPool, RunStep, SessionId
+from envserve.session.server.decisions import EndPool, RunReset, RunStep, SessionId
 from envserve.session.server.server_session import ServerSession
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
 from envserve.wire.message import decode, encode
 from envserve.wire.rows import BlockParts, RowPart
-from tests.worlds.profile import BATCHES, LINGERING, Profile
-from tests.worlds.thief import OWNER
+from tests.simulation.hijacker import OWNER
+from tests.simulation.profile import BATCHES, LINGERING, Profile
 
 Patch = pytest.MonkeyPatch
 
 
-def suffer(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
+def faulty(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
     return dataclasses.replace(profile, fault_rate=0.01, faults={kind: 1.0}, **changes)
 
 
 class Bug(NamedTuple):
-    """A bug to plant, and where it shows, unless that is anywhere."""
+    """A function that plants a bug, and the profile that reveals it (None for any)."""
 
     plant: Callable[[Patch], None]
     profile: Profile | None = None
@@ -54,7 +54,7 @@ def bug(profile: Profile | None = None) -> Callable[[Callable[[Patch], None]], N
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Has `change(real, ...)` stand for a function."""
+    """Replace a function by `change(real, ...)`."""
     real = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **options: change(real, *args, **options))
 
@@ -63,7 +63,7 @@ def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> N
 
 
 def alter_messages(patch: Patch, half: type[Any], alter: Callable[..., Any]) -> None:
-    """Changes what a half of the conversation gets; None drops it."""
+    """Alter the messages that one side receives; None drops a message."""
 
     def receive(real: Any, self: Any, *peer_frames_now: Any) -> Any:
         *peer, frames, now = peer_frames_now
@@ -78,38 +78,38 @@ def requests_are_not_sent_again(patch: Patch) -> None:
     alter_messages(patch, ServerSession, lambda _, m: None if m.attempt else m)
 
 
-@bug(suffer("send_stray"))
+@bug(faulty("send_stray"))
 def a_stale_epoch_is_accepted(patch: Patch) -> None:
-    def mend(self: Any, asked: Any) -> Any:
+    def alter(self: Any, asked: Any) -> Any:
         record = self.leases.get((OWNER, asked.session))
         if record is not None and record.lease is not None:
             asked.epoch = record.lease.epoch
         return asked
 
-    alter_messages(patch, ServerSession, mend)
+    alter_messages(patch, ServerSession, alter)
 
 
-@bug(suffer("send_stray"))
+@bug(faulty("send_stray"))
 def a_stale_boot_is_accepted(patch: Patch) -> None:
-    def mend(self: Any, asked: Any) -> Any:
+    def alter(self: Any, asked: Any) -> Any:
         asked.boot = asked.boot and self.boot
         return asked
 
-    alter_messages(patch, ServerSession, mend)
+    alter_messages(patch, ServerSession, alter)
 
 
 @bug()
 def answers_to_other_sessions_are_accepted(patch: Patch) -> None:
-    def mend(self: Any, answer: Any) -> Any:
+    def alter(self: Any, answer: Any) -> Any:
         answer.session = self.requests.session
         return answer
 
-    alter_messages(patch, ClientSession, mend)
+    alter_messages(patch, ClientSession, alter)
 
 
 @bug()
 def a_late_reply_answers_a_new_request(patch: Patch) -> None:
-    def mend(self: Any, answer: Any) -> Any:
+    def alter(self: Any, answer: Any) -> Any:
         waiting = self.requests.waiting
         blocks = [block for block, _ in answer.entries]
         for request in waiting.values() if answer.request not in waiting else ():
@@ -117,25 +117,25 @@ def a_late_reply_answers_a_new_request(patch: Patch) -> None:
                 answer.request, answer.entries = request.id, request.entries
         return answer
 
-    alter_messages(patch, ClientSession, mend)
+    alter_messages(patch, ClientSession, alter)
 
 
 @bug()
-def a_user_finds_what_others_have(patch: Patch) -> None:
-    def forget(real: Any, self: Any, peer: Any, *frames_now: Any) -> Any:
+def a_user_can_access_sessions_of_others(patch: Patch) -> None:
+    def drop(real: Any, self: Any, peer: Any, *frames_now: Any) -> Any:
         return real(self, (*peer[:-1], OWNER), *frames_now)
 
-    around(patch, ServerSession, "receive", forget)
+    around(patch, ServerSession, "receive", drop)
 
 
 @bug()
-def a_user_ends_what_others_have(patch: Patch) -> None:
-    def forget(real: Any, self: Any, peer: Any, frames: Any, now: float) -> Any:
+def a_user_can_detach_sessions_of_others(patch: Patch) -> None:
+    def drop(real: Any, self: Any, peer: Any, frames: Any, now: float) -> Any:
         if decode(frames).type is MessageType.DETACH:
             peer = (*peer[:-1], OWNER)
         return real(self, peer, frames, now)
 
-    around(patch, ServerSession, "receive", forget)
+    around(patch, ServerSession, "receive", drop)
 
 
 # Decisions.
@@ -146,12 +146,12 @@ def envs_are_not_freed(patch: Patch) -> None:
     def keep(real: Any, *arguments: Any) -> Any:
         return [d for d in real(*arguments) if not isinstance(d, EndPool)]
 
-    for name in ("receive", "poll", "stop", "pool_failed", "pool_finished"):
+    for name in ("receive", "expire_leases", "stop", "pool_failed", "pool_finished"):
         around(patch, ServerSession, name, keep)
 
 
 @bug()
-def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
+def a_step_is_answered_before_it_finishes(patch: Patch) -> None:
     finish = ServerSession.pool_finished
     answered: set[tuple[SessionId, int]] = set()
 
@@ -171,27 +171,27 @@ def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
     around(patch, ServerSession, "pool_finished", finish_others)
 
 
-@bug(suffer("kill_caller", Profile()))
+@bug(faulty("kill_client", Profile()))
 def leases_never_expire(patch: Patch) -> None:
     patch.setattr(ServerSession, "next_deadline", lambda self: math.inf)
 
 
 @bug()
-def capacity_is_not_looked_at(patch: Patch) -> None:
-    patch.setattr(lease_table.LeaseTable, "free_envs", 1 << 20)
+def capacity_is_ignored(patch: Patch) -> None:
+    patch.setattr(lease_table.LeaseTable, "num_free_envs", 1 << 20)
 
 
-@bug(suffer("cut_one_way", Profile(), max_outage=1000.0))
-def silence_is_never_noticed(patch: Patch) -> None:
+@bug(faulty("cut_one_way", Profile(), max_outage=1000.0))
+def silence_is_never_detected(patch: Patch) -> None:
     patch.setattr(attachment.Attachment, "lost_at", math.inf)
 
 
 @bug()
-def leases_use_the_same_seeds_again(patch: Patch) -> None:
+def leases_reuse_seeds(patch: Patch) -> None:
     patch.setattr(attachment, "attach_again", lambda attach, num_leases: attach)
 
 
-# Outcomes, and what is known of blocks.
+# Outcomes, and the state of blocks.
 
 
 @bug()
@@ -205,23 +205,23 @@ def refused_operations_use_up_a_seq(patch: Patch) -> None:
 
 
 @bug()
-def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
-    def forget(real: Any, self: Any, *arguments: Any) -> None:
+def a_lost_block_continues_its_episode(patch: Patch) -> None:
+    def drop(real: Any, self: Any, *arguments: Any) -> None:
         real(self, *arguments)
         self.lost.clear()
 
-    around(patch, client_blocks.ClientBlocks, "lose", forget)
+    around(patch, client_blocks.ClientBlocks, "mark_lost", drop)
 
 
 @bug()
 def a_lost_lease_is_not_marked(patch: Patch) -> None:
-    def mend(real: Any, self: Any) -> Any:
+    def alter(real: Any, self: Any) -> Any:
         outcomes = real(self)
         self.rows.truncated[self.rows.status == Status.SERVER_LOST] = False
         self.rows.status[:] = Status.OK
         return outcomes
 
-    around(patch, ClientSession, "take_outcomes", mend)
+    around(patch, ClientSession, "take_outcomes", alter)
 
 
 @bug(BATCHES)
@@ -230,17 +230,17 @@ def the_last_observation_is_not_kept(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def what_is_owed_answers_the_next_action(patch: Patch) -> None:
-    def forget(real: Any, self: Any, positions: Any) -> Any:
+def a_late_result_answers_the_next_action(patch: Patch) -> None:
+    def drop(real: Any, self: Any, positions: Any) -> Any:
         others = real(self, positions)
         self.awaited_late_steps.clear()
         return others
 
-    around(patch, Absence, "await_late_steps", forget)
+    around(patch, Absence, "await_late_steps", drop)
 
 
 @bug(BATCHES)
-def a_reset_gives_up_what_is_owed_to_other_rows(patch: Patch) -> None:
+def a_reset_drops_late_results_of_other_rows(patch: Patch) -> None:
     def give_up(real: Any, self: Any, *arguments: Any) -> Any:
         infos = real(self, *arguments)
         for position in self.absence.late_steps & self.queue.outcomes.keys():
@@ -251,7 +251,7 @@ def a_reset_gives_up_what_is_owed_to_other_rows(patch: Patch) -> None:
     around(patch, LaneGroup, "finish_reset", give_up)
 
 
-def pass_for_valid(patch: Patch, status: Status) -> None:
+def mark_as_valid(patch: Patch, status: Status) -> None:
     def show(real: Any, self: Any, spec: Any, row_set: Any, result: Any) -> None:
         real(self, spec, row_set, result)
         chosen = result.status == status
@@ -261,20 +261,20 @@ def pass_for_valid(patch: Patch, status: Status) -> None:
 
 
 @bug(BATCHES)
-def padding_passes_for_valid(patch: Patch) -> None:
-    pass_for_valid(patch, Status.PENDING)
+def padding_is_marked_valid(patch: Patch) -> None:
+    mark_as_valid(patch, Status.PENDING)
 
 
 @bug(BATCHES)
-def late_results_pass_for_valid(patch: Patch) -> None:
-    pass_for_valid(patch, Status.LATE)
+def late_results_are_marked_valid(patch: Patch) -> None:
+    mark_as_valid(patch, Status.LATE)
 
 
 # Rows of a batch.
 
 
 @bug()
-def an_action_is_dropped_and_the_last_one_applied_again(patch: Patch) -> None:
+def a_dropped_action_repeats_the_previous_one(patch: Patch) -> None:
     count = itertools.count(1)
 
     def unpack(real: Any, *part_and_buffers: Any) -> None:
@@ -292,12 +292,12 @@ def alter_actions(patch: Patch, alter: Callable[..., Any]) -> None:
 
 
 @bug(BATCHES)
-def an_action_goes_to_the_neighbour(patch: Patch) -> None:
+def actions_are_shifted_by_one_row(patch: Patch) -> None:
     alter_actions(patch, lambda _, actions: [np.roll(a, 1, axis=0) for a in actions])
 
 
 @bug(BATCHES)
-def actions_are_written_once_the_step_was_submitted(patch: Patch) -> None:
+def actions_are_written_after_the_step_was_submitted(patch: Patch) -> None:
     last: dict[Any, Any] = {}
 
     def delay(row_set: Any, actions: Any) -> Any:
@@ -327,7 +327,7 @@ def alter_results(patch: Patch, alter: Callable[[Any], Any]) -> None:
 
 
 @bug(BATCHES)
-def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
+def the_reward_belongs_to_the_previous_step(patch: Patch) -> None:
     last: dict[int, Any] = {}
 
     def keep(result: Any) -> Any:
@@ -339,19 +339,102 @@ def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def final_observations_are_the_next_first_ones(patch: Patch) -> None:
+def final_observations_belong_to_the_next_episode(patch: Patch) -> None:
     alter_results(patch, lambda r: r._replace(final_observation=r.observation))
 
 
-# Inside: a lease takes for the next request what is not, and forgets that it did.
+# Resets.
 
 
-def take_for_next(patch: Patch, is_taken: Callable[[int], bool]) -> None:
+@bug()
+def a_reset_gets_the_options_of_the_previous_one(patch: Patch) -> None:
+    last: dict[int, Any] = {}
+
+    def read(real: Any, message: Any, blocks: Any) -> Any:
+        resets = real(message, blocks)
+        before = last.get(message.session, b"")
+        last[message.session] = resets[0].options
+        return [dataclasses.replace(reset, options=before) for reset in resets]
+
+    around(patch, lease, "read_resets", read)
+
+
+@bug()
+def a_reset_runs_twice(patch: Patch) -> None:
+    def begin_twice(real: Any, self: Any, *arguments: Any) -> Any:
+        decisions = real(self, *arguments)
+        return [*decisions, *(d for d in decisions if isinstance(d, RunReset))]
+
+    around(patch, ServerSession, "receive", begin_twice)
+
+
+@bug(BATCHES)
+def a_reset_of_a_row_resets_its_block(patch: Patch) -> None:
+    def reset(real: Any, self: Any, rows: Any, seeds: Any, options: Any) -> Any:
+        if seeds is None:
+            blocks = {self.blocks.block_of(int(row)) for row in rows}
+            rows = np.array([row for b in blocks for row in range(b.start, b.stop)])
+        return real(self, rows, seeds, options)
+
+    around(patch, LaneGroup, "start_reset", reset)
+
+
+@bug(BATCHES)
+def seeds_are_shifted_by_one_row(patch: Patch) -> None:
+    def reset(real: Any, self: Any, rows: Any, seeds: Any, options: Any) -> Any:
+        return real(self, rows, seeds and [*seeds[1:], seeds[0]], options)
+
+    around(patch, LaneGroup, "start_reset", reset)
+
+
+@bug(BATCHES)
+def infos_of_a_reset_are_shifted_by_one_row(patch: Patch) -> None:
+    def reset(real: Any, self: Any, *arguments: Any) -> Any:
+        infos = real(self, *arguments)
+        return {row + 1: info for row, info in infos.items()}
+
+    around(patch, LaneGroup, "finish_reset", reset)
+
+
+# Calls.
+
+
+@bug()
+def a_call_returns_the_results_of_the_previous_one(patch: Patch) -> None:
+    last: dict[Any, Any] = {}
+
+    def alter(self: Any, answer: Any) -> Any:
+        if answer.type is MessageType.CALL_RESULT:
+            own = answer.payload
+            answer.payload = last.get(self, own)
+            last[self] = own
+        return answer
+
+    alter_messages(patch, ClientSession, alter)
+
+
+@bug(BATCHES)
+def a_call_of_remaining_rows_repeats_all_rows(patch: Patch) -> None:
+    def call(real: Any, self: Any, calls: Any) -> Any:
+        last = vars(self).setdefault("_calls_before", {})
+        first = {
+            at: last.setdefault((at, each.arguments), each)
+            for at, each in calls.items()
+        }
+        return real(self, first)
+
+    around(patch, LaneGroup, "call", call)
+
+
+# Internals: a lease executes a request that is not the next one, and forgets that.
+
+
+def execute_as_next(patch: Patch, is_executed: Callable[[int], bool]) -> None:
     def handle(real: Any, self: Any, message: Any, *others: Any) -> Any:
         last = list(self._last_seq)
         ahead = max(seq - last[block] for block, seq in message.entries)
         is_idle = not any(self._states[b] in lease._BUSY for b, _ in message.entries)
-        if not (is_idle and is_taken(ahead)):
+        if not (is_idle and is_executed(ahead)):
             return real(self, message, *others)
         message.entries = tuple(
             [(block, last[block] + 1) for block, _ in message.entries]
@@ -365,17 +448,17 @@ def take_for_next(patch: Patch, is_taken: Callable[[int], bool]) -> None:
 
 @bug()
 def a_copy_of_an_answered_request_is_executed(patch: Patch) -> None:
-    take_for_next(patch, lambda ahead: ahead == 0)
+    execute_as_next(patch, lambda ahead: ahead == 0)
 
 
 @bug()
 def a_late_copy_of_an_older_request_is_executed(patch: Patch) -> None:
-    take_for_next(patch, lambda ahead: ahead < 0)
+    execute_as_next(patch, lambda ahead: ahead < 0)
 
 
-@bug(suffer("send_stray"))
+@bug(faulty("send_stray"))
 def a_seq_beyond_the_next_is_accepted(patch: Patch) -> None:
-    take_for_next(patch, lambda ahead: ahead > 1)
+    execute_as_next(patch, lambda ahead: ahead > 1)
 
 
 @bug()
@@ -387,6 +470,6 @@ def blocks_are_answered_in_another_order(patch: Patch) -> None:
     patch.setattr(lease, "BlockParts", Sorted)
 
 
-@bug(suffer("close_caller"))
+@bug(faulty("close_client"))
 def ended_sessions_are_forgotten(patch: Patch) -> None:
-    patch.setattr(lease_table._RecentSessions, "note", lambda *_: None)
+    patch.setattr(lease_table._RecentSessions, "add", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Bugs of pools, and bugs of workers, which an env plants while it is built."""
+"""Bugs of pools, and bugs of workers that an env plants when it is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plant_in(
 
 
 class PlantedLedger(LedgerEnv):
-    """A ledger that plants a bug in the worker that builds it."""
+    """A ledger env that plants a bug in its worker."""
 
     planted: ClassVar[set[str]] = set()
 
@@ -62,7 +62,7 @@ def an_env_is_stepped_twice(patch: Patch) -> None:
 
 
 @plant_in(WORKER_BUGS)
-def an_action_goes_to_the_neighbour(patch: Patch) -> None:
+def actions_are_swapped(patch: Patch) -> None:
     def swap(real: Any, *args: Any) -> Any:
         return list(real(*args))[::-1]
 
@@ -70,7 +70,7 @@ def an_action_goes_to_the_neighbour(patch: Patch) -> None:
 
 
 @plant_in(WORKER_BUGS)
-def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
+def the_reward_belongs_to_the_previous_step(patch: Patch) -> None:
     last: dict[EnvRow, float] = {}
 
     def step(real: Any, self: EnvRow, action: Any) -> Any:
@@ -83,7 +83,7 @@ def the_reward_is_that_of_the_step_before(patch: Patch) -> None:
 
 
 @plant_in(WORKER_BUGS)
-def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
+def a_step_is_answered_before_it_finishes(patch: Patch) -> None:
     def handle(real: Any, self: Any, message: Any) -> None:
         send = self._send
         if message.kind is MessageKind.STEP:
@@ -97,7 +97,7 @@ def a_step_is_answered_before_it_is_done(patch: Patch) -> None:
 
 
 @plant_in(WORKER_BUGS)
-def termination_and_truncation_are_mixed_up(patch: Patch) -> None:
+def termination_and_truncation_are_swapped(patch: Patch) -> None:
     def step(real: Any, self: EnvRow, action: Any) -> Any:
         reward, terminated, truncated, info = real(self, action)
         return reward, truncated, terminated, info
@@ -106,17 +106,17 @@ def termination_and_truncation_are_mixed_up(patch: Patch) -> None:
 
 
 @plant_in(WORKER_BUGS)
-def an_env_that_failed_has_its_old_seed(patch: Patch) -> None:
+def a_failed_env_reuses_its_seed(patch: Patch) -> None:
     patch.setattr(EnvRow, "rebuild", EnvRow.build)
 
 
 @plant_in(WORKER_BUGS)
-def an_env_that_failed_goes_on(patch: Patch) -> None:
+def a_failed_env_continues(patch: Patch) -> None:
     patch.setattr(EnvRow, "rebuild", lambda self: None)
 
 
 @plant_in(WORKER_BUGS)
-def a_fresh_env_is_stepped_with_an_action_that_was_lost(patch: Patch) -> None:
+def a_fresh_env_gets_a_lost_action(patch: Patch) -> None:
     def reset(real: Any, self: EnvRow, *arguments: Any) -> Any:
         info = real(self, *arguments)
         self.inner_env.step(np.int64(5))
@@ -126,7 +126,7 @@ def a_fresh_env_is_stepped_with_an_action_that_was_lost(patch: Patch) -> None:
 
 
 @plant_in(WORKER_BUGS)
-def the_last_action_is_applied_once_more_at_the_end(patch: Patch) -> None:
+def an_action_is_applied_at_close(patch: Patch) -> None:
     def close(real: Any, self: EnvRow) -> None:
         self.inner_env.step(np.int64(5))
         real(self)
@@ -138,7 +138,7 @@ def the_last_action_is_applied_once_more_at_the_end(patch: Patch) -> None:
 
 
 @plant_in(POOL_BUGS)
-def a_replaced_env_has_its_old_seed(patch: Patch) -> None:
+def a_replaced_env_reuses_its_seed(patch: Patch) -> None:
     def start(real: Any, self: Any, incarnations: Any, now: float) -> Any:
         return real(self, [0] * len(incarnations), now)
 
@@ -194,7 +194,9 @@ def a_lost_row_is_late(patch: Patch) -> None:
 
 
 @plant_in(POOL_BUGS)
-def a_lost_row_ends_with_the_next_observation(patch: Patch) -> None:
+def the_final_observation_of_a_lost_row_belongs_to_the_next_episode(
+    patch: Patch,
+) -> None:
     lost_rows(patch, lambda r: np.copyto(r.final_observation[0], r.observation[0]))
 
 

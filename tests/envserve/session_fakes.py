@@ -39,7 +39,7 @@ from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Message, Peer, decode, encode
 from envserve.wire.status import ServerStatus
-from tests.worlds.pool import MemoryPool, Operation
+from tests.simulation.pool import MemoryPool, Operation
 
 ADDRESS = "tcp://fake:1"
 SPEC = EnvSpec(

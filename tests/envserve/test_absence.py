@@ -18,7 +18,7 @@ from envserve.client.row_set import BatchBlocks
 from envserve.errors import EnvserveError, ServerLost
 from envserve.slab import Status
 from tests.envserve.interrupts import is_return, run_traced
-from tests.worlds.fake_lane import FakeLane, Faults, next_hash
+from tests.simulation.fake_lane import FakeLane, Faults, next_hash
 
 Array = np.ndarray[Any, Any]
 

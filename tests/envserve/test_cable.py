@@ -24,8 +24,8 @@ import pytest
 from envserve.client import BatchEnv
 from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
 from tests.network_hosts import Hosts, needs_namespaces
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 
 pytestmark = needs_namespaces
 
@@ -142,7 +142,7 @@ def main(address: str, journal: str) -> None:
         insecure=True,
     ) as batch:
         # No root seed: a new lease skips more incarnations than the ledger searches.
-        player = Player(batch, Ledger(NUM_ENVS, None), np.random.default_rng())
+        player = BatchDriver(batch, Ledger(NUM_ENVS, None), np.random.default_rng())
         print("playing", flush=True)
         while not select.select([sys.stdin], [], [], 0)[0]:
             began = time.monotonic()

@@ -12,8 +12,8 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.errors import EnvTimeout
 from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 
 NUM_ENVS = 8
 SEED = 3
@@ -40,7 +40,9 @@ def alarm() -> Iterator[None]:
 
 
 @pytest.fixture
-def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Player]:
+def player(
+    tmp_path: Path, random_generator: np.random.Generator
+) -> Iterator[BatchDriver]:
     """A player whose ledger is compared with the applied actions at the end."""
     kwargs = {"journal": str(tmp_path / "journal")}
     with ServerProcess(tmp_path, *LEDGER_OPENINGS) as server:
@@ -52,7 +54,7 @@ def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Pl
             num_splits=2,
             env_kwargs=kwargs,
         ) as batch:
-            player = Player(batch, Ledger(NUM_ENVS, SEED), random_generator)
+            player = BatchDriver(batch, Ledger(NUM_ENVS, SEED), random_generator)
             yield player
         player.ledger.finish(tmp_path / "journal")
 
@@ -60,7 +62,7 @@ def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Pl
 # Python ignores an exception that the signal handler raises while a frame is freed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_result_of_a_cancelled_step_is_never_returned_by_a_later_one(
-    player: Player, alarm: None
+    player: BatchDriver, alarm: None
 ) -> None:
     num_cancelled = 0
     while num_cancelled < NUM_CANCELLED:
@@ -72,7 +74,7 @@ def test_the_result_of_a_cancelled_step_is_never_returned_by_a_later_one(
             signal.setitimer(signal.ITIMER_REAL, 0)
         except Cancelled:
             num_cancelled += 1
-            player.ledger.unanswered(actions)
+            player.ledger.mark_unanswered(actions)
             player.step()
         else:
             player.ledger.step(actions, result)
@@ -82,7 +84,7 @@ def test_the_result_of_a_cancelled_step_is_never_returned_by_a_later_one(
 
 
 def test_rows_that_timed_out_are_received_by_the_next_call(
-    player: Player, tmp_path: Path
+    player: BatchDriver, tmp_path: Path
 ) -> None:
     num_timeouts = 0
     while num_timeouts < NUM_TIMEOUTS:
@@ -95,4 +97,4 @@ def test_rows_that_timed_out_are_received_by_the_next_call(
                 num_timeouts += 1
     assert player.ledger.num_valid == player.ledger.num_rows
     player.batch.close()
-    player.check_nothing_was_seen(tmp_path / "journal")
+    player.check_all_rows_were_valid(tmp_path / "journal")

@@ -17,9 +17,9 @@ from envserve.errors import AddressError, ConnectError, ServerLost, SpaceError
 from envserve.slab import Status
 from tests.envserve.conftest import Serve, WaitUntil
 from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 
 LENGTH = 10
 #: A module that registers other spaces under the name of the ledger env.
@@ -35,7 +35,7 @@ class Other(CartPoleEnv):
 
 gymnasium.envs.registration.registry[{LEDGER!r}].entry_point = Other
 """
-Play = Callable[..., Player]
+Play = Callable[..., BatchDriver]
 
 
 class Source:
@@ -72,18 +72,20 @@ def play(
     tmp_path: Path, source: Source, random_generator: np.random.Generator
 ) -> Iterator[Play]:
     """Make players; at the end their ledgers are compared with the envs' journals."""
-    players: list[Player] = []
+    players: list[BatchDriver] = []
     journal = tmp_path / "journal"
     journal.mkdir()
 
-    def make(num_envs: int, addresses: list[str] | None = None, **more: Any) -> Player:
+    def make(
+        num_envs: int, addresses: list[str] | None = None, **more: Any
+    ) -> BatchDriver:
         kwargs = {"length": LENGTH, "journal": str(journal)}
         sources = addresses or [source.url]
         batch = BatchEnv.connect(
             LEDGER, sources, num_envs, seed=5, env_kwargs=kwargs, **more
         )
         ledger = Ledger(num_envs, 5, length=LENGTH)
-        players.append(Player(batch, ledger, random_generator))
+        players.append(BatchDriver(batch, ledger, random_generator))
         return players[-1]
 
     yield make
@@ -92,14 +94,14 @@ def play(
         player.ledger.finish(journal)
 
 
-def rows_at(player: Player, server: ServerProcess) -> Array:
+def rows_at(player: BatchDriver, server: ServerProcess) -> Array:
     """Return the rows that are currently on a server."""
     sizes = [lane.num_envs for lane in player.batch.lanes]
     names = [lane.name for lane in player.batch.lanes]
     return np.flatnonzero(np.repeat([name == server.address for name in names], sizes))
 
 
-def step_until_valid(player: Player, struck: Array) -> None:
+def step_until_valid(player: BatchDriver, struck: Array) -> None:
     """Step until all rows are valid; rows other than `struck` must always be valid."""
     others = np.setdiff1d(np.arange(player.batch.num_envs), struck)
     result = player.step()

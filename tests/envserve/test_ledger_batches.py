@@ -11,8 +11,8 @@ import pytest
 from envserve.client import BatchEnv, StepResult
 from envserve.slab import Status
 from tests.envserve.conftest import MakeBatch, StartServer
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 
 LEDGER = "envserve/Ledger-v0"
 NUM_ENVS = 8
@@ -23,7 +23,7 @@ KILL, RAISE = 998, 999
 Array = np.ndarray[Any, Any]
 
 
-class Fatal(Player):
+class Fatal(BatchDriver):
     """A player that sometimes takes actions that kill an env or its worker."""
 
     num_actions = KILL

@@ -1,4 +1,4 @@
-"""How many workers a host has by default: a core each, as far as it may use them."""
+"""The default number of workers: one per core that this process may use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (V2, {"pod/app/cpu.max": "150000 100000"}, 2),
         (V2, {"pod/app/cpu.max": "5000 100000"}, 1),
         (V2, {"pod/app/cpu.max": "900000 100000", "pod/cpu.max": "300000 100000"}, 3),
-        (V2, {"cpu.max": "400000 100000"}, 4),  # a container sees its own as the root
+        (V2, {"cpu.max": "400000 100000"}, 4),  # a container's own group is its root
         (V2, {"cpu.max": "odd"}, 16),
         (V2, {"cpu.max": "3200000 100000"}, 16),
         (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
@@ -46,7 +46,7 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (V1, {"cpu.max": "100000 100000"}, 1),
     ],
 )
-def test_a_quota_of_the_container_counts(
+def test_the_cpu_quota_of_a_container_limits_the_cores(
     groups: str | None, files: dict[str, str], cores: int, tmp_path: Path
 ) -> None:
     if groups is not None:
@@ -57,7 +57,7 @@ def test_a_quota_of_the_container_counts(
     assert num_cores(tmp_path) == cores
 
 
-def test_a_pin_counts_beside_no_quota(
+def test_without_a_quota_the_cpu_affinity_limits_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})

@@ -1,4 +1,4 @@
-"""The oracle finds bugs in real pools and their workers, and nothing without them."""
+"""The oracle detects bugs planted in real pools and workers, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from envserve.settings import PoolSettings
 from envserve.slab import Status
 from tests.envserve import planted_worker_bugs
 from tests.envserve.planted_worker_bugs import PLANTED, POOL_BUGS, WORKER_BUGS
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 from tests.oracle.result import LedgerError
 
 LENGTH = 5
@@ -25,8 +25,8 @@ SEED = 7
 KILL, RAISE = 998, 999
 
 
-class Fatal(Player):
-    """Draws no action that is fatal."""
+class Fatal(BatchDriver):
+    """Draws no fatal action."""
 
     num_actions = KILL
 
@@ -39,7 +39,7 @@ def planted_launcher() -> Iterator[Launcher]:
 
 
 def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
-    """Loses workers and envs on purpose, with padding until they are back."""
+    """Run a pool while workers and envs fail; verify every row."""
     env_kwargs = {
         "bug": bug,
         "length": LENGTH,
@@ -61,21 +61,21 @@ def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
     pool = Pool(settings, launcher=launcher)
     pool.finish_start(time.monotonic() + 60.0)
     with BatchEnv([pool], padding_after=0.0) as batch:
-        player = Fatal(batch, ledger, np.random.default_rng(0))
+        driver = Fatal(batch, ledger, np.random.default_rng(0))
         for number in range(48):
-            actions = player.draw()
+            actions = driver.draw()
             if number % 12 == 7:
                 actions[number % 8] = KILL
             if number % 12 == 2:
                 actions[number % 8] = RAISE
-            result = player.step(actions)
+            result = driver.step(actions)
             while (result.status == Status.PENDING).any():
-                result = player.step()
+                result = driver.step()
     ledger.finish(folder)
     return ledger
 
 
-def test_without_a_bug_all_is_well_while_workers_and_envs_are_lost(
+def test_without_a_bug_no_row_is_wrong_while_workers_and_envs_fail(
     planted_launcher: Launcher, tmp_path: Path
 ) -> None:
     ledger = run_pool(planted_launcher, tmp_path)
@@ -85,7 +85,7 @@ def test_without_a_bug_all_is_well_while_workers_and_envs_are_lost(
 
 
 @pytest.mark.parametrize("name", WORKER_BUGS)
-def test_a_bug_that_is_planted_in_workers_is_found(
+def test_a_bug_in_workers_is_detected(
     planted_launcher: Launcher, tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(LedgerError):
@@ -93,7 +93,7 @@ def test_a_bug_that_is_planted_in_workers_is_found(
 
 
 @pytest.mark.parametrize("name", POOL_BUGS)
-def test_a_bug_that_is_planted_in_the_pool_is_found(
+def test_a_bug_in_the_pool_is_detected(
     planted_launcher: Launcher,
     tmp_path: Path,
     name: str,

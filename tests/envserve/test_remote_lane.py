@@ -18,8 +18,8 @@ from envserve.session.client import requests
 from envserve.session.client.liveness import Timeouts
 from envserve.slab import Status
 from envserve.spaces import codec
+from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
-from tests.chaos.toxics import Toxics
 from tests.envserve.conftest import Attach, Serve, WaitUntil, bind_for
 from tests.envserve.pool_driver import gather, step
 from tests.envserve.server_process import ServerProcess, make_config
@@ -234,7 +234,7 @@ def test_waiting_for_the_descriptor_resends_once_there_is_a_connection(
     with Proxy(server.address) as proxy:
         lane = attach(proxy.address)
         lane.fileno()
-        proxy.change(to_server=Toxics(drop=1.0))
+        proxy.change(to_server=NetworkFaults(drop=1.0))
         submit(lane, 7)
     deadline = time.monotonic() + 40
     while lane._driver._is_connected:

@@ -14,8 +14,8 @@ from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolErro
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 from tests.oracle.probe_envs import MODULE
 
 from .conftest import MakeBatch, StartServer
@@ -29,7 +29,7 @@ def test_every_result_belongs_to_its_own_request(
     make_batch: MakeBatch, random_generator: np.random.Generator
 ) -> None:
     batch = make_batch(LEDGER, 8, 4, seed=0, num_splits=2, env_kwargs={"length": 7})
-    player = Player(batch, Ledger(8, 0, length=7), random_generator)
+    player = BatchDriver(batch, Ledger(8, 0, length=7), random_generator)
     idle = list(batch.blocks)
     received = np.zeros(8, int)
     for _ in range(200):
@@ -82,7 +82,7 @@ def test_rows_sent_together_are_the_same_as_those_sent_separately(
     make_batch: MakeBatch, random_generator: np.random.Generator
 ) -> None:
     batch = make_batch(LEDGER, 4, 2, seed=0)
-    player = Player(batch, Ledger(4, 0), random_generator)
+    player = BatchDriver(batch, Ledger(4, 0), random_generator)
     for together in (True, False, True):
         player.send(np.arange(4), together=together)
         rows, result = player.receive(min_envs=4)
@@ -123,7 +123,7 @@ def test_local_and_remote_rows_are_waited_for_together(
             [0, 3, 4, 7],
             [1, 2, 5, 6, 8],
         ]
-        player = Player(batch, Ledger(9, SEED, length=5), random_generator)
+        player = BatchDriver(batch, Ledger(9, SEED, length=5), random_generator)
         for split in batch.splits:
             player.send(split)
         received = set()

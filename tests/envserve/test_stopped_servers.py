@@ -12,8 +12,8 @@ import pytest
 
 from envserve.client import BatchEnv
 from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
-from tests.oracle.player import Player
 
 SEED = 3
 NUM_SHORT_STOPS = 100
@@ -70,12 +70,12 @@ def test_a_server_that_stops_for_a_while_costs_only_time(
             env_kwargs={"journal": str(journal)},
         ) as batch,
     ):
-        player = Player(batch, Ledger(8, SEED), random_generator)
+        player = BatchDriver(batch, Ledger(8, SEED), random_generator)
         stopper = threading.Thread(target=stop_again_and_again, args=(server,))
         stopper.start()
         while stopper.is_alive():
             player.step()
             player.send_and_receive(5)
         player.step()
-    player.check_nothing_was_seen(journal)
+    player.check_all_rows_were_valid(journal)
     assert player.ledger.longest_seconds > LONG_SECONDS / 2

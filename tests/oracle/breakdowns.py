@@ -1,7 +1,7 @@
-"""Ways in which an env breaks down, and when it is to do so.
+"""Ways in which an env fails, and conditions for when it does.
 
-Of each way the first word says what becomes of the process: it raises, ends, is killed
-or stopped, sleeps, or holds the interpreter's lock in C, where no signal handler runs.
+The names tell what happens to the process: it raises, exits, is killed or stopped,
+sleeps, or holds the interpreter lock in C so that no Python signal handler runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-#: Before the action is applied, after it was, or in a reset.
+#: Before the action is applied, after it was applied, or in a reset.
 When = Literal["before", "after", "reset"]
 
 
@@ -32,13 +32,14 @@ def _hang(seconds: float) -> None:
 
 
 def _spin(seconds: float) -> None:
-    libc = ctypes.PyDLL(None)  # as opposed to CDLL, it keeps the interpreter's lock
+    libc = ctypes.PyDLL(None)  # unlike CDLL, it keeps the interpreter lock
     while seconds == math.inf:
-        libc.pause()  # returns when a signal is handled, like one that asks for a stack
+        libc.pause()  # returns after each signal, for example a request for a stack
     libc.usleep(int(seconds * 1e6))
 
 
-#: What each does; those that last take for how many seconds, the others ignore it.
+#: Implementation of each breakdown; the argument is the duration in seconds of a hang
+#: or spin.
 BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
     "raise": _raise,
     "exit": lambda _: os._exit(3),
@@ -53,28 +54,28 @@ BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Trigger:
-    """When one way of breaking down comes; each condition by itself suffices."""
+    """The conditions for one breakdown; each of them is sufficient."""
 
     name: str
-    #: In each step, or with `when="reset"` in each reset.
+    #: Probability per step, or per reset with `when="reset"`.
     probability: float = 0.0
-    #: In steps with one of these actions.
+    #: Actions that cause the breakdown.
     actions: Collection[int] = ()
-    #: In these steps, counted from 1 since the env was seeded.
+    #: Steps that cause the breakdown, counted from 1 since the seed was set.
     steps: Collection[int] = ()
     when: When = "before"
-    #: How long a hang or spin lasts.
+    #: Duration of a hang or spin in seconds.
     seconds: float = math.inf
 
 
 class BreakdownPlan:
-    """When an env breaks down, and how."""
+    """Decides when an env breaks down, and how."""
 
     def __init__(self, breakdowns: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes, by name of `BREAKDOWNS`, what a `_Trigger` says; plain values.
+        """Parse conditions by name of a breakdown; see `_Trigger` for their fields.
 
         Raises:
-          ValueError: There is no such name or condition.
+          ValueError: A breakdown or condition does not exist.
         """
         known = {field.name for field in fields(_Trigger)} - {"name"}
         self._triggers: dict[str, list[_Trigger]] = {w: [] for w in get_args(When)}
@@ -87,12 +88,12 @@ class BreakdownPlan:
             ):
                 raise ValueError(
                     f"expected breakdowns out of {sorted(BREAKDOWNS)}, with conditions "
-                    f"out of {sorted(known)}, when being one of {get_args(When)}; got "
+                    f"out of {sorted(known)} and `when` one of {get_args(When)}; got "
                     f"{name}: {dict(conditions)}"
                 )
             self._triggers[when].append(_Trigger(name=name, **conditions))
 
-    def reach(
+    def trigger(
         self,
         when: When,
         generator: np.random.Generator,

@@ -1,7 +1,8 @@
-"""A file to which a process appends each action that it has applied.
+"""A file to which each process appends the actions that its envs applied.
 
-What is written stands, however the process ends: each action is one `write` to a file
-that is open for appending. So a journal tells what was done, and no result does.
+Each action is one `write` to a file opened for appending, so it is recorded even if the
+process is killed immediately afterwards. Journals therefore show what happened,
+independently of any result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-#: One applied action: the env's seed, the episode since, the step in it (from 1).
+#: One applied action: the env's seed, the episode since the seed was set, and the step
+#: in it (from 1).
 RECORD: Final = np.dtype(
     [
         ("seed", "<u8"),
@@ -29,17 +31,17 @@ _PACK: Final = struct.Struct("<QIIII").pack
 
 
 class Writer(Protocol):
-    """What an env writes to."""
+    """The interface of a journal to which an env writes."""
 
     def write(self, seed: int, episode: int, step: int, action: int) -> None:
-        """Enters one action."""
+        """Append one action."""
 
     def close(self) -> None:
-        """Ends."""
+        """Close the journal."""
 
 
 class Journal:
-    """A process's own file in a folder; several writers in it may share the file."""
+    """The file of this process in a folder; several writers may share it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         os.makedirs(folder, exist_ok=True)
@@ -51,10 +53,10 @@ class Journal:
         )
 
     def write(self, seed: int, episode: int, step: int, action: int) -> None:
-        """Enters one action; raises OSError if there is no room for it."""
+        """Append one action; raise OSError if the disk is full."""
         record = _PACK(seed, episode, step, action, self._pid)
         if os.write(self._fd, record) != RECORD.itemsize:
-            raise OSError("expected room for a record of the journal; the disk is full")
+            raise OSError("a journal record was written partially; the disk is full")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -63,18 +65,18 @@ class Journal:
 
 
 def read_journal(folder: str | os.PathLike[str]) -> Array:
-    """Returns all that was written, `RECORD` `[n]`, each process's in its order.
+    """Return all records in a folder, `RECORD` `[n]`, in order for each process.
 
     Raises:
-      ValueError: A record is not whole.
+      ValueError: A record is incomplete.
     """
     records = [np.zeros(0, RECORD)]
     for path in sorted(Path(folder).glob("*.journal")):
         data = path.read_bytes()
         if len(data) % RECORD.itemsize:
             raise ValueError(
-                f"{path}: expected records of {RECORD.itemsize} bytes; got "
-                f"{len(data)} bytes; the last write was cut short"
+                f"{path}: expected whole records of {RECORD.itemsize} bytes; "
+                f"got {len(data)} bytes; the last record is incomplete"
             )
         records.append(np.frombuffer(data, RECORD))
     return np.concatenate(records)

@@ -1,7 +1,7 @@
-"""The oracle: checks every row that a batch of `LedgerEnv` gives.
+"""The oracle: verifies every row that a batch of `LedgerEnv` returns.
 
-Each result must be that of the action sent for it, applied once, in the same
-incarnation; or must say that it is not. What was applied is compared with the journal.
+Each valid row must be the result of the action that was sent, applied once to the same
+incarnation. At the end, the actions that were applied are compared with the journal.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 from envserve.client import StepResult
 from envserve.slab import Status
-from tests.oracle.books import Books
+from tests.oracle.incarnations import Incarnation, audit
 from tests.oracle.journal import Array, read_journal
-from tests.oracle.lives import Life, audit
-from tests.oracle.result import LedgerError, Part, check_shape
-from tests.oracle.rules import EPISODE, HASH, SEED, STEP, Transition
+from tests.oracle.reference_model import ReferenceModel
+from tests.oracle.result import LedgerError, ResultRows, check_shape
+from tests.oracle.transitions import EPISODE, HASH, SEED, STEP, Transition
 
-#: What says that an episode was lost.
+#: Statuses of rows whose episode was lost.
 LOSSES: Final = (
     Status.ENV_ERROR,
     Status.WORKER_DIED,
@@ -33,33 +33,34 @@ LOSSES: Final = (
 
 
 class Ledger:
-    """A second set of books beside those of the envs, with which all must agree.
+    """Verifies results against a reference model of the envs.
 
-    Call `reset` and `step` with what came, for all rows or some; at last `finish`. What
-    disagrees raises LedgerError, which names the row. Spare envs, which take turns in a
-    row, it does not know.
+    Pass every result to `reset` or `step`, for all rows or some of them, and call
+    `finish` at the end. A wrong row raises a LedgerError that names the row. Spare
+    envs, which take turns in a row, are not supported.
 
-    What it holds a row to:
+    The rules for each status are:
 
-    * OK: the action, and no other, was applied once to what was observed last.
-    * PENDING: nothing happens. An action that was sent with the first of such rows, and
-      with no other, may come to be applied.
-    * LATE: only after PENDING; what the first of these rows' actions has led to.
+    * OK: the action, and no other, was applied once to the last observation.
+    * PENDING: nothing happens. An action that was sent with the first of consecutive
+      PENDING rows, and with no other, may be applied later.
+    * LATE: follows PENDING rows; the result of the action that was sent with the first
+      of them.
     * A loss (any other status): one row, truncated and not terminated. Its observation
-      is of an incarnation that is higher than all before, or in which no action was
-      applied so far; and before any action. Its final observation is the last one that
-      was seen, or of the action that was lost with it: an env in this host writes
-      before it answers.
+      precedes any action, and belongs to a higher incarnation than all before, or to
+      one in which no action was applied so far. Its final observation is the last one
+      received, or the result of the action that was lost (local envs write their result
+      before they report it).
 
     Attributes:
-      num_rows: Rows checked.
-      num_valid: Of these, those that are OK.
-      num_padding: Those that are PENDING.
-      num_late: Those that are LATE.
-      losses: Those that were lost, by status.
-      num_unseen: Actions that were applied, but whose result never came; known after
-        `finish`.
-      longest_seconds: The longest call so far; see `within`.
+      num_rows: Number of verified rows.
+      num_valid: Number of OK rows.
+      num_padding: Number of PENDING rows.
+      num_late: Number of LATE rows.
+      losses: Number of lost rows by status.
+      num_unseen: Number of actions that were applied but whose result was never
+        received; set by `finish`.
+      longest_seconds: Duration of the longest call so far; see `within`.
     """
 
     def __init__(
@@ -72,7 +73,10 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         **options: int,
     ) -> None:
-        """Opens empty books; `clock` is for `within`, the rest as for `Books`."""
+        """Create a ledger without rows.
+
+        `clock` is used by `within`; the other arguments are those of `ReferenceModel`.
+        """
         self.num_envs = num_envs
         self.num_rows = self.num_valid = self.num_padding = self.num_late = 0
         self.losses: Counter[Status] = Counter()
@@ -82,11 +86,11 @@ class Ledger:
         self._autoreset = autoreset
         self._clock = clock
         self._steps = np.zeros(num_envs, np.int64)  # for messages
-        self._books = Books(
+        self._model = ReferenceModel(
             num_envs, root_seed, length=length, autoreset=autoreset, **options
         )
 
-    # What the batch has given.
+    # Results of the batch.
 
     def reset(
         self,
@@ -94,7 +98,7 @@ class Ledger:
         env_indices: Sequence[int] | Array | None = None,
         seeds: Sequence[int | None] | None = None,
     ) -> None:
-        """Checks the first observations of a reset, in the order of `env_indices`."""
+        """Verify the observations after a reset, in the order of `env_indices`."""
         rows = self._rows(env_indices)
         check_shape("observation", observation, (len(rows), 4))
         for index, row in enumerate(rows.tolist()):
@@ -106,30 +110,32 @@ class Ledger:
             expected = (seed, 0, 0, 0)
             if seen != expected:
                 self._fail(row, "first observation", [expected], seen)
-            self._books.begin_life(row, seen, -1, self._books.states(row))
-            self._books.note_reset(row)
+            self._model.begin_incarnation(
+                row, seen, -1, self._model.possible_states(row)
+            )
+            self._model.record_reset(row)
 
     def _reset(self, row: int, seen: tuple[int, ...]) -> None:
-        """Checks the first observation of an episode whose seed was not given."""
-        books = self._books
-        states = books.states(row) if books.observed[row, SEED] >= 0 else []
+        """Verify the first observation of an episode whose seed was not specified."""
+        model = self._model
+        states = model.possible_states(row) if model.observed[row, SEED] >= 0 else []
         expected: list[Any] = []
         for state in states:
             seed, episode, _, value = state.observed
             if seen == (seed, episode + 1, 0, value):
-                books.settle(row, state._replace(observed=seen, has_ended=False))
-                books.note_reset(row)
+                model.set_state(row, state._replace(observed=seen, has_ended=False))
+                model.record_reset(row)
                 return
             expected.append((seed, episode + 1, 0, value))
         is_fresh = _is_fresh(seen) and (bool(states) or seen[EPISODE] == 0)
-        # Its block was lost, and what was owed for it was a reset as well.
-        if is_fresh and books.take_reset_again(row, seen):
-            return books.note_reset(row)
-        incarnation = books.incarnation_of(row, seen[SEED]) if is_fresh else None
+        # The block was lost while the result of a previous reset was awaited.
+        if is_fresh and model.accept_repeated_reset(row, seen):
+            return model.record_reset(row)
+        incarnation = model.find_incarnation(row, seen[SEED]) if is_fresh else None
         if incarnation is None:
             self._fail(row, "first observation", expected or ["a first reset"], seen)
-        books.begin_life(row, seen, incarnation, states)
-        books.note_reset(row)
+        model.begin_incarnation(row, seen, incarnation, states)
+        model.record_reset(row)
 
     def step(
         self,
@@ -137,15 +143,17 @@ class Ledger:
         result: StepResult,
         env_indices: Sequence[int] | Array | None = None,
     ) -> None:
-        """Checks a step, or what was received for `actions`, int64 `[n]`.
+        """Verify the result of a step or of `recv`.
 
-        The rows are in the order of the result; None for all.
+        Args:
+          actions: int64 `[n]`; the actions that were sent, in the order of the rows.
+          env_indices: The rows of the result; None for all.
         """
         rows = self._rows(env_indices)
-        unknown = rows[self._books.observed[rows, SEED] < 0]
+        unknown = rows[self._model.observed[rows, SEED] < 0]
         if unknown.size:
             raise ValueError(f"expected reset() of env {unknown[0]} before its step")
-        part = Part.of(rows, np.asarray(actions, np.int64), result)
+        part = ResultRows.of(rows, np.asarray(actions, np.int64), result)
         self.num_rows += len(rows)
         self._steps[rows] += 1
         self._expect(part, "valid", part.valid, part.status == Status.OK)
@@ -157,7 +165,7 @@ class Ledger:
         if result.infos:
             self._check_infos(part, result.infos)
 
-    def _by_status(self, part: Part) -> None:
+    def _by_status(self, part: ResultRows) -> None:
         is_known = np.zeros(len(part.rows), np.bool_)
         for statuses, handle in (
             ((Status.OK,), self._on_ok),
@@ -171,39 +179,39 @@ class Ledger:
                 handle(part.at(chosen))
         self._expect(part, "known status", is_known, np.ones_like(is_known))
 
-    def unanswered(
+    def mark_unanswered(
         self, actions: Any, env_indices: Sequence[int] | Array | None = None
     ) -> None:
-        """Notes actions whose result the caller will not see, and that may be applied.
+        """Record actions that may be applied, but whose result will not be received.
 
-        Say this of a call that was interrupted, or has raised, and at the end of rows
-        that were sent and not received. The next results may go on from either.
+        Call this after a call that was interrupted or raised, and at the end for rows
+        that were sent and not received. The next result may include these actions or
+        not.
         """
         rows = self._rows(env_indices)
         given = check_shape("actions", np.asarray(actions, np.int64), rows.shape)
         for row, action in zip(rows.tolist(), given.tolist(), strict=True):
-            self._books.doubt(row, action)
+            self._model.record_unanswered(row, action)
 
     def finish(self, journal: str | os.PathLike[str] | None = None) -> None:
-        """Closes the books.
+        """Compare with the journals of the envs, if a folder with them is given.
 
-        A journal, a folder with those of these envs, must hold every action whose
-        result was seen, and at most one more for each row that was lost, is pending,
-        or went unanswered.
+        The journals must contain every action whose result was received, and at most
+        one more for each row that was lost, is PENDING, or was marked as unanswered.
         """
         if journal is None:
             return
-        self.num_unseen, wrong = audit(self.lives(), read_journal(journal))
+        self.num_unseen, wrong = audit(self.incarnations(), read_journal(journal))
         if wrong:
             text = "\n".join(wrong[:20])
-            raise LedgerError(f"{journal} disagrees in {len(wrong)} places:\n{text}")
+            raise LedgerError(f"{journal}: {len(wrong)} contradictions:\n{text}")
 
-    def lives(self) -> list[Life]:
-        return self._books.lives()
+    def incarnations(self) -> list[Incarnation]:
+        return self._model.incarnations()
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Checks that what is done inside, even in vain, takes no longer than this."""
+        """Verify that the body finishes, or raises, within a number of seconds."""
         began = self._clock()
         try:
             yield
@@ -211,115 +219,126 @@ class Ledger:
             took = self._clock() - began
             self.longest_seconds = max(self.longest_seconds, took)
             if took > seconds:
-                text = f"expected the call to end within {seconds:g} s; it took"
+                text = f"expected the call to take at most {seconds:g} s; it took"
                 raise LedgerError(f"{text} {took:.3f} s")
 
     # Each kind of row.
 
-    def _on_ok(self, part: Part) -> None:
-        rows, books = part.rows, self._books
-        if self._autoreset == "disabled" and books.has_ended[rows].any():
-            row = int(rows[books.has_ended[rows]][0])
+    def _on_ok(self, part: ResultRows) -> None:
+        rows, model = part.rows, self._model
+        if self._autoreset == "disabled" and model.has_ended[rows].any():
+            row = int(rows[model.has_ended[rows]][0])
             raise LedgerError(f"env {row}: its episode has ended; reset it first", row)
-        after = books.advance(rows, part.actions)
+        after = model.advance(rows, part.actions)
         self._expect(part, "reward", part.reward, after.reward)
         self._check_transition(part, after)
-        books.commit(rows, after)
+        model.commit(rows, after)
         self.num_valid += len(rows)
 
-    def _on_late(self, part: Part) -> None:
-        rows, books = part.rows, self._books
+    def _on_late(self, part: ResultRows) -> None:
+        rows, model = part.rows, self._model
         always = np.ones(len(rows), np.bool_)
-        self._expect(part, "pending before", books.is_pending[rows], always)
-        after = books.advance(rows, books.owed[rows])
+        self._expect(part, "pending before", model.is_pending[rows], always)
+        after = model.advance(rows, model.awaited_action[rows])
         self._expect(part, "reward", part.reward, after.reward, np.zeros(len(rows)))
         self._check_transition(part, after)
-        books.commit(rows, after)
+        model.commit(rows, after)
         self.num_late += len(rows)
 
-    def _on_pending(self, part: Part) -> None:
-        rows, books = part.rows, self._books
+    def _on_pending(self, part: ResultRows) -> None:
+        rows, model = part.rows, self._model
         never = np.zeros(len(rows), np.bool_)
         self._expect(part, "reward", part.reward, np.zeros(len(rows)))
         self._expect(part, "terminated", part.terminated, never)
         self._expect(part, "truncated", part.truncated, never)
-        books.pend(rows, part.actions)
-        owed = books.advance(rows, books.owed[rows]).observation
-        self._expect(part, "observation", part.observation, books.observed[rows], owed)
+        model.mark_pending(rows, part.actions)
+        late_observation = model.advance(rows, model.awaited_action[rows]).observation
+        self._expect(
+            part,
+            "observation",
+            part.observation,
+            model.observed[rows],
+            late_observation,
+        )
         self.num_padding += len(rows)
 
-    def _on_lost(self, part: Part) -> None:
-        rows, books = part.rows, self._books
+    def _on_lost(self, part: ResultRows) -> None:
+        rows, model = part.rows, self._model
         never = np.zeros(len(rows), np.bool_)
         self._expect(part, "reward", part.reward, np.zeros(len(rows)))
         self._expect(part, "terminated", part.terminated, never)
         self._expect(part, "truncated", part.truncated, ~never)
-        books.note_actions(rows, part.actions)
-        lost_action = np.where(books.is_pending[rows], books.owed[rows], part.actions)
-        unseen = books.advance(rows, lost_action)
+        model.record_actions(rows, part.actions)
+        lost_action = np.where(
+            model.is_pending[rows], model.awaited_action[rows], part.actions
+        )
+        unseen = model.advance(rows, lost_action)
         self._expect(
             part,
             "final observation",
             part.final_observation,
-            books.observed[rows],
+            model.observed[rows],
             unseen.observation,
             unseen.final_observation,
-            books.advance(rows, part.actions).observation,  # see `note_reset`
+            model.advance(rows, part.actions).observation,  # see `record_reset`
         )
         for index, row in enumerate(rows.tolist()):
-            self._begin_anew(
+            self._check_new_incarnation(
                 row, tuple(part.observation[index].tolist()), int(lost_action[index])
             )
             self.losses[Status(int(part.status[index]))] += 1
-        books.has_ended[rows] = self._autoreset == "disabled"
+        model.has_ended[rows] = self._autoreset == "disabled"
 
-    def _begin_anew(self, row: int, seen: tuple[int, ...], lost_action: int) -> None:
-        """Checks the first observation after a loss."""
-        books, what = self._books, "observation after a loss"
-        states = books.states(row)
+    def _check_new_incarnation(
+        self, row: int, seen: tuple[int, ...], lost_action: int
+    ) -> None:
+        """Verify the first observation after a loss."""
+        model, what = self._model, "observation after a loss"
+        states = model.possible_states(row)
         if not _is_fresh(seen):
             self._fail(row, what, ["one before any action"], seen)
-        if books.take_reset_again(row, seen):
+        if model.accept_repeated_reset(row, seen):
             return
-        incarnation = books.incarnation_of(row, seen[SEED])
+        incarnation = model.find_incarnation(row, seen[SEED])
         if incarnation is None:
-            above = int(books.highest[row])
-            like = books.seed_of(row, above + 1)
+            above = int(model.highest_incarnation[row])
+            like = model.seed_of(row, above + 1)
             expected = f"the seed of an incarnation above {above}, like {like}"
             self._fail(row, what, [expected], seen)
-        if not books.is_pending[row]:
-            states += [books.after(state, lost_action) for state in states]
-        books.begin_life(row, seen, incarnation, states)
+        if not model.is_pending[row]:
+            states += [model.state_after(state, lost_action) for state in states]
+        model.begin_incarnation(row, seen, incarnation, states)
 
-    def _resolve(self, part: Part) -> None:
-        """Lets rows tell what has become of actions that went unanswered."""
-        books = self._books
-        for index, row in books.doubtful(part.rows):
+    def _resolve(self, part: ResultRows) -> None:
+        """Use the results to decide which of the unanswered actions were applied."""
+        model = self._model
+        for index, row in model.uncertain_rows(part.rows):
             status = part.status[index]
             action = int(part.actions[index])
             shown = part.final_observation if status in LOSSES else part.observation
             seen = tuple(shown[index].tolist())
             if status == Status.LATE:
-                books.owe(row, seen)
+                model.resolve_late(row, seen)
                 continue
-            states = books.states(row)
-            if not books.is_in_doubt(row):
+            states = model.possible_states(row)
+            if not model.is_uncertain(row):
                 continue
-            fits = [s for s in states if books.after(s, action).observed == seen]
+            fits = [s for s in states if model.state_after(s, action).observed == seen]
             if status == Status.OK and fits:
-                books.settle(row, fits[0])
+                model.set_state(row, fits[0])
                 continue
             fits = [s for s in states if s.observed == seen] + fits
             if status != Status.OK and fits:
-                books.rebase(row, fits[0])
+                model.set_last_seen(row, fits[0])
                 continue
-            # A loss may have been told in a result that nobody saw.
-            incarnation = books.incarnation_of(row, seen[SEED])
+            # An earlier loss may have been reported in a result that the caller
+            # discarded.
+            incarnation = model.find_incarnation(row, seen[SEED])
             if incarnation is not None:
                 fresh = (seen[SEED], 0, 0, 0)
-                books.begin_life(row, fresh, incarnation, states)
+                model.begin_incarnation(row, fresh, incarnation, states)
 
-    def _check_transition(self, part: Part, after: Transition) -> None:
+    def _check_transition(self, part: ResultRows, after: Transition) -> None:
         self._expect(part, "observation", part.observation, after.observation)
         self._expect(part, "terminated", part.terminated, after.terminated)
         self._expect(part, "truncated", part.truncated, after.truncated)
@@ -332,22 +351,23 @@ class Ledger:
                 after.final_observation[ended],
             )
 
-    def _check_infos(self, part: Part, infos: Mapping[int, Mapping[str, Any]]) -> None:
+    def _check_infos(
+        self, part: ResultRows, infos: Mapping[int, Mapping[str, Any]]
+    ) -> None:
         index_of = {row: index for index, row in enumerate(part.rows.tolist())}
         for row, info in infos.items():
             if row not in index_of:
                 raise LedgerError(
-                    f"env {row}: expected infos of rows that were stepped; got {info}",
-                    row,
+                    f"env {row}: expected infos of stepped rows only; got {info}", row
                 )
             status = Status(int(part.status[index_of[row]]))
             if status in LOSSES:
-                told = info.get("fault", {}).get("status")
-                if told != status.name:
-                    self._fail(row, "info of the fault", [status.name], told)
+                reported = info.get("fault", {}).get("status")
+                if reported != status.name:
+                    self._fail(row, "info of the fault", [status.name], reported)
             elif "step" in info:
-                ended = self._books.observed[row, STEP] == 0
-                step = self._length if ended else int(self._books.observed[row, STEP])
+                ended = self._model.observed[row, STEP] == 0
+                step = self._length if ended else int(self._model.observed[row, STEP])
                 if info["step"] != step:
                     self._fail(row, "step in the info", [step], info["step"])
 
@@ -356,8 +376,8 @@ class Ledger:
             return np.arange(self.num_envs)
         return np.asarray(env_indices, np.int64)
 
-    def _expect(self, part: Part, what: str, got: Array, *allowed: Array) -> None:
-        """Holds rows to one of some possibilities, each `[n, ...]`."""
+    def _expect(self, part: ResultRows, what: str, got: Array, *allowed: Array) -> None:
+        """Verify that each row equals one of the allowed values, each `[n, ...]`."""
         if np.array_equal(got, allowed[0]):
             return
         is_right = np.zeros(len(part.rows), np.bool_)
@@ -385,14 +405,16 @@ class Ledger:
     ) -> NoReturn:
         allowed = " or ".join(dict.fromkeys(str(each) for each in expected))
         is_observation = isinstance(got, (list, tuple))
-        whose = self._books.whose(row, got[SEED]) if is_observation else ""
+        owner = (
+            self._model.describe_seed_owner(row, got[SEED]) if is_observation else ""
+        )
         raise LedgerError(
             f"env {row}, its step {self._steps[row]}{where}: expected {what} "
-            f"{allowed}; got {got}{whose}",
+            f"{allowed}; got {got}{owner}",
             row,
         )
 
 
 def _is_fresh(observed: tuple[int, ...]) -> bool:
-    """Tells whether no action was applied since the seed."""
+    """Return whether no action was applied since the seed was set."""
     return observed[STEP] == 0 and observed[HASH] == 0

@@ -1,4 +1,4 @@
-"""An env that keeps the books, so that a wrong transition shows."""
+"""An env whose observations reveal every wrong transition."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ HASH_TERM: Final = 1442695040888963407
 
 
 def ledger_hash(previous: int, action: int) -> int:
-    """Returns the running hash of a ledger after one more action, an int64.
+    """Return the running hash of actions after one more action, as an int64.
 
-    Arithmetic is modulo 2**64, as that of NumPy's int64 is.
+    Arithmetic is modulo 2**64, like that of NumPy's int64.
     """
     value = previous * HASH_FACTOR + action + HASH_TERM
     return ((value + 2**63) & (2**64 - 1)) - 2**63
 
 
 class LedgerEnv(gymnasium.Env[Array, np.int64]):
-    """Keeps the books.
+    """Observes the history of its own actions.
 
-    Its observation is int64 `[4]`: the seed of this incarnation, the episode within
-    it, the step within the episode, and a running hash of all actions since the
-    seed. Its reward echoes the action. Episodes last `length` steps and end
-    alternately by termination and truncation.
+    The observation is int64 `[4]`: the seed of this incarnation, the episode since that
+    seed, the step in the episode, and a running hash of all actions since the seed. The
+    reward equals the action. Episodes last `length` steps and end alternately by
+    termination and truncation.
 
-    The env is told no more than its seed. Which row and incarnation that is of follows
-    from `env_seed`, and is the business of `Ledger`, which checks what
-    a batch of these envs gives.
+    The env only knows its seed. `Ledger` derives the row and incarnation from it with
+    `env_seed`.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
@@ -48,20 +47,20 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         reset_seconds: float = 0.0,
         render_mode: str | None = None,
         *,
-        step_seconds: float = 0.0,
         journal: str | Writer | None = None,
         breakdowns: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Opens the books.
+        """Create an env that has not been reset.
 
         Args:
-          length: Steps of an episode.
-          journal: Where to append each applied action to: a folder of files, or
-            something like a `Journal`.
-          breakdowns: When to fail, by `BREAKDOWNS`, like `{"kill": {"probability":
-            0.001, "when": "after"}, "hang": {"actions": [999], "seconds": 2.0},
-            "raise": {"steps": [3, 7]}}`. "after" means that the action has been
-            applied and is in the journal; chances follow from the seed.
+          length: Number of steps in an episode.
+          journal: A folder to which applied actions are appended, or an object with the
+            methods of `Journal`.
+          breakdowns: Failures by name of `BREAKDOWNS`, for example `{"kill":
+            {"probability": 0.001, "when": "after"}, "hang": {"actions": [999],
+            "seconds": 2.0}, "raise": {"steps": [3, 7]}}`. "after" means that the action
+            was applied and written to the journal; probabilities are deterministic for
+            a given seed.
         """
         low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
         self.observation_space = spaces.Box(low, high, (4,), np.int64)
@@ -70,24 +69,23 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         self.difficulty = 1
         self._length = length
         self._reset_seconds = reset_seconds
-        self._step_seconds = step_seconds
         self._journal = Journal(journal) if isinstance(journal, str) else journal
         self._breakdowns = BreakdownPlan(breakdowns) if breakdowns else None
         self._seed = -1
         self._episode = 0
         self._step = 0
         self._hash = 0
-        self._count = 0  # of all steps since the seed
+        self._count = 0  # steps since the seed was set
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Starts the next episode, or with a seed a new ledger; shows its options."""
+        """Start the next episode, or with a seed a new incarnation."""
         super().reset(seed=seed)
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
         if self._breakdowns is not None:
-            self._breakdowns.reach("reset", self.np_random)
+            self._breakdowns.trigger("reset", self.np_random)
         if seed is not None:
             self._seed, self._episode, self._hash, self._count = seed, 0, 0, 0
         else:
@@ -99,16 +97,14 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         value = int(action)
         self._count += 1
-        if self._step_seconds:
-            time.sleep(self._step_seconds)
         if self._breakdowns is not None:
-            self._breakdowns.reach("before", self.np_random, value, self._count)
+            self._breakdowns.trigger("before", self.np_random, value, self._count)
         self._step += 1
         self._hash = ledger_hash(self._hash, value)
         if self._journal is not None:
             self._journal.write(self._seed, self._episode, self._step, value)
         if self._breakdowns is not None:
-            self._breakdowns.reach("after", self.np_random, value, self._count)
+            self._breakdowns.trigger("after", self.np_random, value, self._count)
         is_over = self._step >= self._length
         is_termination = self._episode % 2 == 0
         return (
@@ -120,7 +116,7 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         )
 
     def render(self) -> Any:
-        """Returns an image uint8 `[2, 3, 3]` that shows the step."""
+        """Return an image uint8 `[2, 3, 3]` whose values are the step."""
         return np.full((2, 3, 3), self._step, np.uint8)
 
     def close(self) -> None:

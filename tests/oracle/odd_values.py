@@ -1,7 +1,7 @@
-"""What own envs return, right and odd, and what comes of it: a table, and its env.
+"""A table of regular and unusual return values of user envs, with the expected outcome.
 
-Import this module where the envs are built, as `probe_envs`. Each row of a batch can
-be given another action, and so another case.
+Import this module where the envs are built, like `probe_envs`. Each action selects a
+case, so each row of a batch can test another case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NAME: Final = "envserve/OddValues-v0"
 F4, F8, U1 = np.float32, np.float64, np.uint8
 NAN, INF = np.nan, np.inf
 
-#: The leaves of an observation, each with what it is where a case is not about it.
+#: The leaves of an observation, each with its space and its value in cases about other
+#: leaves.
 LEAVES: Final[dict[str, tuple[spaces.Space[Any], Any]]] = {
     "f": (spaces.Box(-INF, INF, (2,), F4), np.zeros(2, F4)),
     "u": (spaces.Box(0, 255, (2,), U1), np.zeros(2, U1)),
@@ -38,12 +39,13 @@ LEAVES: Final[dict[str, tuple[spaces.Space[Any], Any]]] = {
 
 
 class Case(NamedTuple):
-    """What an env gives, and what comes of it.
+    """A value returned by an env, and the expected outcome.
 
     Attributes:
-      part: A leaf; or observation, reward, terminated, truncated, info, step.
-      value: What the env gives there.
-      expected: What arrives, or part of the sentence that says what is wrong.
+      part: The name of a leaf, or observation, reward, terminated, truncated, info or
+        step.
+      value: The value that the env returns for this part.
+      expected: The value that the client receives, or a part of the error message.
     """
 
     part: str
@@ -56,7 +58,7 @@ class Color(enum.Enum):
 
 
 class Lazy:
-    """An array by what NumPy asks for, as lazy frames are."""
+    """An object with `__array__`, like lazy frames."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return np.ones(2, F4)
@@ -196,7 +198,10 @@ CASES: Final = [case for table in TABLES for case in table.values()]
 
 
 class OddValuesEnv(gymnasium.Env[Any, np.int64]):
-    """Gives what the case of its action says; with `part`, observes that leaf alone."""
+    """Returns the value of the case that its action selects.
+
+    With `part`, the observation consists of that leaf only.
+    """
 
     def __init__(self, part: str = "", has_info: bool = True) -> None:
         self.part = part

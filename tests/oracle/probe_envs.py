@@ -1,8 +1,7 @@
-"""Envs that probe: a ledger, every space there is, and every way to fail.
+"""Envs for tests: ledgers, every supported space, and every kind of failure.
 
 Import this module where the envs are built (`import_modules=[MODULE]`, or `envserve
-start --import tests.oracle.probe_envs`): importing it registers them, as with every
-module that offers envs to Gymnasium.
+start --import tests.oracle.probe_envs`). Importing it registers the envs.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from tests.oracle.journal import Array
 from tests.oracle.ledger_env import LedgerEnv
 from tests.oracle.vector_envs import MODES
 
-#: What registers the envs when it is imported.
+#: The module whose import registers the envs.
 MODULE: Final = __name__
 
-#: Those that are vector envs, too.
+#: Envs that also have a vector env, by autoreset mode.
 VECTOR_ENVS: Final = MODES
 
-#: A space of every kind that can be carried.
+#: Spaces of every kind that can be transmitted.
 SPACES: Final[dict[str, spaces.Space[Any]]] = {
     **{
         f"box_{dtype.__name__}": spaces.Box(0, 9, (2, 3), dtype)
@@ -61,7 +60,7 @@ SPACES: Final[dict[str, spaces.Space[Any]]] = {
 
 
 class EchoEnv(gymnasium.Env[Any, Any]):
-    """Observes its last action; its two spaces are the same one of `SPACES`."""
+    """Observes its last action; both spaces are the same entry of `SPACES`."""
 
     def __init__(self, space: str) -> None:
         self.observation_space = SPACES[space]
@@ -82,10 +81,10 @@ class EchoEnv(gymnasium.Env[Any, Any]):
 
 
 class FaultyEnv(gymnasium.Env[Array, np.int64]):
-    """Fails in one way, in the step whose action is 1, or in another method.
+    """Fails in one way, in the step whose action is 1 or in another method.
 
-    Faults of step: nan, inf_reward, wrong_shape, wrong_dtype, and `BREAKDOWNS`. Of
-    other methods: raise_in_init, exit_in_init, raise_in_reset, hang_in_close.
+    Faults of `step`: nan, inf_reward, wrong_shape, wrong_dtype, and `BREAKDOWNS`.
+    Faults of other methods: raise_in_init, exit_in_init, raise_in_reset, hang_in_close.
     """
 
     def __init__(self, fault: str = "raise") -> None:
@@ -130,7 +129,7 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
 
 
 class ResetEnv(gymnasium.Env[Array, np.int64]):
-    """Shows in its infos what its reset was given; there is no level 13."""
+    """Returns the arguments of `reset` as infos; there is no level 13."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Box(0, 1, (1,), np.int64)
@@ -149,28 +148,28 @@ class ResetEnv(gymnasium.Env[Array, np.int64]):
 
 
 class NeedyResetEnv(ResetEnv):
-    """Must be given both."""
+    """Requires both arguments of `reset`."""
 
     def reset(self, seed: Any, options: Any) -> Any:  # type: ignore[override]
         return super().reset(seed=seed, options=options)
 
 
 class SeedResetEnv(ResetEnv):
-    """Takes no options."""
+    """Accepts a seed but no options."""
 
     def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
         return super().reset(seed=seed)
 
 
 class BareResetEnv(ResetEnv):
-    """Takes nothing."""
+    """Accepts no arguments in `reset`."""
 
     def reset(self) -> Any:  # type: ignore[override]
         return super().reset()
 
 
 class GatedEnv(LedgerEnv):
-    """A ledger that is built only while a file, its gate, does not exist."""
+    """A ledger env whose constructor blocks while a file, its gate, exists."""
 
     def __init__(self, gate: str, **options: Any) -> None:
         while os.path.exists(gate):
@@ -178,13 +177,50 @@ class GatedEnv(LedgerEnv):
         super().__init__(**options)
 
     def pid(self) -> int:
-        """Returns the worker's process id."""
+        """Return the process id of the worker."""
         return os.getpid()
+
+
+class ChaosLedgerEnv(LedgerEnv):
+    """A ledger env with slow resets, and a file that makes its constructor raise."""
+
+    def __init__(
+        self,
+        *,
+        max_reset_seconds: float = 0.0,
+        failure_flag: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Create the env.
+
+        Args:
+          max_reset_seconds: Maximum duration of a reset, which is random.
+          failure_flag: A file; while it exists, the constructor raises and appends the
+            time to it.
+          options: Arguments of `LedgerEnv`.
+
+        Raises:
+          RuntimeError: The file `failure_flag` exists.
+        """
+        super().__init__(**options)
+        self._max_reset_seconds = max_reset_seconds
+        if failure_flag is not None and os.path.exists(failure_flag):
+            with open(failure_flag, "a") as file:
+                file.write(f"{time.monotonic()}\n")
+            raise RuntimeError("the simulator's licence has expired")
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        result = super().reset(seed=seed, options=options)
+        if self._max_reset_seconds:
+            time.sleep(self.np_random.uniform(0.0, self._max_reset_seconds))
+        return result
 
 
 GATED: Final = "envserve/Gated-v0"
 _CLASSES: Final = (
-    *(LedgerEnv, GatedEnv, EchoEnv, FaultyEnv),
+    *(LedgerEnv, GatedEnv, ChaosLedgerEnv, EchoEnv, FaultyEnv),
     *(ResetEnv, NeedyResetEnv, SeedResetEnv, BareResetEnv),
 )
 for _class in _CLASSES:

@@ -1,4 +1,4 @@
-"""What a `Ledger` is given, and the error by which it says what is wrong with it."""
+"""Rows of a step, with validated shapes, and the error that a `Ledger` raises."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.oracle.journal import Array
 
 
 class LedgerError(AssertionError):
-    """A row is not what the ledger says; or a call took too long."""
+    """A row contradicts the reference model, or a call took too long."""
 
     def __init__(self, message: str, env_index: int | None = None) -> None:
         super().__init__(message)
         self.env_index = env_index
 
 
-class Part(NamedTuple):
-    """Some rows of a step, with their actions; `rows` are those of the batch."""
+class ResultRows(NamedTuple):
+    """Rows of a step, with their actions; `rows` are indices in the batch."""
 
     rows: Array
     actions: Array
@@ -32,8 +32,8 @@ class Part(NamedTuple):
     status: Array
 
     @classmethod
-    def of(cls, rows: Array, actions: Array, result: StepResult) -> Part:
-        """Takes a whole step; raises LedgerError for an array of another shape."""
+    def of(cls, rows: Array, actions: Array, result: StepResult) -> ResultRows:
+        """Create the rows of a whole step; raise LedgerError for a wrong shape."""
         n = len(rows)
         return cls(
             rows,
@@ -47,8 +47,8 @@ class Part(NamedTuple):
             check_shape("status", result.status, (n,)),
         )
 
-    def at(self, chosen: Array) -> Part:
-        return Part(*(array[chosen] for array in self))
+    def at(self, chosen: Array) -> ResultRows:
+        return ResultRows(*(array[chosen] for array in self))
 
 
 def check_shape(name: str, array: Array, shape: tuple[int, ...]) -> Array:

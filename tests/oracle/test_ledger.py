@@ -1,4 +1,4 @@
-"""The oracle on rows made by hand: what it lets pass, and what it does not."""
+"""The oracle on constructed rows: which ones it accepts, and which ones it rejects."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from envserve.envs.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.journal import Array
 from tests.oracle.ledger import LOSSES, Ledger
-from tests.oracle.ledger_rows import LENGTH, ROOT_SEED, LedgerRows, Run
 from tests.oracle.result import LedgerError
+from tests.oracle.simulated_batch import LENGTH, ROOT_SEED, CheckedRun, SimulatedBatch
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
-def test_episodes_of_every_kind_of_end_pass(autoreset: str, random_seed: int) -> None:
-    run = Run(random_seed, autoreset=autoreset)
+def test_terminated_and_truncated_episodes_are_accepted(
+    autoreset: str, random_seed: int
+) -> None:
+    run = CheckedRun(random_seed, autoreset=autoreset)
     results = [run.step() for _ in range(20)]
     assert any(result.terminated.any() for result in results)
     assert any(result.truncated.any() for result in results)
     assert (run.ledger.num_rows, run.ledger.num_valid) == (60, 60)
 
 
-def test_rows_that_are_reset_by_their_caller_pass() -> None:
-    run = Run(autoreset="disabled")
+def test_rows_that_their_caller_resets_are_accepted() -> None:
+    run = CheckedRun(autoreset="disabled")
     for _ in range(LENGTH):
         result = run.step()
     assert result.terminated.all()
     for row in range(3):
-        run.ledger.reset(run.rows.reset_row(row), [row])
+        run.ledger.reset(run.batch.reset_row(row), [row])
     run.step()
 
 
-def test_a_row_that_was_not_reset_after_its_end_cannot_be_stepped() -> None:
-    run = Run(autoreset="disabled")
+def test_a_step_of_an_ended_row_without_reset_raises() -> None:
+    run = CheckedRun(autoreset="disabled")
     for _ in range(LENGTH):
         run.step()
     with pytest.raises(LedgerError, match="env 0: its episode has ended"):
@@ -46,10 +48,10 @@ def test_a_row_that_was_not_reset_after_its_end_cannot_be_stepped() -> None:
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
-def test_losses_padding_and_late_rows_pass_and_are_counted(
+def test_lost_pending_and_late_rows_are_accepted_and_counted(
     autoreset: str, random_seed: int
 ) -> None:
-    run = Run(random_seed, autoreset=autoreset)
+    run = CheckedRun(random_seed, autoreset=autoreset)
     ledger = run.ledger
     for _ in range(5):  # over the end of episodes
         run.step()
@@ -63,16 +65,16 @@ def test_losses_padding_and_late_rows_pass_and_are_counted(
     assert ledger.num_valid == 75 - 20 - 5 - 20
 
 
-def test_rows_may_come_in_any_order_and_number() -> None:
-    run = Run()
-    given = run.give()
-    run.step_row(*given, 2)
-    run.step_row(*given, 1, 0)
+def test_rows_may_arrive_in_any_order_and_number() -> None:
+    run = CheckedRun()
+    given = run.make_result()
+    run.check_rows(*given, 2)
+    run.check_rows(*given, 1, 0)
     assert run.ledger.num_valid == 3
     run.step()
 
 
-def test_first_resets_may_be_of_a_later_incarnation_but_not_of_another_row() -> None:
+def test_a_first_reset_may_have_a_later_incarnation_but_no_other_row() -> None:
     seeds = [env_seed(ROOT_SEED, 0, 4), env_seed(ROOT_SEED, 0, 0)]
     observation = np.array([[seed, 0, 0, 0] for seed in seeds])
     Ledger(1, ROOT_SEED).reset(observation[:1])
@@ -81,17 +83,17 @@ def test_first_resets_may_be_of_a_later_incarnation_but_not_of_another_row() -> 
 
 
 @pytest.mark.parametrize("incarnation", [2, 17, 999, 1 << 18, (5 << 18) + 3])
-def test_an_env_may_have_been_built_more_than_once_before_it_is_seen(
+def test_an_env_may_have_been_rebuilt_several_times_before_its_result(
     incarnation: int,
 ) -> None:
-    run = Run()
-    actions, result = run.give(lost={1: Status.SERVER_LOST})
+    run = CheckedRun()
+    actions, result = run.make_result(lost={1: Status.SERVER_LOST})
     result.observation[1, 0] = env_seed(ROOT_SEED, 1, incarnation)
     run.ledger.step(actions, result)
     assert run.ledger.losses == {Status.SERVER_LOST: 1}
 
 
-def test_seeds_that_are_given_must_come_back() -> None:
+def test_a_reset_must_use_the_specified_seeds() -> None:
     ledger = Ledger(2, None)
     observation = np.array([[7, 0, 0, 0], [8, 0, 0, 0]])
     ledger.reset(observation, seeds=[7, 8])
@@ -100,7 +102,7 @@ def test_seeds_that_are_given_must_come_back() -> None:
         ledger.reset(observation, seeds=[7, 9])
 
 
-# What does not pass.
+# Rejected rows.
 
 Change = Callable[[dict[str, Array]], None]
 
@@ -137,7 +139,7 @@ PENDING: dict[str, Any] = {"in_flight": [1]}
 STILL: dict[str, Any] = {"pending": [1]}
 LATE: dict[str, Any] = {"late": [1]}
 
-#: Steps before, the step that is changed, the change.
+#: Name to: the previous steps, the faults of the altered step, the alteration.
 WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
     "reward": ([], {}, setting("reward", -1.0)),
     "an action twice": ([], {}, adding("observation", 2, 1)),
@@ -148,7 +150,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
     "the old rows": ([], {}, seeding(1, 0)),
     "terminated too early": ([], {}, setting("terminated", True)),
     "truncated too early": ([], {}, setting("truncated", True)),
-    "end not told": ([{}, {}], {}, setting("terminated", False)),
+    "end not reported": ([{}, {}], {}, setting("terminated", False)),
     "end of the other kind": ([{}] * 5, {}, setting("terminated", True)),
     "wrong final observation": ([{}, {}], {}, adding("final_observation", 2, -1)),
     "not valid": ([], {}, setting("valid", False)),
@@ -162,7 +164,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
     "loss with the seed of another row": ([], LOST, seeding(2, 1)),
     "loss in the middle of an episode": ([], LOST, adding("observation", 2, 1)),
     "loss with another final one": ([{}], LOST, adding("final_observation", 3, 1)),
-    "loss not told": ([], LOST, setting("status", 0)),
+    "loss not expected_texts": ([], LOST, setting("status", 0)),
     "padding truncated": ([], PENDING, setting("truncated", True)),
     "padding terminated": ([], PENDING, setting("terminated", True)),
     "padding with a reward": ([], PENDING, setting("reward", 1.0)),
@@ -177,12 +179,12 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_raises_and_names_the_row(name: str) -> None:
+def test_a_wrong_row_raises_an_error_that_names_the_row(name: str) -> None:
     before, faults, change = WRONG[name]
-    run = Run()
+    run = CheckedRun()
     for each in before:
         run.step(**each)
-    actions, result = run.give(**faults)
+    actions, result = run.make_result(**faults)
     arrays = dict(zip(StepResult._fields[:-1], result[:-1], strict=True))
     change(arrays)
     if "status" not in name and "valid" not in name:
@@ -190,38 +192,38 @@ def test_what_is_wrong_raises_and_names_the_row(name: str) -> None:
     with pytest.raises(LedgerError, match=r"env [01]") as caught:
         run.ledger.step(actions, result)
     assert caught.value.env_index == (0 if "swapped" in name else 1)
-    told = {
-        "observations swapped": "which is env 1's",
+    expected_texts = {
+        "observations swapped": "this is the seed of env 1",
         "late, not pending before": "pending before",
         "observation of two actions": "observation",
     }
-    assert told.get(name, "expected") in str(caught.value)
+    assert expected_texts.get(name, "expected") in str(caught.value)
 
 
-def test_a_reported_loss_must_not_be_reported_again_with_what_was_before() -> None:
-    run = Run()
-    actions, result = run.give(lost={1: Status.WORKER_DIED})
+def test_a_loss_must_not_be_reported_twice() -> None:
+    run = CheckedRun()
+    actions, result = run.make_result(lost={1: Status.WORKER_DIED})
     run.ledger.step(actions, result)
-    with pytest.raises(LedgerError, match=r"env 1.*that this env had before"):
-        run.step_row(actions, result, 1)
+    with pytest.raises(LedgerError, match=r"env 1.*this env had this seed before"):
+        run.check_rows(actions, result, 1)
 
 
-def test_an_env_that_nothing_was_applied_to_may_be_reset_again_as_lost() -> None:
-    """As when a row was reset alone while its block was lost."""
-    run = Run()
-    actions, result = run.give(lost={1: Status.WORKER_DIED})
+def test_an_env_without_actions_may_be_reported_lost_again() -> None:
+    """This happens if a single row is reset while its block is lost."""
+    run = CheckedRun()
+    actions, result = run.make_result(lost={1: Status.WORKER_DIED})
     run.ledger.step(actions, result)
     result.final_observation[1] = result.observation[1]
     result.observation[1, 1] += 1
-    run.step_row(actions, result, 1)
+    run.check_rows(actions, result, 1)
     result.final_observation[1] = result.observation[1]
     with pytest.raises(LedgerError, match="incarnation above 1"):
-        run.step_row(actions, result, 1)
+        run.check_rows(actions, result, 1)
 
 
 def test_infos_belong_to_their_rows() -> None:
-    run = Run()
-    actions, result = run.give(lost={1: Status.TIMEOUT})
+    run = CheckedRun()
+    actions, result = run.make_result(lost={1: Status.TIMEOUT})
     wrong: list[dict[int, dict[str, Any]]] = [
         {0: {"step": 2}},
         {1: {"fault": {"status": "ENV_ERROR"}}},
@@ -229,7 +231,7 @@ def test_infos_belong_to_their_rows() -> None:
     ]
     for infos in wrong:
         ledger = Ledger(3, ROOT_SEED, length=LENGTH)
-        ledger.reset(LedgerRows(length=LENGTH).reset())
+        ledger.reset(SimulatedBatch(length=LENGTH).reset())
         with pytest.raises(LedgerError, match=f"env {next(iter(infos))}.*info"):
             ledger.step(actions, result._replace(infos=infos))
     right: dict[int, dict[str, Any]] = {0: {"step": 1}}
@@ -237,99 +239,99 @@ def test_infos_belong_to_their_rows() -> None:
     run.ledger.step(actions, result._replace(infos=right))
 
 
-# Results that nobody saw.
+# Discarded results.
 
 
-def test_after_an_interrupt_a_row_may_have_been_stepped_or_not() -> None:
+def test_an_interrupted_step_may_have_been_applied_or_not() -> None:
     for is_applied in (False, True):
-        run = Run()
+        run = CheckedRun()
         run.step()
         for _ in range(2 * LENGTH):
-            run.cut(is_applied=is_applied)
+            run.interrupt(is_applied=is_applied)
             run.step()
 
 
-def test_after_an_interrupt_an_older_action_must_not_answer_for_a_new_one() -> None:
-    run = Run()
-    cut, actions = run.act(), run.act()
-    late_answer = run.rows.step(cut)
-    run.ledger.unanswered(cut)
+def test_the_result_of_an_interrupted_action_must_not_answer_the_next() -> None:
+    run = CheckedRun()
+    cut, actions = run.draw_actions(), run.draw_actions()
+    late_answer = run.batch.step(cut)
+    run.ledger.mark_unanswered(cut)
     with pytest.raises(LedgerError, match="env 0"):
         run.ledger.step(actions, late_answer)
 
 
-def test_a_loss_may_go_unseen_with_an_interrupt() -> None:
-    run = Run()
-    run.cut(lost={1: Status.WORKER_DIED})
+def test_an_interrupt_may_discard_a_loss() -> None:
+    run = CheckedRun()
+    run.interrupt(lost={1: Status.WORKER_DIED})
     run.step()
     run.step()
 
 
-def test_a_loss_after_an_interrupt_ends_what_the_interrupt_has_left() -> None:
-    run = Run()
-    run.cut()
+def test_a_loss_may_follow_an_interrupt() -> None:
+    run = CheckedRun()
+    run.interrupt()
     run.step(lost={0: Status.WORKER_DIED}, pending=[1])
     run.step(lost={1: Status.WORKER_DIED})
     run.step()
 
 
-def test_a_row_may_be_late_whose_padding_an_interrupt_has_hidden() -> None:
-    run = Run()
+def test_a_late_row_may_follow_a_discarded_pending_row() -> None:
+    run = CheckedRun()
     for _ in range(LENGTH):
-        run.cut(in_flight=[1])
+        run.interrupt(in_flight=[1])
         run.step(late=[1])
-        run.cut(is_applied=False)
+        run.interrupt(is_applied=False)
         run.step(in_flight=[1])
         run.step(late=[1])
     assert run.ledger.num_late == 2 * LENGTH
 
 
-def test_after_an_interrupt_the_action_of_the_next_padding_may_be_applied(
+def test_the_action_of_a_pending_row_after_an_interrupt_may_be_applied(
     tmp_path: Path,
 ) -> None:
-    run = Run(journal=str(tmp_path))
+    run = CheckedRun(journal=str(tmp_path))
     run.step(in_flight=[1])
-    run.cut(late=[1])
+    run.interrupt(late=[1])
     run.step(in_flight=[1])
     run.step(lost={1: Status.SERVER_LOST})
     run.ledger.finish(tmp_path)
 
 
-# Resets while others of the block are lost or late.
+# Resets while other rows of the block are lost or late.
 
 
-def test_a_row_that_was_reset_may_be_late_with_a_later_action_of_its_padding() -> None:
+def test_a_row_reset_during_padding_may_be_late_with_a_later_action() -> None:
     for is_reset in (True, False):
-        run = Run()
+        run = CheckedRun()
         run.step()
         if is_reset:
-            run.ledger.reset(run.rows.reset_row(1), [1])
+            run.ledger.reset(run.batch.reset_row(1), [1])
         run.step(pending=[1])
         run.step(in_flight=[1])
         if is_reset:
             run.step(late=[1])
             continue
-        actions, result = run.give(late=[1])
+        actions, result = run.make_result(late=[1])
         with pytest.raises(LedgerError, match="expected reward"):
             run.ledger.step(actions, result)
 
 
-def test_a_row_that_was_reset_may_be_lost_with_a_later_action_of_its_padding(
+def test_a_row_reset_during_padding_may_be_lost_with_a_later_action(
     tmp_path: Path,
 ) -> None:
     for number, is_reset in enumerate((True, False)):
         folder = tmp_path / str(number)
-        run = Run(journal=str(folder))
+        run = CheckedRun(journal=str(folder))
         run.step()
         if is_reset:
-            run.ledger.reset(run.rows.reset_row(1), [1])
+            run.ledger.reset(run.batch.reset_row(1), [1])
         run.step(pending=[1])
-        actions = run.act()
-        run.rows.step(actions, in_flight=[1])
-        result = run.rows.step(actions, lost={1: Status.SERVER_LOST})
-        run.step_row(actions, result, 1)
-        run.ledger.unanswered(actions[[0, 2]], [0, 2])
-        run.ledger.unanswered(actions[[0, 2]], [0, 2])
+        actions = run.draw_actions()
+        run.batch.step(actions, in_flight=[1])
+        result = run.batch.step(actions, lost={1: Status.SERVER_LOST})
+        run.check_rows(actions, result, 1)
+        run.ledger.mark_unanswered(actions[[0, 2]], [0, 2])
+        run.ledger.mark_unanswered(actions[[0, 2]], [0, 2])
         if is_reset:
             run.ledger.finish(folder)
             continue
@@ -342,5 +344,5 @@ def test_a_step_that_takes_too_long_raises() -> None:
     with ledger.within(60.0):
         pass
     assert ledger.longest_seconds > 0.0
-    with pytest.raises(LedgerError, match="within 0 s"), ledger.within(0.0):
+    with pytest.raises(LedgerError, match="at most 0 s"), ledger.within(0.0):
         pass

@@ -1,4 +1,4 @@
-"""The env that keeps the books: its hash, its journal, and how it breaks down."""
+"""The ledger env: its hash, its journal, and its breakdowns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import pytest
 from tests.oracle.breakdowns import BREAKDOWNS
 from tests.oracle.journal import Journal, read_journal
 from tests.oracle.ledger_env import LedgerEnv, ledger_hash
-from tests.oracle.ledger_rows import LedgerRows
+from tests.oracle.simulated_batch import SimulatedBatch
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Notes breakdowns, which a test could not survive."""
+    """Record breakdowns instead of executing them."""
     calls: list[tuple[str, float]] = []
-    notes = {
+    recorders = {
         name: lambda seconds, name=name: calls.append((name, seconds))
         for name in BREAKDOWNS
     }
-    monkeypatch.setattr("tests.oracle.breakdowns.BREAKDOWNS", notes)
+    monkeypatch.setattr("tests.oracle.breakdowns.BREAKDOWNS", recorders)
     return calls
 
 
-def test_the_hash_is_that_of_numpy_and_tells_order_and_length() -> None:
+def test_the_hash_equals_numpys_and_depends_on_order_and_length() -> None:
     hashes = np.zeros(1, np.int64)
     value = 0
     for action in (0, 999, 5):
@@ -38,7 +38,7 @@ def test_the_hash_is_that_of_numpy_and_tells_order_and_length() -> None:
     assert value != ledger_hash(value, 0)
 
 
-def test_each_applied_action_is_in_the_journal(tmp_path: Path) -> None:
+def test_each_applied_action_is_written_to_the_journal(tmp_path: Path) -> None:
     env = LedgerEnv(2, journal=str(tmp_path / "new"))
     env.reset(seed=2**63 - 1)
     for action in (7, 8):
@@ -56,7 +56,7 @@ def test_each_applied_action_is_in_the_journal(tmp_path: Path) -> None:
 
 
 def test_envs_of_one_process_share_a_journal(tmp_path: Path) -> None:
-    rows = LedgerRows(3, journal=str(tmp_path))
+    rows = SimulatedBatch(3, journal=str(tmp_path))
     rows.reset()
     rows.step(np.array([1, 2, 3]))
     assert len(list(tmp_path.iterdir())) == 1
@@ -76,7 +76,7 @@ def test_a_journal_that_is_full_raises(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_an_env_breaks_down_at_the_actions_and_steps_that_are_named(
+def test_an_env_breaks_down_at_the_specified_actions_and_steps(
     broken: list[tuple[str, float]],
 ) -> None:
     env = LedgerEnv(
@@ -96,11 +96,11 @@ def test_an_env_breaks_down_at_the_actions_and_steps_that_are_named(
     env.reset(seed=2)
     for _ in range(2):
         env.step(np.int64(0))
-    assert broken == [("hang", 0.5)], "steps count from the seed"
+    assert broken == [("hang", 0.5)], "steps are counted from the seed"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_breakdown_comes_before_or_after_the_action_is_applied(
+def test_a_breakdown_happens_before_or_after_the_action_is_applied(
     tmp_path: Path, when: str
 ) -> None:
     breakdowns = {"raise": {"actions": [7], "when": when}}
@@ -114,7 +114,7 @@ def test_a_breakdown_comes_before_or_after_the_action_is_applied(
     assert read_journal(tmp_path)["action"].tolist() == expected
 
 
-def test_breakdowns_by_chance_follow_from_the_seed(
+def test_random_breakdowns_are_deterministic_for_a_seed(
     broken: list[tuple[str, float]],
 ) -> None:
     env = LedgerEnv(breakdowns={"exit": {"probability": 0.3}})
@@ -131,7 +131,7 @@ def test_breakdowns_by_chance_follow_from_the_seed(
     assert 10 < patterns[0][-1] < 60
 
 
-def test_a_breakdown_can_come_in_a_reset(broken: list[tuple[str, float]]) -> None:
+def test_a_breakdown_can_happen_in_a_reset(broken: list[tuple[str, float]]) -> None:
     env = LedgerEnv(breakdowns={"abort": {"probability": 1.0, "when": "reset"}})
     env.reset(seed=1)
     env.step(np.int64(0))
@@ -147,6 +147,6 @@ def test_a_hang_ends_after_its_seconds(name: str) -> None:
     "breakdowns",
     [{"explode": {}}, {"kill": {"chance": 0.5}}, {"kill": {"when": "never"}}],
 )
-def test_unknown_breakdowns_are_refused(breakdowns: dict[str, Any]) -> None:
+def test_unknown_breakdowns_are_rejected(breakdowns: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected breakdowns out of"):
         LedgerEnv(breakdowns=breakdowns)

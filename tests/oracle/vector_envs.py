@@ -1,8 +1,9 @@
-"""An env that is a vector env as well, in each of Gymnasium's three autoreset modes.
+"""An env that is also available as a vector env, in each of Gymnasium's autoreset
+modes.
 
-`envserve/Walk{Next,Same,Off}-v0` are the same walks: alone by their entry point, and
-many in a `SyncVectorEnv` by their vector_entry_point, so that one must give the very
-data of the other. Action 3 in row 0 of such a vector env is where a fault happens.
+`envserve/Walk{Next,Same,Off}-v0` are the same walk: a single env through their entry
+point, and a `SyncVectorEnv` through their vector_entry_point. Both must produce the
+same data. Action 3 in row 0 of the vector env triggers its fault.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from tests.oracle.breakdowns import BREAKDOWNS
 
 __all__ = ["MODES"]
 
-#: Names by the mode of their vector envs.
+#: Env names by autoreset mode.
 MODES: Final = {
     "next_step": "envserve/WalkNext-v0",
     "same_step": "envserve/WalkSame-v0",
     "disabled": "envserve/WalkOff-v0",
 }
 
-#: What a broken vector env makes of its observations.
+#: Faults that alter the observations of a vector env.
 _BREAKS: Final[dict[str, Callable[[Any], Any]]] = {
     "nan": lambda observation: {**observation, "x": observation["x"] * math.nan},
     "wrong_shape": lambda observation: {**observation, "x": observation["x"][:1]},
@@ -36,7 +37,7 @@ _BREAKS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 class WalkEnv(gymnasium.Env[Any, np.int64]):
-    """Goes where luck takes it; ends at a mark, or after 7 steps."""
+    """A random walk that terminates at random, and is truncated after 7 steps."""
 
     def __init__(self, mode: str = "", fault: str = "") -> None:
         self.observation_space = spaces.Dict(
@@ -69,13 +70,13 @@ class WalkEnv(gymnasium.Env[Any, np.int64]):
 
 
 class WalksEnv(SyncVectorEnv):
-    """Many walks, one of which fails where it is told to."""
+    """Several walks; the first one fails at action 3 if a fault is specified."""
 
     def __init__(self, num_envs: int, mode: str, fault: str = "") -> None:
         super().__init__([WalkEnv] * num_envs, autoreset_mode=AutoresetMode[mode])
         self.level = 1
         self._fault = fault
-        if fault == "uneven":  # its blocks are not alike
+        if fault == "uneven":  # the blocks have different shapes
             self.single_observation_space = spaces.Box(0, 1, (num_envs,))
 
     def step(self, actions: Any) -> Any:

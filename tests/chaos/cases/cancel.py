@@ -1,4 +1,4 @@
-"""Calls that are cut short: the next one never gets the old result."""
+"""Interrupted calls and timeouts: the next call must never return the old result."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ import numpy as np
 from envserve.errors import EnvTimeout
 from tests.chaos.batches import local_driver, remote_driver, running_servers
 from tests.chaos.driver import Driver
-from tests.chaos.striker import Striker
+from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case
 
 _NUM_ENVS: Final = 8
 _SIGNAL: Final = signal.SIGUSR1
-#: What a submission that was interrupted half-way costs.
+#: Time limit in seconds of a step that was only partially submitted.
 _STEP_TIMEOUT: Final = 0.5
 _SHARE_OF_INTERRUPTS: Final = 0.5
-#: Calls between two that are cut short, at most; without, doubts would pile up.
-_MOST_BETWEEN: Final = 3
+#: Maximum number of calls between two cancelled ones; without them, the number of
+#: possible states would grow.
+_MAX_CALLS_BETWEEN: Final = 3
 
 
 class _Interrupts:
-    """Interrupts this thread as Ctrl-C does, but only while it is armed."""
+    """Raises KeyboardInterrupt in this thread on a signal, but only while armed."""
 
     def __init__(self) -> None:
         self._is_armed = False
@@ -57,7 +58,7 @@ class _Interrupts:
 
 @chaos_case(
     "calls are interrupted as by Ctrl-C, or time out, in-process and over tcp",
-    "the next call never gets the old result",
+    "the next call never returns the old result",
     seconds=5400.0,
 )
 def cancel(trial: Trial) -> None:
@@ -67,41 +68,41 @@ def cancel(trial: Trial) -> None:
         local_driver(trial, _NUM_ENVS, 2, step_timeout=_STEP_TIMEOUT) as local,
         remote_driver(trial, [server.address], _NUM_ENVS) as remote,
         contextlib.closing(_Interrupts()) as interrupts,
-        Striker() as striker,
+        FaultInjector() as injector,
     ):
-        longest = {driver: _usual_seconds(driver) for driver in (local, remote)}
+        longest = {driver: _typical_step_seconds(driver) for driver in (local, remote)}
         costs: dict[bool, list[int]] = {True: [], False: []}
         while trial.result.faults < num_cancels:
             driver = (local, remote)[trial.random.integers(2)]
-            before = _num_spoilt(driver)
+            before = _num_lost_or_padded(driver)
             is_interrupt = bool(trial.random.random() < _SHARE_OF_INTERRUPTS)
             if is_interrupt:
-                with _soon(striker, interrupts, trial, longest[driver]):
+                with _interrupt_soon(injector, interrupts, trial, longest[driver]):
                     trial.result.faults += _interrupted_step(driver, interrupts)
             else:
                 trial.result.faults += _timed_out_receive(driver)
-            for _ in range(trial.random.integers(1, _MOST_BETWEEN)):
+            for _ in range(trial.random.integers(1, _MAX_CALLS_BETWEEN)):
                 driver.step()
-            costs[is_interrupt].append(_num_spoilt(driver) - before)
+            costs[is_interrupt].append(_num_lost_or_padded(driver) - before)
     trial.result.check(
-        "rows that a timeout spoils", max(costs[False], default=0), 0, "=="
+        "rows affected by a timeout", max(costs[False], default=0), 0, "=="
     )
     trial.result.check(
-        "rows that an interrupt spoils", max(costs[True], default=0), _NUM_ENVS
+        "rows affected by an interrupt", max(costs[True], default=0), _NUM_ENVS
     )
     count, num_costly = interrupts.num_interrupts, sum(map(bool, costs[True]))
     trial.result.notes.append(
         f"{count} calls were interrupted, the others timed out; {num_costly} "
-        "interrupts, in the bookkeeping, cost an episode of each row"
+        "interrupts hit the bookkeeping and cost each row an episode"
     )
 
 
-def _num_spoilt(driver: Driver) -> int:
-    """Returns how many rows were lost or padded so far."""
+def _num_lost_or_padded(driver: Driver) -> int:
+    """Return the number of lost or PENDING rows so far."""
     return sum(driver.ledger.losses.values()) + driver.ledger.num_padding
 
 
-def _usual_seconds(driver: Driver) -> float:
+def _typical_step_seconds(driver: Driver) -> float:
     began = time.monotonic()
     for _ in range(20):
         driver.step()
@@ -109,17 +110,17 @@ def _usual_seconds(driver: Driver) -> float:
 
 
 @contextlib.contextmanager
-def _soon(
-    striker: Striker, interrupts: _Interrupts, trial: Trial, longest: float
+def _interrupt_soon(
+    injector: FaultInjector, interrupts: _Interrupts, trial: Trial, longest: float
 ) -> Iterator[None]:
-    """Sends the signal within the time of a call; ends only when it was sent."""
+    """Send the signal within the duration of a call; wait until it was sent."""
     is_sent = threading.Event()
 
     def send() -> None:
         interrupts.send()
         is_sent.set()
 
-    striker.strike(trial.random.uniform(0.0, longest), send)
+    injector.inject(trial.random.uniform(0.0, longest), send)
     yield
     is_sent.wait()
 
@@ -132,14 +133,14 @@ def _interrupted_step(driver: Driver, interrupts: _Interrupts) -> bool:
         result = driver.batch.step(driver.actions)
         interrupts.disarm()
     except KeyboardInterrupt:
-        driver.ledger.unanswered(driver.actions)
+        driver.ledger.mark_unanswered(driver.actions)
         return True
     driver.check(result, None, began)
     return False
 
 
 def _timed_out_receive(driver: Driver) -> bool:
-    """Sends, and does not wait long enough; returns whether that timed out."""
+    """Send, and receive with a timeout of 0 first; return whether that timed out."""
     has_timed_out = False
     driver.send(np.arange(_NUM_ENVS))
     while driver.batch.num_in_flight:

@@ -1,4 +1,4 @@
-"""Connections that break, delay, copy and reorder: whoever steps sees nothing of it."""
+"""Connections that fail, delay, copy and reorder messages, without a visible effect."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 
 from tests.chaos.batches import remote_driver, running_servers
 from tests.chaos.driver import Driver
+from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
-from tests.chaos.toxics import Toxics
 from tests.chaos.trial import ChaosCase, Trial
 
 _NUM_ENVS: Final = 32
-_CALM: Final = Toxics()
+_NO_FAULTS: Final = NetworkFaults()
 _NUM_FAULTS: Final = 10_000
-#: What must know where messages begin, and change their order: keys forbid both.
+#: Faults that parse and reorder messages, which is impossible with encryption.
 _TAMPERING: Final = {"drop", "duplicate", "stale_copy", "retry", "reorder"}
 
 
 def _bad_network(
-    trial: Trial, *, toxics: Toxics, strikes: tuple[str, ...], num_proxies: int
+    trial: Trial, *, faults: NetworkFaults, counted: tuple[str, ...], num_proxies: int
 ) -> None:
-    """Steps until so many faults have struck.
+    """Step until enough faults have happened.
 
     Args:
-      strikes: What counts as a fault, by name; each of them has to strike so often.
-      num_proxies: Connections to the server, which has all envs.
+      counted: Names of the faults to count; each of them must happen often enough.
+      num_proxies: Number of connections to the server, which has all envs.
     """
     num_faults = trial.count(_NUM_FAULTS)
-    insecure = not _TAMPERING.isdisjoint(strikes)
+    insecure = not _TAMPERING.isdisjoint(counted)
     options = ("--insecure-no-auth",) if insecure else ()
     with contextlib.ExitStack() as stack:
         (server,) = stack.enter_context(running_servers(trial, 1, _NUM_ENVS, *options))
@@ -49,10 +49,10 @@ def _bad_network(
                 insecure=insecure,
             )
         )
-        count = functools.partial(_fewest, proxies, strikes)
-        _change(proxies, toxics)
-        _play(driver, trial, count, num_faults)
-        _change(proxies, _CALM)
+        count = functools.partial(_least_count, proxies, counted)
+        _set_faults(proxies, faults)
+        _step_until_enough_faults(driver, trial, count, num_faults)
+        _set_faults(proxies, _NO_FAULTS)
         driver.receive_rest()
         ledger = driver.ledger
     trial.result.faults = count()
@@ -60,10 +60,10 @@ def _bad_network(
     trial.result.check("actions without a result", ledger.num_unseen, 0, "==")
 
 
-def _play(
+def _step_until_enough_faults(
     driver: Driver, trial: Trial, count: Callable[[], int], num_faults: int
 ) -> None:
-    """Sends each block anew when its result is there, until that is enough."""
+    """Send to each block again once its result arrives."""
     driver.send(np.arange(_NUM_ENVS))
     while trial.result.faults < num_faults:
         rows, _ = driver.receive()
@@ -71,73 +71,73 @@ def _play(
         trial.result.faults = count()
 
 
-def _fewest(proxies: list[Proxy], strikes: tuple[str, ...]) -> int:
+def _least_count(proxies: list[Proxy], counted: tuple[str, ...]) -> int:
     directions = [d for p in proxies for d in (p.to_server, p.to_client)]
-    return min(sum(d.counts[name] for d in directions) for name in strikes)
+    return min(sum(d.counts[name] for d in directions) for name in counted)
 
 
-def _change(proxies: list[Proxy], toxics: Toxics) -> None:
+def _set_faults(proxies: list[Proxy], faults: NetworkFaults) -> None:
     for proxy in proxies:
-        proxy.change(to_server=toxics, to_client=toxics)
+        proxy.change(to_server=faults, to_client=faults)
 
 
 def _case(
     name: str,
-    does: str,
-    toxics: Toxics,
-    *strikes: str,
+    fault: str,
+    faults: NetworkFaults,
+    *counted: str,
     num_proxies: int = 1,
     seconds: float = 1200.0,
 ) -> ChaosCase:
     run = functools.partial(
-        _bad_network, toxics=toxics, strikes=strikes, num_proxies=num_proxies
+        _bad_network, faults=faults, counted=counted, num_proxies=num_proxies
     )
-    return ChaosCase(f"network-{name}", does, "nothing is seen of it", run, seconds)
+    return ChaosCase(f"network-{name}", fault, "no visible effect", run, seconds)
 
 
 NETWORK: Final = (
     _case(
         "reset",
-        "connections are reset after 4,000 bytes on average, wherever that is",
-        Toxics(bytes_until_reset=4000.0),
+        "connections are reset after 4,000 bytes on average, anywhere in a message",
+        NetworkFaults(bytes_until_reset=4000.0),
         "reset",
         num_proxies=_NUM_ENVS,
     ),
     _case(
         "loss",
         "1 in 25 messages is lost",
-        Toxics(drop=0.04),
+        NetworkFaults(drop=0.04),
         "drop",
-        seconds=7200.0,  # each is noticed after a while only
+        seconds=7200.0,  # each loss is only detected after a timeout
     ),
     _case(
         "copies",
-        "3 in 10 messages come twice, as many once more up to 20 messages later",
-        Toxics(duplicate=0.3, stale_copy=0.3),
+        "3 in 10 messages arrive twice, and as many once more up to 20 messages later",
+        NetworkFaults(duplicate=0.3, stale_copy=0.3),
         *("duplicate", "stale_copy"),
     ),
     _case(
         "retry",
         "7 in 10 requests are followed at once by a second attempt",
-        Toxics(retry=0.7),
+        NetworkFaults(retry=0.7),
         "retry",
     ),
     _case(
         "reorder",
         "3 in 10 messages are overtaken by the next",
-        Toxics(reorder=0.3),
+        NetworkFaults(reorder=0.3),
         "reorder",
     ),
     _case(
         "slices",
-        "everything is written byte by byte",
-        Toxics(slice_bytes=1),
+        "all traffic is written byte by byte",
+        NetworkFaults(slice_bytes=1),
         "messages",
     ),
     _case(
         "latency",
-        "everything takes 50 to 150 ms longer",
-        Toxics(latency_seconds=0.05, jitter_seconds=0.1),
+        "all traffic is delayed by 50 to 150 ms",
+        NetworkFaults(latency_seconds=0.05, jitter_seconds=0.1),
         "messages",
     ),
 )

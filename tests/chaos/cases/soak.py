@@ -1,4 +1,4 @@
-"""Everything at once for ten minutes: nothing grows, and nothing is left."""
+"""All faults at once for ten minutes: no growth, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from tests.chaos.batches import local_driver, remote_driver, running_servers
 from tests.chaos.cases.servers import kill_and_restart
-from tests.chaos.cases.workers import DEADLY, KillDrill, traps
+from tests.chaos.cases.workers import DEADLY, WorkerKiller, breakdown_actions
 from tests.chaos.driver import Driver
+from tests.chaos.fault_injector import FaultInjector
+from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
 from tests.chaos.samples import Leftovers, MemorySamples
-from tests.chaos.striker import Striker
-from tests.chaos.toxics import Toxics
 from tests.chaos.trial import Trial, chaos_case
 from tests.envserve.server_process import ServerProcess
 
@@ -32,42 +32,42 @@ _KILL_SECONDS: Final = 1.0
 _SERVER_KILL_SECONDS: Final = 20.0
 _PAUSE_EVERY_SECONDS: Final = 3.0
 _PAUSE_SECONDS: Final = 0.3
-_LOOK_SECONDS: Final = 1.0
-#: What a growth in memory is counted from and to, as shares of the whole time.
+_SAMPLE_SECONDS: Final = 1.0
+#: Spans between which memory growth is measured, as shares of the duration.
 _FROM: Final = (0.2, 0.25)
 _TO: Final = (0.95, 1.0)
 _MOST_GROWTH: Final = 2 << 20
-_BAD_NETWORK: Final = Toxics(
+_BAD_NETWORK: Final = NetworkFaults(
     duplicate=0.02, stale_copy=0.02, reorder=0.02, bytes_until_reset=2e6
 )
 
 
 @chaos_case(
-    "all at once for ten minutes, a worker killed every second, a server every 20 s",
-    "<= 2 MiB of growth of any process from minute 2 to 10, nothing left",
+    "all faults for ten minutes; a worker is killed each second, a server every 20 s",
+    "no process grows by more than 2 MiB from minute 2 to 10; nothing is left",
     seconds=900.0,
 )
 def soak(trial: Trial) -> None:
     duration = max(_LEAST_SECONDS, _SECONDS * trial.scale)
-    # What is made at the first use, and stays, counts as there before.
-    _play(trial, MemorySamples(), 0.0)
+    # Resources created once, at the first use, do not count as leftovers.
+    _run(trial, MemorySamples(), 0.0)
     before = Leftovers.now()
     samples = MemorySamples()
-    _play(trial, samples, duration)
+    _run(trial, samples, duration)
     after = Leftovers.now(before)
     for name, growth in samples.growths(duration, _FROM, _TO).items():
-        trial.result.check(f"bytes that {name} grew by", growth, _MOST_GROWTH)
-    for name, (was, is_now) in before.compared_with(after).items():
-        trial.result.check(f"{name} left", is_now - was, 0)
+        trial.result.check(f"growth of {name} in bytes", growth, _MOST_GROWTH)
+    for name, (count_before, count_after) in before.compared_with(after).items():
+        trial.result.check(f"{name} left", count_after - count_before, 0)
 
 
-class _Scene(NamedTuple):
-    """What is played with.
+class _Setup(NamedTuple):
+    """The batches and servers of a run.
 
     Attributes:
-      local: Envs in workers of this process.
+      local: Envs in local workers.
       remote: Envs at both servers.
-      servers: The first is only stopped now and then, the other one killed.
+      servers: The first is only stopped now and then, the second is killed.
     """
 
     local: Driver
@@ -82,11 +82,11 @@ class _Scene(NamedTuple):
 
 
 @contextlib.contextmanager
-def _set_up(trial: Trial) -> Iterator[_Scene]:
-    breakdowns = {**traps(DEADLY), "raise": {"probability": 0.0002}}
+def _start(trial: Trial) -> Iterator[_Setup]:
+    breakdowns = {**breakdown_actions(DEADLY), "raise": {"probability": 0.0002}}
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        # What tampers with messages needs to read them.
+        # The proxies parse messages, so encryption is off.
         no_keys = "--insecure-no-auth"
         servers = enter(running_servers(trial, 2, _SERVER_ENVS, no_keys))
         proxies = [enter(Proxy(s.address, seed=trial.seed)) for s in servers]
@@ -99,53 +99,53 @@ def _set_up(trial: Trial) -> Iterator[_Scene]:
         remote = enter(remote_driver(trial, addresses, 2 * _SERVER_ENVS, insecure=True))
         for proxy in proxies:
             proxy.change(to_server=_BAD_NETWORK, to_client=_BAD_NETWORK)
-        yield _Scene(local, remote, servers)
+        yield _Setup(local, remote, servers)
 
 
-def _play(trial: Trial, samples: MemorySamples, duration: float) -> None:
-    """Steps all envs for so long, while everything happens to them."""
+def _run(trial: Trial, samples: MemorySamples, duration: float) -> None:
+    """Step all envs for a duration while all faults happen."""
     with (
-        _set_up(trial) as scene,
-        Striker() as worker_striker,
-        Striker() as server_striker,
+        _start(trial) as setup,
+        FaultInjector() as worker_injector,
+        FaultInjector() as server_injector,
     ):
-        local, remote, servers = scene
+        local, remote, servers = setup
         killed = np.arange(_SERVER_ENVS, 2 * _SERVER_ENVS)
-        drill = KillDrill(local, worker_striker, trial)
+        killer = WorkerKiller(local, worker_injector, trial)
         began = time.monotonic()
-        kills, server_kills = _Clock(_KILL_SECONDS), _Clock(_SERVER_KILL_SECONDS)
-        pauses, looks = _Clock(_PAUSE_EVERY_SECONDS), _Clock(_LOOK_SECONDS)
+        kills, server_kills = _Timer(_KILL_SECONDS), _Timer(_SERVER_KILL_SECONDS)
+        pauses, samples_due = _Timer(_PAUSE_EVERY_SECONDS), _Timer(_SAMPLE_SECONDS)
         num_server_faults = 0
-        # Until there was a fault, however late a busy machine comes to it.
+        # Continue until at least one fault has happened, even on a busy machine.
         while (elapsed := time.monotonic() - began) < duration or (
             duration and not trial.result.faults
         ):
             actions = local.draw()
-            if kills.is_due(elapsed) and drill.kill_any(actions):
+            if kills.is_due(elapsed) and killer.kill_random_worker(actions):
                 kills.advance()
             if server_kills.is_due(elapsed):
                 server_kills.advance()
                 kill = functools.partial(kill_and_restart, servers[1], remote, killed)
-                server_striker.strike(0.0, kill)
+                server_injector.inject(0.0, kill)
                 num_server_faults += 1
             if pauses.is_due(elapsed):
                 pauses.advance()
-                server_striker.strike(0.0, functools.partial(_pause, servers[0]))
+                server_injector.inject(0.0, functools.partial(_pause, servers[0]))
                 num_server_faults += 1
-            if looks.is_due(elapsed):
-                looks.advance()
-                samples.take(elapsed, scene.roles())
+            if samples_due.is_due(elapsed):
+                samples_due.advance()
+                samples.take(elapsed, setup.roles())
             local.step(actions)
             remote.step()
-            trial.result.faults = drill.num_kills + num_server_faults
-        while drill.is_under_way:
+            trial.result.faults = killer.num_kills + num_server_faults
+        while killer.has_pending_kill:
             local.step()
         local.settle()
         remote.settle()
 
 
-class _Clock:
-    """Something that is due every so often, from the end of the first period on."""
+class _Timer:
+    """Is due periodically, for the first time after one period."""
 
     def __init__(self, period_seconds: float) -> None:
         self._period = period_seconds

@@ -1,4 +1,4 @@
-"""The cases, by what is struck."""
+"""The table of all cases."""
 
 from __future__ import annotations
 

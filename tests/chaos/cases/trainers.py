@@ -1,4 +1,4 @@
-"""Trainers that are killed, or that come back when their envs are another's."""
+"""Trainers that are killed, or that return after another trainer got their envs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from envserve.errors import EnvsBusy, EnvTimeout, LeaseLost, ServerLost
 from envserve.slab import Status
 from tests.chaos.batches import remote_driver, running_servers
 from tests.chaos.driver import Driver
+from tests.chaos.network_faults import NetworkFaults
 from tests.chaos.proxy import Proxy
-from tests.chaos.toxics import Toxics
 from tests.chaos.trial import OutOfTime, Trial, chaos_case
 from tests.envserve.server_process import ROOT, ServerProcess
-from tests.oracle.player import LONGEST_CALL
+from tests.oracle.batch_driver import MAX_CALL_SECONDS
 from tests.oracle.result import LedgerError
 
-_NUM_ENVS: Final = 4  # of a trainer's batch
+_NUM_ENVS: Final = 4  # per trainer
 _AT_ONCE: Final = 8
-#: Idle clients are heard of every second.
+#: Idle clients send a ping every second.
 _LEASE_SECONDS: Final = 2.5
 _LOOK_SECONDS: Final = 0.005
 _POLL_SECONDS: Final = 0.05
-_CALM: Final = Toxics()
-#: How long word of a lost lease may take.
+_NO_FAULTS: Final = NetworkFaults()
+#: Seconds within which a trainer must learn that its lease is lost.
 _ANSWER_SECONDS: Final = 0.5
 
 
 @chaos_case(
-    "trainers with workers of their own, and envs of a server, are killed",
-    "their workers are gone in <= 2 s, their lease ends, nothing is left",
+    "trainers with local workers and with envs of a server are killed",
+    "their workers are gone within 2 s, their leases end, nothing is left",
     seconds=1800.0,
 )
 def trainer_kill(trial: Trial) -> None:
@@ -56,8 +56,8 @@ def trainer_kill(trial: Trial) -> None:
                 ]
                 for trainer in trainers:
                     _wait_until_stepping(trainer)
-                for trainer in trainers:  # all step meanwhile
-                    time.sleep(trial.random.uniform(0.0, 0.02))  # at any phase
+                for trainer in trainers:  # all are stepping
+                    time.sleep(trial.random.uniform(0.0, 0.02))  # at a random phase
                     gone.append(_kill_with_workers(trainer, trial))
                     trial.result.faults += 1
                 killed_at = time.monotonic()
@@ -65,20 +65,20 @@ def trainer_kill(trial: Trial) -> None:
             freed.append(time.monotonic() - killed_at)
         left = len(server.worker_pids)
     trial.result.seconds += gone
-    trial.result.check("seconds until its workers are gone", max(gone), 2.0)
+    trial.result.check("seconds until the workers are gone", max(gone), 2.0)
     most = _LEASE_SECONDS + 2.0
-    trial.result.check("seconds until its lease is free", max(freed), most)
+    trial.result.check("seconds until the lease is free", max(freed), most)
     trial.result.check("workers left at the server", left, 0, "==")
-    trial.result.notes.append("the times are those until its own workers are gone")
+    trial.result.notes.append("times until the trainer's own workers are gone")
 
 
 @contextlib.contextmanager
 def _trainer(server: ServerProcess, trial: Trial) -> Iterator[subprocess.Popen[str]]:
     seed = str(trial.random.integers(2**31))
-    plant = [] if trial.plant is None else ["plant"]
+    corruption = [] if trial.corruption is None else ["corruption"]
     command = [sys.executable, "-m", "tests.chaos.trainer"]
     with subprocess.Popen(
-        [*command, server.address, str(_NUM_ENVS), seed, *plant],
+        [*command, server.address, str(_NUM_ENVS), seed, *corruption],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -97,21 +97,23 @@ def _wait_until_stepping(trainer: subprocess.Popen[str]) -> None:
         raise LedgerError(line.removeprefix("wrong: ").strip())
     if not line:
         raise RuntimeError(
-            f"expected a trainer to step; it ended with exit code {trainer.wait()}"
+            f"a trainer exited with code {trainer.wait()} before its first steps"
         )
 
 
 def _kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
-    """Kills a trainer; returns after how long all that it had started was gone."""
+    """Kill a trainer; return the seconds until all its descendants are gone."""
     ours = with_descendants(trainer.pid)
     began = time.monotonic()
     trainer.kill()
     code = trainer.wait()
-    if code != -9:  # it had ended before
+    if code != -9:  # it had exited before
         assert trainer.stdout is not None
         text = trainer.stdout.read().removeprefix("wrong: ").strip()
-        raise LedgerError(text or f"a trainer ended by itself with exit code {code}")
-    trial.result.row_steps += 2 * _NUM_ENVS * 10  # as many as it has told of
+        raise LedgerError(
+            text or f"a trainer exited with code {code} before it was killed"
+        )
+    trial.result.row_steps += 2 * _NUM_ENVS * 10  # those verified before it printed
     while any(is_running(pid) for pid in ours):
         trial.check_time()
         time.sleep(_LOOK_SECONDS)
@@ -125,28 +127,29 @@ def _wait_until_free(server: ServerProcess, num_envs: int, trial: Trial) -> None
 
 
 @chaos_case(
-    "a trainer's step comes late, when another one has its envs",
-    "it is told so; no step under an old epoch",
+    "a trainer's step arrives late, when another trainer has its envs",
+    "it gets an error; no step of an old epoch is executed",
     seconds=3000.0,
 )
 def two_trainers(trial: Trial) -> None:
     num_rounds = trial.count(1000)
     at_once = min(_AT_ONCE, num_rounds)
     lease = ("--lease-seconds", str(_LEASE_SECONDS))
-    num_told = 0
-    # As many envs as are taken: were any left, nobody would have to wait for them.
+    num_refused = 0
+    # Exactly as many envs as needed, so that the second trainers need those of the
+    # first.
     with running_servers(trial, 1, at_once * _NUM_ENVS, *lease) as (server,):
         while trial.result.faults < num_rounds:
-            num_told += _take_over(server, trial, at_once)
+            num_refused += _take_over(server, trial, at_once)
     faults = trial.result.faults
-    trial.result.check("late trainers not told", faults - num_told, 0, "==")
+    trial.result.check("late trainers without an error", faults - num_refused, 0, "==")
 
 
 def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
-    """Has trainers lose their envs to others, while their steps are on the way.
+    """Let other trainers take over the envs of trainers whose steps are delayed.
 
     Returns:
-      How many were told so.
+      The number of late trainers that got an error.
     """
     rows = np.arange(_NUM_ENVS)
     with contextlib.ExitStack() as stack:
@@ -154,7 +157,7 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
         late = [_enter_when_free(stack, trial, proxy.address) for _ in range(count)]
         for driver in late:
             driver.step()
-        proxy.change(to_server=Toxics(is_stalled=True))
+        proxy.change(to_server=NetworkFaults(is_stalled=True))
         for driver in late:
             driver.send(rows)
         with contextlib.ExitStack() as others:
@@ -165,7 +168,7 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
                 driver.step()
                 driver.send(rows)
             trial.result.faults += count
-            proxy.change(to_server=_CALM)  # now the late steps arrive
+            proxy.change(to_server=_NO_FAULTS)  # the late steps arrive now
             for driver in second:
                 driver.receive_rest()
                 driver.step()
@@ -173,40 +176,42 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
             for driver in second:
                 driver.step()
         for index, driver in enumerate(late):
-            if answers[index] is None:  # it asks for the envs again, which are free now
-                answers[index] = _is_refused(driver, LONGEST_CALL)
+            if answers[index] is None:  # it reconnects; its envs are free now
+                answers[index] = _is_refused(driver, MAX_CALL_SECONDS)
     return sum(map(bool, answers))
 
 
 def _batch_of_all(
     trial: Trial, address: str
 ) -> contextlib.AbstractContextManager[Driver]:
-    return remote_driver(trial, [address], _NUM_ENVS, server_lost_after=LONGEST_CALL)
+    return remote_driver(
+        trial, [address], _NUM_ENVS, server_lost_after=MAX_CALL_SECONDS
+    )
 
 
 def _is_refused(driver: Driver, seconds: float) -> bool | None:
-    """Tells what has come of a step that was sent.
+    """Receive the result of a step that was sent.
 
     Returns:
-      Whether it ended with word that the envs are lost; None if it has not ended.
+      Whether the result reports that the envs are lost; None after a timeout.
     """
     try:
         _, result = driver.receive(seconds)
     except EnvTimeout:
         return None
     except (LeaseLost, ServerLost, EnvsBusy):
-        driver.ledger.unanswered(driver.actions)
+        driver.ledger.mark_unanswered(driver.actions)
         return True
     return bool((result.status == Status.SERVER_LOST).all())
 
 
 def _enter_when_free(stack: contextlib.ExitStack, trial: Trial, address: str) -> Driver:
-    """Returns a trainer that has the envs as soon as nobody else has a lease of them.
+    """Create a trainer as soon as the envs are free.
 
-    It may itself stand still for so long that it loses its lease, and asks again.
+    This process may be so slow that the new lease expires as well; then it retries.
 
     Raises:
-      OutOfTime: They are not given free.
+      OutOfTime: The envs were not freed.
     """
     give_up_at = time.monotonic() + _LEASE_SECONDS + 30.0
     while time.monotonic() < give_up_at:
@@ -215,4 +220,4 @@ def _enter_when_free(stack: contextlib.ExitStack, trial: Trial, address: str) ->
         except (EnvsBusy, LeaseLost):
             trial.check_time()
             time.sleep(_POLL_SECONDS)
-    raise OutOfTime("expected the lease of a silent trainer to end; it has not")
+    raise OutOfTime("the lease of an unresponsive trainer did not expire")

@@ -1,6 +1,6 @@
-"""Workers that are killed, raise or hang: each costs its own rows one transition.
+"""Workers that are killed, raise or hang: each fault costs its rows one transition.
 
-Also envs that are slow to reset, which is no fault, and some that never start.
+Also envs with slow resets, which is not a fault, and envs that cannot be rebuilt.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from benchmarks.lab.processes import vitals_of, with_descendants
 from envserve.errors import EnvStartError
 from envserve.pool.pool import Pool
 from tests.chaos.batches import EPISODE, local_driver
-from tests.chaos.driver import FIRST_TRAP, Driver
-from tests.chaos.striker import Striker
+from tests.chaos.driver import FIRST_BREAKDOWN_ACTION, Driver
+from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case, check_latency
 from tests.oracle.journal import Array
 
 _NUM_ENVS: Final = 32
 _NUM_WORKERS: Final = 4
 _SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-#: What comes from within a step; "after" the action was applied, or before.
+#: Breakdowns within a step, before or after the action is applied.
 DEADLY: Final = {
     "kill": "before",
     "segfault": "after",
@@ -36,80 +36,80 @@ DEADLY: Final = {
 }
 _HANGS: Final = {"hang": "before", "stop": "after", "spin": "after"}
 _HANG_TIMEOUT: Final = 0.3
-_WAITED_FOR_WITHIN: Final = 10.0
-_LATEST_STRIKE: Final = 0.002
+_REAPED_WITHIN_SECONDS: Final = 10.0
+_MAX_DELAY_SECONDS: Final = 0.002
 _STEP_TIMEOUT: Final = 0.5
 _RESET_SECONDS: Final = 5.0
 
 
-def traps(breakdowns: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    """Returns breakdowns for `LedgerEnv`, by what they are: an action for each."""
+def breakdown_actions(breakdowns: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
+    """Return breakdowns for `LedgerEnv`, with one action for each."""
     return {
-        name: {"actions": [FIRST_TRAP + index], "when": when}
+        name: {"actions": [FIRST_BREAKDOWN_ACTION + index], "when": when}
         for index, (name, when) in enumerate(breakdowns.items())
     }
 
 
-class KillDrill:
-    """Ends workers of a local batch, one at a time for each worker."""
+class WorkerKiller:
+    """Kills workers of a local batch, one at a time."""
 
-    def __init__(self, driver: Driver, striker: Striker, trial: Trial) -> None:
+    def __init__(self, driver: Driver, injector: FaultInjector, trial: Trial) -> None:
         (lane,) = driver.batch.lanes
         assert isinstance(lane, Pool)
         self._lane = lane
         self._driver = driver
-        self._striker = striker
+        self._injector = injector
         self._random = trial.random
-        self._is_under_way = False
+        self._has_pending_kill = False
         self.num_kills = 0
         self.num_rows_hit = 0
 
-    def kill_any(self, actions: Array) -> bool:
-        """Ends a worker whose rows are well; False if there is none.
+    def kill_random_worker(self, actions: Array) -> bool:
+        """Kill a worker whose rows are all valid; return False if there is none.
 
-        It is hit by a signal within the next moments, or, by a change of `actions`,
-        from within the next step.
+        It is killed by a signal within a few milliseconds, or in the next step by an
+        altered action.
         """
-        well = [
+        healthy = [
             (pid, self._rows_of(worker))
             for worker, pid in enumerate(self._lane.worker_pids)
             if pid is not None
-            and not self._driver.recoveries.is_open(self._rows_of(worker))
+            and not self._driver.recovery_times.is_recovering(self._rows_of(worker))
         ]
-        if not well or self._is_under_way:
+        if not healthy or self._has_pending_kill:
             return False
-        pid, rows = well[self._random.integers(len(well))]
+        pid, rows = healthy[self._random.integers(len(healthy))]
         if self._random.random() < 0.5:
             number = _SIGNALS[self._random.integers(len(_SIGNALS))]
-            strike = functools.partial(self._strike, pid, number, rows)
-            self._is_under_way = True
-            self._striker.strike(self._random.uniform(0.0, _LATEST_STRIKE), strike)
+            kill = functools.partial(self._send_signal, pid, number, rows)
+            self._has_pending_kill = True
+            self._injector.inject(self._random.uniform(0.0, _MAX_DELAY_SECONDS), kill)
             return True
         row = rows[self._random.integers(len(rows))]
-        actions[row] = FIRST_TRAP + self._random.integers(len(DEADLY))
-        self._driver.recoveries.strike(rows, time.monotonic())
-        self._count(rows)
+        actions[row] = FIRST_BREAKDOWN_ACTION + self._random.integers(len(DEADLY))
+        self._driver.recovery_times.start(rows, time.monotonic())
+        self._record_kill(rows)
         return True
 
-    def _strike(self, pid: int, number: int, rows: Array) -> None:
-        recoveries = self._driver.recoveries
-        recoveries.strike(rows, time.monotonic())
+    def _send_signal(self, pid: int, number: int, rows: Array) -> None:
+        recovery_times = self._driver.recovery_times
+        recovery_times.start(rows, time.monotonic())
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            recoveries.retract(rows)
+            recovery_times.cancel(rows)
         else:
-            self._count(rows)
-        self._is_under_way = False
+            self._record_kill(rows)
+        self._has_pending_kill = False
 
-    def _count(self, rows: Array) -> None:
+    def _record_kill(self, rows: Array) -> None:
         self.num_kills += 1
         self.num_rows_hit += len(rows)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a signal has yet to be sent."""
-        return self._is_under_way
+    def has_pending_kill(self) -> bool:
+        """Whether a signal is scheduled but not sent."""
+        return self._has_pending_kill
 
     def _rows_of(self, worker: int) -> Array:
         blocks = [b for b in self._lane.blocks if b.worker == worker]
@@ -117,43 +117,44 @@ class KillDrill:
 
 
 @chaos_case(
-    "workers end by SIGKILL, SIGSEGV, abort or os._exit, at random phases",
-    "one lost row per env; p99 <= 100 ms to a valid row",
+    "workers end by SIGKILL, SIGSEGV, abort or os._exit, at random moments",
+    "one lost row per env; valid again within 100 ms (p99)",
     seconds=900.0,
 )
 def kill(trial: Trial) -> None:
     num_rows, num_kills = trial.count(1_000_000), trial.count(1000, 4)
-    kwargs = {"breakdowns": traps(DEADLY)}
+    kwargs = {"breakdowns": breakdown_actions(DEADLY)}
     with (
         local_driver(trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs) as driver,
-        Striker() as striker,
+        FaultInjector() as injector,
     ):
-        drill = KillDrill(driver, striker, trial)
+        killer = WorkerKiller(driver, injector, trial)
         rows_between = num_rows / num_kills
         next_at = trial.random.exponential(rows_between)
-        while driver.ledger.num_rows < num_rows or drill.num_kills < num_kills:
+        while driver.ledger.num_rows < num_rows or killer.num_kills < num_kills:
             actions = driver.draw()
             is_due = driver.ledger.num_rows >= next_at
-            if is_due and drill.num_kills < num_kills and drill.kill_any(actions):
+            if (
+                is_due
+                and killer.num_kills < num_kills
+                and killer.kill_random_worker(actions)
+            ):
                 next_at += trial.random.exponential(rows_between)
             driver.step(actions)
-            trial.result.faults = drill.num_kills
-        while drill.is_under_way:
+            trial.result.faults = killer.num_kills
+        while killer.has_pending_kill:
             driver.step()
         driver.settle()
-        trial.result.faults = drill.num_kills
+        trial.result.faults = killer.num_kills
         lost = sum(driver.ledger.losses.values())
-    trial.result.check("lost rows / rows hit", lost / drill.num_rows_hit, 1, "==")
+    trial.result.check("lost rows / rows hit", lost / killer.num_rows_hit, 1, "==")
     check_latency(trial.result, 0.1)
 
 
-@chaos_case(
-    "an env raises in 1 of 1,000 steps",
-    "one lost row, with the traceback",
-)
+@chaos_case("an env raises in 1 of 1,000 steps", "one lost row, with the traceback")
 def raise_(trial: Trial) -> None:
     num_rows = trial.count(1_000_000, 2000)
-    # In a short run it happens more often, so that it happens at all.
+    # In short runs, raise more often so that it happens at all.
     probability = max(0.001, 20.0 / num_rows)
     kwargs = {"breakdowns": {"raise": {"probability": probability}}}
     with local_driver(trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs) as driver:
@@ -162,21 +163,25 @@ def raise_(trial: Trial) -> None:
             trial.result.faults = sum(driver.ledger.losses.values())
         driver.settle()
         faults = trial.result.faults = sum(driver.ledger.losses.values())
-        told = driver.fault_texts["RuntimeError: the simulator lost its balance"]
-    trial.result.check("faults without their traceback", faults - told, 0, "==")
+        num_with_traceback = driver.fault_texts[
+            "RuntimeError: the simulator lost its balance"
+        ]
+    trial.result.check(
+        "faults without their traceback", faults - num_with_traceback, 0, "=="
+    )
     expected = probability * num_rows
     trial.result.check("faults", faults, expected / 4.0, ">=")
 
 
 @chaos_case(
-    f"envs sleep, are stopped, or hold the interpreter's lock in C; "
+    f"envs sleep, are stopped, or hold the interpreter lock in C; "
     f"step_timeout {_HANG_TIMEOUT:g} s",
-    "p99 <= step_timeout + 200 ms to a valid row, no zombies",
+    "valid again within step_timeout + 200 ms (p99); no zombies",
     seconds=900.0,
 )
 def hang(trial: Trial) -> None:
     num_hangs = trial.count(1000, 6)
-    kwargs = {"breakdowns": traps(_HANGS)}
+    kwargs = {"breakdowns": breakdown_actions(_HANGS)}
     with local_driver(
         trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs, step_timeout=_HANG_TIMEOUT
     ) as driver:
@@ -185,15 +190,17 @@ def hang(trial: Trial) -> None:
             blocks = trial.random.permutation(len(driver.batch.blocks))
             for block in blocks[: 1 + trial.random.integers(len(blocks))]:
                 row = trial.random.choice(driver.batch.blocks[block])
-                actions[row] = FIRST_TRAP + trial.random.integers(len(_HANGS))
+                actions[row] = FIRST_BREAKDOWN_ACTION + trial.random.integers(
+                    len(_HANGS)
+                )
                 trial.result.faults += 1
             driver.step(actions)
             driver.settle()
             for _ in range(trial.random.integers(20)):
                 driver.step()
         lost = dict(driver.ledger.losses)
-        give_up_at = time.monotonic() + _WAITED_FOR_WITHIN
-        # A worker that was lost in the last step is waited for in a moment.
+        give_up_at = time.monotonic() + _REAPED_WITHIN_SECONDS
+        # A worker lost in the last step is only reaped a moment later.
         while (zombies := num_zombies()) and time.monotonic() < give_up_at:
             driver.step()
     trial.result.check("kinds of loss other than TIMEOUT", len(lost) - 1, 0, "==")
@@ -202,7 +209,7 @@ def hang(trial: Trial) -> None:
 
 
 def num_zombies() -> int:
-    """Returns how many processes of ours have ended and were not waited for."""
+    """Return the number of zombie descendants."""
     found = [vitals_of(pid) for pid in with_descendants(os.getpid())[1:]]
     return sum(vitals is not None and vitals.state == "Z" for vitals in found)
 
@@ -216,7 +223,7 @@ def slow(trial: Trial) -> None:
     num_resets = trial.count(10_000)
     num_envs = 64 if trial.scale >= 0.1 else 16
     most = trial.seconds(_RESET_SECONDS, least=0.2)
-    kwargs = {"most_reset_seconds": most, "length": EPISODE}
+    kwargs = {"max_reset_seconds": most, "length": EPISODE}
     with local_driver(
         trial, num_envs, num_envs, env_kwargs=kwargs, step_timeout=_STEP_TIMEOUT
     ) as driver:
@@ -232,41 +239,42 @@ def slow(trial: Trial) -> None:
 
 
 @chaos_case(
-    "a worker is killed, and its envs cannot be built any more",
-    "EnvStartError with the traceback in <= 3 s, <= 10 starts a second, others go on",
+    "a worker is killed, and its envs cannot be rebuilt",
+    "EnvStartError with the traceback within 3 s; at most 10 starts per second; "
+    "other envs continue",
     seconds=300.0,
 )
 def crash_loop(trial: Trial) -> None:
     delays, others = [], []
-    most_starts = 0
+    max_starts = 0
     for _ in range(trial.count(20)):
         flag = trial.new_folder("flag") / "broken"
-        kwargs = {"broken_by": str(flag)}
+        kwargs = {"failure_flag": str(flag)}
         with local_driver(
             trial, 2 * _NUM_WORKERS, _NUM_WORKERS, env_kwargs=kwargs
         ) as driver:
             driver.step()
             trial.result.faults += 1
-            delay, num_valid = _end_for_good(driver, flag, trial)
+            delay, num_valid = _kill_permanently(driver, flag, trial)
         delays.append(delay)
         others.append(num_valid)
         starts = [float(line) for line in flag.read_text().split()]
-        most_starts = max(most_starts, _most_within_a_second(starts))
+        max_starts = max(max_starts, _most_within_a_second(starts))
     trial.result.check("seconds until EnvStartError", max(delays), 3.0)
-    trial.result.check("starts within a second", most_starts, 10)
-    trial.result.check("valid rows of the others meanwhile", min(others), 100, ">=")
+    trial.result.check("starts within a second", max_starts, 10)
+    trial.result.check("valid rows of other workers", min(others), 100, ">=")
 
 
-def _end_for_good(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]:
-    """Kills a worker that cannot be replaced; steps all others until that is told.
+def _kill_permanently(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]:
+    """Kill a worker that cannot be restarted; step the others until the error.
 
     Returns:
-      Seconds until then, and how many valid rows the other workers gave meanwhile.
+      Seconds until the error, and the number of valid rows of other workers.
     """
     (lane,) = driver.batch.lanes
     assert isinstance(lane, Pool)
     worker = int(trial.random.integers(_NUM_WORKERS))
-    mine = driver.batch.blocks[worker]
+    lost_rows = driver.batch.blocks[worker]
     flag.touch()
     pid = lane.worker_pids[worker]
     assert pid is not None
@@ -280,9 +288,9 @@ def _end_for_good(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]
         except EnvStartError as error:
             if "the simulator's licence has expired" not in error.remote_traceback:
                 trial.result.check("errors without their traceback", 1, 0, "==")
-            driver.ledger.unanswered(driver.actions[mine], mine)
+            driver.ledger.mark_unanswered(driver.actions[lost_rows], lost_rows)
             break
-        if not _is_same(rows, mine):
+        if not _are_all_in(rows, lost_rows):
             num_valid += int(result.valid.sum())
         driver.send(rows)
     elapsed = time.monotonic() - began
@@ -290,7 +298,7 @@ def _end_for_good(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]
     return elapsed, num_valid
 
 
-def _is_same(rows: Array, others: Array) -> bool:
+def _are_all_in(rows: Array, others: Array) -> bool:
     return bool(np.isin(rows, others).all())
 
 

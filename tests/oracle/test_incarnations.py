@@ -1,4 +1,4 @@
-"""What was applied, by the journal, beside what a run has seen."""
+"""The comparison of the journal with the results that a run received."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from envserve.envs.seeding import env_seed
 from envserve.slab import Status
 from tests.oracle.journal import Journal
-from tests.oracle.ledger_rows import ROOT_SEED, Run
 from tests.oracle.result import LedgerError
+from tests.oracle.simulated_batch import ROOT_SEED, CheckedRun
 
 
-def journaled_run(folder: Path, random_seed: int) -> Run:
-    run = Run(random_seed, journal=str(folder))
+def journaled_run(folder: Path, random_seed: int) -> CheckedRun:
+    run = CheckedRun(random_seed, journal=str(folder))
     for _ in range(4):
         run.step()
         run.step(in_flight=[0, 1])
@@ -23,11 +23,11 @@ def journaled_run(folder: Path, random_seed: int) -> Run:
         run.step(late=[0])
         run.step(lost={2: Status.ENV_ERROR})
     run.step(in_flight=[0])
-    run.ledger.unanswered(run.act())
+    run.ledger.mark_unanswered(run.draw_actions())
     return run
 
 
-def test_a_journal_holds_what_was_seen_and_at_most_one_more_for_each_loss(
+def test_a_journal_may_contain_one_more_action_for_each_loss(
     tmp_path: Path, random_seed: int
 ) -> None:
     run = journaled_run(tmp_path, random_seed)
@@ -36,27 +36,27 @@ def test_a_journal_holds_what_was_seen_and_at_most_one_more_for_each_loss(
 
 
 def append(folder: Path, *records: tuple[int, int, int, int]) -> None:
-    """Adds actions that no result has told of."""
+    """Append actions to a journal that no result reports."""
     with contextlib.closing(Journal(folder)) as journal:
         for record in records:
             journal.write(*record)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_action_that_no_result_tells_of_is_found_in_the_journal(
+def test_an_applied_action_without_a_result_raises(
     tmp_path: Path, random_seed: int, count: int
 ) -> None:
     run = journaled_run(tmp_path, random_seed)
-    seed, episode, step, _ = run.rows.observation[2].tolist()
+    seed, episode, step, _ = run.batch.observation[2].tolist()
     append(tmp_path, *((seed, episode, step + 1 + k, 1001) for k in range(count)))
     with pytest.raises(LedgerError, match=f"env 2 .*seed {seed}"):
         run.ledger.finish(tmp_path)
 
 
-def test_an_action_that_was_owed_cannot_have_been_applied_twice(tmp_path: Path) -> None:
-    run = Run(journal=str(tmp_path))
+def test_a_pending_action_that_was_applied_twice_raises(tmp_path: Path) -> None:
+    run = CheckedRun(journal=str(tmp_path))
     seed = env_seed(ROOT_SEED, 1, 0)
-    actions, result = run.give(in_flight=[1])
+    actions, result = run.make_result(in_flight=[1])
     run.ledger.step(actions, result)
     append(tmp_path, (seed, 0, 2, int(actions[1])))
     run.step(lost={1: Status.WORKER_DIED})
@@ -64,30 +64,30 @@ def test_an_action_that_was_owed_cannot_have_been_applied_twice(tmp_path: Path) 
         run.ledger.finish(tmp_path)
 
 
-def test_an_env_that_lives_in_two_processes_is_found_in_the_journal(
+def test_an_incarnation_in_two_processes_raises(
     tmp_path: Path, random_seed: int
 ) -> None:
     run = journaled_run(tmp_path, random_seed)
     append(tmp_path, (env_seed(ROOT_SEED, 0, 0), 0, 1, 1001))
-    with pytest.raises(LedgerError, match="no row is known to have had"):
+    with pytest.raises(LedgerError, match="belongs to no incarnation"):
         run.ledger.finish(tmp_path)
 
 
-def test_an_action_that_is_missing_from_the_journal_is_noticed(
+def test_an_action_missing_from_the_journal_raises(
     tmp_path: Path, random_seed: int
 ) -> None:
     run = journaled_run(tmp_path, random_seed)
     (file,) = tmp_path.iterdir()
     data = file.read_bytes()
     file.write_bytes(data[24:])
-    with pytest.raises(LedgerError, match=r"disagrees in 1 places:\nenv 0"):
+    with pytest.raises(LedgerError, match=r"1 contradictions:\nenv 0"):
         run.ledger.finish(tmp_path)
     file.unlink()
     with pytest.raises(LedgerError, match="actions in the journal; got none"):
         run.ledger.finish(tmp_path)
 
 
-def test_a_changed_action_in_the_journal_is_noticed(
+def test_an_altered_action_in_the_journal_raises(
     tmp_path: Path, random_seed: int
 ) -> None:
     run = journaled_run(tmp_path, random_seed)
@@ -95,14 +95,14 @@ def test_a_changed_action_in_the_journal_is_noticed(
     data = bytearray(file.read_bytes())
     data[16] ^= 1
     file.write_bytes(data)
-    with pytest.raises(LedgerError, match="actions, but other ones"):
+    with pytest.raises(LedgerError, match="actions, but different ones"):
         run.ledger.finish(tmp_path)
 
 
-def test_a_journal_that_was_cut_is_told_from_one_that_disagrees(tmp_path: Path) -> None:
-    run = Run(journal=str(tmp_path))
+def test_a_truncated_journal_raises_value_error(tmp_path: Path) -> None:
+    run = CheckedRun(journal=str(tmp_path))
     run.step()
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="the last write was cut short"):
+    with pytest.raises(ValueError, match="the last record is incomplete"):
         run.ledger.finish(tmp_path)

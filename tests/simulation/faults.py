@@ -1,4 +1,4 @@
-"""Faults, each of a kind, at a victim and for a time that are drawn."""
+"""Faults of each kind, with a random victim and duration."""
 
 from __future__ import annotations
 
@@ -9,61 +9,69 @@ from typing import TYPE_CHECKING, Final
 from envserve.errors import EnvError
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, decode, encode
-from tests.worlds.caller import Caller
-from tests.worlds.endpoint import Endpoint
-from tests.worlds.host import Host
-from tests.worlds.profile import log_uniform
-from tests.worlds.thief import OWNER
+from tests.simulation.endpoint import Endpoint
+from tests.simulation.hijacker import OWNER
+from tests.simulation.host import Host
+from tests.simulation.profile import log_uniform
+from tests.simulation.random_client import RandomClient
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
-#: Who is no client, and yet has the key of one.
+#: A peer that is not a client but has the key of one.
 STRAY: Final = (0, 0, OWNER)
 
 
-def strike(world: World, kind: str) -> None:
-    source, profile = world.clock.random, world.profile
-    host = source.choice(world.hosts)
-    client = source.choice([*world.endpoints.values()]) if world.endpoints else None
+def inject_fault(simulation: Simulation, kind: str) -> None:
+    source, profile = simulation.clock.random, simulation.profile
+    host = source.choice(simulation.hosts)
+    client = (
+        source.choice([*simulation.endpoints.values()])
+        if simulation.endpoints
+        else None
+    )
     seconds = log_uniform(source, 0.1, profile.max_outage)
     soon = log_uniform(source, 0.01, 10.0)
-    world.clock.note(kind, seconds)
+    simulation.clock.record(kind, seconds)
     if kind == "crash_host":
         host.crash(soon)
     elif kind == "pause_host":
         host.pause(seconds)
     elif kind == "stop_host":
-        host.do(host.stop)
+        host.run_when_awake(host.stop)
     elif kind == "drain_host":
-        host.do(host.drain, seconds)
-    elif kind == "meet_defect":
-        host.has_defect = True
+        host.run_when_awake(host.drain, seconds)
+    elif kind == "fail_message":
+        host.fails_next_message = True
     elif host.granted and kind in ("lose_worker", "fail_pool", "break_pool"):
-        session = source.choice(list(host.granted))
+        session = source.choice(sorted(host.granted))
         if kind == "lose_worker":
             worker = source.randrange(profile.num_workers)
-            host.do(host.lose_worker, session, worker, soon)
+            host.run_when_awake(host.lose_worker, session, worker, soon)
         elif kind == "fail_pool":
-            host.do(host.fail_pool, session, EnvError("the pool has failed"))
+            host.run_when_awake(
+                host.fail_pool, session, EnvError("the pool has failed")
+            )
         else:
-            host.do(host.break_pool, session)
+            host.run_when_awake(host.break_pool, session)
     elif client is not None and kind == "move":
-        client.do(client.move, host)
+        client.run_when_awake(client.move, host)
     elif client is not None:
-        _strike_client(client, kind, seconds, soon)
+        _inject_client_fault(client, kind, seconds, soon)
 
 
-def _strike_client(client: Endpoint, kind: str, seconds: float, soon: float) -> None:
+def _inject_client_fault(
+    client: Endpoint, kind: str, seconds: float, soon: float
+) -> None:
     source = client.clock.random
     if kind == "pause_client":
         client.pause(seconds)
-    elif kind == "kill_caller" and isinstance(client, Caller):
+    elif kind == "kill_client" and isinstance(client, RandomClient):
         client.kill()
-    elif kind == "close_caller" and isinstance(client, Caller):
-        client.do(client.close)
+    elif kind == "close_client" and isinstance(client, RandomClient):
+        client.run_when_awake(client.close)
     elif kind == "reset_link":
-        client.lose_link(soon)
+        client.disconnect(soon)
     elif kind == "cut_link":
         client.link.cut(seconds, to_host=True, from_host=True)
     elif kind == "send_stray" and client.link.host is not None:
@@ -74,7 +82,7 @@ def _strike_client(client: Endpoint, kind: str, seconds: float, soon: float) -> 
 
 
 def _send_stray(host: Host, frames: Sequence[Buffer], source: random.Random) -> None:
-    """Sends a step as a peer would that is of the past, or has lost count."""
+    """Send a step like a peer with an old lease or wrong counters."""
     if not frames or (message := decode(frames)).type is not MessageType.STEP:
         return
     message.request += 1_000_000
@@ -88,4 +96,4 @@ def _send_stray(host: Host, frames: Sequence[Buffer], source: random.Random) -> 
     else:
         ahead = 1000
     message.entries = tuple((block, seq + ahead) for block, seq in message.entries)
-    host.do(host.receive, STRAY, encode(message))
+    host.run_when_awake(host.receive, STRAY, encode(message))

@@ -1,4 +1,4 @@
-"""A client's half as a lane: who waits lets the world go on."""
+"""A client session as a lane; while a call blocks, the simulation continues."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from envserve.session.states import ClientState
 from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import Attach
-from tests.worlds.endpoint import Endpoint
-from tests.worlds.host import Host
+from tests.simulation.endpoint import Endpoint
+from tests.simulation.host import Host
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
-#: How much time a look may take, which does not wait.
+#: Virtual seconds that a non-blocking `collect` may take.
 _LOOK_SECONDS: Final = 0.1
 _CLOSE_SECONDS: Final = 1.5
 
 
-class WorldLane(Endpoint):
-    """Satisfies `envserve.lane.Lane`."""
+class SimulatedLane(Endpoint):
+    """Implements `envserve.lane.Lane` over a simulated session."""
 
-    def __init__(self, world: World, host: Host, attach: Attach) -> None:
-        super().__init__(world)
-        self.name = f"host {world.hosts.index(host)}"
+    def __init__(self, simulation: Simulation, host: Host, attach: Attach) -> None:
+        super().__init__(simulation)
+        self.name = f"host {simulation.hosts.index(host)}"
         self._reader, self._writer = os.pipe()
-        os.write(self._writer, b"!")  # always readable: nobody waits but for the world
+        os.write(self._writer, b"!")  # always readable, so that no call blocks on it
         self.attach(host, attach)
 
     def finish_start(self, deadline: float) -> None:
@@ -40,7 +40,7 @@ class WorldLane(Endpoint):
             if client.error is not None or self.clock.now >= deadline:
                 self.close()
                 raise client.error or ConnectError("no envs in time")
-            self.world.step(deadline)
+            self.simulation.step(deadline)
 
     @property
     def _client(self) -> ClientSession:
@@ -73,31 +73,31 @@ class WorldLane(Endpoint):
 
     def submit_step(self, blocks: Sequence[int]) -> None:
         self._client.submit_step(blocks, self.clock.now)
-        self.look()
+        self.update()
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
         self._client.submit_reset(resets, self.clock.now)
-        self.look()
+        self.update()
 
     def submit_call(self, calls: Sequence[Call]) -> None:
         self._client.submit_call(calls, self.clock.now)
-        self.look()
+        self.update()
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
-        """Lets the world go on until so many operations have ended."""
+        """Run the simulation until `min_finished` operations have finished."""
         operations = self._client.operations
         until = self.clock.now + (timeout_seconds or _LOOK_SECONDS)
         while not operations.is_ready(min_finished) and self.clock.now < until:
-            self.world.step(until)
+            self.simulation.step(until)
             if timeout_seconds <= 0:
                 break
         operations.is_ready(min_finished)
         return self._client.take_outcomes()
 
     def invalidate(self, text: str) -> None:
-        """Gives the envs back, and asks for others; forgets what is in flight."""
+        """Give the envs back and attach again; drop what is in flight."""
         self._client.invalidate(text, self.clock.now)
-        self.look()
+        self.update()
 
     def stats(self) -> Mapping[str, int]:
         return self._client.stats()
@@ -107,17 +107,17 @@ class WorldLane(Endpoint):
 
     def begin_close(self) -> None:
         self._client.begin_close(self.clock.now)
-        self.look()
+        self.update()
 
     def close(self) -> None:
-        """Waits a moment for that to be heard."""
+        """Detach, and wait a moment for the answer."""
         if self.session is None:
             return
         self.begin_close()
         until = self.clock.now + _CLOSE_SECONDS
         while self._client.state is ClientState.CLOSING and self.clock.now < until:
-            self.world.step(until)
-        self.world.leave(self)
+            self.simulation.step(until)
+        self.simulation.unregister(self)
         self.session = None
         os.close(self._reader)
         os.close(self._writer)

@@ -1,4 +1,4 @@
-"""Many simulations, in several processes, and what has come of them."""
+"""Run many simulations in several processes, and summarise them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rich.progress import Progress
 
 from benchmarks.lab.tables import as_table
 from envserve.host_resources import num_cores
-from tests.worlds.journal import Violation
-from tests.worlds.world import simulate
+from tests.simulation.journal import Violation
+from tests.simulation.simulation import simulate
 
 
-class WorldResult(NamedTuple):
-    """What has come of one simulation.
+class SimulationResult(NamedTuple):
+    """The result of one simulation.
 
     Attributes:
-      failure: What has happened that must not; "" if nothing has.
+      failure: Description of a violation; empty if there was none.
     """
 
     seed: int
@@ -33,29 +33,29 @@ class WorldResult(NamedTuple):
     failure: str = ""
 
 
-def run_one(seed: int, num_events: int) -> WorldResult:
+def run_one(seed: int, num_events: int) -> SimulationResult:
     try:
-        world = simulate(seed, num_events)
+        simulation = simulate(seed, num_events)
     except Violation as violation:
-        return WorldResult(seed, Counter(events=num_events), str(violation))
+        return SimulationResult(seed, Counter(events=num_events), str(violation))
     counts = Counter(
-        events=world.clock.num_events,
-        episodes_lost=world.journal.num_lost,
-        sessions_and_batches=len(world.ledgers),
-        starts_of_servers=sum(host.num_starts for host in world.hosts),
+        events=simulation.clock.num_events,
+        episodes_lost=simulation.journal.num_lost,
+        sessions_and_batches=len(simulation.ledgers),
+        starts_of_servers=sum(host.num_starts for host in simulation.hosts),
     )
-    for ledger in world.ledgers:
+    for ledger in simulation.ledgers:
         counts["valid_rows"] += ledger.num_valid
         counts["lost_rows"] += ledger.losses.total()
         counts["padding"] += ledger.num_padding
         counts["late_rows"] += ledger.num_late
-    return WorldResult(seed, counts)
+    return SimulationResult(seed, counts)
 
 
 def run_many(
     first_seed: int, num_seeds: int, events_per_seed: int, num_processes: int
-) -> Iterator[WorldResult]:
-    """Runs simulations with consecutive seeds; yields results as they come."""
+) -> Iterator[SimulationResult]:
+    """Run simulations with consecutive seeds; yield results in order of seeds."""
     with concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), initializer=logging.disable
     ) as processes:
@@ -64,13 +64,23 @@ def run_many(
 
 
 def main(
-    events: Annotated[int, typer.Option(help="How many in all, at least.")] = 1_000_000,
-    events_per_seed: Annotated[int, typer.Option(help="How many each.")] = 20_000,
-    first_seed: Annotated[int, typer.Option(help="The others follow it.")] = 0,
-    processes: Annotated[int, typer.Option(help="0: one per core.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Run only this one, here.")] = None,
+    events: Annotated[
+        int, typer.Option(help="Minimum total number of events.")
+    ] = 1_000_000,
+    events_per_seed: Annotated[
+        int, typer.Option(help="Number of events per seed.")
+    ] = 20_000,
+    first_seed: Annotated[
+        int, typer.Option(help="First of the consecutive seeds.")
+    ] = 0,
+    processes: Annotated[
+        int, typer.Option(help="Number of processes; 0: one per core.")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Run only this seed, in this process.")
+    ] = None,
 ) -> None:
-    """Simulates sessions; exits with 1 if anything happened that must not."""
+    """Simulate sessions; exit with 1 if an invariant was violated."""
     console = Console()
     if seed is not None:
         logging.disable()
@@ -96,11 +106,13 @@ def main(
         console.print(result.failure, markup=False, highlight=False)
     if failures:
         seeds = " ".join(str(result.seed) for result in failures)
-        console.print(f"failed: {seeds}; look closer with --seed SEED")
+        console.print(f"failed seeds: {seeds}; repeat one with --seed SEED")
         raise typer.Exit(1)
 
 
-def _table(results: list[WorldResult], num_failures: int, seconds: float) -> object:
+def _table(
+    results: list[SimulationResult], num_failures: int, seconds: float
+) -> object:
     totals = Counter(simulations=len(results))
     for result in results:
         totals += result.counts

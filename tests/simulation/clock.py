@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and at which instant."""
+"""Virtual time: a queue of events, and processes that can be paused."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any, Final
 
 from envserve.wire.message import peek
 
-#: When; a number that no other has; what; with which arguments.
-Planned = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+#: Instant, unique number, callback, arguments.
+Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
-#: Events that a failure shows.
+#: Number of events that an error report shows.
 _NUM_TRACED: Final = 40
 
 
-class Clock:
-    """A queue of events, each a call.
+class VirtualClock:
+    """A queue of events, each a function call.
 
     Attributes:
       now: Monotonic seconds.
-      random: Where all randomness comes from.
+      random: The source of all randomness.
     """
 
     def __init__(self, source: random.Random) -> None:
-        """Starts without events, at an instant that is not 0."""
+        """Create a clock without events, at an instant that is not 0."""
         self.now = 1000.0 * source.random()
         self.num_events = 0
         self.random = source
-        self._num_planned = 0
-        self._events: list[Planned] = []
+        self._num_scheduled = 0
+        self._events: list[Event] = []
         self._trace: collections.deque[tuple[float, str, tuple[Any, ...]]] = (
             collections.deque(maxlen=_NUM_TRACED)
         )
 
-    def plan(self, at: float, event: Callable[..., None], *arguments: Any) -> None:
-        self._num_planned += 1
-        heapq.heappush(self._events, (at, self._num_planned, event, arguments))
+    def schedule(self, at: float, event: Callable[..., None], *arguments: Any) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._events, (at, self._num_scheduled, event, arguments))
 
     @property
     def has_events(self) -> bool:
@@ -56,13 +56,13 @@ class Clock:
         self._trace.append((self.now, event.__qualname__, arguments))
         event(*arguments)
 
-    def note(self, what: str, *arguments: Any) -> None:
-        """Has a failure show something beyond events."""
+    def record(self, what: str, *arguments: Any) -> None:
+        """Add an entry to the trace that is not an event."""
         self._trace.append((self.now, what, arguments))
 
     @property
     def trace(self) -> str:
-        """The last events, a line for each."""
+        """The last events, one per line."""
         return "\n".join(
             f"{at:12.4f} {what} {', '.join(map(_show, arguments))}"
             for at, what, arguments in self._trace
@@ -72,22 +72,22 @@ class Clock:
 def _show(argument: Any) -> str:
     if isinstance(argument, list) and (message := peek(argument)) is not None:
         kind = getattr(message.type, "name", message.type)
-        numbers = f"{message.session % 10000} {message.boot} {message.epoch}"
-        return f"{kind}({numbers} #{message.request}.{message.attempt})"
+        ids = f"{message.session % 10000} {message.boot} {message.epoch}"
+        return f"{kind}({ids} #{message.request}.{message.attempt})"
     text = getattr(argument, "__qualname__", None) or repr(argument)
     return text if len(text) < 100 else f"{text[:100]}..."
 
 
-class Patient:
-    """A process that can be paused: what concerns it waits until it goes on."""
+class PausableProcess:
+    """A process whose events wait while it is paused."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self._is_paused = False
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
-    def do(self, event: Callable[..., None], *arguments: Any) -> None:
-        """Lets an event happen to it, now or when it is awake."""
+    def run_when_awake(self, event: Callable[..., None], *arguments: Any) -> None:
+        """Run an event now, or when the process resumes."""
         if self._is_paused:
             self._waiting.append((event, arguments))
         else:
@@ -96,10 +96,10 @@ class Patient:
     def pause(self, seconds: float) -> None:
         if not self._is_paused:
             self._is_paused = True
-            self.clock.plan(self.clock.now + seconds, self.wake)
+            self.clock.schedule(self.clock.now + seconds, self.wake)
 
     def wake(self) -> None:
-        """Lets it go on, with what has come meanwhile in any order."""
+        """Resume, and run the waiting events, sometimes in random order."""
         if not self._is_paused:
             return
         self._is_paused = False
@@ -107,4 +107,4 @@ class Patient:
         if self.clock.random.random() < 0.3:
             self.clock.random.shuffle(waiting)
         for event, arguments in waiting:
-            self.do(event, *arguments)
+            self.run_when_awake(event, *arguments)

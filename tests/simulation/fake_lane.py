@@ -1,8 +1,8 @@
-"""A lane whose envs are ledgers in this process, and whose faults are drawn at random.
+"""A lane with in-process envs and random faults.
 
-It keeps the contract of `envserve.lane.Lane`, never waits, and is as unkind as the
-contract allows: blocks end in any order, are absent for any time, and are lost while
-idle or in flight, by worker or by server.
+It keeps the contract of `envserve.lane.Lane`, never blocks, and uses every freedom that
+the contract allows: blocks finish in any order, are absent for any time, and are lost
+while idle or in flight, because of a worker or a server.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ from envserve.session.server.decisions import RunStep
 from envserve.settings import PoolSettings
 from envserve.slab import Status, copy_observation_to_final
 from envserve.spaces.env_spec import EnvSpec
-from tests.worlds.pool import MemoryPool
+from tests.simulation.pool import MemoryPool
 
-SPEC = EnvSpec(
-    "Fake-v0",
-    spaces.Box(0, 2**40, (3,), np.int64),
-    spaces.Discrete(1000),
-)
+SPEC = EnvSpec("Fake-v0", spaces.Box(0, 2**40, (3,), np.int64), spaces.Discrete(1000))
 
 
 def next_hash(before: int, action: int) -> int:
@@ -35,21 +31,21 @@ def next_hash(before: int, action: int) -> int:
 
 @dataclass(slots=True)
 class Faults:
-    """Chances, for each block and call of `collect`, that something happens."""
+    """Probabilities per block and call of `collect`."""
 
-    end: float = 0.6  # an operation ends
+    end: float = 0.6  # a running operation finishes
     lose: float = 0.0  # the envs are lost
-    silence: float = 0.0  # the server falls silent
-    interrupt_waiting: float = 0.0  # Ctrl-C
+    silence: float = 0.0  # the server stops answering
+    interrupt_waiting: float = 0.0  # KeyboardInterrupt
     draw: Callable[[], float] = field(default=lambda: 0.5)
 
 
 class FakeLane(MemoryPool):
-    """Satisfies `envserve.lane.Lane`.
+    """Implements `envserve.lane.Lane` in memory.
 
     Attributes:
-      state: Per row its episode, step and hash, as they really are.
-      losses: How often each block was lost.
+      state: int64 `[num_envs, 3]`; the true episode, step and hash of each env.
+      losses: Number of losses of each block.
     """
 
     give_up_error: EnvserveError | None = None
@@ -107,11 +103,11 @@ class FakeLane(MemoryPool):
             interrupt = KeyboardInterrupt()
             mark_harmless(interrupt)
             raise interrupt
-        self._go_on()
+        self._advance()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         draw, faults = self.faults.draw, self.faults
         for index, part in enumerate(self.parts):
             if draw() < faults.lose:

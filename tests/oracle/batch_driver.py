@@ -1,4 +1,4 @@
-"""Plays a batch of ledgers with actions that are drawn, every row checked."""
+"""Steps a batch of ledger envs with random actions and verifies every row."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from envserve.client import BatchEnv, StepResult
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 
-#: Seconds that a call may take, on a machine that is busy with other things.
-LONGEST_CALL: Final = 60.0
+#: Time limit of a call in seconds, on a busy machine.
+MAX_CALL_SECONDS: Final = 60.0
 
 
-class Player:
-    """A batch of ledgers and its books.
+class BatchDriver:
+    """Steps a batch and passes every result to a ledger.
 
     Attributes:
-      batch: As it was given, with all envs reset.
-      ledger: Has seen all that the batch gave.
-      random: What actions are drawn from.
-      actions: int64 `[num_envs]`; what each row was sent last.
+      batch: The batch; all its envs have been reset.
+      ledger: The ledger that verifies the results.
+      random: The generator of actions.
+      actions: int64 `[num_envs]`; the last action sent to each row.
     """
 
-    #: Actions from here on are not drawn.
+    #: Actions are drawn from 0 to this number, exclusively.
     num_actions: ClassVar[int] = 1000
 
     def __init__(
@@ -34,16 +34,16 @@ class Player:
         batch: BatchEnv,
         ledger: Ledger,
         random: np.random.Generator,
-        longest_call: float = LONGEST_CALL,
+        max_call_seconds: float = MAX_CALL_SECONDS,
     ) -> None:
-        """Resets all envs; no call may take longer than so many seconds."""
+        """Reset all envs; `max_call_seconds` is the time limit of each call."""
         self.batch = batch
         self.ledger = ledger
         self.random = random
         self.actions = np.zeros(batch.num_envs, np.int64)
         self._sent_at = np.zeros(batch.num_envs)
-        self._longest_call = longest_call
-        with ledger.within(longest_call):
+        self._max_call_seconds = max_call_seconds
+        with ledger.within(max_call_seconds):
             observation = batch.reset()
         ledger.reset(observation)
 
@@ -54,13 +54,13 @@ class Player:
     def step(self, actions: Array | None = None) -> StepResult:
         self.actions[:] = self.draw() if actions is None else actions
         began = time.monotonic()
-        with self.ledger.within(self._longest_call):
+        with self.ledger.within(self._max_call_seconds):
             result = self.batch.step(self.actions)
         self.check(result, None, began)
         return result
 
     def send(self, rows: Array, *, together: bool = False) -> None:
-        """Sends actions to rows of whole blocks."""
+        """Send random actions to rows, which must form whole blocks."""
         self.actions[rows] = self.draw(len(rows))
         self._sent_at[rows] = time.monotonic()
         self.batch.send(self.actions[rows], rows, together=together)
@@ -71,12 +71,13 @@ class Player:
         min_envs: int | None = None,
         env_indices: Array | None = None,
     ) -> tuple[Array, StepResult]:
-        """Waits for the first block that was sent, or for more, or for these rows.
+        """Receive results of the first block, of at least `min_envs` rows, or of
+        `env_indices`.
 
         Raises:
-          EnvTimeout: There is none after so many seconds.
+          EnvTimeout: No result arrived within `timeout` seconds.
         """
-        with self.ledger.within(self._longest_call):
+        with self.ledger.within(self._max_call_seconds):
             rows, result = self.batch.recv(min_envs, timeout, env_indices=env_indices)
         assert rows.dtype == np.int64
         assert (np.diff(rows) > 0).all()
@@ -88,7 +89,7 @@ class Player:
             self.receive()
 
     def send_and_receive(self, num_steps: int) -> None:
-        """Steps every row so often, each block as soon as its last result is there."""
+        """Step every row `num_steps` times, each block once its result arrives."""
         left = np.full(self.batch.num_envs, num_steps)
         self.send(np.arange(self.batch.num_envs))
         while self.batch.num_in_flight:
@@ -99,12 +100,12 @@ class Player:
                     self.send(block)
 
     def check(self, result: StepResult, rows: Array | None, began: float) -> None:
-        """Checks what has come for rows, None for all, of a call that began then."""
+        """Verify a result for `rows` (None: all) of a call that started at `began`."""
         actions = self.actions if rows is None else self.actions[rows]
         self.ledger.step(actions, result, rows)
 
-    def check_nothing_was_seen(self, journal: str | os.PathLike[str]) -> None:
-        """Checks that every row was valid, and every action applied once."""
+    def check_all_rows_were_valid(self, journal: str | os.PathLike[str]) -> None:
+        """Verify that every row was valid and every action was applied once."""
         self.ledger.finish(journal)
         assert self.ledger.num_valid == self.ledger.num_rows
         assert self.ledger.num_unseen == 0

@@ -1,4 +1,4 @@
-"""What the envs of a world have done, whoever has asked for it."""
+"""Everything that the envs of a simulation did, for all clients."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envserve.spaces import codec
+from tests.oracle.incarnations import audit
 from tests.oracle.journal import RECORD
 from tests.oracle.ledger import Ledger
-from tests.oracle.lives import audit
 
 if TYPE_CHECKING:
-    from tests.worlds.pool import MemoryPool
+    from tests.simulation.pool import MemoryPool
 
 
 class Violation(Exception):
-    """Something has happened that never may, whatever fails."""
+    """An invariant that must hold under all faults was violated."""
 
 
 def check_levels(
     infos: Mapping[int, Mapping[str, Any]], rows: Collection[int], options: bytes
 ) -> None:
-    """Checks that a reset has shown each of these rows its options, and no others."""
+    """Verify that a reset passed its options to exactly these rows."""
     levels = {row: info["level"] for row, info in infos.items()}
     expected = dict.fromkeys(rows, codec.decode(options)["level"]) if options else {}
     if levels != expected:
-        raise Violation(f"a reset has shown {levels}; expected {expected}")
+        raise Violation(f"expected reset options {expected} by row; got {levels}")
 
 
-class WorldJournal:
-    """What a `LedgerEnv` needs of a journal; and which calls have been asked for.
+class SimulationJournal:
+    """The journal of all `LedgerEnv`s of a simulation, with their calls.
 
     Attributes:
-      pools: Where each seed is, or was, in use.
+      pools: The pool in which each seed is or was used.
+      num_lost: Number of lost episodes.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class WorldJournal:
         self._records.append((seed, episode, step, action, 0))
 
     def close(self) -> None:
-        """Stays open: it has no file, and other envs go on writing."""
+        """Do nothing: the journal has no file, and other envs still write to it."""
 
     def new_level(self) -> int:
         self._last_level += 1
@@ -59,14 +60,14 @@ class WorldJournal:
         self._last_call += 1
         return self._last_call
 
-    def note_call(self, number: int, row: int) -> None:
+    def record_call(self, number: int, row: int) -> None:
         if number > self._last_call or (number, row) in self._calls:
-            raise Violation(f"call {number} of row {row} was executed twice, or never")
+            raise Violation(f"call {number} of row {row} was repeated or never sent")
         self._calls.add((number, row))
 
     def audit(self, ledgers: Iterable[Ledger]) -> None:
-        """Compares with what callers have seen, each with a ledger."""
-        lives = chain.from_iterable(ledger.lives() for ledger in ledgers)
-        _, wrong = audit(lives, np.array(self._records, RECORD))
+        """Compare with the results that clients received."""
+        incarnations = chain.from_iterable(ledger.incarnations() for ledger in ledgers)
+        _, wrong = audit(incarnations, np.array(self._records, RECORD))
         if wrong:
             raise Violation("; ".join(wrong[:5]))

@@ -1,7 +1,7 @@
-"""A host: a server's half of the conversation, with pools that take their time.
+"""A host: a server session with in-memory pools whose operations take time.
 
-It is told when to crash, to pause, to stop; each start has another boot id, and knows
-nothing of the one before.
+It crashes, pauses or stops on request. Each start has a new boot id and no memory of
+the previous one.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire.message import Buffer, Peer
-from tests.worlds.clock import Patient
-from tests.worlds.journal import Violation
-from tests.worlds.pool import SPEC, MemoryPool, Operation
-from tests.worlds.profile import log_uniform
-from tests.worlds.thief import Thief
+from tests.simulation.clock import PausableProcess
+from tests.simulation.hijacker import Hijacker
+from tests.simulation.journal import Violation
+from tests.simulation.pool import SPEC, MemoryPool, Operation
+from tests.simulation.profile import log_uniform
 
 if TYPE_CHECKING:
-    from tests.worlds.world import World
+    from tests.simulation.simulation import Simulation
 
-#: How long a server that stops waits for its clients.
+#: Seconds for which a stopping server waits for its clients.
 _STOP_SECONDS: Final = 2.0
-#: How many sessions of a user that have ended a server may remember.
+#: Limit of ended sessions that a server may remember per user.
 _MAX_REMEMBERED: Final = 256
 
 
-def welcome(session: ServerSession, decision: ReplyWelcome) -> list[Decision]:
-    """Answers a HELLO, as a server does that has no delays."""
+def answer_hello(session: ServerSession, decision: ReplyWelcome) -> list[Decision]:
+    """Answer a HELLO without delay."""
     request = decision.request
     body = session.leases.welcome_for(request.peer[-1]).encode()
     return session.answer(request, body)
 
 
-class Host(Patient):
-    """Carries out what a ServerSession decides.
+class Host(PausableProcess):
+    """Carries out the decisions of a ServerSession.
 
     Attributes:
-      session: The server's half; None while there is no server.
+      session: The server session; None while the server is not running.
       granted: Sessions whose envs are built.
-      has_defect: Whether the server fails at the next message.
+      fails_next_message: Whether the server raises at its next message.
     """
 
-    def __init__(self, world: World) -> None:
-        """Starts the server."""
-        super().__init__(world.clock)
-        profile = world.profile
+    def __init__(self, simulation: Simulation) -> None:
+        """Create a host and start its server."""
+        super().__init__(simulation.clock)
+        profile = simulation.profile
         self.session: ServerSession | None = None
         self.pools: dict[SessionId, MemoryPool] = {}
         self.granted: set[SessionId] = set()
         self.num_starts = 0
-        self.has_defect = False
-        self._world = world
-        self._thief = Thief()
+        self.fails_next_message = False
+        self._simulation = simulation
+        self._hijacker = Hijacker()
         self._boot = 0
         self._started: set[SessionId] = set()
         self._poll_at = float("inf")
@@ -81,39 +81,39 @@ class Host(Patient):
     def __repr__(self) -> str:
         return f"<Host of boot {self._boot}>"
 
-    # Its life.
+    # Lifecycle.
 
     def start(self) -> None:
-        """Starts a server, unless there is one."""
+        """Start a server unless one is running."""
         if self.session is None:
             self.num_starts += 1
-            self._boot = next(self._world.numbers)
+            self._boot = next(self._simulation.unique_numbers)
             self._started = set()
             self._poll_at = float("inf")
             policy, most = self._policy, self._policy.total_envs
-            if self.num_starts % 2 == 0:  # it comes back with other workers
+            if self.num_starts % 2 == 0:  # restart with another layout
                 policy = replace(policy, num_workers=1, envs_per_worker=most)
             self.session = ServerSession(policy, (SPEC.env_name,), self._boot)
 
     def crash(self, seconds: float) -> None:
-        """Ends the server and all its envs at once; starts another after a while."""
+        """Kill the server with all its envs, and restart it after some seconds."""
         self.session = None
         for session, pool in self.pools.items():
-            self._lose(session, pool)
+            self._end_envs(session, pool)
         self.pools.clear()
-        self.clock.plan(self.clock.now + seconds, self.start)
+        self.clock.schedule(self.clock.now + seconds, self.start)
 
     def drain(self, seconds: float) -> None:
-        """Has the server end when the running episodes have, or after a while."""
+        """Drain the server; stop it after some seconds."""
         if self.session is not None:
             self.carry_out(self.session.begin_drain(seconds))
-            self._plan(seconds, self.stop)
+            self._schedule(seconds, self.stop)
             self._check_end()
 
     def stop(self) -> None:
         if self.session is not None:
             self.carry_out(self.session.stop())
-            self._plan(_STOP_SECONDS, self._end_stop)
+            self._schedule(_STOP_SECONDS, self._end_stop)
             self._check_end()
 
     def _check_end(self) -> None:
@@ -123,28 +123,28 @@ class Host(Patient):
     def _end_stop(self) -> None:
         self.crash(log_uniform(self.clock.random, 0.1, 10.0))
 
-    # What comes in.
+    # Messages.
 
     def receive(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         if self.session is None:
             return
-        self._thief.hear(self.session, frames, self.clock.now)
-        if self.has_defect:
-            self.has_defect = False
+        self._hijacker.intercept(self.session, frames, self.clock.now)
+        if self.fails_next_message:
+            self.fails_next_message = False
             self.carry_out(self.session.receive_failed(peer, frames))
         else:
             self.carry_out(self.session.receive(peer, frames, self.clock.now))
         self._check_end()
 
-    def _plan(
+    def _schedule(
         self, seconds: float, event: Callable[..., None], *arguments: Any
     ) -> None:
-        """Plans something that this start of the server does, or one of its pools."""
+        """Schedule an event that is dropped if the server restarts before."""
         at = self.clock.now + seconds
-        self.clock.plan(at, self._happen, self._boot, event, *arguments)
+        self.clock.schedule(at, self._happen, self._boot, event, *arguments)
 
     def _happen(self, boot: int, event: Callable[..., None], *arguments: Any) -> None:
-        self.do(self._if_running, boot, event, *arguments)
+        self.run_when_awake(self._if_running, boot, event, *arguments)
 
     def _if_running(
         self, boot: int, event: Callable[..., None], *arguments: Any
@@ -155,17 +155,17 @@ class Host(Patient):
     @property
     def _running(self) -> ServerSession:
         if self.session is None:
-            raise Violation("a server was used that is not running")
+            raise Violation("a server that is not running was used")
         return self.session
 
-    # What the session decides.
+    # Decisions.
 
     def carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Reply):
-                self._world.deliver(self, decision)
+                self._simulation.deliver(self, decision)
             elif isinstance(decision, ReplyWelcome):
-                self.carry_out(welcome(self._running, decision))
+                self.carry_out(answer_hello(self._running, decision))
             elif isinstance(decision, StartPool):
                 self._start_pool(decision)
             elif isinstance(decision, EndPool):
@@ -173,35 +173,36 @@ class Host(Patient):
             elif isinstance(decision, PoolDecision):
                 pool = self.pools.get(decision.session)
                 if pool is None or decision.session not in self.granted:
-                    raise Violation(f"session {decision.session} has no envs to use")
+                    raise Violation(f"session {decision.session} has no envs")
                 for block, operation in pool.begin(decision):
-                    self._go_on(decision.session, pool, block, operation)
+                    self._schedule_finish(decision.session, pool, block, operation)
                 if pool.absent:
                     self._report(decision.session, pool, [])
 
     def _start_pool(self, decision: StartPool) -> None:
         session, source = decision.session, self.clock.random
-        self._note_start(session)
-        pool = MemoryPool(decision.settings, self._world.journal)
+        self._check_first_start(session)
+        pool = MemoryPool(decision.settings, self._simulation.journal)
         self.pools[session] = pool
         num_envs = sum(pool.config.num_envs for pool in self.pools.values())
-        if num_envs > self._world.profile.total_envs:
+        if num_envs > self._simulation.profile.total_envs:
             raise Violation(
-                f"{num_envs} envs were leased of {self._world.profile.total_envs}"
+                f"{num_envs} envs were leased; the capacity is "
+                f"{self._simulation.profile.total_envs}"
             )
         seconds = log_uniform(source, 0.01, 10.0)
-        if source.random() < self._world.profile.failures:
-            self._plan(seconds, self.fail_pool, session, EnvStartError("no envs"))
+        if source.random() < self._simulation.profile.failures:
+            self._schedule(seconds, self.fail_pool, session, EnvStartError("no envs"))
         else:
-            self._plan(seconds, self._announce, session)
-        self._plan_poll()
+            self._schedule(seconds, self._grant, session)
+        self._schedule_poll()
 
-    def _note_start(self, session: SessionId) -> None:
+    def _check_first_start(self, session: SessionId) -> None:
         if session in self._started:
             raise Violation(f"session {session} was started twice")
         self._started.add(session)
 
-    def _announce(self, session: SessionId) -> None:
+    def _grant(self, session: SessionId) -> None:
         pool = self.pools.get(session)
         if pool is not None:
             self.granted.add(session)
@@ -213,15 +214,15 @@ class Host(Patient):
 
     def _end_pool(self, session: SessionId) -> None:
         pool = self.pools.get(session)
-        if pool is None:  # it was not begun
+        if pool is None:  # it was not started
             self.carry_out(self._running.pool_closed(session))
             return
         if pool.is_closing:
-            raise Violation(f"{pool!r} was ended twice")
-        self._lose(session, pool)
-        self._plan(log_uniform(self.clock.random, 1e-3, 2.0), self._close, session)
+            raise Violation(f"{pool!r} was closed twice")
+        self._end_envs(session, pool)
+        self._schedule(log_uniform(self.clock.random, 1e-3, 2.0), self._close, session)
 
-    def _lose(self, session: SessionId, pool: MemoryPool) -> None:
+    def _end_envs(self, session: SessionId, pool: MemoryPool) -> None:
         pool.end(applied=self.clock.random.random() < 0.5)
         self.granted.discard(session)
 
@@ -234,27 +235,27 @@ class Host(Patient):
             self.carry_out(self._running.pool_failed(session, error))
 
     def break_pool(self, session: SessionId) -> None:
-        """Has a pool be gone from one moment to the next."""
+        """Remove a pool without warning."""
         pool = self.pools.pop(session, None)
         if pool is not None:
-            self._lose(session, pool)
+            self._end_envs(session, pool)
             error = ServerError("the pool broke")
             decisions = self._running.pool_broken(session, error)
-            # The pool is gone already: there is nothing to end.
+            # The pool is already gone.
             self.carry_out([d for d in decisions if not isinstance(d, EndPool)])
 
     # Operations.
 
-    def _go_on(
+    def _schedule_finish(
         self, session: SessionId, pool: MemoryPool, block: int, operation: Operation
     ) -> None:
-        """Plans when an operation ends."""
+        """Schedule the end of an operation."""
         if pool.blocks[block].worker not in pool.down:
             source = self.clock.random
-            seconds = self._world.profile.pace * 2.0 * source.random() ** 2
+            seconds = self._simulation.profile.pace * 2.0 * source.random() ** 2
             if source.random() < 0.01:
                 seconds += log_uniform(source, 0.1, 20.0)
-            self._plan(seconds, self._finish, session, pool, block, operation)
+            self._schedule(seconds, self._finish, session, pool, block, operation)
 
     def _finish(
         self, session: SessionId, pool: MemoryPool, block: int, operation: Operation
@@ -262,12 +263,14 @@ class Host(Patient):
         if pool.running.get(block) is not operation or pool.is_closing:
             return
         if pool.blocks[block].worker in pool.down:
-            return  # goes on when the worker is back
+            return  # continues once the worker is back
         draw = self.clock.random.random
-        if draw() < self._world.profile.failures:
+        if draw() < self._simulation.profile.failures:
             outcome = pool.fail(block)
         else:
-            outcome = pool.finish(block, int(draw() < self._world.profile.env_errors))
+            outcome = pool.finish(
+                block, int(draw() < self._simulation.profile.env_errors)
+            )
         self._report(session, pool, [outcome])
 
     def _report(
@@ -282,42 +285,45 @@ class Host(Patient):
         source = self.clock.random
         status = source.choice((Status.WORKER_DIED, Status.TIMEOUT))
         ended = pool.lose_worker(worker, status, applied=source.random() < 0.5)
-        self._plan(seconds, self._revive, session, pool, worker)
+        self._schedule(seconds, self._restart_worker, session, pool, worker)
         self._report(session, pool, ended)
 
-    def _revive(self, session: SessionId, pool: MemoryPool, worker: int) -> None:
+    def _restart_worker(
+        self, session: SessionId, pool: MemoryPool, worker: int
+    ) -> None:
         pool.down.discard(worker)
         for block, operation in list(pool.running.items()):
             if pool.blocks[block].worker == worker:
-                self._go_on(session, pool, block, operation)
+                self._schedule_finish(session, pool, block, operation)
 
     # Leases.
 
-    def _plan_poll(self) -> None:
+    def _schedule_poll(self) -> None:
         deadline = self._running.next_deadline()
         if deadline < self._poll_at:
             self._poll_at = deadline
-            self._plan(deadline - self.clock.now, self._poll)
+            self._schedule(deadline - self.clock.now, self._poll)
 
     def _poll(self) -> None:
         self._poll_at = float("inf")
         self.carry_out(self._running.expire_leases(self.clock.now))
-        self._plan_poll()
+        self._schedule_poll()
 
     def check_bounds(self) -> None:
         if self.session is None:
             return
         remembered = self.session.leases.ended_sessions.values()
         if max(map(len, remembered), default=0) > _MAX_REMEMBERED:
-            raise Violation("a server remembers more and more sessions")
+            raise Violation("a server remembers too many ended sessions")
 
-    def check_free(self) -> None:
+    def check_all_free(self) -> None:
         if (
             self.pools
-            or self._running.leases.num_free_envs != self._world.profile.total_envs
+            or self._running.leases.num_free_envs != self._simulation.profile.total_envs
         ):
             raise Violation(
-                f"{len(self.pools)} pools are left, and "
+                f"{len(self.pools)} pools remain, and "
                 f"{self._running.leases.num_free_envs} of "
-                f"{self._world.profile.total_envs} envs are free, after all have closed"
+                f"{self._simulation.profile.total_envs} envs are free although all "
+                "clients have closed"
             )

@@ -1,7 +1,7 @@
-"""The one pool without processes: what it is asked for ends when it is told to.
+"""A pool without processes, whose operations finish when the caller decides.
 
-It keeps the contract of `envserve.lane`, as far as a server's half sees it. Its envs
-are ledgers, which are stepped when an operation ends; a subclass may have others.
+It satisfies the part of the contract of `envserve.lane` that a server session uses. Its
+envs are ledgers, stepped when an operation finishes; subclasses may use other envs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from envserve.slab import Rows, Status, copy_observation_to_final, write_lost
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from tests.oracle.ledger_env import LedgerEnv
-from tests.worlds.journal import Violation, WorldJournal
+from tests.simulation.journal import SimulationJournal, Violation
 
-#: Steps of an episode.
+#: Number of steps in an episode.
 LENGTH: Final = 7
 
 _PROBE: Final = LedgerEnv()
@@ -29,22 +29,22 @@ SPEC: Final = EnvSpec(
     "envserve/Ledger-v0", _PROBE.observation_space, _PROBE.action_space
 )
 
-#: What a block is asked for.
+#: An operation on a block.
 Operation = RunStep | Reset | Call
 
 
 def answers_to(call: Call) -> list[list[Any]]:
-    """Returns what the first rows of a call give: as if there was room for so many."""
+    """Return results for the first rows of a call, as if the others did not fit."""
     arguments, _ = codec.decode(call.arguments, max_bytes=len(call.arguments))
     count = 1 + zlib.crc32(call.arguments) % len(call.env_indices)
     return [[row, *arguments] for row in call.env_indices[:count]]
 
 
 class MemoryPool:
-    """Envs of one lease.
+    """The envs of one lease.
 
     Attributes:
-      running: Operation by block.
+      running: The running operation of each busy block.
       down: Workers that are being replaced.
       is_closing: Whether its envs are gone.
     """
@@ -52,9 +52,9 @@ class MemoryPool:
     spec: ClassVar[EnvSpec] = SPEC
 
     def __init__(
-        self, config: PoolSettings, journal: WorldJournal | None = None
+        self, config: PoolSettings, journal: SimulationJournal | None = None
     ) -> None:
-        """Has no env yet: each is built for its first reset."""
+        """Create a pool; each env is built by its first reset."""
         self.config = config
         self.blocks = make_blocks(
             *(config.num_envs, config.num_workers, config.num_splits),
@@ -65,7 +65,7 @@ class MemoryPool:
         self.running: dict[int, Operation] = {}
         self.down: set[int] = set()
         self.is_closing = False
-        self._journal = journal or WorldJournal()
+        self._journal = journal or SimulationJournal()
         self._envs: list[LedgerEnv | None] = [None] * config.num_envs
         self._incarnations = [config.first_incarnation] * config.num_envs
         self._lost: dict[int, Status] = {}
@@ -81,7 +81,7 @@ class MemoryPool:
         self, decision: RunStep | RunReset | RunCall
     ) -> list[tuple[int, Operation]]:
         if self.is_closing:
-            raise Violation(f"{self!r} was used after its end")
+            raise Violation(f"{self!r} was used after it was closed")
         begun: list[tuple[int, Operation]]
         if isinstance(decision, RunStep):
             begun = [(block, decision) for block in decision.blocks]
@@ -98,23 +98,23 @@ class MemoryPool:
             raise Violation(f"block {block} was used while it was running")
         self.running[block] = operation
         if isinstance(operation, Call):
-            self._note_call(operation)
+            self._record_call(operation)
         elif isinstance(operation, Reset) and operation.options:
-            self._note_options(block, operation.options)
+            self._record_options(block, operation.options)
         elif isinstance(operation, RunStep) and block in self._lost:
             copy_observation_to_final(self.rows, self.parts[block])
 
-    def _note_call(self, call: Call) -> None:
+    def _record_call(self, call: Call) -> None:
         for row, number in answers_to(call):
-            self._journal.note_call(number, self.config.first_env_index + row)
+            self._journal.record_call(number, self.config.first_env_index + row)
 
-    def _note_options(self, block: int, options: bytes) -> None:
+    def _record_options(self, block: int, options: bytes) -> None:
         if (block, options) in self._used_options:
             raise Violation(f"block {block} was reset twice with the same options")
         self._used_options.add((block, options))
 
     def finish(self, block: int, num_errors: int = 0) -> Outcome:
-        """Ends an operation; so many rows of a step fail."""
+        """Finish an operation; the first `num_errors` rows of a step fail."""
         operation = self.running.pop(block)
         if isinstance(operation, Call):
             return Outcome(block, result=codec.encode(answers_to(operation)))
@@ -132,7 +132,7 @@ class MemoryPool:
         return Outcome(block, faults=faults, infos=infos)
 
     def fail(self, block: int) -> Outcome:
-        """Ends an operation that has failed as a whole; its episodes are lost."""
+        """Fail an operation as a whole; a step or reset loses its episodes."""
         operation = self.running.pop(block)
         if isinstance(operation, Call):
             error: EnvserveError = CallError("the call failed", env_index=0)
@@ -144,21 +144,21 @@ class MemoryPool:
     # Rows.
 
     def _reset(self, row: int, seed: int | None = None, options: bytes = b"") -> Any:
-        """Begins an episode; returns an info, which shows the options."""
+        """Start an episode; return its info if there are options."""
         env = self._envs[row]
         if env is None:
             env = self._envs[row] = LedgerEnv(length=LENGTH, journal=self._journal)
             if seed is None:
                 index = self.config.first_env_index + row
                 seed = env_seed(self.config.seed, index, self._incarnations[row])
-        own = codec.decode(options) if options else None
-        observation, info = env.reset(seed=seed, options=own)
+        decoded = codec.decode(options) if options else None
+        observation, info = env.reset(seed=seed, options=decoded)
         self._journal.pools[int(observation[0])] = self
         self.rows.observation[0][row] = observation
         return info if options else None
 
     def _step(self, row: int) -> Any:
-        """Steps an env, and resets it if that ends its episode; returns an info."""
+        """Step an env, and reset it if its episode ends; return the final info."""
         env, rows = self._envs[row], self.rows
         if env is None:
             raise Violation(f"row {row} of {self!r} was stepped before its reset")
@@ -199,7 +199,7 @@ class MemoryPool:
         return Outcome(reset.block, infos=infos)
 
     def _finish_lost(self, block: int) -> Outcome:
-        """Ends a step with the one row that a lost episode costs."""
+        """Finish a step with the row that reports the lost episode."""
         part, status = self.parts[block], self._lost.pop(block)
         write_lost(self.rows, part, status)
         faults = []
@@ -213,10 +213,10 @@ class MemoryPool:
     def lose_worker(
         self, worker: int, status: Status, *, applied: bool
     ) -> list[Outcome]:
-        """Loses all episodes of a worker; returns the calls that end with it.
+        """Lose all episodes of a worker; return the outcomes of its calls, which fail.
 
         Args:
-          applied: Whether it has done what it ran, and written it, but not answered.
+          applied: Whether the worker applied its running step before it was lost.
         """
         self.down.add(worker)
         ended = []
@@ -234,7 +234,7 @@ class MemoryPool:
         return ended
 
     def end(self, *, applied: bool) -> None:
-        """Loses all envs, since the pool ends; with what runs done, or not."""
+        """Lose all envs; with `applied`, running steps are applied before."""
         if self.is_closing:
             return
         self.is_closing = True

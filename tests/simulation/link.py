@@ -1,34 +1,34 @@
-"""The network between a caller and its host: it loses, copies, delays and resets."""
+"""The network between a client and its host: drops, copies, delays and resets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from envserve.wire.message import Buffer
-from tests.worlds.clock import Clock
-from tests.worlds.host import Host
-from tests.worlds.profile import Profile
-from tests.worlds.thief import OWNER
+from tests.simulation.clock import VirtualClock
+from tests.simulation.hijacker import OWNER
+from tests.simulation.host import Host
+from tests.simulation.profile import Profile
 
 
 class Link:
-    """A connection, made anew now and then; messages of one before may linger.
+    """A connection that may be reset, and whose messages may arrive after the reset.
 
     Attributes:
-      last_sent: Frames that were sent last.
+      last_sent: The frames sent last.
     """
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         profile: Profile,
         name: int,
         receive: Callable[[Sequence[Buffer]], None],
     ) -> None:
-        """Starts without a connection.
+        """Create a link that is not connected.
 
         Args:
-          name: Tells callers apart.
+          name: Unique number of the client.
         """
         self.is_connected = False
         self.host: Host | None = None
@@ -38,7 +38,7 @@ class Link:
         self._name = name
         self._receive = receive
         self._generation = 0
-        self._cut_until = [0.0, 0.0]  # to the host, and from it
+        self._cut_until = [0.0, 0.0]  # direction to the host, and from it
 
     def connect(self, host: Host) -> None:
         self._generation += 1
@@ -46,20 +46,20 @@ class Link:
         self.is_connected = True
 
     def reset(self) -> None:
-        """Loses the connection, and what is under way, with some luck not all of it."""
+        """Lose the connection, with its messages unless the profile is sticky."""
         self._generation += 1
         self.is_connected = False
 
     def cut(self, seconds: float, *, to_host: bool, from_host: bool) -> None:
-        """Cuts one direction, or both, without anybody being told."""
+        """Silently drop or delay all messages of one direction or both."""
         until = self._clock.now + seconds
         if to_host:
             self._cut_until[0] = until
         if from_host:
             self._cut_until[1] = until
 
-    def calm(self, profile: Profile) -> None:
-        """Ends cuts, and gets as good as the profile."""
+    def stop_faults(self, profile: Profile) -> None:
+        """End cuts and use a profile without faults."""
         self._profile = profile
         self._cut_until = [0.0, 0.0]
 
@@ -68,9 +68,9 @@ class Link:
         self._send(0, self._arrive_at_host, self.host, self._generation, frames)
 
     def reply(self, host: Host, generation: int, frames: Sequence[Buffer]) -> None:
-        """Sends something from the host, unless that connection is no more."""
+        """Send frames from the host, unless their connection was replaced."""
         if generation == self._generation or self._profile.is_sticky:
-            self._send(1, self._arrive_at_caller, host, generation, frames)
+            self._send(1, self._arrive_at_client, host, generation, frames)
 
     def _send(
         self, direction: int, arrive: Callable[..., None], *arguments: object
@@ -78,13 +78,13 @@ class Link:
         clock, profile = self._clock, self._profile
         draw, now = clock.random.random, clock.now
         while draw() >= profile.loss:
-            # Most are quick; some are so late that others overtake them by far.
+            # Most messages are fast; a few are so late that many others overtake them.
             at = now + profile.max_delay * draw() ** profile.delay_power
             if now < self._cut_until[direction]:
                 if draw() < 0.5:
                     return
-                at += self._cut_until[direction] - now  # TCP sends it again
-            clock.plan(at, arrive, *arguments)
+                at += self._cut_until[direction] - now  # TCP retransmits it
+            clock.schedule(at, arrive, *arguments)
             if draw() >= profile.copies:
                 return
 
@@ -93,9 +93,9 @@ class Link:
     ) -> None:
         if self._profile.is_sticky or generation == self._generation:
             peer = (self._name, generation, OWNER)
-            host.do(host.receive, peer, frames)
+            host.run_when_awake(host.receive, peer, frames)
 
-    def _arrive_at_caller(
+    def _arrive_at_client(
         self, host: Host, generation: int, frames: Sequence[Buffer]
     ) -> None:
         if self._profile.is_sticky or generation == self._generation:

@@ -1,4 +1,4 @@
-"""Ledgers stepped in this process, and the rows that a batch would make of them."""
+"""Ledger envs in this process, and the results that a real batch would return."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.oracle.ledger import Ledger
 from tests.oracle.ledger_env import LedgerEnv
 
 ROOT_SEED = 5
-#: Steps of an episode of a `Run`.
+#: Number of steps in an episode of a `CheckedRun`.
 LENGTH = 3
 
 
-class LedgerRows:
-    """Rows as the specification has them, fault by fault as told.
+class SimulatedBatch:
+    """Steps envs and produces the specified result, with the given faults.
 
-    With `in_flight`, an action is under way when its row turns out to be pending: it
-    is applied, unseen, and shows when the row is late.
+    Rows that are `in_flight` apply their action and return PENDING; a later `late`
+    returns the result.
     """
 
     def __init__(
@@ -101,57 +101,57 @@ class LedgerRows:
         return self._envs[row].reset(seed=seed)[0]
 
     def _apply(self, row: int, action: int) -> tuple[Any, ...]:
-        """Returns observation, final observation, reward, terminated, truncated."""
+        """Return observation, final observation, reward, terminated, truncated."""
         env = self._envs[row]
-        nothing = np.zeros(4, np.int64)
+        zeros = np.zeros(4, np.int64)
         if self._has_ended[row]:
             self._has_ended[row] = False
-            return env.reset()[0], nothing, 0.0, False, False
+            return env.reset()[0], zeros, 0.0, False, False
         observation, reward, terminated, truncated, _ = env.step(np.int64(action))
         if not (terminated or truncated):
-            return observation, nothing, reward, False, False
+            return observation, zeros, reward, False, False
         if self._autoreset == "same_step":
             return env.reset()[0], observation, reward, terminated, truncated
         self._has_ended[row] = True
         return observation, observation, reward, terminated, truncated
 
 
-class Run:
-    """Rows and their ledger, side by side."""
+class CheckedRun:
+    """A simulated batch together with a ledger that verifies its results."""
 
     def __init__(self, random_seed: int = 0, **options: Any) -> None:
-        self.rows = LedgerRows(length=LENGTH, **options)
+        self.batch = SimulatedBatch(length=LENGTH, **options)
         self.ledger = Ledger(
-            self.rows.num_envs,
+            self.batch.num_envs,
             ROOT_SEED,
             length=LENGTH,
             autoreset=options.get("autoreset", "same_step"),
         )
         self.random = np.random.default_rng(random_seed)
-        self.ledger.reset(self.rows.reset())
+        self.ledger.reset(self.batch.reset())
 
-    def act(self) -> Array:
-        return self.random.integers(0, 1000, self.rows.num_envs)
+    def draw_actions(self) -> Array:
+        return self.random.integers(0, 1000, self.batch.num_envs)
 
-    def give(self, **faults: Any) -> tuple[Array, StepResult]:
-        """Returns what a batch would give for some actions, for the ledger to see."""
-        actions = self.act()
-        return actions, self.rows.step(actions, **faults)
+    def make_result(self, **faults: Any) -> tuple[Array, StepResult]:
+        """Return random actions and the result of stepping them, unverified."""
+        actions = self.draw_actions()
+        return actions, self.batch.step(actions, **faults)
 
     def step(self, **faults: Any) -> StepResult:
-        actions, result = self.give(**faults)
+        actions, result = self.make_result(**faults)
         self.ledger.step(actions, result)
         return result
 
-    def cut(self, *, is_applied: bool = True, **faults: Any) -> None:
-        """Interrupts a call: nobody sees what it has given, if it gave anything."""
-        actions = self.act()
+    def interrupt(self, *, is_applied: bool = True, **faults: Any) -> None:
+        """Step and discard the result, or do not step at all."""
+        actions = self.draw_actions()
         if is_applied:
-            self.rows.step(actions, **faults)
-        self.ledger.unanswered(actions)
+            self.batch.step(actions, **faults)
+        self.ledger.mark_unanswered(actions)
 
-    def step_row(self, actions: Array, result: StepResult, *rows: int) -> None:
-        """Has the ledger see some rows of a result."""
+    def check_rows(self, actions: Array, result: StepResult, *rows: int) -> None:
+        """Pass some rows of a result to the ledger."""
         chosen = list(rows)
         part = StepResult._make([*(array[chosen] for array in result[:-1]), {}])
         self.ledger.step(actions[chosen], part, chosen)

@@ -1,7 +1,7 @@
-"""What one simulation is like; every seed has another mixture, some without faults.
+"""The parameters of a simulation; every seed draws others, some without faults.
 
-Half of all kinds of faults are left out each time: a fault that is always near hides
-what happens when it is not.
+Half of all kinds of faults are left out each time, because a frequent fault can hide
+what happens without it.
 """
 
 from __future__ import annotations
@@ -12,56 +12,58 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
-#: Each is carried out by `faults.strike`.
+#: Kinds of faults; see `faults.inject_fault`.
 FAULTS: Final = (
     "crash_host",
     "pause_host",
     "stop_host",
     "drain_host",
     "pause_client",
-    "kill_caller",
-    "close_caller",
+    "kill_client",
+    "close_client",
     "reset_link",
     "cut_link",
     "cut_one_way",
     "lose_worker",
     "fail_pool",
     "break_pool",
-    "meet_defect",
+    "fail_message",
     "send_stray",
 )
 
 
 def log_uniform(source: random.Random, low: float, high: float) -> float:
-    """Returns a number between two that are positive, all magnitudes alike."""
+    """Return a log-uniformly distributed number between two positive ones."""
     return low * math.exp(source.random() * math.log(high / low))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Numbers and probabilities of a simulation. Durations are in seconds."""
+    """Numbers and probabilities of a simulation; durations are in seconds."""
 
     num_hosts: int = 1
-    num_callers: int = 2
+    num_clients: int = 2
     num_trainers: int = 0
-    #: Processes per lease, and what they may hold; with that, the hosts' capacity.
+    #: Number of workers per lease, and of envs per worker; their product is a host's
+    #: capacity.
     num_workers: int = 2
     envs_per_worker: int = 4
     lease_seconds: float = 60.0
     #: Probability that a message is lost.
     loss: float = 0.0
-    #: Probability that it comes once more.
+    #: Probability that a message is duplicated.
     copies: float = 0.0
-    #: Longest that a message is under way.
+    #: Longest delay of a message.
     max_delay: float = 0.01
-    #: How steeply delays fall below that; 1 for all alike.
+    #: Exponent of the delay distribution; 1 is uniform, higher values make most delays
+    #: short.
     delay_power: int = 8
-    #: Typical time for a step, and between steps.
+    #: Typical duration of a step, and of the pause between steps.
     pace: float = 0.01
-    #: Probability of a fault at an event, and of each kind of it.
+    #: Probability of a fault at each event, and the relative weight of each kind.
     fault_rate: float = 0.0
     faults: dict[str, float] = field(default_factory=dict)
-    #: Probability that an env fails at a step; that an operation does.
+    #: Probability that an env fails in a step, and that a whole operation fails.
     env_errors: float = 0.0
     failures: float = 0.0
     #: Longest pause or cut.
@@ -73,20 +75,20 @@ class Profile:
     def draw(cls, source: random.Random) -> Profile:
         draw = source.random
         faults = {kind: draw() for kind in FAULTS if draw() < 0.5}
-        has_minutes = draw() < 0.3  # then some messages are so late, and most are not
+        has_long_delays = draw() < 0.3  # a few messages are minutes late
         num_trainers = source.choice((0, 0, 1, 2))
         return cls(
             num_hosts=source.choice((1, 2, 2) if num_trainers else (1, 1, 2)),
-            num_callers=0 if num_trainers else source.choice((1, 2, 3)),
+            num_clients=0 if num_trainers else source.choice((1, 2, 3)),
             num_trainers=num_trainers,
             envs_per_worker=source.choice((2, 3, 4)),
             lease_seconds=source.choice((10.0, 60.0)),
             loss=draw() * source.choice((0.0, 0.02, 0.3)),
             copies=draw() * source.choice((0.0, 0.05, 0.5)),
             max_delay=log_uniform(source, 1.0, 300.0)
-            if has_minutes
+            if has_long_delays
             else log_uniform(source, 1e-4, 1.0),
-            delay_power=source.choice((16, 32) if has_minutes else (1, 4)),
+            delay_power=source.choice((16, 32) if has_long_delays else (1, 4)),
             pace=log_uniform(source, 1e-3, 1.0),
             fault_rate=log_uniform(source, 3e-4, 0.02) if faults else 0.0,
             faults=faults,
@@ -100,8 +102,8 @@ class Profile:
     def total_envs(self) -> int:
         return self.num_workers * self.envs_per_worker
 
-    def calmed(self) -> Profile:
-        """Returns the same hosts and callers, where nothing fails."""
+    def without_faults(self) -> Profile:
+        """Return the same hosts and clients without faults."""
         return dataclasses.replace(
             self,
             loss=0.0,
@@ -115,11 +117,11 @@ class Profile:
         )
 
 
-#: Messages that come again, and minutes later, whatever has become of the connection.
+#: Messages are duplicated and arrive minutes later, even after a reconnect.
 LINGERING: Final = Profile(
-    num_callers=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
+    num_clients=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
 )
-#: Rows that move from host to host, which still answer, and come and go themselves.
+#: Rows move between hosts that still answer, and that crash and restart themselves.
 MOVES: Final = Profile(
     num_hosts=3,
     copies=0.5,
@@ -131,10 +133,10 @@ MOVES: Final = Profile(
     fault_rate=0.02,
     faults={"move": 4.0, "crash_host": 0.5, "pause_host": 0.5, "drain_host": 0.5},
 )
-#: Batches of which envs and servers are away every now and then.
+#: Batches whose workers and servers are temporarily unavailable.
 BATCHES: Final = Profile(
     num_hosts=2,
-    num_callers=0,
+    num_clients=0,
     num_trainers=2,
     fault_rate=0.01,
     faults={"pause_host": 3.0, "lose_worker": 2.0, "crash_host": 0.5},

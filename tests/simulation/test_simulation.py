@@ -1,6 +1,7 @@
-"""Callers and trainers over a network, hosts and workers that fail; virtual time.
+"""Simulations of sessions with faults of network, hosts and workers, in virtual time.
 
-`tests.worlds` says what must hold; `scripts/simulate_sessions.py` runs more.
+The modules of `tests.simulation` state the invariants; `scripts/simulate_sessions.py`
+runs more seeds.
 """
 
 from __future__ import annotations
@@ -11,48 +12,51 @@ from collections import Counter
 import pytest
 
 from envserve.slab import Status
-from tests.envserve.planted_reset_bugs import BUGS, Bug
-from tests.worlds.journal import Violation
-from tests.worlds.profile import BATCHES, MOVES
-from tests.worlds.world import simulate
+from tests.envserve.planted_bugs import BUGS, Bug
+from tests.simulation.journal import Violation
+from tests.simulation.profile import BATCHES, MOVES
+from tests.simulation.simulation import simulate
 
-#: Together 400,000 events in every run.
+#: Together 400,000 events per test run.
 NUM_TESTS = 5
 SEEDS_PER_TEST = 4
 EVENTS_PER_SEED = 20_000
 
-#: What a planted bug may take to be found.
+#: Limits within which a planted bug must be detected.
 MAX_SEEDS = 30
 EVENTS_PER_BUG = 4_000
 
-#: Seeds that once failed, with their number of events, and what they have shown.
+#: Seeds and numbers of events that once failed, with the bug that they revealed.
 REGRESSIONS = {
-    (23, 6_000): "a reset of some rows dropped what was owed to the others",
-    (393424879, 2_000): "a block that was padding at an interrupt was owed for ever",
-    (2124, 5_000): "a lost row that was not shown yet was dropped at an interrupt",
-    (5013, 11_000): "the same, in its final observation",
-    (1018, 13_000): "an interrupt in a server's silence began the wait for it anew",
+    (23, 6_000): "a reset of some rows dropped the late results of the others",
+    (
+        393424879,
+        2_000,
+    ): "a block that was PENDING at an interrupt never became valid again",
+    (2124, 5_000): "an interrupt dropped a lost row that had not been reported yet",
+    (5013, 11_000): "the same with its final observation",
+    (1018, 13_000): "an interrupt restarted the timeout of an unresponsive server",
 }
 
 
 @pytest.fixture(autouse=True)
 def quiet_sessions(caplog: pytest.LogCaptureFixture) -> None:
-    """Faults are logged, a line for each: here there are thousands."""
+    """Suppress log records of faults, because there are thousands."""
     caplog.set_level(logging.CRITICAL, "envserve")
 
 
 @pytest.mark.parametrize("part", range(NUM_TESTS))
-def test_whatever_fails_no_transition_is_wrong(part: int, random_seed: int) -> None:
+def test_no_fault_causes_a_wrong_transition(part: int, random_seed: int) -> None:
     num_valid = num_events = 0
     for index in range(SEEDS_PER_TEST):
-        world = simulate(random_seed + index, EVENTS_PER_SEED)
-        num_events += world.clock.num_events
-        num_valid += sum(ledger.num_valid for ledger in world.ledgers)
+        simulation = simulate(random_seed + index, EVENTS_PER_SEED)
+        num_events += simulation.clock.num_events
+        num_valid += sum(ledger.num_valid for ledger in simulation.ledgers)
     assert num_events >= SEEDS_PER_TEST * EVENTS_PER_SEED
     assert num_valid > num_events // 100
 
 
-def test_a_batch_shows_rows_of_every_kind() -> None:
+def test_a_batch_returns_rows_of_every_status() -> None:
     ledgers = simulate(0, 10_000, BATCHES).ledgers
     assert sum(ledger.num_valid for ledger in ledgers) > 1000
     assert sum(ledger.num_padding for ledger in ledgers) > 100
@@ -61,7 +65,7 @@ def test_a_batch_shows_rows_of_every_kind() -> None:
     assert losses.keys() == {Status.WORKER_DIED, Status.TIMEOUT, Status.SERVER_LOST}
 
 
-def test_rows_that_move_from_host_to_host_are_never_wrong(random_seed: int) -> None:
+def test_rows_that_move_between_hosts_are_never_wrong(random_seed: int) -> None:
     losses = Counter[Status]()
     num_valid = 0
     for index in range(SEEDS_PER_TEST):
@@ -75,18 +79,18 @@ def test_rows_that_move_from_host_to_host_are_never_wrong(random_seed: int) -> N
 @pytest.mark.parametrize(
     ("seed", "num_events"), REGRESSIONS, ids=[str(seed) for seed, _ in REGRESSIONS]
 )
-def test_seeds_that_failed_once(seed: int, num_events: int) -> None:
+def test_seeds_that_once_failed_pass(seed: int, num_events: int) -> None:
     simulate(seed, num_events)
 
 
-def test_a_seed_gives_the_same_simulation_again() -> None:
+def test_a_simulation_is_deterministic_for_a_seed() -> None:
     first, second = simulate(3, 2_000), simulate(3, 2_000)
     assert first.clock.num_events == second.clock.num_events
     assert first.clock.trace == second.clock.trace
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.plant.__name__)
-def test_a_planted_bug_is_found_within_a_few_seeds(
+def test_a_planted_bug_is_detected_within_a_few_seeds(
     bug: Bug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug.plant(monkeypatch)

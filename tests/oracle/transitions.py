@@ -1,4 +1,4 @@
-"""What a `LedgerEnv` must do with an action, for many rows at once."""
+"""The transition function of `LedgerEnv`, for many rows at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ HASH: Final = 3
 
 
 class Transition(NamedTuple):
-    """What a step gives; all `[n]` or `[n, 4]`.
+    """The expected result of a step; shapes are `[n]` or `[n, 4]`.
 
     Attributes:
-      observation: What the caller sees, the next episode's first one where there is.
-      reward: float64; echoes the action.
-      final_observation: The last of this episode; it has meaning where that has ended.
-      is_applied: bool; False for an action that only has an ended env reset.
-      has_ended: bool; whether the env must be reset before it can be stepped.
+      observation: The observation returned to the caller, of the next episode if one
+        was started.
+      reward: float64; equals the action.
+      final_observation: The last observation of the episode; only meaningful where the
+        episode ended.
+      is_applied: bool; False if the action only reset an ended env.
+      has_ended: bool; whether the env must be reset before its next step.
     """
 
     observation: Array
@@ -37,25 +39,25 @@ class Transition(NamedTuple):
 
 
 def advance(
-    books: Array, actions: Array, has_ended: Array, length: int, *, same_step: bool
+    before: Array, actions: Array, has_ended: Array, length: int, *, same_step: bool
 ) -> Transition:
-    """Returns what steps must give.
+    """Return the expected result of a step.
 
     Args:
-      books: int64 `[n, 4]`; what the envs observe before.
+      before: int64 `[n, 4]`; the previous observations.
       actions: int64 `[n]`.
-      has_ended: bool `[n]`; rows in which the step is the reset of an ended episode.
-      length: Steps of an episode.
+      has_ended: bool `[n]`; rows in which the step resets an ended episode.
+      length: Number of steps in an episode.
       same_step: Whether an env is reset in the step that ends its episode.
     """
-    final = books.copy()
+    final = before.copy()
     final[:, STEP] += 1
     # int64 arrays wrap around, as `ledger_hash` does.
     final[:, HASH] = final[:, HASH] * HASH_FACTOR + actions + HASH_TERM
     reward = actions.astype(np.float64)
     is_over = final[:, STEP] >= length
     if has_ended.any():
-        final[has_ended] = next_episode(books[has_ended])
+        final[has_ended] = next_episode(before[has_ended])
         reward[has_ended] = 0.0
         is_over &= ~has_ended
     observation = final
@@ -70,13 +72,13 @@ def advance(
         is_over & ~is_termination,
         final,
         ~has_ended,
-        np.zeros(len(books), np.bool_) if same_step else is_over,
+        np.zeros(len(before), np.bool_) if same_step else is_over,
     )
 
 
-def next_episode(books: Array) -> Array:
-    """Returns what envs with these books observe after a reset without a seed."""
-    books = books.copy()
-    books[:, EPISODE] += 1
-    books[:, STEP] = 0
-    return books
+def next_episode(observation: Array) -> Array:
+    """Return the observations after a reset without a seed."""
+    observation = observation.copy()
+    observation[:, EPISODE] += 1
+    observation[:, STEP] = 0
+    return observation

@@ -1,4 +1,4 @@
-"""A second user of a server, who knows all numbers of the first, and tries them."""
+"""A second user who knows all session numbers of the first and tries to use them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from envserve.session.server.server_session import ServerSession
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, decode, encode
-from tests.worlds.journal import Violation
+from tests.simulation.journal import Violation
 
-#: The user of all callers and trainers.
+#: The user of all clients and trainers.
 OWNER: Final = "owner"
-_THIEF: Final = "thief"
-_PEER: Final = (0, 0, _THIEF)
-#: Messages that arrive at a host between two that the thief makes use of.
-_EVERY: Final = 8
-#: Added to a session's number, it gives one that nobody has.
+_USER: Final = "hijacker"
+_PEER: Final = (0, 0, _USER)
+#: Number of messages per attempt.
+_MESSAGES_PER_ATTEMPT: Final = 8
+#: XOR mask that turns a session number into an unknown one.
 _UNKNOWN: Final = 1 << 63
 
 _KINDS: Final = (
@@ -40,40 +40,41 @@ _KINDS: Final = (
 )
 
 
-class Thief:
-    """Takes what the owner says to a host, and says it, or what could follow, itself.
+class Hijacker:
+    """Copies or forges messages of the owner and sends them as another user.
 
-    Draws from a source of its own: a world goes on as if there were none.
+    It has its own random generator, so that it does not change the simulation.
     """
 
     def __init__(self) -> None:
         self._source = random.Random(0)
-        self._num_heard = 0
+        self._num_messages = 0
 
-    def hear(
+    def intercept(
         self, session: ServerSession, frames: Sequence[Buffer], now: float
     ) -> None:
-        """Tries its luck with a message of the owner, before that arrives.
+        """Try to abuse a message of the owner before the server receives it.
 
         Raises:
-          Violation: It had an effect, or another answer than with an unknown session.
+          Violation: The attempt had an effect, or its answer differs from the answer to
+            an unknown session.
         """
-        self._num_heard += 1
-        if self._num_heard % _EVERY:
+        self._num_messages += 1
+        if self._num_messages % _MESSAGES_PER_ATTEMPT:
             return
-        message = self._make_up(decode(frames))
+        message = self._forge(decode(frames))
         before = _state_of(session)
         answers = [
-            self._say(session, dataclasses.replace(message, session=number), now)
+            self._send(session, dataclasses.replace(message, session=number), now)
             for number in (message.session, message.session ^ _UNKNOWN)
         ]
         if answers[0] != answers[1]:
-            raise Violation(f"a thief was told of a session: {answers}")
+            raise Violation(f"answers reveal another user's session: {answers}")
         if _state_of(session) != before:
-            raise Violation(f"a thief has done something: {message}")
+            raise Violation(f"another user's message changed a session: {message}")
 
-    def _make_up(self, message: Message) -> Message:
-        """Returns the message itself, or one like it with what could follow."""
+    def _forge(self, message: Message) -> Message:
+        """Return the message itself, or a forged one that could follow it."""
         source = self._source
         kind = source.random()
         if kind < 0.3:
@@ -92,48 +93,48 @@ class Thief:
             body = b""
         return dataclasses.replace(message, type=type_, body=body, entries=())
 
-    def _say(self, session: ServerSession, message: Message, now: float) -> list[Any]:
-        """Returns what the server does, without the session's number."""
-        number = (_THIEF, message.session)
-        done = session.receive(_PEER, encode(message), now)
+    def _send(self, session: ServerSession, message: Message, now: float) -> list[Any]:
+        """Return the decisions of the server, without the session number."""
+        number = (_USER, message.session)
+        decisions = session.receive(_PEER, encode(message), now)
         if number in session.leases and message.type is MessageType.ATTACH:
-            # It gets envs of its own, and gives them back.
+            # The hijacker got new envs; give them back.
             detach = dataclasses.replace(message, type=MessageType.DETACH, body=b"")
-            done += session.receive(_PEER, encode(detach), now)
-            done += session.pool_closed(number)
-        for decision in done[:]:
+            decisions += session.receive(_PEER, encode(detach), now)
+            decisions += session.pool_closed(number)
+        for decision in decisions[:]:
             if isinstance(decision, ReplyWelcome):
-                done.remove(decision)
-                body = session.leases.welcome_for(_THIEF).encode()
-                done += session.answer(decision.request, body)
-        return [_shown(decision, message.session) for decision in done]
+                decisions.remove(decision)
+                body = session.leases.welcome_for(_USER).encode()
+                decisions += session.answer(decision.request, body)
+        return [_anonymised(decision, message.session) for decision in decisions]
 
 
-def _shown(decision: Decision, number: int) -> Any:
+def _anonymised(decision: Decision, number: int) -> Any:
     if isinstance(decision, Reply) and decision.peer == _PEER:
         message = decode([bytes(frame) for frame in decision.frames])
         if message.session == number:
             return dataclasses.replace(message, session=0)
-    elif isinstance(decision, StartPool) and decision.session == (_THIEF, number):
+    elif isinstance(decision, StartPool) and decision.session == (_USER, number):
         return decision.settings
-    elif isinstance(decision, EndPool) and decision.session == (_THIEF, number):
+    elif isinstance(decision, EndPool) and decision.session == (_USER, number):
         return EndPool
-    elif isinstance(decision, Audit) and decision.user == _THIEF:
+    elif isinstance(decision, Audit) and decision.user == _USER:
         return decision
-    raise Violation(f"a thief has caused {decision}")
+    raise Violation(f"another user's message caused {decision}")
 
 
 def _state_of(session: ServerSession) -> list[Any]:
-    """What may not change, whatever another user says."""
+    """Return all state that messages of other users must not change."""
     leases = session.leases
     ended = dict(leases.ended_sessions[OWNER])
     return [ended, set(leases.unnotified), *map(_state_of_record, leases.values())]
 
 
 def _state_of_record(record: LeaseRecord) -> tuple[Any, ...]:
-    asked, lease = record.request, record.lease
-    numbers = asked.type, asked.request, asked.attempt, asked.peer
-    state = (record.session, record.state, record.last_message_at, numbers)
+    request, lease = record.request, record.lease
+    ids = request.type, request.request, request.attempt, request.peer
+    state = (record.session, record.state, record.last_message_at, ids)
     if lease is None:
         return state
     requests = [r and (r.message.attempt, r.message.peer) for r in lease._requests]
