@@ -178,17 +178,17 @@ def leases_never_expire(patch: Patch) -> None:
 
 @bug()
 def capacity_is_not_looked_at(patch: Patch) -> None:
-    patch.setattr(lease_table.LeaseTable, "free_envs", 1 << 20)
+    patch.setattr(lease_table.LeaseTable, "num_free_envs", 1 << 20)
 
 
 @bug(suffer("cut_one_way", Profile(), max_outage=1000.0))
 def silence_is_never_noticed(patch: Patch) -> None:
-    patch.setattr(attachment.Attachment, "lost_at", math.inf)
+    patch.setattr(attachment.Attachment, "give_up_at", math.inf)
 
 
 @bug()
 def leases_use_the_same_seeds_again(patch: Patch) -> None:
-    patch.setattr(attachment, "attach_again", lambda attach, num_leases: attach)
+    patch.setattr(attachment, "with_fresh_seeds", lambda attach, num_leases: attach)
 
 
 # Outcomes, and what is known of blocks.
@@ -389,4 +389,4 @@ def blocks_are_answered_in_another_order(patch: Patch) -> None:
 
 @bug(suffer("close_caller"))
 def ended_sessions_are_forgotten(patch: Patch) -> None:
-    patch.setattr(lease_table._RecentSessions, "note", lambda *_: None)
+    patch.setattr(lease_table._RecentSessions, "add", lambda *_: None)

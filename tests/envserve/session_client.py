@@ -26,7 +26,7 @@ class SessionClient:
         env_name: str = LEDGER,
         *,
         session: int = 5,
-        client: str = "",
+        client_name: str = "",
         **changes: object,
     ) -> None:
         self.connection = Connection(address)
@@ -37,7 +37,7 @@ class SessionClient:
             Timeouts(connect_seconds=40.0),
             session=session,
             now=time.monotonic(),
-            client=client,
+            client_name=client_name,
         )
         self._exchange = SessionDriver(self.session, self.connection)
         self.wait_for(lambda: self.session.state is ClientState.READY or self.is_over)
@@ -62,7 +62,7 @@ class SessionClient:
         outcomes: list[Outcome] = []
 
         def are_all_there() -> bool:
-            outcomes.extend(self.session.take_outcomes())
+            outcomes.extend(self.session.collect())
             return len(outcomes) == len(self.session.blocks)
 
         self.wait_for(are_all_there)

@@ -205,7 +205,7 @@ class OneLease(ClientSession):
     def _end(
         self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
     ) -> None:
-        self.attachment.refuse(error)
+        self.attachment.abort(error)
 
 
 def make_attach(**changes: object) -> Attach:
@@ -221,18 +221,18 @@ def make_attach(**changes: object) -> Attach:
 def make_client(
     now: float = 0.0,
     session: int = 11,
-    client: str = "",
-    patience: Timeouts | None = None,
+    client_name: str = "",
+    timeouts: Timeouts | None = None,
     kind: type[ClientSession] = ClientSession,
     **changes: object,
 ) -> ClientSession:
     return kind(
         ADDRESS,
         make_attach(**changes),
-        patience or Timeouts(),
+        timeouts or Timeouts(),
         session=session,
         now=now,
-        client=client,
+        client_name=client_name,
     )
 
 
@@ -250,8 +250,8 @@ def take_outgoing(client: ClientSession) -> list[list[Buffer]]:
 
 def collect(client: ClientSession) -> list[Outcome]:
     """What a lane would collect now, by block."""
-    client.operations.is_ready(1)
-    return sorted(client.take_outcomes(), key=lambda outcome: outcome.block)
+    client.client_blocks.is_ready(1)
+    return sorted(client.collect(), key=lambda outcome: outcome.block)
 
 
 def finish(client: ClientSession, server: FakeServer, now: float) -> list[Outcome]:
@@ -294,7 +294,7 @@ def exchange(
 def ask(server: FakeServer, now: float = 0.0, **changes: Any) -> ClientSession:
     """Returns a client that has asked for envs, and has heard what the server says."""
     client = make_client(now, **changes)
-    client.connected(now)
+    client.record_connect(now)
     exchange(client, server, now)
     return client
 
@@ -349,15 +349,15 @@ def restart(
     """A client that has seen some steps, and the server that came after its own."""
     client, restarted = attach_and_step(), FakeServer(boot=2, **options)
     if is_noticed:
-        client.connected(1.0)
+        client.record_connect(1.0)
         finish(client, restarted, 1.0)
     return client, restarted
 
 
 def absent(client: ClientSession) -> set[int]:
     """The blocks that are absent, as a lane would find them out."""
-    client.operations.is_ready(3)
-    return set(client.operations.absent)
+    client.client_blocks.is_ready(3)
+    return set(client.client_blocks.absent)
 
 
 def executed(server: FakeServer) -> list[tuple[int, tuple[int, ...] | None]]:

@@ -30,7 +30,7 @@ from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_client import SessionClient
 number = int(sys.argv[2])
-with SessionClient(sys.argv[1], session=number, client="late:1") as client:
+with SessionClient(sys.argv[1], session=number, client_name="late:1") as client:
     client.reset()
     print("attached", flush=True)
     while not client.is_over:

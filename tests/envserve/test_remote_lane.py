@@ -57,7 +57,7 @@ def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
 def test_what_the_keeper_received_makes_it_readable(
     lane: RemoteLane, wait_until: WaitUntil
 ) -> None:
-    operations = lane._session.operations
+    operations = lane._session.client_blocks
     for action in range(3):
         submit(lane, action)
         wait_until(lambda: len(operations.ended) == 2)  # the keeper has come by
@@ -141,7 +141,7 @@ def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
 def test_a_server_that_is_killed_makes_blocks_absent_and_is_given_up_in_time(
     server: ServerProcess, attach: Attach
 ) -> None:
-    lane = attach(server, patience=Timeouts(lost_seconds=6.0, pads=True))
+    lane = attach(server, patience=Timeouts(lost_seconds=6.0, pads_lost_rows=True))
     seen = lane.rows.observation[0].copy()
     server.signal(signal.SIGKILL)
     submit(lane, 1)

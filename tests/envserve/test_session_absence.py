@@ -54,11 +54,11 @@ def test_a_step_without_answer_is_absent_after_some_seconds() -> None:
     client.submit_step([0, 1], 1.0)
     take_outgoing(client)
     advance_to(client, 3.4)
-    assert not client.operations.is_ready(1)
+    assert not client.client_blocks.is_ready(1)
     advance_to(client, 4.6)
-    assert client.operations.is_ready(1)
-    assert client.operations.absent == {0, 1}
-    assert not client.operations.is_ready(1)  # they have not become so once more
+    assert client.client_blocks.is_ready(1)
+    assert client.client_blocks.absent == {0, 1}
+    assert not client.client_blocks.is_ready(1)  # they have not become so once more
     assert collect(client) == []
     assert client.num_in_flight == 2
     assert state_of(client) is ClientState.READY
@@ -67,17 +67,17 @@ def test_a_step_without_answer_is_absent_after_some_seconds() -> None:
 
 def test_a_step_on_a_broken_connection_is_absent_after_a_second() -> None:
     client = attach(FakeServer())
-    client.disconnected(0.1)
-    client.connected(0.3)  # in time, so that it costs nothing
-    client.disconnected(1.0)
+    client.record_disconnect(0.1)
+    client.record_connect(0.3)  # in time, so that it costs nothing
+    client.record_disconnect(1.0)
     client.submit_step([0, 1], 1.2)
-    client.disconnected(1.8)  # once more: the first time counts
+    client.record_disconnect(1.8)  # once more: the first time counts
     client.advance(1.9)
     assert not absent(client)
     assert client.next_deadline() <= 2.0
     client.advance(2.0)
     assert absent(client) == {0, 1}
-    client.connected(2.1)
+    client.record_connect(2.1)
     assert absent(client) == {0, 1}  # until it is heard
 
 
@@ -88,8 +88,8 @@ def test_what_is_submitted_to_a_silent_server_is_absent_at_once() -> None:
     advance_to(client, 5.0)
     assert absent(client) == {0}
     client.submit_reset([Reset(1)], 5.0)
-    assert client.operations.is_ready(1)
-    assert client.operations.absent == {0, 1}
+    assert client.client_blocks.is_ready(1)
+    assert client.client_blocks.absent == {0, 1}
     with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
         client.submit_step([0], 5.0)
     exchange(client, server, 6.0)  # it is heard
@@ -105,7 +105,7 @@ def test_a_late_result_is_that_of_the_action_that_was_sent() -> None:
     np.testing.assert_array_equal(client.rows.observation[0], 0)  # not touched yet
     outcomes = collect(client)
     assert [outcome.block for outcome in outcomes] == [0, 1]
-    assert not client.operations.absent
+    assert not client.client_blocks.absent
     np.testing.assert_array_equal(client.rows.reward, 50)
     np.testing.assert_array_equal(client.rows.observation[0], [[1, 50]] * 4)
     step_all(client, server, 6.0, 70)
@@ -125,7 +125,7 @@ def test_a_client_that_was_stopped_itself_does_not_blame_the_server() -> None:
     assert not absent(client)
     exchange(client, server, 100.0)
     assert len(collect(client)) == 2
-    client.disconnected(100.0)
+    client.record_disconnect(100.0)
     client.submit_step([0, 1], 100.1)
     client.advance(600.0)  # it slept; nothing that it had sent is unanswered
     assert not absent(client)
@@ -150,10 +150,10 @@ def test_a_server_that_does_not_answer_is_a_line_in_the_log_each_time(
 ) -> None:
     server, client = pair()
     for began_at in (1.0, 101.0):
-        client.disconnected(began_at)
+        client.record_disconnect(began_at)
         for now in (began_at, began_at + 1.0, began_at + 2.0):
             client.advance(now)
-        client.connected(began_at + 3.0)
+        client.record_connect(began_at + 3.0)
         exchange(client, server, began_at + 3.0)
     assert [line.partition(";")[0] for line in caplog.messages] == [
         "tcp://fake:1: no answer, or no connection"
@@ -182,11 +182,11 @@ def test_an_absent_block_does_not_hold_up_the_others_of_its_request() -> None:
     server, client = split_pair()
     exchange(client, server, 1.0)
     assert blocks_of(collect(client)) == [0]
-    assert client.operations.absent == {1}
+    assert client.client_blocks.absent == {1}
     assert client.rows.reward.tolist() == [5, 5, 0, 0]
     client.submit_step([0], 2.0)
     assert blocks_of(finish(client, server, 2.0)) == [0, 1]
-    assert not client.operations.absent
+    assert not client.client_blocks.absent
     assert client.rows.reward.tolist() == [5] * 4
     step_all(client, server, 2.0)
     assert client.rows.status.tolist() == OK
@@ -196,7 +196,7 @@ def test_an_answer_to_all_after_one_to_a_block_is_dropped() -> None:
     server, client = split_pair()
     exchange(client, server, 1.0)
     collect(client)
-    (request,) = client.requests.waiting.values()
+    (request,) = client.requests.unanswered.values()
     answer = Message(
         type=MessageType.RESULT,
         session=11,
@@ -207,7 +207,7 @@ def test_an_answer_to_all_after_one_to_a_block_is_dropped() -> None:
         body=bytes(4 * (8 + 3 + 16)),
     )
     client.receive(encode(answer), 1.0)
-    assert client.late_messages == 1
+    assert client.num_late_messages == 1
     assert collect(client) == []
 
 
@@ -220,4 +220,4 @@ def test_an_absent_of_another_request_says_nothing(field: str) -> None:
     setattr(message, field, getattr(message, field) + 1)
     client.receive(encode(message), 1.0)
     assert not absent(client)
-    assert client.late_messages == 1
+    assert client.num_late_messages == 1

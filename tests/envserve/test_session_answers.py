@@ -36,7 +36,7 @@ def test_a_step_runs_once_and_a_lost_reply_is_fetched_by_the_resend() -> None:
     client.advance(1.0)
     exchange(client, server, 1.0)
 
-    assert [outcome.block for outcome in client.take_outcomes()] == [0, 1]
+    assert [outcome.block for outcome in client.collect()] == [0, 1]
     assert client.num_in_flight == 0
     assert len(executed(server)) == 2
     np.testing.assert_array_equal(client.rows.reward, [3, 1, 4, 1])
@@ -49,14 +49,14 @@ def test_a_late_reply_is_not_taken_for_that_of_the_next_step() -> None:
     server.finish_all(0.0)
     (late,) = server.take_replies()
     client.receive(late, 0.0)
-    client.take_outcomes()
+    client.collect()
     server.receive((b"r", ""), step_frames(client, 2), 0.0)
 
     client.receive(late, 0.0)
 
-    assert client.late_messages == 1
+    assert client.num_late_messages == 1
     assert client.num_in_flight == 2
-    assert not client.take_outcomes()
+    assert not client.collect()
 
 
 def test_a_refused_action_is_an_error_and_uses_up_no_seq() -> None:
@@ -100,10 +100,10 @@ def test_an_answer_to_something_else_is_dropped(fields: dict[str, Any]) -> None:
     server.finish_all(0.0)
     (answer,) = server.take_replies()
     client.receive(changed(answer, **fields), 0.0)
-    assert client.late_messages == 1
-    assert not client.take_outcomes()
+    assert client.num_late_messages == 1
+    assert not client.collect()
     client.receive(answer, 0.0)
-    assert len(client.take_outcomes()) == 2
+    assert len(client.collect()) == 2
 
 
 def test_resends_back_off_and_count_their_attempts() -> None:

@@ -53,7 +53,7 @@ def failed_client(server: FakeServer, **changes: Any) -> EnvserveError:
 def test_a_granted_client_knows_spaces_and_blocks() -> None:
     server = FakeServer(policy=HostSettings(num_workers=3))
     client = attach(server, num_envs=8, num_splits=2)
-    assert not SPEC.differences(client.operations.spec)
+    assert not SPEC.differences(client.client_blocks.spec)
     assert client.blocks == server.pools["", 11].blocks
     assert client.rows.reward.shape == (8,)
 
@@ -87,7 +87,7 @@ def test_the_pool_gets_what_was_asked_for() -> None:
 def test_a_repeated_attach_gives_one_lease() -> None:
     server = FakeServer()
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     for frames in take_outgoing(client):
         server.receive((b"r", ""), frames, 0.0)
     for frames in server.take_replies():
@@ -119,7 +119,7 @@ def test_another_attach_in_the_same_session_is_refused() -> None:
 def test_slow_construction_is_no_lost_server() -> None:
     server = FakeServer(builds_at_once=False)
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     now = pass_time(client, server, until=100.0)
     assert state_of(client) is ClientState.ATTACHING
     server.build(("", 11), now)
@@ -137,8 +137,8 @@ def test_busy_says_how_many_are_free_and_who_has_the_others() -> None:
 
 def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
-    attach(server, session=1, client="small:1", num_envs=2)
-    attach(server, now=20.0, session=2, client="large:2\n", num_envs=5)
+    attach(server, session=1, client_name="small:1", num_envs=2)
+    attach(server, now=20.0, session=2, client_name="large:2\n", num_envs=5)
     for name, holder, leased in (
         (
             "large:2\n",
@@ -148,8 +148,8 @@ def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
         ("small:1", ("others", 0.0), "2 of Fake-v0 by small:1 for 50 s; 5 by others"),
         ("new:3", ("others", 0.0), "7 by others"),
     ):
-        client = make_client(now=50.0, client=name)
-        client.connected(50.0)
+        client = make_client(now=50.0, client_name=name)
+        client.record_connect(50.0)
         exchange(client, server, 50.0)
         error = client.error
         assert isinstance(error, EnvsBusy)
@@ -232,7 +232,7 @@ def test_envs_that_cannot_be_started_give_the_remote_traceback(
 def test_versions_without_overlap_are_a_mismatch_on_either_side() -> None:
     server = FakeServer()
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     hello = Hello(min_version=7, max_version=9).encode()
     (answer,) = server.hear(MessageType.HELLO, version=9, boot=0, request=1, body=hello)
     assert answer.version == 9, "so that any client can read it"
@@ -243,7 +243,7 @@ def test_versions_without_overlap_are_a_mismatch_on_either_side() -> None:
     assert str(client.error).startswith(text)
 
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     body = make_welcome(min_version=3, max_version=4).encode()
     message = Message(
         type=MessageType.WELCOME, version=4, session=11, boot=5, body=body

@@ -124,7 +124,7 @@ def test_a_reset_ends_an_episode_too_but_an_operation_that_failed_does_not() -> 
     pool.rows.terminated[2:] = True
     server.carry_out(server.session.pool_finished(("", 11), [failed]), 0.0)
     exchange(client, server, 0.0)
-    client.take_outcomes()
+    client.collect()
     for block in (0, 1):
         assert state_of(client) is ClientState.READY
         reset(client, server, Reset(block))
@@ -170,7 +170,7 @@ def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:
     exchange(client, server, GRACE)
     assert isinstance(client.error, LeaseLost)
     assert "drained: its grace period was over" in str(client.error)
-    (cut,) = client.take_outcomes()
+    (cut,) = client.collect()
     assert cut.error is client.error
 
 

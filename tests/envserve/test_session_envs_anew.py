@@ -62,10 +62,10 @@ def test_a_lease_lost_by_silence_is_replaced() -> None:
 
 def test_the_next_server_is_given_its_time() -> None:
     client = attach_and_step()
-    client.disconnected(1.0)
+    client.record_disconnect(1.0)
     assert client.attachment.needs_server_since(3.0) == 1.0
     client.attachment.move_to("tcp://fake:2", 3.0)
-    client.disconnected(3.0)
+    client.record_disconnect(3.0)
     assert client.attachment.needs_server_since(3.0) is None
     assert client.attachment.needs_server_since(4.0) == 3.0
 
@@ -115,7 +115,7 @@ def test_a_refused_attach_is_asked_again_as_the_same_session() -> None:
             sessions.add(message.session)
         return True
 
-    client.connected(1.0)
+    client.record_connect(1.0)
     pass_time(client, restarted, 1.0, until=5.0, filter_request=note)
     assert len(sessions) == 1
     assert 11 not in sessions
@@ -124,7 +124,7 @@ def test_a_refused_attach_is_asked_again_as_the_same_session() -> None:
 def test_envs_that_break_while_they_are_built_anew_are_asked_for_once_more() -> None:
     """As another session: the server will not revive one that has ended."""
     client, restarted = restart(builds_at_once=False)
-    client.connected(1.0)
+    client.record_connect(1.0)
     exchange(client, restarted, 1.0)
     (session,) = restarted.pools
     error = ServerError("the pool broke")
@@ -148,7 +148,7 @@ def test_other_envs_than_before_are_an_error() -> None:
     client.submit_step([0, 1], 1.0)
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.LOST
-    assert "expected envs as before" in str(client.error)
+    assert "expected the same envs as before" in str(client.error)
     assert "as many --workers" in str(client.error)
     assert not restarted.pools  # given back
 
@@ -169,7 +169,7 @@ def test_an_env_that_is_no_longer_on_offer_is_an_error() -> None:
 def test_a_server_that_never_comes_back_is_lost() -> None:
     client = attach_and_step()
     client.submit_step([0, 1], 1.0)
-    client.disconnected(1.0)
+    client.record_disconnect(1.0)
     assert pass_time(client, now=1.0) == pytest.approx(61.0)
     outcomes = collect(client)
     assert [type(item.error) for item in outcomes] == [ServerLost] * 2
@@ -179,10 +179,10 @@ def test_a_server_that_never_comes_back_is_lost() -> None:
 
 def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
     """What is in flight stays so; whether to wait for it is for others to say."""
-    client = attach_and_step(patience=Timeouts(pads=True))
+    client = attach_and_step(timeouts=Timeouts(pads_lost_rows=True))
     client.submit_step([0], 1.0)
     client.submit_reset([Reset(1)], 1.0)
-    client.disconnected(1.0)
+    client.record_disconnect(1.0)
     advance_to(client, 60.5)
     assert client.give_up_error is None
     advance_to(client, 61.0)
@@ -190,9 +190,9 @@ def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
     advance_to(client, 300.0)
     assert not state_of(client).is_over
     assert collect(client) == []
-    assert client.operations.absent == {0, 1}
+    assert client.client_blocks.absent == {0, 1}
     restarted = FakeServer(boot=2)
-    client.connected(300.0)
+    client.record_connect(300.0)
     first, second = finish(client, restarted, 301.0)
     assert [len(first.faults), len(second.faults)] == [2, 0]
     assert client.give_up_error is None
@@ -201,14 +201,14 @@ def test_or_is_tried_for_ever_though_it_is_given_up() -> None:
 
 
 def test_what_is_given_up_is_so_after_another_loss_until_there_are_envs() -> None:
-    client = attach_and_step(patience=Timeouts(pads=True))
-    client.disconnected(1.0)
+    client = attach_and_step(timeouts=Timeouts(pads_lost_rows=True))
+    client.record_disconnect(1.0)
     client.submit_step([0, 1], 1.0)
     advance_to(client, 62.0)
     second, third = (FakeServer(boot=b, builds_at_once=False) for b in (2, 3))
-    client.connected(63.0)
+    client.record_connect(63.0)
     exchange(client, second, 63.0)
-    client.connected(64.0)
+    client.record_connect(64.0)
     exchange(client, third, 64.0)
     assert isinstance(client.give_up_error, ServerLost)
     advance_to(client, 65.0)
@@ -235,7 +235,7 @@ def test_a_server_that_fails_again_and_again_is_not_asked_all_the_time() -> None
         if server.pools:  # it crashes while it builds
             boot += 1
             server = FakeServer(boot=boot, builds_at_once=False)
-            client.connected(now)
+            client.record_connect(now)
             continue
         now = client.next_deadline()
         client.advance(now)
@@ -254,7 +254,7 @@ def test_a_slow_construction_is_waited_for_beyond_that() -> None:
 
 
 def test_a_server_that_falls_silent_while_it_builds_is_not_waited_for_longer() -> None:
-    client = attach_and_step(patience=Timeouts(lost_seconds=1.0))
+    client = attach_and_step(timeouts=Timeouts(lost_seconds=1.0))
     restarted = FakeServer(boot=2, builds_at_once=False)
     client.submit_step([0, 1], 1.0)
     for now in (1.0, 1.5, 2.0, 2.5):
@@ -262,7 +262,7 @@ def test_a_server_that_falls_silent_while_it_builds_is_not_waited_for_longer() -
         exchange(client, restarted, now)
         restarted.poll(now)
     assert state_of(client) is ClientState.ATTACHING  # longer than that, as it answers
-    client.disconnected(2.5)
+    client.record_disconnect(2.5)
     # 1 s from the next time that it was asked, at most 2 s on
     assert 3.5 <= pass_time(client, now=2.5) <= 5.5
     assert isinstance(client.error, ServerLost)
@@ -280,12 +280,12 @@ def test_silence_after_recovery_is_waited_for_anew() -> None:
 def test_a_loss_that_nobody_has_noticed_does_not_count_for_the_next() -> None:
     """Nothing was in flight, so nothing was answered under the lease in between."""
     client = attach_and_step()
-    client.connected(1.0)
+    client.record_connect(1.0)
     second = FakeServer(boot=2)
     finish(client, second, 1.0)
     now = pass_time(client, second, 1.0, until=100.0)
     third = FakeServer(boot=3)
-    client.connected(now)
+    client.record_connect(now)
     check_lost(client, step_all(client, third, now), last=3)
 
 
@@ -294,7 +294,7 @@ def test_a_loss_that_nobody_has_noticed_does_not_count_for_the_next() -> None:
 
 def test_closing_while_recovering_gives_the_new_envs_back() -> None:
     client, restarted = restart(builds_at_once=False)
-    client.connected(1.0)
+    client.record_connect(1.0)
     exchange(client, restarted, 1.0)
     assert restarted.pools
     client.begin_close(1.0)
@@ -304,7 +304,7 @@ def test_closing_while_recovering_gives_the_new_envs_back() -> None:
 
 
 def test_a_closing_client_that_would_try_for_ever_does_not() -> None:
-    client = attach_and_step(patience=Timeouts(pads=True))
+    client = attach_and_step(timeouts=Timeouts(pads_lost_rows=True))
     client.begin_close(1.0)
     advance_to(client, 62.0)
     assert isinstance(client.error, ServerLost)

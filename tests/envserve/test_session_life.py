@@ -31,7 +31,7 @@ from tests.envserve.session_fakes import (
 def test_no_answer_at_all_is_a_connect_error_at_the_deadline(is_there: bool) -> None:
     client = make_client()
     if is_there:
-        client.connected(0.0)
+        client.record_connect(0.0)
     client.advance(9.9)
     assert not state_of(client).is_over
     assert pass_time(client, now=9.9) == 10.0
@@ -198,7 +198,7 @@ def test_a_result_answers_no_attach(kind: MessageType, is_first: bool) -> None:
         sent.append(decode(frames))
         return sent[-1].type is MessageType.PING
 
-    client.connected(1.0)
+    client.record_connect(1.0)
     exchange(client, server, 1.0, filter_request=note)
     hello = sent[-1]
     assert hello.type is MessageType.HELLO
@@ -206,8 +206,8 @@ def test_a_result_answers_no_attach(kind: MessageType, is_first: bool) -> None:
         type=kind, session=hello.session, boot=server.boot, request=hello.request
     )
     client.receive(encode(answer), 1.0)
-    assert client.late_messages == 1
-    client.connected(1.1)
+    assert client.num_late_messages == 1
+    client.record_connect(1.1)
     exchange(client, server, 1.1)
     assert state_of(client) is ClientState.READY
 
@@ -216,7 +216,7 @@ def test_what_is_in_flight_is_sent_again_when_the_connection_is_made_anew() -> N
     _, client = pair()
     client.submit_step([0, 1], 1.0)
     (first,) = take_outgoing(client)  # the connection swallows it
-    client.connected(1.05)
+    client.record_connect(1.05)
     (second,) = take_outgoing(client)
     assert decode(second) == dataclasses.replace(decode(first), attempt=1)
 
@@ -224,7 +224,7 @@ def test_what_is_in_flight_is_sent_again_when_the_connection_is_made_anew() -> N
 def test_what_was_not_sent_yet_is_not_sent_twice() -> None:
     client = attach(FakeServer())
     client.submit_step([0, 1], 1.0)
-    client.connected(1.05)
+    client.record_connect(1.05)
     (only,) = take_outgoing(client)
     assert decode(only).attempt == 0
 
@@ -232,6 +232,6 @@ def test_what_was_not_sent_yet_is_not_sent_twice() -> None:
 def test_an_idle_client_pings_when_the_connection_is_made_anew() -> None:
     client = attach(FakeServer())
     assert client.next_deadline() > 0.1
-    client.connected(0.1)
+    client.record_connect(0.1)
     (ping,) = take_outgoing(client)
     assert decode(ping).type is MessageType.PING

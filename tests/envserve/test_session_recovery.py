@@ -53,8 +53,8 @@ def test_a_restart_costs_each_row_one_lost_transition() -> None:
 
 def test_envs_lost_between_steps_are_there_by_the_next_and_reset_by_it() -> None:
     client, restarted = restart()
-    client.disconnected(1.0)
-    client.connected(1.1)
+    client.record_disconnect(1.0)
+    client.record_connect(1.1)
     assert finish(client, restarted, 1.1) == []
     assert state_of(client) is ClientState.READY
     assert executed(restarted) == []
@@ -65,7 +65,7 @@ def test_envs_lost_between_steps_are_there_by_the_next_and_reset_by_it() -> None
 
 def test_what_is_lost_twice_costs_one_row_and_says_what_was_first() -> None:
     client = attach_and_step()
-    client.connected(1.0)
+    client.record_connect(1.0)
     finish(client, FakeServer(boot=2), 1.0)
     client.invalidate("it was enough", 1.0)
     advance_to(client, 2.0)
@@ -86,7 +86,7 @@ def test_an_answer_that_has_come_before_the_loss_is_collected_after_it() -> None
     exchange(client, server, 0.0)
     assert not client.rows.reward.any()  # rows are written by who collects
     restarted = FakeServer(boot=2)
-    client.connected(1.0)
+    client.record_connect(1.0)
     exchange(client, restarted, 1.0)
     assert [outcome.faults for outcome in collect(client)] == [(), ()]
     np.testing.assert_array_equal(client.rows.reward, 9)
@@ -152,8 +152,8 @@ def test_blocks_are_absent_until_the_envs_are_back_and_reset() -> None:
     exchange(client, restarted, 1.0)
     assert absent(client) == {0}
     client.submit_step([1], 1.0)
-    assert client.operations.is_ready(1)
-    assert client.operations.absent == {0, 1}
+    assert client.client_blocks.is_ready(1)
+    assert client.client_blocks.absent == {0, 1}
     client.rows.observation[0][:] = np.nan  # padding is up to the caller
     restarted.build(next(iter(restarted.pools)), 2.0)
     exchange(client, restarted, 2.0)
@@ -162,7 +162,7 @@ def test_blocks_are_absent_until_the_envs_are_back_and_reset() -> None:
     outcomes = finish(client, restarted, 30.0)
     assert [outcome.block for outcome in outcomes] == [0, 1]
     check_lost(client, outcomes, last=3)
-    assert not client.operations.absent
+    assert not client.client_blocks.absent
 
 
 def test_who_loses_its_envs_itself_gives_them_back_and_gets_others() -> None:

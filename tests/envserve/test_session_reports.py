@@ -44,7 +44,7 @@ class Stepping:
         if blocks is not None:
             entries = tuple(entries[block] for block in blocks)
         message = Message(type=MessageType.RESULT, entries=entries, report=report)
-        self.operations.end(self.request, message)
+        self.operations.accept_result(self.request, message)
         return [outcome for answer in self.operations._answers for outcome in answer[0]]
 
 

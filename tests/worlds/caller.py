@@ -135,8 +135,8 @@ class Caller(Endpoint):
         self._in_flight.clear()
 
     def _look_after(self, session: ClientSession) -> None:
-        if session.attachment.num_leases and session.operations.is_ready(1):
-            for outcome in session.take_outcomes():
+        if session.attachment.num_leases and session.client_blocks.is_ready(1):
+            for outcome in session.collect():
                 self._take(session, outcome)
             self._check_absent(session)
         if session.state.is_over:
@@ -285,7 +285,7 @@ class Caller(Endpoint):
             self._seen[rows] = observation
             self._unknown.difference_update(rows)
             self._given_up.difference_update(rows)
-            if block.index in session.operations.lost:  # it is reset once more
+            if block.index in session.client_blocks.lost:  # it is reset once more
                 self._given_up.update(rows)
         elif isinstance(asked.kind, Call):
             values = codec.decode(outcome.result)
@@ -360,7 +360,7 @@ class Caller(Endpoint):
 
     def _check_absent(self, session: ClientSession) -> None:
         """Checks that padding could be made of blocks that are absent."""
-        for index in session.operations.absent:
+        for index in session.client_blocks.absent:
             asked = self._in_flight.get(index)
             if asked is None:
                 raise Violation(f"block {index} is absent, and not in flight")

@@ -81,7 +81,7 @@ class Endpoint(Patient):
             Timeouts(
                 connect_seconds=_CONNECT_SECONDS,
                 lost_seconds=_LOST_SECONDS,
-                pads=self.is_tenacious,
+                pads_lost_rows=self.is_tenacious,
             ),
             session=source.getrandbits(63) + 1,
             now=now,
@@ -93,19 +93,19 @@ class Endpoint(Patient):
             self.link.is_connected = False
             self.plan(0.01, self._connect, self.session, host)
         else:
-            self.session.connected(now)
+            self.session.record_connect(now)
         self.look()
 
     def _connect(self, session: ClientSession, host: Host) -> None:
         if session is self.session and not self.link.is_connected:
             self.link.connect(host)
-            session.connected(self.clock.now)
+            session.record_connect(self.clock.now)
             self.look()
 
     def lose_link(self, seconds: float) -> None:
         if self.session is not None and self.link.host and self.link.is_connected:
             self.link.reset()
-            self.session.disconnected(self.clock.now)
+            self.session.record_disconnect(self.clock.now)
             self.plan(seconds, self._connect, self.session, self.link.host)
 
     def move(self, host: Host) -> None:
@@ -121,7 +121,7 @@ class Endpoint(Patient):
             if self.link.is_connected:
                 self.link.send(farewell)
             self.link.reset()
-            session.disconnected(now)
+            session.record_disconnect(now)
             self.plan(0.01, self._connect, session, host)
             self._note_move()
             self.look()

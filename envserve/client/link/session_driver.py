@@ -92,11 +92,11 @@ class SessionDriver:
         self._check_errors(now)
         if self.connection.is_endless(is_connected):
             text = "expected messages that end; got one that does not"
-            self.session.refuse(RemoteProtocolError(text))
+            self.session.abort(RemoteProtocolError(text))
             self.connection.flush(self.session.outbox)
             self.connection.drop()
             return False
-        if (operations := self.session.attachment.operations) is not None:
+        if (operations := self.session.attachment.client_blocks) is not None:
             most = operations.max_result_bytes
             self.connection.max_row_bytes = max(self.connection.max_row_bytes, most)
             self.accept(most, now)
@@ -117,13 +117,13 @@ class SessionDriver:
     def _on_disconnected(self, now: float) -> None:
         self._is_connected = self._is_renewed = False
         self._disconnected_since = now
-        self.session.disconnected(now)
+        self.session.record_disconnect(now)
 
     def _on_connected(self, now: float) -> None:
         self._is_connected = True
         if self._is_renewed and now < self._disconnected_since + _AT_ONCE_SECONDS:
             self._check_errors_at = now + _AT_ONCE_SECONDS
-        self.session.connected(now)
+        self.session.record_connect(now)
 
     def _check_errors(self, now: float) -> None:
         """End the session if an error follows each connection.
@@ -140,7 +140,7 @@ class SessionDriver:
         self._errors.append(now)
         if len(self._errors) < _MAX_ERRORS:
             return
-        self.session.refuse(
+        self.session.abort(
             RemoteProtocolError(
                 f"expected ZeroMQ's protocol, and frames of at most "
                 f"{self.connection.max_frame_bytes} bytes; {_MAX_ERRORS} connections "
@@ -159,7 +159,7 @@ class SessionDriver:
         if attachment.is_rejected:
             server_pool.exclude(self)
         # Envs that may still be there are waited for, until just before the time limit.
-        is_lost = attachment.is_recovering or now >= attachment.lost_at - 1.0
+        is_lost = attachment.is_recovering or now >= attachment.give_up_at - 1.0
         if not (server_pool.is_gone(attachment.address, since) or is_lost):
             return False
         num_envs, alone = attachment.attach.num_hosted, not attachment.granted_by

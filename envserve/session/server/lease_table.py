@@ -313,7 +313,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
 
     def _check_capacity(
-        self, quota: Quota, attach: Attach, asker: tuple[str, str], now: float
+        self, quota: Quota, attach: Attach, requester: tuple[str, str], now: float
     ) -> None:
         """Raise Refusal, which shows only the number of envs of others' leases."""
         free = self.num_free_envs
@@ -324,7 +324,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             return
         spares = ", half of them spares" if attach.spare_envs else ""
         holders = sorted(self.values(), key=lambda record: -record.attach.num_hosted)
-        user, client = asker
+        user, client = requester
         own = [r for r in holders if r.user == user and (user or r.client == client)]
         parts = [
             f"{r.attach.num_hosted} of {r.attach.env_name} by {r.client} for "
