@@ -47,7 +47,7 @@ def test_nobody_else_can_end_a_server(user: str) -> None:
     (answer,), num_drains = answers_to(user)
     body = ErrorBody.decode(answer.body)
     assert (answer.type, body.code) == (MessageType.ERROR, ErrorCode.REFUSED)
-    assert "expected the user who runs this server" in body.text
+    assert "only the user who runs the server can drain it" in body.text
     assert not num_drains
 
 
@@ -66,7 +66,10 @@ def test_the_command_waits_until_the_server_is_gone(
     homes.pin("anna", server.address)
     code, text = drain(server.address)
     assert (code, server.process.poll()) == (1, None)
-    assert f"Error: {server.address}: expected the user who runs this server" in text
+    assert (
+        f"Error: {server.address}: only the user who runs the server can drain it"
+        in text
+    )
     homes.become("server")
     code, text = drain(server.address, "--timeout", "2")
     assert code == 3

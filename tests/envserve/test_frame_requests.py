@@ -105,7 +105,7 @@ def test_leases_of_other_users_look_like_missing_ones(host: Host, lease: int) ->
     assert answer is not None
     error = ErrorBody.decode(answer.body)
     assert error.code is ErrorCode.LEASE_LOST
-    assert error.text == f"there is no lease {lease}, or it is another user's"
+    assert error.text == f"lease {lease} does not exist, or belongs to another user"
     assert host.looks == []
 
 
@@ -197,9 +197,11 @@ def test_a_lease_is_observed_and_its_flight_record_replayed(
         known = [picture.serial for picture in latest]
         assert not {*known} & {*serials}
         record = observer.record(lease, 1, PATIENCE)
-        with pytest.raises(LocalProtocolError, match="a row of an env that was ever"):
+        with pytest.raises(
+            LocalProtocolError, match="a row of an env that was reset before"
+        ):
             observer.record(lease, 2, PATIENCE)
-    with Observer(address) as observer, pytest.raises(LeaseLost, match="no lease"):
+    with Observer(address) as observer, pytest.raises(LeaseLost, match="not exist"):
         observer.frames(lease, [0], timeout_seconds=PATIENCE)
     assert decode_repro(record).env_index == 1
     file = tmp_path / "row.repro"

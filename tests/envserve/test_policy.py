@@ -124,7 +124,7 @@ def test_one_of_several_rules_for_a_name_is_enough() -> None:
     rules = frozenset({"x:int[0,1]", "x:fast"})
     for value in (1, "fast"):
         check_kwargs(rules, {"x": value, "render_mode": "rgb_array"})
-    with pytest.raises(Refusal, match="'render_mode' is not allowed to be 'human'"):
+    with pytest.raises(Refusal, match="'render_mode' may not be 'human'"):
         check_kwargs(rules, {"render_mode": "human"})
 
 
@@ -132,7 +132,7 @@ def test_one_of_several_rules_for_a_name_is_enough() -> None:
     "rule", ["x:", "x:int[0", "x:int[,1]", "x:int[0.2,0.8]", "x:a b", "1x", "x:|"]
 )
 def test_rules_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
-    with pytest.raises(ValueError, match=r"allowed_kwargs: expected NAME, NAME:int\["):
+    with pytest.raises(ValueError, match=r"allowed_kwargs\[0\]: expected NAME, "):
         HostSettings(allowed_kwargs=frozenset({rule}))
 
 
@@ -145,5 +145,5 @@ def test_a_range_that_no_number_is_in_is_refused_at_the_start() -> None:
 
 @pytest.mark.parametrize("rule", ["x:level", "get:", "Level", "get:a:b", "__class__"])
 def test_exposures_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
-    with pytest.raises(ValueError, match="exposed: expected NAME, get:NAME,"):
+    with pytest.raises(ValueError, match=r"exposed\[0\]: expected NAME, get:NAME,"):
         HostSettings(exposed=frozenset({rule}))

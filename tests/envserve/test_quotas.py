@@ -78,16 +78,16 @@ FEW = {"num_workers": 1, "max_processes": 100}
 @pytest.mark.parametrize(
     ("options", "policy", "text"),
     [
-        ({"max_envs": 3}, {}, "ann has 3 of its 3 envs; others have 0 of 16"),
-        ({"max_leases": 3}, {}, "ann has 3 of its 3 leases; others have 0 of 16"),
-        ({"max_processes": 3}, {}, "ann has 3 of its 3 processes; others have 0 of 8"),
+        ({"max_envs": 3}, {}, "ann uses 3 of its 3 envs; others use 0 of 16"),
+        ({"max_leases": 3}, {}, "ann uses 3 of its 3 leases; others use 0 of 16"),
+        ({"max_processes": 3}, {}, "ann uses 3 of its 3 processes; others use 0 of 8"),
         (
             *({}, {"max_processes": 4}),
-            "ann has 3 of its 3 processes; others have 0 of 4",
+            "ann uses 3 of its 3 processes; others use 0 of 4",
         ),
         (
             *({"max_processes": 9}, {"max_processes": 4}),
-            "ann has 3 of its 3 processes; others have 0 of 4",
+            "ann uses 3 of its 3 processes; others use 0 of 4",
         ),
     ],
 )
@@ -114,9 +114,9 @@ def test_more_than_a_user_may_ever_have_is_refused_for_good() -> None:
     server = KeyServer(grant(max_envs=3))
     body = server.refuse(num_envs=4)
     assert body.code is ErrorCode.REFUSED
-    assert body.text.startswith("ann may have 3 envs; asked for 4; ")
+    assert body.text.startswith("ann may use 3 envs; requested 4; ")
     body = server.refuse(num_envs=2, spare_envs=True)
-    assert "asked for 4" in body.text
+    assert "requested 4" in body.text
     server.attach(num_envs=3)
     assert server.pools
 
@@ -134,7 +134,7 @@ def test_processes_of_all_users_together_are_counted() -> None:
     server.attach("ann", num_envs=3)
     body = server.refuse("bob", num_envs=2)
     assert body.code is ErrorCode.ENVS_BUSY
-    assert body.text.startswith("2 processes asked for, 1 of 4 free; ")
+    assert body.text.startswith("2 processes requested, 1 of 4 free; ")
     server.attach("bob", num_envs=2, num_splits=2)  # which is stepped by one
     assert len(server.pools) == 2
 
@@ -143,7 +143,7 @@ def test_a_key_leaves_a_quarter_of_the_processes_to_others() -> None:
     server = KeyServer(grant(), num_workers=1, envs_per_worker=100, max_processes=8)
     for _ in range(6):
         server.attach()
-    text = "ann has 6 of its 6 processes; others have 0 of 8"
+    text = "ann uses 6 of its 6 processes; others use 0 of 8"
     assert server.refuse().text == text
     for _ in range(2):
         server.attach("local")
@@ -154,7 +154,7 @@ def test_users_without_a_key_may_have_all_processes() -> None:
     server = KeyServer(num_workers=1, envs_per_worker=100, max_processes=8)
     for _ in range(8):
         server.attach("")
-    text = "whoever has no key has 8 of its 8 processes; others have 0 of 8"
+    text = "the user without a key uses 8 of its 8 processes; others use 0 of 8"
     assert server.refuse("").text == text
 
 
@@ -249,7 +249,7 @@ def test_a_key_may_use_envs_that_fit_its_patterns() -> None:
     body = server.refuse(env_name="Fake-v0")
     assert body.code is ErrorCode.REFUSED
     assert body.text == (
-        "ann may use ALE/* and Other-v0; asked for Fake-v0; the operator can add it in "
+        "ann may use ALE/* and Other-v0; requested Fake-v0; the operator can add it in "
         "the file clients"
     )
     assert server.num_audits("refused", "ann") == 1
@@ -309,7 +309,7 @@ def test_a_key_that_is_not_good_any_more_is_refused_everything() -> None:
     server.grants.clear()
     body = server.refuse()
     assert body.code is ErrorCode.REFUSED
-    assert body.text.startswith("the key of ann is not good here any more: ")
+    assert body.text.startswith("the key of ann is not valid any more: ")
     answer = server.say("ann", MessageType.HELLO, boot=0, body=Hello().encode())
     assert ErrorBody.decode(answer.body).code is ErrorCode.REFUSED
 

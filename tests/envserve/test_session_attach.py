@@ -132,7 +132,7 @@ def test_busy_says_how_many_are_free_and_who_has_the_others() -> None:
     attach(server, num_envs=6)
     error = failed_client(server, num_envs=3)
     assert isinstance(error, EnvsBusy)
-    assert "3 envs asked for, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
+    assert "3 envs requested, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
 
 
 def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
@@ -173,7 +173,7 @@ def test_spares_are_asked_for_and_count_as_envs() -> None:
     error = failed_client(server, num_envs=2, spare_envs=True)
     assert isinstance(error, EnvsBusy)
     assert (
-        "4 envs asked for, half of them spares, 2 of 8 free (leased: 6 of Fake-v0"
+        "4 envs requested, half of them spares, 2 of 8 free (leased: 6 of Fake-v0"
     ) in str(error)
 
 
@@ -239,7 +239,7 @@ def test_versions_without_overlap_are_a_mismatch_on_either_side() -> None:
     assert ErrorBody.decode(answer.body).code is ErrorCode.VERSION_MISMATCH
     client.receive(encode(answer), 0.0)
     assert isinstance(client.error, ProtocolMismatch)
-    text = "tcp://fake:1: the server speaks 2 to 2, this client 7 to 9; install the"
+    text = "tcp://fake:1: the server speaks protocol 2 to 2, this client 7 to 9; "
     assert str(client.error).startswith(text)
 
     client = make_client()
@@ -250,7 +250,7 @@ def test_versions_without_overlap_are_a_mismatch_on_either_side() -> None:
     )
     client.receive(encode(message), 0.0)
     assert isinstance(client.error, ProtocolMismatch)
-    text = "tcp://fake:1: the server speaks 3 to 4, this client 2 to 2; install the"
+    text = "tcp://fake:1: the server speaks protocol 3 to 4, this client 2 to 2; "
     assert str(client.error).startswith(text)
 
 

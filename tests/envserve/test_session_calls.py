@@ -49,7 +49,7 @@ def test_what_calls_have_given_is_kept_within_a_bound() -> None:
     assert kept == [5, 6, 7]
     (lost,) = ResultReport.decode(again[0].report).errors.values()
     assert lost.code is ErrorCode.CALL_FAILED
-    assert "of 300006 bytes, was lost" in lost.text
+    assert "of 300006 bytes was lost" in lost.text
     client.pool.running.clear()
     client.send(client.step(5, seq=2))
     assert not lease.result_cache.num_bytes
@@ -109,7 +109,7 @@ def test_so_many_blocks_are_told_what_a_message_says() -> None:
     resets = {"resets": [[None, None]] * 65, "options": codec.encode({"level": 1})}
     frames = raw.frames(MessageType.RESET, entries, codec.encode(resets))
     (error,) = errors_in(raw.send(frames))
-    assert "64 blocks with them" in error.text
+    assert "at most 64 blocks if there are options" in error.text
     assert not raw.pool.executed
 
 
@@ -121,7 +121,7 @@ def test_arguments_count_for_each_block_that_is_told_them() -> None:
     entries = tuple((block, 1) for block in range(64))
     body = CallBody.from_calls(calls).encode()
     (error,) = errors_in(raw.send(raw.frames(MessageType.CALL, entries, body)))
-    assert "at most 1048576 bytes, counted for each block" in error.text
+    assert "at most 1048576 bytes of arguments in total" in error.text
     assert not raw.pool.executed
     client = attach(server, num_envs=64, num_splits=64)
     client.submit_call(calls, 0.0)

@@ -104,7 +104,7 @@ def test_a_lease_ends_once_each_row_has_ended_an_episode() -> None:
     (last,) = step(client, server, 3)
     assert state_of(client) is ClientState.LOST
     assert isinstance(client.error, LeaseLost)
-    assert "the server was drained: each of its envs ended" in str(client.error)
+    assert "the server was drained; each env of the lease ended" in str(client.error)
     # The step that has ended the last episode is answered before the lease ends.
     assert last.block == 3
     assert last.error is None

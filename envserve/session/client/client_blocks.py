@@ -115,7 +115,7 @@ class ClientBlocks:
       ended: Blocks whose reply has arrived, but was not collected yet.
       lost: Reasons of losses, by block, for blocks that must be reset first.
       absent: Blocks in flight whose envs were absent at the last `refresh_absent`.
-      absent_is_stale: Whether `absent` has to be refreshed.
+      absent_is_stale: Whether `absent` may be outdated.
       is_vacant: Whether no server has granted a lease yet; resets then do nothing.
       protocol_error: Protocol violation in a collected result; None if there was none.
     """
