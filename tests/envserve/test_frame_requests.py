@@ -45,12 +45,12 @@ LOCAL: Peer = (0, b"c", "local")
 class SeenServer(FakeServer):
     """Returns a flight record or no frames, and records the requests."""
 
-    looks: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
+    frame_requests: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
 
-    def look(
+    def read_frames(
         self, session: SessionId, request: FrameRequest
     ) -> tuple[FrameResult, bytes]:
-        self.looks.append((session, request))
+        self.frame_requests.append((session, request))
         return FrameResult(), b"record" if request.record else b""
 
 
@@ -59,7 +59,7 @@ class Host:
 
     def __init__(self) -> None:
         self.server = SeenServer()
-        self.looks = self.server.looks
+        self.frame_requests = self.server.frame_requests
         self.now = 5.0
         for number, peer in enumerate((ANN, BOB), 11):
             attach = make_attach(num_envs=2).encode()
@@ -95,7 +95,7 @@ def test_users_see_their_leases_and_the_server_user_sees_all(
     answer = host.ask(peer, lease)
     assert answer is not None
     assert answer.type is MessageType.FRAME_RESULT
-    ((session, _),) = host.looks
+    ((session, _),) = host.frame_requests
     assert session[0] == owner
 
 
@@ -106,7 +106,7 @@ def test_leases_of_other_users_look_like_missing_ones(host: Host, lease: int) ->
     error = ErrorBody.decode(answer.body)
     assert error.code is ErrorCode.LEASE_LOST
     assert error.text == f"lease {lease} does not exist, or belongs to another user"
-    assert host.looks == []
+    assert host.frame_requests == []
 
 
 def test_requests_are_rate_limited_per_user(host: Host) -> None:
@@ -137,7 +137,7 @@ def test_malformed_requests_are_rejected(host: Host, change: dict[str, Any]) -> 
     body = FrameRequest(**{"lease": 1, "rows": (0,), **change}).encode()
     (answer,) = host.say(ANN, MessageType.FRAME, body)
     assert ErrorBody.decode(answer.body).code is ErrorCode.BAD_MESSAGE
-    assert host.looks == []
+    assert host.frame_requests == []
 
 
 def test_the_longest_answer_fits_into_a_body() -> None:

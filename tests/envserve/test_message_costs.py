@@ -22,7 +22,7 @@ from envserve.wire.bodies import ResetBody, pack_options
 from envserve.wire.constants import BODY_LIMITS, MAX_ENTRIES, ErrorCode, MessageType
 from envserve.wire.message import Buffer, Message, encode
 from tests.envserve.raw_client import SESSION, RawClient, changed, errors_in
-from tests.envserve.session_fakes import FakeServer, make_attach, make_call, pair
+from tests.envserve.session_fakes import FakeServer, make_attach, make_call, make_pair
 
 MAX_SECONDS = 0.02
 MAX_ATTACH_VALUES = 256
@@ -112,9 +112,11 @@ def many_values(count: int) -> dict[str, Any]:
 def test_values_of_attach_are_counted_before_they_are_decoded() -> None:
     server = FakeServer(HostSettings(allowed_kwargs=frozenset({"sizes:any"})))
     few = codec.decode(make_attach().encode()) | {"env_kwargs": many_values(200)}
-    assert not errors_in(server.hear(MessageType.ATTACH, body=codec.encode(few)))
+    assert not errors_in(server.replies_to(MessageType.ATTACH, body=codec.encode(few)))
     many = few | {"env_kwargs": many_values(MAX_ATTACH_VALUES)}
-    (answer,) = server.hear(MessageType.ATTACH, session=12, body=codec.encode(many))
+    (answer,) = server.replies_to(
+        MessageType.ATTACH, session=12, body=codec.encode(many)
+    )
     (error,) = errors_in([answer])
     assert error.code is ErrorCode.BAD_MESSAGE
     assert f"at most {MAX_ATTACH_VALUES} values" in error.text
@@ -179,7 +181,7 @@ def test_a_client_does_not_send_a_too_large_attach() -> None:
     ],
 )
 def test_a_client_does_not_send_a_too_large_call(argument: Any, text: str) -> None:
-    _, client = pair()
+    _, client = make_pair()
     with pytest.raises(CallError, match=f"tcp://fake:1: Env 0: x: .*{text}"):
         client.submit_call([make_call([0], "call", "x", argument)], 0.0)
     assert not client.outbox
