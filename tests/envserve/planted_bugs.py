@@ -210,7 +210,7 @@ def a_block_that_was_lost_is_stepped_on(patch: Patch) -> None:
         real(self, *arguments)
         self.lost.clear()
 
-    around(patch, client_blocks.ClientBlocks, "lose", forget)
+    around(patch, client_blocks.ClientBlocks, "mark_lost", forget)
 
 
 @bug()
@@ -221,7 +221,7 @@ def a_lost_lease_is_not_marked(patch: Patch) -> None:
         self.rows.status[:] = Status.OK
         return outcomes
 
-    around(patch, ClientSession, "take_outcomes", mend)
+    around(patch, ClientSession, "collect", mend)
 
 
 @bug(BATCHES)

@@ -234,10 +234,10 @@ def step_while_a_block_is_absent(run: Run, line: int) -> list[Place]:
 
 
 def step_after_an_interrupted_update(run: Run, line: int) -> list[Place]:
-    take_outcomes = run.lane._session.collect
+    collect = run.lane._session.collect
 
     def interrupt() -> list[Outcome]:
-        run.lane._session.collect = take_outcomes  # type: ignore[method-assign]
+        run.lane._session.collect = collect  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
     run.lane._session.collect = interrupt  # type: ignore[method-assign]
