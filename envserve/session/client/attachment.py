@@ -1,12 +1,13 @@
 """Acquires a client's lease with HELLO and ATTACH, and another one after each loss.
 
 A later lease must have the same spaces and blocks as the first, because the caller
-already has the rows; its envs get other seeds. After a loss the client recovers in
-these steps: it changes its session number, sends HELLO and ATTACH again (to the same
-server, or to another one after `move_to`), and resets the lost blocks. `lost_lease`
-is set until a reply arrives under the new lease, or the new lease starts with nothing
-in flight. Retries after a repeated failure are therefore delayed, and a caller can
-see why it waits.
+already has the rows; its envs get other seeds. After a loss, the client changes its
+session number, sends HELLO and ATTACH again (to the same server, or to another one
+after `move_to`), and resets the lost blocks.
+
+`lost_lease` contains the reason of the loss and the time of the next attempt. It is
+cleared by the first reply under the new lease, or by the grant if nothing is in flight.
+If the lease is lost again before that, the time limit of the first loss still applies.
 """
 
 from __future__ import annotations
@@ -121,9 +122,9 @@ class Attachment:
         self._requests.boot = message.boot
         self._max_message_bytes = welcome.max_message_bytes
         self._env_names = welcome.env_names
-        self._ask_for_envs(now)
+        self._send_attach(now)
 
-    def _ask_for_envs(self, now: float) -> None:
+    def _send_attach(self, now: float) -> None:
         """Send an ATTACH under the current session number."""
         self.machine.move(ClientState.ATTACHING)
         body = with_fresh_seeds(self.attach, self.num_leases).encode()
@@ -140,7 +141,7 @@ class Attachment:
         granted = Granted.decode(message.body, self.attach.num_envs)
         self._check_usable(granted)
         if self.client_blocks is None:
-            self.client_blocks = self._envs_of(granted.spec, granted.blocks)
+            self.client_blocks = self._create_blocks(granted.spec, granted.blocks)
         else:
             _check_same_envs(granted, self.client_blocks, self.granted_by)
             self.client_blocks.is_vacant = False
@@ -159,7 +160,7 @@ class Attachment:
         for request in {id(each): each for each in in_flight.values()}.values():
             self._requests.send(request, now)
 
-    def _envs_of(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
+    def _create_blocks(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
         """Create the blocks of the first lease; later ones must be split alike."""
         each = sum(block.split == 0 for block in blocks)
         self.attach = replace(self.attach, blocks_per_split=each)
@@ -208,19 +209,16 @@ class Attachment:
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
         # If a call is interrupted while the server is silent, count from the silence.
         since = min(requests.liveness.silent_since, now)
-        self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
+        loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
         self.client_blocks.mark_lost(str(error), error)
         requests.change_session()
         if before is None:
             self.send_hello(now)
         else:  # the previous loss is not repaired yet, so do not retry at once
-            self.lost_lease.lost_at, self.lost_lease.give_up_error = (
-                before.lost_at,
-                before.give_up_error,
-            )
-            self.lost_lease.retry_at = now + _RETRY_SECONDS
+            loss.lost_at, loss.give_up_error = before.lost_at, before.give_up_error
+            loss.retry_at = now + _RETRY_SECONDS
             self.machine.move(ClientState.HELLO_SENT)
-        requests.send_detach(self.lost_lease.detach_frames)
+        requests.send_detach(loss.detach_frames)
 
     def handle_restart(self, now: float) -> None:
         """Handle a message with another boot: the server was restarted."""
@@ -244,7 +242,7 @@ class Attachment:
         if self.machine.state is ClientState.ATTACHING:
             # Use the same session, because a late copy of the refused ATTACH may
             # still be granted.
-            self._ask_for_envs(now)
+            self._send_attach(now)
         elif self.machine.state is ClientState.HELLO_SENT:
             self.send_hello(now)
         self._requests.send_detach(loss.detach_frames)
@@ -273,9 +271,9 @@ class Attachment:
     ) -> None:
         """Schedule the next ATTACH; fail if other clients keep the envs.
 
-        After a restart, other clients may be served first but leave envs free, and a
-        draining server may be replaced. But if the lease expired because this client
-        was silent, the clients that have the envs now keep them.
+        Retrying helps after a restart, when other clients may have attached first, and
+        while a server drains, because another one may replace it. If the lease expired
+        because this client was silent, the clients that have the envs now keep them.
         """
         is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
         if (
@@ -307,12 +305,12 @@ class Attachment:
             return since + timeouts.connect_seconds
         if loss.give_up_error is not None:
             return math.inf
-        lost_at = loss.lost_at + timeouts.lost_seconds
+        deadline = loss.lost_at + timeouts.lost_seconds
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
             # Building envs may take long; wait as long as the server reports progress.
             least = min(timeouts.connect_seconds, timeouts.lost_seconds)
-            return max(lost_at, since + least)
-        return lost_at
+            return max(deadline, since + least)
+        return deadline
 
     def give_up(self, now: float) -> None:
         """Handle a server that was silent, or a lease that was lost, for too long.
@@ -362,7 +360,7 @@ class Attachment:
         each = sum(block.split == 0 for block in like.blocks)
         blocks = make_blocks(self.attach.num_envs, each, self.attach.num_splits)
         error = ServerLost("no server is available for these rows yet")
-        self.client_blocks = self._envs_of(like.spec, blocks)
+        self.client_blocks = self._create_blocks(like.spec, blocks)
         self.client_blocks.is_vacant = True
         self.client_blocks.mark_lost(str(error), error)
         self.lost_lease = LostLease(error, now, give_up_error=error)
@@ -434,7 +432,8 @@ class Attachment:
     def abort(self, error: EnvserveError) -> None:
         """Become LOST, and send a DETACH, because the server may hold a lease.
 
-        If this server was to take over from another one, only mark it as rejected.
+        If the session was moving to this server from another one, it is not over: the
+        server is only marked as rejected.
         """
         detach_frames = self._requests.pack(MessageType.DETACH)
         if self.lost_lease is not None and self.address != self.granted_by:

@@ -43,8 +43,8 @@ class _RowWriter:
       rows: The rows.
       parts: Parts of the rows, by the indices of their blocks.
       max_result_bytes: Length of the longest result of all blocks.
-      finals_written: Blocks whose final observation was already written, before their
-        operation was answered.
+      finals_written: Blocks whose final observations were already written for the
+        current operation.
     """
 
     def __init__(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
@@ -76,7 +76,7 @@ class _RowWriter:
             self._write_lost(outcomes[0], part, message)
         else:
             # If only some rows of a lost block are reset, the others keep their last
-            # observation: the server has none for them.
+            # observation, because the message contains none for them.
             blocks = [self._blocks[o.block] for o in outcomes if o.block in lost]
             others = [
                 row for block in blocks for row in _rows_not_reset(request, block)

@@ -316,7 +316,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         return starts
 
     def _check_allowed(self, quota: Quota, attach: Attach) -> None:
-        quota.check(attach)
+        quota.check_env(attach)
         name = attach.env_name
         if name not in self._env_names:
             raise Refusal(ErrorCode.UNKNOWN_ENV, f"no env named {name!r} is offered")

@@ -86,7 +86,7 @@ class Quota:
         """Return the names of those envs that the user may use."""
         return names if self.grant is None else _allowed_names(self.grant, names)
 
-    def check(self, attach: Attach) -> None:
+    def check_env(self, attach: Attach) -> None:
         """Raise Refusal unless the user may use the env with these arguments."""
         grant = self.grant
         if grant is not None and not grant.allows_env(attach.env_name):

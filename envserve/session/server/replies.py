@@ -57,9 +57,9 @@ class ReplyBuilder:
           type_: Type of the reply.
           body: Body of the reply.
           entries: Entries of the reply; those of the request by default.
-          payload: As for `wire.message.pack`, like `report` and `version`.
-          report: See `payload`.
-          version: See `payload`.
+          payload: Payload frame, such as rows.
+          report: Report frame of a RESULT.
+          version: Protocol version of the reply.
         """
         frames = pack(
             type_,
@@ -108,7 +108,7 @@ class ReplyBuilder:
 
         Args:
           request: The request.
-          what: Event that happened after the request's lease, for the text.
+          what: Event that the request precedes, such as "server was started".
         """
         text = f"this request is from before the {what}; attach again"
         return self.refused(request, ErrorCode.FENCED, text)
@@ -122,7 +122,7 @@ class ReplyBuilder:
         """
         is_about_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:
-            # With another code, the client would take it as the failure of one request.
+            # Any other code would look like the failure of this request only.
             if not is_about_session:
                 reason = replace(reason, code=ErrorCode.LEASE_LOST)
             return self.error(request, reason)
