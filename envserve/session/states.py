@@ -4,19 +4,21 @@ Guarantee: a step is applied at most once, and its result is never paired with a
 action. This holds although messages may be lost, duplicated, delayed and reordered, and
 although client and server may be suspended, killed or restarted at any moment.
 
-Five numbers provide it. Each is drawn or counted by one side only:
+Five numbers in each message provide this guarantee. Each is drawn at random or counted
+by one side only:
 
-* *session*, drawn by the client: one request for envs, from ATTACH to the end of its
-  lease. After a loss the client continues under another session, so a reply to the old
-  one cannot be mistaken for a reply to the new one.
-* *boot*, drawn by the server when it starts. A reply with another boot shows that the
-  server was restarted, and that its envs are gone.
-* *epoch*, counted by the server: one lease. The server rejects requests of another
-  epoch.
-* *seq*, counted by the client: one operation (STEP, RESET or CALL) of one block; 1, 2,
-  3 ... within a lease. A reply uses up its seq. A rejected request does not use up its
-  seq, so the next request has the same one.
-* *attempt*, counted by the client: one copy of a request. Each copy is answered once.
+* *session*, drawn by the client, identifies a lease from its ATTACH to its end. After a
+  loss the client continues under another session, so a reply to the old one cannot be
+  mistaken for a reply to the new one.
+* *boot*, drawn by the server, identifies a start of the server. A reply with another
+  boot shows that the server was restarted, and that its envs are gone.
+* *epoch*, counted by the server, is the number of the lease. The server rejects
+  requests of another epoch.
+* *seq*, counted by the client, is the number of an operation (STEP, RESET or CALL) of a
+  block: 1, 2, 3 ... within a lease. A reply uses up its seq. A rejected request does
+  not use up its seq, so the next request has the same one.
+* *attempt*, counted by the client, is the number of a copy of a request. Each copy is
+  answered once.
 
 The client's part: a block has at most one operation in flight. The client sends the
 next one only after the reply, or after the lease is lost. Until then it resends the

@@ -42,7 +42,7 @@ LOCAL: Peer = (0, b"c", "local")
 
 
 @dataclass
-class SeenServer(FakeServer):
+class RecordingServer(FakeServer):
     """Returns a flight record or no frames, and records the requests."""
 
     frame_requests: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
@@ -58,25 +58,25 @@ class Host:
     """A server with leases of Ann (1) and Bob (2), and clients that request frames."""
 
     def __init__(self) -> None:
-        self.server = SeenServer()
+        self.server = RecordingServer()
         self.frame_requests = self.server.frame_requests
         self.now = 5.0
         for number, peer in enumerate((ANN, BOB), 11):
             attach = make_attach(num_envs=2).encode()
             kind = MessageType.ATTACH
-            answers = self.say(peer, kind, attach, session=number, boot=77)
+            answers = self.send(peer, kind, attach, session=number, boot=77)
             assert MessageType.GRANTED in [answer.type for answer in answers]
 
-    def say(
+    def send(
         self, peer: Peer, kind: MessageType, body: bytes, **numbers: Any
     ) -> list[Message]:
         message = Message(type=kind, body=body, request=1, **numbers)
         self.server.receive(peer, encode(message), self.now)
         return [decode(frames) for frames in self.server.take_replies()]
 
-    def ask(self, peer: Peer, lease: int, **asked: Any) -> Message | None:
-        body = FrameRequest(lease=lease, rows=(0,), **asked).encode()
-        answers = self.say(peer, MessageType.FRAME, body)
+    def request_frames(self, peer: Peer, lease: int, **fields: Any) -> Message | None:
+        body = FrameRequest(lease=lease, rows=(0,), **fields).encode()
+        answers = self.send(peer, MessageType.FRAME, body)
         return answers[0] if answers else None
 
 
@@ -92,7 +92,7 @@ def host() -> Host:
 def test_users_see_their_leases_and_the_server_user_sees_all(
     host: Host, peer: Peer, lease: int, owner: str
 ) -> None:
-    answer = host.ask(peer, lease)
+    answer = host.request_frames(peer, lease)
     assert answer is not None
     assert answer.type is MessageType.FRAME_RESULT
     ((session, _),) = host.frame_requests
@@ -101,7 +101,7 @@ def test_users_see_their_leases_and_the_server_user_sees_all(
 
 @pytest.mark.parametrize("lease", [2, 3])
 def test_leases_of_other_users_look_like_missing_ones(host: Host, lease: int) -> None:
-    answer = host.ask(ANN, lease)
+    answer = host.request_frames(ANN, lease)
     assert answer is not None
     error = ErrorBody.decode(answer.body)
     assert error.code is ErrorCode.LEASE_LOST
@@ -112,21 +112,21 @@ def test_leases_of_other_users_look_like_missing_ones(host: Host, lease: int) ->
 def test_requests_are_rate_limited_per_user(host: Host) -> None:
     answers = []
     for _ in range(3000):
-        answers.append(host.ask(ANN, 1, width=1024))
+        answers.append(host.request_frames(ANN, 1, width=1024))
         host.now += 0.001
     assert 32 * 4 - 1 <= len([*filter(None, answers)]) <= 32 * 4 + 1
-    assert host.ask(BOB, 2) is not None
+    assert host.request_frames(BOB, 2) is not None
     host.now += 1.0
-    assert host.ask(ANN, 1) is not None
+    assert host.request_frames(ANN, 1) is not None
 
 
 def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
-    answer = host.ask(ANN, 1, record=True)
+    answer = host.request_frames(ANN, 1, record=True)
     assert answer is not None
     assert answer.payload == b"record"
-    assert host.ask(ANN, 1) is None
+    assert host.request_frames(ANN, 1) is None
     host.now += 1.0
-    assert host.ask(ANN, 1) is not None
+    assert host.request_frames(ANN, 1) is not None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
 )
 def test_malformed_requests_are_rejected(host: Host, change: dict[str, Any]) -> None:
     body = FrameRequest(**{"lease": 1, "rows": (0,), **change}).encode()
-    (answer,) = host.say(ANN, MessageType.FRAME, body)
+    (answer,) = host.send(ANN, MessageType.FRAME, body)
     assert ErrorBody.decode(answer.body).code is ErrorCode.BAD_MESSAGE
     assert host.frame_requests == []
 

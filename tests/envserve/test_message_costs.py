@@ -85,14 +85,14 @@ def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
     step = raw.step(1, seq=3)
     seqs = [3] + [2] * 63 + [1] * (raw.num_blocks - 64)
     entries = tuple(enumerate(seqs))
-    found = raw.send(changed(step, entries=((0, 2), *entries[1:])))
-    assert not found, errors_in(found)
+    replies = raw.send(changed(step, entries=((0, 2), *entries[1:])))
+    assert not replies, errors_in(replies)
     yield "copy that differs", changed(step, entries=entries, attempt=1)
 
 
 def test_every_message_is_handled_quickly() -> None:
     policy = HostSettings(num_workers=16, exposed=frozenset({"x"}))
-    took: dict[str, float] = {}
+    durations: dict[str, float] = {}
     for _ in range(4):  # the minimum excludes one-time costs
         server = FakeServer(policy)
         raw = RawClient(server, num_envs=1024, num_splits=64)
@@ -100,9 +100,9 @@ def test_every_message_is_handled_quickly() -> None:
             start = time.thread_time()
             server.receive(("",), frames, 0.0)
             seconds = time.thread_time() - start
-            took[name] = min(seconds, took.get(name, seconds))
-    worst = max(took, key=lambda name: took[name])
-    assert took[worst] < MAX_SECONDS, f"{worst}: {took[worst]:.4f} s"
+            durations[name] = min(seconds, durations.get(name, seconds))
+    worst = max(durations, key=lambda name: durations[name])
+    assert durations[worst] < MAX_SECONDS, f"{worst}: {durations[worst]:.4f} s"
 
 
 def many_values(count: int) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_rows_outside_of_their_block_are_refused(
     assert not client.pool.executed
 
 
-def test_a_call_or_reset_with_options_may_have_64_blocks() -> None:
+def test_calls_and_resets_with_options_have_at_most_64_blocks() -> None:
     raw = RawClient(FakeServer(), num_envs=65, num_splits=65)
     entries = tuple((block, 1) for block in range(65))
     calls = [[[block], [[], {}]] for block in range(65)]

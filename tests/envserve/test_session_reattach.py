@@ -34,7 +34,7 @@ from tests.envserve.session_fakes import (
 )
 
 OK = [Status.OK] * 4
-#: A server with four envs.
+#: Settings of a server with four envs, enough for one lease.
 NARROW = HostSettings(num_workers=2, envs_per_worker=2)
 
 

@@ -76,7 +76,7 @@ class LeaseRecord:
       machine: State of the lease.
       is_queued: Whether the build of its envs has not started yet.
       lease: Operations on its envs; None unless GRANTED.
-      granted: Body of its GRANTED message; empty before it is granted.
+      granted_body: Body of its GRANTED message; empty before it is granted.
       row_mib: Memory of its rows in MiB.
       reason: Why it is CLOSING; None after a DETACH.
       grant_limiter: Limiter of copies of its GRANTED message.
@@ -100,7 +100,7 @@ class LeaseRecord:
     )
     is_queued: bool = True
     lease: Lease | None = None
-    granted: bytes = b""
+    granted_body: bytes = b""
     row_mib: int = 0
     reason: ErrorBody | None = None
     grant_limiter: ResendLimiter = field(default_factory=ResendLimiter)
@@ -130,7 +130,7 @@ class LeaseRecord:
             " after {env_steps:,} env steps in {seconds:,.1f} s, "
             "{steps_per_second:,.0f}/s, faults: {num_faults}"
         )
-        is_known = self.granted and self.statistics
+        is_known = self.granted_body and self.statistics
         return text.format(**self.statistics) if is_known else ""
 
     @property
@@ -393,7 +393,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             blocks=tuple(blocks),
         )
         try:
-            record.granted = granted.encode()
+            record.granted_body = granted.encode()
         except codec.CodecError as error:
             raise Refusal(ErrorCode.ENV_START_FAILED, str(error)) from None
         if lease.max_result_bytes > MAX_RESULT_BYTES:
@@ -456,7 +456,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         text = "%s, ended%s (%s)"
         _LOGGER.info(text, record, record.summary, one_line(why), extra=fields)
         return [
-            *([record.audit_event("ended", why)] if record.granted else []),
+            *([record.audit_event("ended", why)] if record.granted_body else []),
             self._reply_builder.session_ended(record.request, record.reason),
             *self.start_builds(),
         ]

@@ -311,7 +311,9 @@ class ServerSession:
     def _granted(self, record: LeaseRecord) -> Reply:
         notice = record.notice_header(record.request.request)
         notice.attempt = record.request.attempt
-        return self._reply_builder.reply(notice, MessageType.GRANTED, record.granted)
+        return self._reply_builder.reply(
+            notice, MessageType.GRANTED, record.granted_body
+        )
 
     # Events of pools.
 
