@@ -19,10 +19,11 @@ PING_SECONDS: Final = 1.0
 _UNREACHABLE_SECONDS: Final = 3.5
 #: Time without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
-#: Longer than the client ever waits. After such a gap the client itself was suspended.
+#: A gap between two calls of `advance` that shows that the client was suspended; it is
+#: longer than the client ever waits.
 _SUSPENDED_SECONDS: Final = 5.0
-#: Unsolicited messages that are accepted per second, and copies of each piece of an
-#: answer that are accepted on top, because a server may have been stopped for a minute.
+#: Unsolicited messages that are accepted per second, and additional copies of each
+#: piece of a reply: a server that was suspended for a minute sends many copies at once.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -36,10 +37,10 @@ class Timeouts:
     lost_seconds: float = 60.0
     """Longest silence, or time without a lease, after the first lease, in seconds."""
     pads_lost_rows: bool = False
-    """What to do after `lost_seconds`: if true, set `give_up_error` and continue to
-    request a lease, while callers get padding; if false, end the session."""
+    """Whether the client continues to request a lease after `lost_seconds`, while its
+    caller gets padding, instead of ending the session."""
     max_row_mib: int = 1024
-    """Most memory for the rows in MiB, because the server chooses their size."""
+    """Memory limit of the rows in MiB; needed because the server chooses their size."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class LostLease:
       give_up_error: Reason why callers should stop waiting; None before that.
       retry_at: Time of the next attempt; infinity if a request is in flight.
       busy_until: End of the attempts while other clients have the envs.
-      detach_frames: DETACH that frees the lost lease; empty if it is gone for sure.
+      detach_frames: DETACH that frees the lost lease; empty if the server has none.
     """
 
     error: EnvserveError
