@@ -303,7 +303,7 @@ class BatchEnv:
         timeouts = Timeouts(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,
-            pads=on_server_lost == "pad",
+            pads_lost_rows=on_server_lost == "pad",
             max_row_mib=max_row_mib,
         )
         make = partial(cls, on_fault=on_fault, padding_after=padding_after)

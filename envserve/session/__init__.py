@@ -1,4 +1,4 @@
-"""The conversation between client and server, both halves.
+"""The protocol between client and server, without I/O; `states` explains it.
 
-No I/O and no clock: bytes and `now` go in, bytes and decisions come out.
+Methods take messages and the current time, and return messages and decisions.
 """

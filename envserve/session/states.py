@@ -4,34 +4,36 @@ Guarantee: a step is applied at most once, and its result is never paired with a
 action. This holds although messages may be lost, duplicated, delayed and reordered, and
 although client and server may be suspended, killed or restarted at any moment.
 
-Five numbers provide it. Each is drawn or counted by one side only:
+Five numbers in each message provide this guarantee. Each is drawn at random or counted
+by one side only:
 
-* *session*, drawn by the client: one request for envs, from ATTACH to the end of its
-  lease. After a loss the client continues under another session, so a reply to the old
-  one cannot be mistaken for a reply to the new one.
-* *boot*, drawn by the server when it starts. A reply with another boot shows that the
-  server was restarted, and that its envs are gone.
-* *epoch*, counted by the server: one lease. The server rejects requests of another
-  epoch.
-* *seq*, counted by the client: one operation (STEP, RESET or CALL) of one block; 1, 2,
-  3 ... within a lease. A reply uses up its seq. A rejected request does not use up its
-  seq, so the next request has the same one.
-* *attempt*, counted by the client: one copy of a request. Each copy is answered once.
+* *session*, drawn by the client, identifies a lease from its ATTACH to its end. After a
+  loss the client continues under another session, so a reply to the old one cannot be
+  mistaken for a reply to the new one.
+* *boot*, drawn by the server, identifies a start of the server. A reply with another
+  boot shows that the server was restarted, and that its envs are gone.
+* *epoch*, counted by the server, is the number of the lease. The server rejects
+  requests of another epoch.
+* *seq*, counted by the client, is the number of an operation (STEP, RESET or CALL) of a
+  block: 1, 2, 3 ... within a lease. A reply uses up its seq. A rejected request does
+  not use up its seq, so the next request has the same one.
+* *attempt*, counted by the client, is the number of a copy of a request. Each copy is
+  answered once.
 
-The client's part: a block has one operation at a time. The client sends the next one
-after the reply to the last one, or after the loss of the lease. Until then it resends
-the same request. It never resends a request of a lost lease: the first request for each
+The client's part: a block has at most one operation in flight. The client sends the
+next one only after the reply, or after the lease is lost. Until then it resends the
+same request. It never resends a request of a lost lease: the first request for each
 block under the next lease is a RESET. If the lost request was a step, the caller gets a
-row with a lost status in place of its result. A reset is requested again. A call fails,
-because the envs may have executed it already.
+row with status SERVER_LOST in place of its result. A lost reset is requested again. A
+lost call fails, because the envs may have executed it already.
 
-The server's part: the server executes a request with the next seq of each of its
-blocks. A copy of the latest request joins that request while it runs, and is answered
-again afterwards. Older requests are ignored, and newer ones are rejected. The reply
-consists of the rows of the blocks, which do not change until the blocks' next seq
-(docs/decisions.md: "The slab is the reply cache").
+The server's part: the server executes a request if it has the next seq of each of its
+blocks. While it runs, copies of it are not executed; later copies are answered with the
+same reply. Older requests are ignored, and requests that skip a seq are rejected. A
+reply can be repeated because it consists of the blocks' rows, which do not change until
+the blocks' next seq (docs/decisions.md: "The slab is the reply cache").
 
-Absence: the envs of a block in flight may be missing, because their worker or their
+Absence: the envs of a block in flight may be absent, because their worker or their
 lease is lost, or because the server is unreachable. The client reports such blocks as
 absent, and its caller decides how long to wait. The operation stays in flight.
 
@@ -40,10 +42,10 @@ PING after a second without a message. It considers the server unreachable after
 seconds of silence, and lost after a minute. The server remembers how a session ended,
 so that a delayed message does not revive it.
 
-The sections below define the states and the legal moves of each machine. Only
-`Machine.move`, and `Lease._move` for the blocks of a lease, change a state. The blocks
-of a client need no machine: they are idle, in flight, or ended and not yet collected,
-see `ClientBlocks`.
+The sections below define the states of clients, leases and blocks, and the legal moves.
+Only `Machine.move`, and `Lease._move` for the blocks of a lease, change a state. The
+client's blocks have no state machine: each is idle, in flight, or ended but not yet
+collected, see `ClientBlocks`.
 """
 
 from __future__ import annotations
@@ -88,13 +90,20 @@ class Machine(Generic[State]):
 class ClientState(enum.Enum):
     """State of a client's session."""
 
-    CONNECTING = enum.auto()  # there is no connection yet
-    HELLO_SENT = enum.auto()  # or about to be sent again, after a loss
-    ATTACHING = enum.auto()  # the server has answered, and builds envs
-    READY = enum.auto()  # envs are granted
-    CLOSING = enum.auto()  # envs are being returned
+    CONNECTING = enum.auto()
+    """There was no connection yet."""
+    HELLO_SENT = enum.auto()
+    """HELLO was sent, or its next attempt is scheduled."""
+    ATTACHING = enum.auto()
+    """ATTACH was sent, or its next attempt is scheduled; the server builds the envs."""
+    READY = enum.auto()
+    """A lease is granted."""
+    CLOSING = enum.auto()
+    """DETACH was sent."""
     CLOSED = enum.auto()
-    LOST = enum.auto()  # the session's `error` has the reason
+    """The server has the envs back, or there were none."""
+    LOST = enum.auto()
+    """The session has failed; its `error` is the reason."""
 
     @property
     def is_over(self) -> bool:
@@ -103,25 +112,25 @@ class ClientState(enum.Enum):
 
     @property
     def has_envs(self) -> bool:
-        """Whether envs are granted, as far as the client knows."""
+        """Whether a lease was granted, and is not known to be lost."""
         return self in (ClientState.READY, ClientState.CLOSING)
 
 
 _CLIENT_MOVES: Final[_Moves] = {
     ClientState.CONNECTING: (
         ClientState.HELLO_SENT,  # connected
-        ClientState.CLOSED,  # there is nothing to return
-        ClientState.LOST,  # no server answers
+        ClientState.CLOSED,  # there are no envs to return
+        ClientState.LOST,  # no server answered
     ),
     ClientState.HELLO_SENT: (
-        ClientState.HELLO_SENT,  # lost again
+        ClientState.HELLO_SENT,  # next attempt
         ClientState.ATTACHING,  # WELCOME
         ClientState.CLOSED,
         ClientState.LOST,
     ),
     ClientState.ATTACHING: (
-        ClientState.ATTACHING,  # the server was busy, and is asked again
-        ClientState.HELLO_SENT,  # the server was restarted, or a build has failed
+        ClientState.ATTACHING,  # next attempt, because the envs were busy
+        ClientState.HELLO_SENT,  # the server was restarted, or the session has ended
         ClientState.READY,  # GRANTED
         ClientState.CLOSING,
         ClientState.LOST,
@@ -132,8 +141,8 @@ _CLIENT_MOVES: Final[_Moves] = {
         ClientState.LOST,
     ),
     ClientState.CLOSING: (
-        ClientState.CLOSED,  # DETACHED, or another reply that shows that envs are free
-        ClientState.LOST,  # no server answers
+        ClientState.CLOSED,  # DETACHED, or an ERROR that implies that the lease is gone
+        ClientState.LOST,  # no server answered
     ),
     ClientState.CLOSED: (),
     ClientState.LOST: (),
@@ -144,18 +153,22 @@ _CLIENT_MOVES: Final[_Moves] = {
 
 
 class LeaseState(enum.Enum):
-    """State of a lease, from the client's ATTACH on."""
+    """State of a lease, from the client's ATTACH until its envs are free."""
 
-    BUILDING = enum.auto()  # its envs are being built, or wait for that
+    BUILDING = enum.auto()
+    """Its envs are being built, or are queued."""
     GRANTED = enum.auto()
-    CLOSING = enum.auto()  # its workers are being ended
-    ENDED = enum.auto()  # its envs are free
+    """Its client can use the envs."""
+    CLOSING = enum.auto()
+    """Its workers are being stopped."""
+    ENDED = enum.auto()
+    """Its envs are free."""
 
 
 _LEASE_MOVES: Final[_Moves] = {
     LeaseState.BUILDING: (
         LeaseState.GRANTED,  # the envs are built
-        LeaseState.CLOSING,  # the envs cannot be built, or are not wanted any more
+        LeaseState.CLOSING,  # the build has failed, or was cancelled
     ),
     LeaseState.GRANTED: (LeaseState.CLOSING,),  # DETACH, silence, a fault, shutdown
     LeaseState.CLOSING: (LeaseState.ENDED,),
@@ -168,13 +181,17 @@ _MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_LEASE_MOVES}
 # A block of a lease, on the server.
 
 
-class BlockState(enum.IntEnum):  # IntEnum, because its hash is computed at every step
+class BlockState(enum.IntEnum):  # hashed at every step, and hashing an int is faster
     """State of a block's latest request."""
 
-    IDLE = 0  # there was no request yet
+    IDLE = 0
+    """There was no request yet."""
     RUNNING = 1
-    ABSENT = 2  # running, and the client was notified that the envs are missing
-    DONE = 3  # the rows are the reply, until the next request
+    """The pool executes the request."""
+    ABSENT = 2
+    """As RUNNING, but the client was notified that the envs are absent."""
+    DONE = 3
+    """The rows contain the reply, until the next request."""
 
 
 #: Legal moves of blocks; `Lease._move` applies them to several blocks at once.

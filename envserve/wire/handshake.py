@@ -220,7 +220,7 @@ def check_versions(welcome: Welcome, address: str) -> None:
     """Raise ProtocolMismatch if client and server have no version in common."""
     if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
         raise ProtocolMismatch(
-            f"{address}: the server speaks {welcome.min_version} to "
+            f"{address}: the server speaks protocol {welcome.min_version} to "
             f"{welcome.max_version}, this client {MIN_VERSION} to {VERSION}; install "
             f"the same release"
         )

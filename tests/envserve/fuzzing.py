@@ -321,15 +321,16 @@ def _client_target() -> Target:
     clients: list[Any] = []
 
     def read(data: bytes) -> None:
-        if not clients or clients[-1].state.is_over or not clients[-1].requests.waiting:
+        is_usable = clients and not clients[-1].state.is_over
+        if not is_usable or not clients[-1].requests.unanswered:
             server = FakeServer()
             client = attach(server)
             client.submit_step([0, 1], 0.0)
             clients[:] = [client]
         client = clients[-1]
         client.receive([data], 1.0)
-        if client.operations.is_ready(1):
-            client.take_outcomes()
+        if client.client_blocks.is_ready(1):
+            client.collect()
 
     numbers: dict[str, Any] = {"session": 11, "boot": 77, "epoch": 1, "request": 3}
     bodies = {kind.__name__: bodies for kind, bodies in _bodies()}

@@ -183,12 +183,12 @@ def capacity_is_ignored(patch: Patch) -> None:
 
 @bug(faulty("cut_one_way", Profile(), max_outage=1000.0))
 def silence_is_never_detected(patch: Patch) -> None:
-    patch.setattr(attachment.Attachment, "lost_at", math.inf)
+    patch.setattr(attachment.Attachment, "give_up_at", math.inf)
 
 
 @bug()
 def leases_reuse_seeds(patch: Patch) -> None:
-    patch.setattr(attachment, "attach_again", lambda attach, num_leases: attach)
+    patch.setattr(attachment, "with_fresh_seeds", lambda attach, num_leases: attach)
 
 
 # Outcomes, and the state of blocks.
@@ -221,7 +221,7 @@ def a_lost_lease_is_not_marked(patch: Patch) -> None:
         self.rows.status[:] = Status.OK
         return outcomes
 
-    around(patch, ClientSession, "take_outcomes", alter)
+    around(patch, ClientSession, "collect", alter)
 
 
 @bug(BATCHES)

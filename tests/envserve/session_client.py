@@ -1,4 +1,4 @@
-"""A client's session over a real connection, without all that a lane does for it."""
+"""A client's session over a real connection, without a lane and its threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Attach
 from tests.envserve.server_process import LEDGER
-from tests.envserve.session_fakes import OneLease
+from tests.envserve.session_fakes import SingleLeaseSession
 
 
 class SessionClient:
-    """Attaches, steps, and hears of the end; never attaches anew."""
+    """Drives a session that fails when it loses its lease."""
 
     def __init__(
         self,
@@ -26,20 +26,20 @@ class SessionClient:
         env_name: str = LEDGER,
         *,
         session: int = 5,
-        client: str = "",
+        client_name: str = "",
         **changes: object,
     ) -> None:
         self.connection = Connection(address)
         attach = Attach(env_name=env_name, num_envs=num_envs, seed=1, **changes)  # type: ignore[arg-type]
-        self.session = OneLease(
+        self.session = SingleLeaseSession(
             address,
             attach,
             Timeouts(connect_seconds=40.0),
             session=session,
             now=time.monotonic(),
-            client=client,
+            client_name=client_name,
         )
-        self._exchange = SessionDriver(self.session, self.connection)
+        self._driver = SessionDriver(self.session, self.connection)
         self.wait_for(lambda: self.session.state is ClientState.READY or self.is_over)
 
     @property
@@ -52,7 +52,7 @@ class SessionClient:
         return self.collect()
 
     def step(self, action: int) -> list[Outcome]:
-        """The outcomes; those of a session that is lost have an error."""
+        """Step all blocks; if the session is lost, the outcomes have errors."""
         self.session.rows.action[0][:] = action
         blocks = range(len(self.session.blocks))
         self.session.submit_step(list(blocks), time.monotonic())
@@ -61,15 +61,15 @@ class SessionClient:
     def collect(self) -> list[Outcome]:
         outcomes: list[Outcome] = []
 
-        def are_all_there() -> bool:
-            outcomes.extend(self.session.take_outcomes())
+        def is_complete() -> bool:
+            outcomes.extend(self.session.collect())
             return len(outcomes) == len(self.session.blocks)
 
-        self.wait_for(are_all_there)
+        self.wait_for(is_complete)
         return outcomes
 
     def wait_for_end(self) -> str:
-        """Waits until the session is over; returns why."""
+        """Wait until the session is over, and return its error as text."""
         self.wait_for(lambda: self.is_over)
         return str(self.session.error)
 
@@ -78,11 +78,11 @@ class SessionClient:
         self.pump()
         while not condition():
             assert time.monotonic() < give_up_at, repr(self.session)
-            self._exchange.wait(give_up_at)
+            self._driver.wait(give_up_at)
             self.pump()
 
     def pump(self) -> None:
-        self._exchange.run(time.monotonic())
+        self._driver.run(time.monotonic())
 
     def close(self) -> None:
         self.session.begin_close(time.monotonic())

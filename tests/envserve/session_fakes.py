@@ -1,4 +1,4 @@
-"""A server half with pools that run only when told to, and a link to a client half."""
+"""The server's half with pools that tests control, and helpers for both halves."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def make_call(
 
 
 class FakePool(MemoryPool):
-    """Steps are counted per row; an operation ends when `finish` says so.
+    """A pool whose rows count their steps; an operation ends when `finish` is called.
 
-    `executed` has every operation that was begun, in order: block, and the block's
-    actions for a step, or None.
+    `executed` lists all operations in the order of their start: the block, and its
+    actions for a step or None for another operation.
     """
 
     spec = SPEC
@@ -95,7 +95,7 @@ class FakePool(MemoryPool):
         return {"reset": True}
 
     def _step(self, row: int) -> None:
-        """Ends an episode after 7, 14, ... steps."""
+        """Step a row; its episode ends at steps 7, 14, ..."""
         rows, action = self.rows, self.rows.action[0][row]
         self.count[row] += 1
         rows.reward[row] = action
@@ -107,7 +107,7 @@ class FakePool(MemoryPool):
 
 @dataclass
 class FakeServer:
-    """Carries out what a ServerSession decides, except for the replies."""
+    """Carries out the decisions of a `ServerSession`, and collects its replies."""
 
     policy: HostSettings = field(default_factory=lambda: HostSettings(num_workers=2))
     boot: int = 77
@@ -120,10 +120,10 @@ class FakeServer:
     def __post_init__(self) -> None:
         self.session = ServerSession(self.policy, (SPEC.env_name,), self.boot)
 
-    def report(self, user: str, now: float) -> bytes:
+    def status_body(self, user: str, now: float) -> bytes:
         return ServerStatus().encode()
 
-    def look(
+    def read_frames(
         self, session: SessionId, request: FrameRequest
     ) -> tuple[FrameResult, bytes]:
         return FrameResult(), b""
@@ -131,8 +131,8 @@ class FakeServer:
     def receive(self, peer: Peer, frames: Sequence[Buffer], now: float) -> None:
         self.carry_out(self.session.receive(peer, frames, now), now)
 
-    def hear(self, kind: MessageType | int, **fields: Any) -> list[Message]:
-        """Has a message of some client's arrive; returns all answers there are."""
+    def replies_to(self, kind: MessageType | int, **fields: Any) -> list[Message]:
+        """Return the server's replies to a message, by default of session 11."""
         numbers: dict[str, Any] = {"session": 11, "boot": self.boot}
         message = Message(type=kind, **{**numbers, **fields})
         self.receive((b"r", ""), encode(message), 0.0)
@@ -151,7 +151,7 @@ class FakeServer:
                 if self.builds_at_once:
                     self.build(decision.session, now)
             elif isinstance(decision, EndPool):
-                if decision.session in self.pools:  # or it was not begun
+                if decision.session in self.pools:  # otherwise it was queued
                     self.pools.pop(decision.session).close()
                 self.carry_out(self.session.pool_closed(decision.session), now)
             elif not isinstance(decision, BeginDrain):
@@ -163,10 +163,10 @@ class FakeServer:
         if isinstance(decision, ReplyWelcome):
             body = self.session.leases.welcome_for(user).encode()
         elif isinstance(decision, ReplyStatus):
-            body = self.report(user, now)
+            body = self.status_body(user, now)
         else:
             assert isinstance(decision, ReplyFrame), decision
-            result, payload = self.look(decision.session, decision.frame_request)
+            result, payload = self.read_frames(decision.session, decision.frame_request)
             body = result.encode()
         return self.session.answer(request, body, payload)
 
@@ -184,7 +184,7 @@ class FakeServer:
     def finish_all(self, now: float) -> None:
         for session, pool in list(self.pools.items()):
             for block in list(pool.running):
-                if session in self.pools:  # a drain may end a lease in between
+                if session in self.pools:  # a drain may have ended the lease
                     self.finish(session, block, now)
 
     def poll(self, now: float) -> None:
@@ -195,8 +195,8 @@ class FakeServer:
         return [reply.frames for reply in replies]
 
 
-class OneLease(ClientSession):
-    """Ends with its first lease."""
+class SingleLeaseSession(ClientSession):
+    """A session that fails when it loses its first lease."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -205,7 +205,7 @@ class OneLease(ClientSession):
     def _end(
         self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
     ) -> None:
-        self.attachment.refuse(error)
+        self.attachment.abort(error)
 
 
 def make_attach(**changes: object) -> Attach:
@@ -221,41 +221,41 @@ def make_attach(**changes: object) -> Attach:
 def make_client(
     now: float = 0.0,
     session: int = 11,
-    client: str = "",
-    patience: Timeouts | None = None,
+    client_name: str = "",
+    timeouts: Timeouts | None = None,
     kind: type[ClientSession] = ClientSession,
     **changes: object,
 ) -> ClientSession:
     return kind(
         ADDRESS,
         make_attach(**changes),
-        patience or Timeouts(),
+        timeouts or Timeouts(),
         session=session,
         now=now,
-        client=client,
+        client_name=client_name,
     )
 
 
 def state_of(client: ClientSession) -> ClientState:
-    """The state now: to a type checker, an attribute keeps what was asserted of it."""
+    """Return the state, which a type checker does not narrow after an assertion."""
     return client.state
 
 
 def take_outgoing(client: ClientSession) -> list[list[Buffer]]:
-    """What the client wants to send, as if it had been sent."""
-    taken = list(client.outbox.values())
+    """Remove and return all frames of the outbox, as if they had been sent."""
+    outgoing = list(client.outbox.values())
     client.outbox.clear()
-    return taken
+    return outgoing
 
 
 def collect(client: ClientSession) -> list[Outcome]:
-    """What a lane would collect now, by block."""
-    client.operations.is_ready(1)
-    return sorted(client.take_outcomes(), key=lambda outcome: outcome.block)
+    """Collect outcomes as a lane does, ordered by block."""
+    client.client_blocks.is_ready(1)
+    return sorted(client.collect(), key=lambda outcome: outcome.block)
 
 
 def finish(client: ClientSession, server: FakeServer, now: float) -> list[Outcome]:
-    """Lets everything come to its end, and collects it."""
+    """Finish all operations, and collect their outcomes."""
     for _ in range(3):
         client.advance(now)
         exchange(client, server, now)
@@ -265,7 +265,7 @@ def finish(client: ClientSession, server: FakeServer, now: float) -> list[Outcom
 
 
 def advance_to(client: ClientSession, now: float) -> None:
-    """Lets time pass in which nothing comes."""
+    """Let time pass without messages from the server."""
     while client.next_deadline() < now:
         client.advance(client.next_deadline())
     client.advance(now)
@@ -279,7 +279,7 @@ def exchange(
     filter_request: Callable[[list[Buffer]], bool] = lambda frames: True,
     filter_reply: Callable[[list[Buffer]], bool] = lambda frames: True,
 ) -> None:
-    """Delivers messages both ways until there are none; filters say which arrive."""
+    """Deliver messages in both directions until there are none; filters drop some."""
     while True:
         requests = take_outgoing(client)
         for frames in filter(filter_request, requests):
@@ -291,23 +291,25 @@ def exchange(
             return
 
 
-def ask(server: FakeServer, now: float = 0.0, **changes: Any) -> ClientSession:
-    """Returns a client that has asked for envs, and has heard what the server says."""
+def try_to_attach(
+    server: FakeServer, now: float = 0.0, **changes: Any
+) -> ClientSession:
+    """Return a client that has requested envs and received the reply."""
     client = make_client(now, **changes)
-    client.connected(now)
+    client.record_connect(now)
     exchange(client, server, now)
     return client
 
 
 def attach(server: FakeServer, now: float = 0.0, **changes: Any) -> ClientSession:
-    """Returns a client that is READY."""
-    client = ask(server, now, **changes)
+    """Return a client in state READY."""
+    client = try_to_attach(server, now, **changes)
     assert client.state is ClientState.READY, client.error
     return client
 
 
-def pair(**options: Any) -> tuple[FakeServer, ClientSession]:
-    """A server, and a client of it that is READY."""
+def make_pair(**options: Any) -> tuple[FakeServer, ClientSession]:
+    """Return a server and a client in state READY."""
     server = FakeServer(**options)
     return server, attach(server)
 
@@ -333,7 +335,7 @@ def step_all(
 
 
 def attach_and_step(num_steps: int = 3, **changes: Any) -> ClientSession:
-    """A client that has seen some steps of the server with boot id 1."""
+    """Return a client that has made some steps on a server with boot number 1."""
     server = FakeServer(boot=1)
     client = attach(server, **changes)
     client.submit_reset([Reset(0), Reset(1)], 0.0)
@@ -343,21 +345,26 @@ def attach_and_step(num_steps: int = 3, **changes: Any) -> ClientSession:
     return client
 
 
-def restart(
+def attach_and_restart(
     *, is_noticed: bool = False, **options: Any
 ) -> tuple[ClientSession, FakeServer]:
-    """A client that has seen some steps, and the server that came after its own."""
+    """Return a client that has made some steps, and a restarted server.
+
+    Args:
+      is_noticed: Whether the client has attached to the restarted server already.
+      **options: Arguments of the restarted `FakeServer`.
+    """
     client, restarted = attach_and_step(), FakeServer(boot=2, **options)
     if is_noticed:
-        client.connected(1.0)
+        client.record_connect(1.0)
         finish(client, restarted, 1.0)
     return client, restarted
 
 
-def absent(client: ClientSession) -> set[int]:
-    """The blocks that are absent, as a lane would find them out."""
-    client.operations.is_ready(3)
-    return set(client.operations.absent)
+def absent_blocks(client: ClientSession) -> set[int]:
+    """Return the absent blocks, after the update that a lane does."""
+    client.client_blocks.is_ready(3)
+    return set(client.client_blocks.absent)
 
 
 def executed(server: FakeServer) -> list[tuple[int, tuple[int, ...] | None]]:
@@ -366,7 +373,7 @@ def executed(server: FakeServer) -> list[tuple[int, tuple[int, ...] | None]]:
 
 
 def check_lost(client: ClientSession, outcomes: list[Outcome], last: int) -> None:
-    """Checks that these are the lost rows of an episode of so many steps."""
+    """Assert that all rows are lost, and their episodes had `last` steps."""
     rows = client.rows
     assert [(item.block, item.error) for item in outcomes] == [(0, None), (1, None)]
     assert rows.status.tolist() == [Status.SERVER_LOST] * 4
@@ -388,9 +395,14 @@ def pass_time(
     until: float = math.inf,
     **filters: Callable[[list[Buffer]], bool],
 ) -> float:
-    """Goes on from deadline to deadline, until then or the session's end.
+    """Advance the client from deadline to deadline, and return the final time.
 
-    Everything arrives, or nothing if there is no server. Returns when that is.
+    Args:
+      client: The client.
+      server: Server that receives and answers all messages; None if it is silent.
+      now: Time of the start.
+      until: Time of the end, unless the session ends before.
+      **filters: Filters of messages, see `exchange`.
     """
     while now < 1000.0:
         if server is not None:
@@ -400,4 +412,4 @@ def pass_time(
             return now
         now = max(now, client.next_deadline())
         client.advance(now)
-    raise AssertionError(f"{client!r} neither ends nor gets anywhere")
+    raise AssertionError(f"{client!r} does not end")

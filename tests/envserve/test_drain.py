@@ -47,7 +47,7 @@ def test_nobody_else_can_end_a_server(user: str) -> None:
     (answer,), num_drains = answers_to(user)
     body = ErrorBody.decode(answer.body)
     assert (answer.type, body.code) == (MessageType.ERROR, ErrorCode.REFUSED)
-    assert "expected the user who runs this server" in body.text
+    assert "only the user who runs the server can drain it" in body.text
     assert not num_drains
 
 
@@ -66,13 +66,16 @@ def test_the_command_waits_until_the_server_is_gone(
     homes.pin("anna", server.address)
     code, text = drain(server.address)
     assert (code, server.process.poll()) == (1, None)
-    assert f"Error: {server.address}: expected the user who runs this server" in text
+    assert (
+        f"Error: {server.address}: only the user who runs the server can drain it"
+        in text
+    )
     homes.become("server")
     code, text = drain(server.address, "--timeout", "2")
     assert code == 3
-    assert "it drains, but is still there after 2 s" in text
+    assert "the server drains, but is still running after 2 s" in text
     code, text = drain(server.address)  # until its grace period is over
-    assert (code, text) == (0, f"{server.address}: it has drained, and is gone\n")
+    assert (code, text) == (0, f"{server.address}: the server has drained and exited\n")
     assert "stopping" in server.end()
     assert server.process.returncode == 0
 

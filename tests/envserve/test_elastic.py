@@ -216,7 +216,7 @@ def test_a_server_with_other_envs_gets_no_rows_and_is_reported(
     (tmp_path / "others.py").write_text(OTHERS)
     other = source.start(4, "--import", str(tmp_path / "others.py"))
     first.kill()
-    message = f"{other.address}: expected envs as before, of {first.address}; got other"
+    message = f"{other.address}: expected the same envs as before from {first.address}"
     while message not in caplog.text:
         assert np.delete(player.step().valid, rows).all()
     assert "observation space: expected Box(" in caplog.text
@@ -320,7 +320,7 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
         batch.reset()
         result = batch.step(np.zeros(8, np.int64))
         assert result.status[4:].tolist() == [Status.PENDING] * 4
-        with pytest.raises(ServerLost, match="no server has come for these rows yet"):
+        with pytest.raises(ServerLost, match="no server is available for these rows"):
             batch.get_attr("spec")
         added = source.start(4)
         while not batch.step(np.zeros(8, np.int64)).valid.all():

@@ -42,15 +42,15 @@ LOCAL: Peer = (0, b"c", "local")
 
 
 @dataclass
-class SeenServer(FakeServer):
+class RecordingServer(FakeServer):
     """Returns a flight record or no frames, and records the requests."""
 
-    looks: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
+    frame_requests: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
 
-    def look(
+    def read_frames(
         self, session: SessionId, request: FrameRequest
     ) -> tuple[FrameResult, bytes]:
-        self.looks.append((session, request))
+        self.frame_requests.append((session, request))
         return FrameResult(), b"record" if request.record else b""
 
 
@@ -58,25 +58,25 @@ class Host:
     """A server with leases of Ann (1) and Bob (2), and clients that request frames."""
 
     def __init__(self) -> None:
-        self.server = SeenServer()
-        self.looks = self.server.looks
+        self.server = RecordingServer()
+        self.frame_requests = self.server.frame_requests
         self.now = 5.0
         for number, peer in enumerate((ANN, BOB), 11):
             attach = make_attach(num_envs=2).encode()
             kind = MessageType.ATTACH
-            answers = self.say(peer, kind, attach, session=number, boot=77)
+            answers = self.send(peer, kind, attach, session=number, boot=77)
             assert MessageType.GRANTED in [answer.type for answer in answers]
 
-    def say(
+    def send(
         self, peer: Peer, kind: MessageType, body: bytes, **numbers: Any
     ) -> list[Message]:
         message = Message(type=kind, body=body, request=1, **numbers)
         self.server.receive(peer, encode(message), self.now)
         return [decode(frames) for frames in self.server.take_replies()]
 
-    def ask(self, peer: Peer, lease: int, **asked: Any) -> Message | None:
-        body = FrameRequest(lease=lease, rows=(0,), **asked).encode()
-        answers = self.say(peer, MessageType.FRAME, body)
+    def request_frames(self, peer: Peer, lease: int, **fields: Any) -> Message | None:
+        body = FrameRequest(lease=lease, rows=(0,), **fields).encode()
+        answers = self.send(peer, MessageType.FRAME, body)
         return answers[0] if answers else None
 
 
@@ -92,41 +92,41 @@ def host() -> Host:
 def test_users_see_their_leases_and_the_server_user_sees_all(
     host: Host, peer: Peer, lease: int, owner: str
 ) -> None:
-    answer = host.ask(peer, lease)
+    answer = host.request_frames(peer, lease)
     assert answer is not None
     assert answer.type is MessageType.FRAME_RESULT
-    ((session, _),) = host.looks
+    ((session, _),) = host.frame_requests
     assert session[0] == owner
 
 
 @pytest.mark.parametrize("lease", [2, 3])
 def test_leases_of_other_users_look_like_missing_ones(host: Host, lease: int) -> None:
-    answer = host.ask(ANN, lease)
+    answer = host.request_frames(ANN, lease)
     assert answer is not None
     error = ErrorBody.decode(answer.body)
     assert error.code is ErrorCode.LEASE_LOST
-    assert error.text == f"there is no lease {lease}, or it is another user's"
-    assert host.looks == []
+    assert error.text == f"lease {lease} does not exist, or belongs to another user"
+    assert host.frame_requests == []
 
 
 def test_requests_are_rate_limited_per_user(host: Host) -> None:
     answers = []
     for _ in range(3000):
-        answers.append(host.ask(ANN, 1, width=1024))
+        answers.append(host.request_frames(ANN, 1, width=1024))
         host.now += 0.001
     assert 32 * 4 - 1 <= len([*filter(None, answers)]) <= 32 * 4 + 1
-    assert host.ask(BOB, 2) is not None
+    assert host.request_frames(BOB, 2) is not None
     host.now += 1.0
-    assert host.ask(ANN, 1) is not None
+    assert host.request_frames(ANN, 1) is not None
 
 
 def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
-    answer = host.ask(ANN, 1, record=True)
+    answer = host.request_frames(ANN, 1, record=True)
     assert answer is not None
     assert answer.payload == b"record"
-    assert host.ask(ANN, 1) is None
+    assert host.request_frames(ANN, 1) is None
     host.now += 1.0
-    assert host.ask(ANN, 1) is not None
+    assert host.request_frames(ANN, 1) is not None
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
 )
 def test_malformed_requests_are_rejected(host: Host, change: dict[str, Any]) -> None:
     body = FrameRequest(**{"lease": 1, "rows": (0,), **change}).encode()
-    (answer,) = host.say(ANN, MessageType.FRAME, body)
+    (answer,) = host.send(ANN, MessageType.FRAME, body)
     assert ErrorBody.decode(answer.body).code is ErrorCode.BAD_MESSAGE
-    assert host.looks == []
+    assert host.frame_requests == []
 
 
 def test_the_longest_answer_fits_into_a_body() -> None:
@@ -197,9 +197,11 @@ def test_a_lease_is_observed_and_its_flight_record_replayed(
         known = [picture.serial for picture in latest]
         assert not {*known} & {*serials}
         record = observer.record(lease, 1, PATIENCE)
-        with pytest.raises(LocalProtocolError, match="a row of an env that was ever"):
+        with pytest.raises(
+            LocalProtocolError, match="a row of an env that was reset before"
+        ):
             observer.record(lease, 2, PATIENCE)
-    with Observer(address) as observer, pytest.raises(LeaseLost, match="no lease"):
+    with Observer(address) as observer, pytest.raises(LeaseLost, match="not exist"):
         observer.frames(lease, [0], timeout_seconds=PATIENCE)
     assert decode_repro(record).env_index == 1
     file = tmp_path / "row.repro"

@@ -1,4 +1,4 @@
-"""A client that was stopped for longer than its lease: its steps reach no env."""
+"""A client that was suspended for longer than its lease: its steps reach no env."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.envserve.session_client import SessionClient
 from tests.oracle.ledger_env import ledger_hash
 
 NUM_ROUNDS = 2
-LEASE_SECONDS = 5.0  # longer than a loaded machine keeps anybody waiting
+LEASE_SECONDS = 5.0  # longer than delays on a loaded machine
 
-#: Steps without pause until its session is lost, and prints why; then sends one step
-#: more, against all rules, and prints the answer to that.
-_CLIENT = f"""
+#: Steps until its session is lost; then violates the protocol by sending another step.
+#: Prints the session's error, and the code of the reply to that step.
+_CLIENT_SCRIPT = f"""
 import sys
 sys.path[:] = {sys.path!r}
 from envserve.wire.constants import MessageType
@@ -30,7 +30,7 @@ from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_client import SessionClient
 number = int(sys.argv[2])
-with SessionClient(sys.argv[1], session=number, client="late:1") as client:
+with SessionClient(sys.argv[1], session=number, client_name="late:1") as client:
     client.reset()
     print("attached", flush=True)
     while not client.is_over:
@@ -57,11 +57,11 @@ with SessionClient(sys.argv[1], session=number, client="late:1") as client:
 
 
 class LateClient:
-    """A trainer in a process of its own, which can be stopped."""
+    """A client in a subprocess, which tests can suspend."""
 
     def __init__(self, server: ServerProcess, session: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _CLIENT, server.address, str(session)],
+            [sys.executable, "-c", _CLIENT_SCRIPT, server.address, str(session)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -70,7 +70,7 @@ class LateClient:
         assert self.output.readline() == "attached\n"
 
     @property
-    def has_spoken(self) -> bool:
+    def has_output(self) -> bool:
         return bool(select.select([self.output], [], [], 0)[0])
 
     def __enter__(self) -> LateClient:
@@ -86,39 +86,43 @@ def server(serve: Serve) -> ServerProcess:
     return serve("--envs-per-worker", "2", "--lease-seconds", str(LEASE_SECONDS))
 
 
-def test_who_has_the_envs_is_named(server: ServerProcess, join: Join) -> None:
+def test_a_busy_error_names_the_holder_of_the_envs(
+    server: ServerProcess, join: Join
+) -> None:
     with LateClient(server, 1):
         error = join(server, session=9).session.error
         assert isinstance(error, EnvsBusy)
-        assert error.holder == "local (late:1)"  # of the same user
+        assert error.holder == "local (late:1)"  # it is the same user
         assert error.held_seconds > 0
         assert "4 of envserve/Ledger-v0 by local (late:1) for" in str(error)
 
 
-def test_a_client_that_wakes_up_late_is_refused_and_steps_nothing(
+def test_a_client_that_was_suspended_for_too_long_steps_no_env(
     server: ServerProcess, join: Join, wait_until: WaitUntil
 ) -> None:
     for round_ in range(NUM_ROUNDS):
         with LateClient(server, 100 + round_) as late:
             late.process.send_signal(signal.SIGSTOP)
             wait_until(lambda: server.welcome().free_envs == 4)
-            heir = join(server, session=200 + round_)
-            heir.reset()
-            step_by_the_ledger(heir, lambda num_steps: num_steps == 20)
+            successor = join(server, session=200 + round_)
+            successor.reset()
+            step_and_check_ledger(successor, lambda num_steps: num_steps == 20)
             late.process.send_signal(signal.SIGCONT)
-            step_by_the_ledger(heir, lambda _, late=late: late.has_spoken)  # type: ignore[misc]
-            step_by_the_ledger(heir, lambda num_steps: num_steps == 20)
-            heir.close()
+            step_and_check_ledger(successor, lambda _, late=late: late.has_output)  # type: ignore[misc]
+            step_and_check_ledger(successor, lambda num_steps: num_steps == 20)
+            successor.close()
             assert late.output.readline() == "LeaseLost LEASE_LOST\n"
     log = server.end(signal.SIGTERM)
     assert log.count("its client was silent for") == NUM_ROUNDS
 
 
-def step_by_the_ledger(client: SessionClient, is_enough: Callable[[int], bool]) -> None:
-    """Steps; whatever else were executed, the sums of the books would show it."""
+def step_and_check_ledger(
+    client: SessionClient, is_done: Callable[[int], bool]
+) -> None:
+    """Step, and check that the ledger envs have executed no other step."""
     rows = client.session.rows
     num_steps = 0
-    while not is_enough(num_steps):
+    while not is_done(num_steps):
         before = rows.observation[0][:, 3].tolist()
         action = num_steps % 100
         assert client.step(action)[0].error is None

@@ -1,4 +1,4 @@
-"""Blocks whose envs are not there: their clients know, and the others go on."""
+"""Absent blocks, in the server's half: clients are notified, other blocks continue."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ def kinds_and_blocks(messages: list[Message]) -> list[tuple[Any, list[int]]]:
     return [(message.type, blocks_of(message)) for message in messages]
 
 
-def test_a_done_block_is_answered_though_another_is_absent(client: RawClient) -> None:
+def test_a_finished_block_is_answered_although_another_is_absent(
+    client: RawClient,
+) -> None:
     client.send(client.step(1))
     assert not client.finish(0)
-    told = client.finish(absent=[1])
-    assert kinds_and_blocks(told) == [(ABSENT, [1]), (RESULT, [0])]
-    assert {message.request for message in told} == {told[0].request}
-    assert not told[0].body
-    assert not client.finish(absent=[1])  # it was said
+    replies = client.finish(absent=[1])
+    assert kinds_and_blocks(replies) == [(ABSENT, [1]), (RESULT, [0])]
+    assert {message.request for message in replies} == {replies[0].request}
+    assert not replies[0].body
+    assert not client.finish(absent=[1])  # it was reported already
     (result,) = client.finish(1)
     assert blocks_of(result) == [1]
     client.send(client.step(1, seq=2))
     assert kinds_and_blocks(client.finish()) == [(RESULT, [0, 1])]
 
 
-def test_a_copy_is_answered_for_each_block_as_it_is(client: RawClient) -> None:
+def test_a_copy_is_answered_with_the_state_of_each_block(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
     client.finish(0, absent=[1])
-    told = client.send(changed(frames, attempt=3))
-    assert kinds_and_blocks(told) == [(ABSENT, [1]), (RESULT, [0])]
-    assert [message.attempt for message in told] == [3, 3]
+    replies = client.send(changed(frames, attempt=3))
+    assert kinds_and_blocks(replies) == [(ABSENT, [1]), (RESULT, [0])]
+    assert [message.attempt for message in replies] == [3, 3]
     assert not client.send(changed(frames, attempt=3))
     client.finish(1)
     again = client.send(changed(frames, attempt=4))
@@ -56,17 +58,17 @@ def test_a_copy_is_answered_for_each_block_as_it_is(client: RawClient) -> None:
     assert len(client.pool.executed) == 2
 
 
-def test_a_reset_and_a_call_are_said_to_be_absent_too(client: RawClient) -> None:
+def test_absent_blocks_of_a_reset_and_a_call_are_reported(client: RawClient) -> None:
     client.send(client.reset({0: (None, None)}), b"one")
     client.send(client.call(2, "call", "render"), b"two")
-    told = client.finish(absent=[0, 1])
-    assert kinds_and_blocks(told) == [(ABSENT, [0]), (ABSENT, [1])]
+    replies = client.finish(absent=[0, 1])
+    assert kinds_and_blocks(replies) == [(ABSENT, [0]), (ABSENT, [1])]
     done = client.finish(0, 1)
     kinds = [(RESULT, [0]), (MessageType.CALL_RESULT, [1])]
     assert kinds_and_blocks(done) == kinds
 
 
-def test_absent_blocks_are_listed_as_running(client: RawClient) -> None:
+def test_a_pong_lists_absent_blocks_as_running(client: RawClient) -> None:
     client.send(client.step(1))
     client.finish(0, absent=[1])
     client.server.receive((b"r", ""), client.frames(MessageType.PING, ()), 4.5)
@@ -77,7 +79,7 @@ def test_absent_blocks_are_listed_as_running(client: RawClient) -> None:
 # States.
 
 
-def test_what_was_not_asked_cannot_end(client: RawClient) -> None:
+def test_a_block_without_a_running_request_cannot_finish(client: RawClient) -> None:
     client.send(client.step(1, blocks=[0]))
     outcome = client.pool.finish(0)
     client.end([outcome])
@@ -85,7 +87,7 @@ def test_what_was_not_asked_cannot_end(client: RawClient) -> None:
         client.end([outcome])
 
 
-def test_a_claim_moves_only_forward() -> None:
+def test_a_lease_moves_only_forward() -> None:
     machine = Machine(LeaseState.BUILDING)
     for state in (LeaseState.GRANTED, LeaseState.CLOSING, LeaseState.ENDED):
         machine.move(state)
@@ -93,15 +95,15 @@ def test_a_claim_moves_only_forward() -> None:
             machine.move(LeaseState.BUILDING)
 
 
-def test_of_many_answers_others_are_first_another_time() -> None:
+def test_repeated_replies_start_with_other_blocks() -> None:
     policy = HostSettings(num_workers=1, envs_per_worker=64)
     client = RawClient(FakeServer(policy), num_envs=40, num_splits=40)
     frames = client.step(1)
     client.send(frames)
-    told = client.finish(*range(39), absent=[39])
+    replies = client.finish(*range(39), absent=[39])
     again = client.send(changed(frames, attempt=1))
     orders = [
-        [blocks_of(m)[0] for m in each if m.type is RESULT] for each in (told, again)
+        [blocks_of(m)[0] for m in each if m.type is RESULT] for each in (replies, again)
     ]
     assert orders[0] == list(range(39))
     assert orders[1] == [*range(32, 39), *range(32)]

@@ -22,7 +22,7 @@ from envserve.wire.bodies import ResetBody, pack_options
 from envserve.wire.constants import BODY_LIMITS, MAX_ENTRIES, ErrorCode, MessageType
 from envserve.wire.message import Buffer, Message, encode
 from tests.envserve.raw_client import SESSION, RawClient, changed, errors_in
-from tests.envserve.session_fakes import FakeServer, make_attach, make_call, pair
+from tests.envserve.session_fakes import FakeServer, make_attach, make_call, make_pair
 
 MAX_SECONDS = 0.02
 MAX_ATTACH_VALUES = 256
@@ -85,14 +85,14 @@ def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
     step = raw.step(1, seq=3)
     seqs = [3] + [2] * 63 + [1] * (raw.num_blocks - 64)
     entries = tuple(enumerate(seqs))
-    found = raw.send(changed(step, entries=((0, 2), *entries[1:])))
-    assert not found, errors_in(found)
+    replies = raw.send(changed(step, entries=((0, 2), *entries[1:])))
+    assert not replies, errors_in(replies)
     yield "copy that differs", changed(step, entries=entries, attempt=1)
 
 
 def test_every_message_is_handled_quickly() -> None:
     policy = HostSettings(num_workers=16, exposed=frozenset({"x"}))
-    took: dict[str, float] = {}
+    durations: dict[str, float] = {}
     for _ in range(4):  # the minimum excludes one-time costs
         server = FakeServer(policy)
         raw = RawClient(server, num_envs=1024, num_splits=64)
@@ -100,9 +100,9 @@ def test_every_message_is_handled_quickly() -> None:
             start = time.thread_time()
             server.receive(("",), frames, 0.0)
             seconds = time.thread_time() - start
-            took[name] = min(seconds, took.get(name, seconds))
-    worst = max(took, key=lambda name: took[name])
-    assert took[worst] < MAX_SECONDS, f"{worst}: {took[worst]:.4f} s"
+            durations[name] = min(seconds, durations.get(name, seconds))
+    worst = max(durations, key=lambda name: durations[name])
+    assert durations[worst] < MAX_SECONDS, f"{worst}: {durations[worst]:.4f} s"
 
 
 def many_values(count: int) -> dict[str, Any]:
@@ -112,9 +112,11 @@ def many_values(count: int) -> dict[str, Any]:
 def test_values_of_attach_are_counted_before_they_are_decoded() -> None:
     server = FakeServer(HostSettings(allowed_kwargs=frozenset({"sizes:any"})))
     few = codec.decode(make_attach().encode()) | {"env_kwargs": many_values(200)}
-    assert not errors_in(server.hear(MessageType.ATTACH, body=codec.encode(few)))
+    assert not errors_in(server.replies_to(MessageType.ATTACH, body=codec.encode(few)))
     many = few | {"env_kwargs": many_values(MAX_ATTACH_VALUES)}
-    (answer,) = server.hear(MessageType.ATTACH, session=12, body=codec.encode(many))
+    (answer,) = server.replies_to(
+        MessageType.ATTACH, session=12, body=codec.encode(many)
+    )
     (error,) = errors_in([answer])
     assert error.code is ErrorCode.BAD_MESSAGE
     assert f"at most {MAX_ATTACH_VALUES} values" in error.text
@@ -179,7 +181,7 @@ def test_a_client_does_not_send_a_too_large_attach() -> None:
     ],
 )
 def test_a_client_does_not_send_a_too_large_call(argument: Any, text: str) -> None:
-    _, client = pair()
+    _, client = make_pair()
     with pytest.raises(CallError, match=f"tcp://fake:1: Env 0: x: .*{text}"):
         client.submit_call([make_call([0], "call", "x", argument)], 0.0)
     assert not client.outbox

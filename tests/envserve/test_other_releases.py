@@ -59,8 +59,8 @@ def health(address: str, folder: Path | None = None) -> tuple[int, str]:
 def test_an_older_client_is_told(other_server: ServerProcess) -> None:
     address = other_server.address
     text = (
-        f"{address}: the server speaks {OTHER} to {OTHER}, this client {VERSION} to "
-        f"{VERSION}; install the same release"
+        f"{address}: the server speaks protocol {OTHER} to {OTHER}, this client "
+        f"{VERSION} to {VERSION}; install the same release"
     )
     with pytest.raises(ProtocolMismatch, match=f"^{re.escape(text)}$"):
         BatchEnv.connect("CartPole-v1", [address], 1)
@@ -73,4 +73,7 @@ def test_a_newer_client_is_told(other_release: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path, imports=()) as server:
         code, error = health(server.address, other_release)
     assert code == 7
-    assert f"speaks {VERSION} to {VERSION}, this client {OTHER} to {OTHER}" in error
+    assert (
+        f"speaks protocol {VERSION} to {VERSION}, this client {OTHER} to {OTHER}"
+        in error
+    )

@@ -1,4 +1,4 @@
-"""What an operator allows clients: attributes by the way of use, arguments by value."""
+"""Rules of an operator: exposed attributes, and allowed env arguments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode
 
 
-def uses(host: HostSettings, name: str) -> set[str]:
-    """The ways in which clients may use an attribute."""
+def allowed_kinds(host: HostSettings, name: str) -> set[str]:
+    """Return the kinds of access to an attribute that are allowed."""
     refused = {}
     for kind in ("get", "set", "call"):
         try:
@@ -37,14 +37,14 @@ def uses(host: HostSettings, name: str) -> set[str]:
         ({"levels"}, set()),
     ],
 )
-def test_an_attribute_is_exposed_to_the_uses_that_are_named(
+def test_an_attribute_is_exposed_to_the_listed_kinds_of_access(
     exposed: set[str], expected: set[str]
 ) -> None:
-    assert uses(HostSettings(exposed=frozenset(exposed)), "level") == expected
+    assert allowed_kinds(HostSettings(exposed=frozenset(exposed)), "level") == expected
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("key_exposed", "expected"),
     [
         (None, {"get", "call"}),
         ((), set()),
@@ -53,14 +53,14 @@ def test_an_attribute_is_exposed_to_the_uses_that_are_named(
     ],
 )
 def test_a_key_may_use_no_more_than_the_host_exposes(
-    own: tuple[str, ...] | None, expected: set[str]
+    key_exposed: tuple[str, ...] | None, expected: set[str]
 ) -> None:
     host = HostSettings(exposed=frozenset({"level"}))
-    grant = Grant(name="trainer-1", public=bytes(32), exposed=own)
-    assert uses(restrict(host, grant), "level") == expected
+    grant = Grant(name="trainer-1", public=bytes(32), exposed=key_exposed)
+    assert allowed_kinds(restrict(host, grant), "level") == expected
 
 
-def test_a_key_has_no_more_workers_than_it_may_have_processes() -> None:
+def test_a_key_has_at_most_as_many_workers_as_processes() -> None:
     host = HostSettings(num_workers=4)
     for most, expected in ((None, 4), (1, 1), (9, 4)):
         grant = Grant(name="trainer-1", public=bytes(32), max_processes=most)
@@ -87,20 +87,20 @@ OTHERS = (None, [1], {"a": 1}, b"1")
         ("y:any", ()),
     ],
 )
-def test_an_argument_may_have_the_values_of_its_rule(
+def test_an_argument_may_have_the_values_that_its_rule_allows(
     rule: str, good: tuple[Any, ...]
 ) -> None:
-    assert check(rule, good) == []
-    bad = [value for value in NUMBERS + WORDS + OTHERS if not is_in(value, good)]
-    assert check(rule, bad) == bad
+    assert refused_values(rule, good) == []
+    bad = [value for value in NUMBERS + WORDS + OTHERS if not contains(value, good)]
+    assert refused_values(rule, bad) == bad
 
 
-def is_in(value: Any, values: tuple[Any, ...]) -> bool:
+def contains(value: Any, values: tuple[Any, ...]) -> bool:
     return any(value == one and type(value) is type(one) for one in values)
 
 
-def check(rule: str, values: Any) -> list[Any]:
-    """Returns those that are refused."""
+def refused_values(rule: str, values: Any) -> list[Any]:
+    """Return the values of argument x that a rule refuses."""
     refused, codes, texts = [], [], []
     for value in values:
         try:
@@ -114,29 +114,29 @@ def check(rule: str, values: Any) -> list[Any]:
     return refused
 
 
-def test_bounds_hold_and_not_a_number_is_within_none() -> None:
+def test_bounds_exclude_larger_and_smaller_values_and_nan() -> None:
     for value in (-1, 11, math.nan):
-        assert check("x:float[0,10]", [value])
-    assert check("x:int[0,10]", [11]) == [11]
+        assert refused_values("x:float[0,10]", [value])
+    assert refused_values("x:int[0,10]", [11]) == [11]
 
 
-def test_one_of_several_rules_for_a_name_is_enough() -> None:
+def test_a_value_needs_to_match_one_of_several_rules_of_a_name() -> None:
     rules = frozenset({"x:int[0,1]", "x:fast"})
     for value in (1, "fast"):
         check_kwargs(rules, {"x": value, "render_mode": "rgb_array"})
-    with pytest.raises(Refusal, match="'render_mode' is not allowed to be 'human'"):
+    with pytest.raises(Refusal, match="'render_mode' may not be 'human'"):
         check_kwargs(rules, {"render_mode": "human"})
 
 
 @pytest.mark.parametrize(
     "rule", ["x:", "x:int[0", "x:int[,1]", "x:int[0.2,0.8]", "x:a b", "1x", "x:|"]
 )
-def test_rules_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
-    with pytest.raises(ValueError, match=r"allowed_kwargs: expected NAME, NAME:int\["):
+def test_malformed_argument_rules_are_rejected(rule: str) -> None:
+    with pytest.raises(ValueError, match=r"allowed_kwargs\[0\]: expected NAME, "):
         HostSettings(allowed_kwargs=frozenset({rule}))
 
 
-def test_a_range_that_no_number_is_in_is_refused_at_the_start() -> None:
+def test_empty_ranges_are_rejected() -> None:
     HostSettings(allowed_kwargs=frozenset({"x:int[5,5]", "y:float[-1,0.5]"}))
     for rule in ("x:int[5,0]", "x:float[-1,-1.5]"):
         with pytest.raises(ValueError, match=r"^allowed_kwargs: expected a range from"):
@@ -144,6 +144,6 @@ def test_a_range_that_no_number_is_in_is_refused_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("rule", ["x:level", "get:", "Level", "get:a:b", "__class__"])
-def test_exposures_that_mean_nothing_are_refused_at_the_start(rule: str) -> None:
-    with pytest.raises(ValueError, match="exposed: expected NAME, get:NAME,"):
+def test_malformed_exposure_rules_are_rejected(rule: str) -> None:
+    with pytest.raises(ValueError, match=r"exposed\[0\]: expected NAME, get:NAME,"):
         HostSettings(exposed=frozenset({rule}))

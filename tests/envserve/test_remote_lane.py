@@ -57,7 +57,7 @@ def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
 def test_messages_received_by_the_keeper_make_the_descriptor_readable(
     lane: RemoteLane, wait_until: WaitUntil
 ) -> None:
-    operations = lane._session.operations
+    operations = lane._session.client_blocks
     for action in range(3):
         submit(lane, action)
         wait_until(lambda: len(operations.ended) == 2)  # received by the keeper
@@ -141,7 +141,7 @@ def test_collect_returns_nothing_after_its_timeout_or_if_nothing_is_in_flight(
 def test_blocks_of_a_killed_server_are_absent_until_the_server_counts_as_lost(
     server: ServerProcess, attach: Attach
 ) -> None:
-    lane = attach(server, patience=Timeouts(lost_seconds=6.0, pads=True))
+    lane = attach(server, patience=Timeouts(lost_seconds=6.0, pads_lost_rows=True))
     seen = lane.rows.observation[0].copy()
     server.signal(signal.SIGKILL)
     submit(lane, 1)

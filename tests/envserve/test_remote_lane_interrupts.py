@@ -235,13 +235,13 @@ def step_while_a_block_is_absent(run: Run, line: int) -> list[Place]:
 
 
 def step_after_an_interrupted_update(run: Run, line: int) -> list[Place]:
-    take_outcomes = run.lane._session.take_outcomes
+    collect = run.lane._session.collect
 
     def interrupt() -> list[Outcome]:
-        run.lane._session.take_outcomes = take_outcomes  # type: ignore[method-assign]
+        run.lane._session.collect = collect  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
-    run.lane._session.take_outcomes = interrupt  # type: ignore[method-assign]
+    run.lane._session.collect = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         run.step()
     run.num_faults += 1

@@ -170,7 +170,7 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
     monkeypatch.setattr(module, "_EXCLUDE_SECONDS", FOREVER_SECONDS)
     session, now = attach_and_step(), 3.0
     session.attachment.address = old
-    session.disconnected(1.0)
+    session.record_disconnect(1.0)
     with closing(Connection(old, insecure=True)) as connection:
         driver = SessionDriver(session, connection, server_pool)
         server_pool.is_gone(old, now)

@@ -136,7 +136,7 @@ def test_who_attaches_without_end_leaves_envs_and_processes_to_others(
     assert time.monotonic() - began < 20.0
     assert {error.code for error in errors} == {ErrorCode.ENVS_BUSY}
     texts = {error.text for error in errors}
-    assert texts == {"mallory has 6 of its 6 processes; others have 0 of 8"}
+    assert texts == {"mallory uses 6 of its 6 processes; others use 0 of 8"}
     assert len(server.worker_pids) <= 8
 
 
@@ -151,10 +151,10 @@ def test_an_audit_tells_of_a_key_what_it_got_and_what_not(
     peer.granted()
     peer.attach(range(2, 3))
     (error,) = peer.errors(1)
-    assert error.text == "mallory has 1 of its 1 envs; others have 0 of 128"
+    assert error.text == "mallory uses 1 of its 1 envs; others use 0 of 128"
     peer.attach(range(3, 4), "Acrobot-v1")
     (error,) = peer.errors(1)
-    assert error.text.startswith("mallory may use CartPole-*; asked for Acrobot-v1; ")
+    assert error.text.startswith("mallory may use CartPole-*; requested Acrobot-v1; ")
     peer.send(MessageType.DETACH, b"", session=1, boot=peer.boot)
     while peer.receive().type is not MessageType.DETACHED:
         pass

@@ -1,4 +1,4 @@
-"""Blocks in flight whose envs are not there: which, since when, and what is shown."""
+"""Absent blocks, on the client: when blocks become absent, and what their rows are."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
-    absent,
+    absent_blocks,
     advance_to,
     attach,
     attach_and_step,
     collect,
     exchange,
     finish,
-    pair,
+    make_pair,
     state_of,
     step_all,
     take_outgoing,
@@ -32,10 +32,10 @@ from tests.envserve.session_fakes import (
 OK = [Status.OK] * 4
 
 
-def fall_silent(
+def step_without_reply(
     server: FakeServer, client: ClientSession, action: int = 50
 ) -> list[list[Buffer]]:
-    """Steps at 1 s, with no answer until 5 s; the server has it, and executes it."""
+    """Step at 1 s, and advance to 5 s; return the server's replies undelivered."""
     client.rows.action[0][:] = action
     client.submit_step([0, 1], 1.0)
     for frames in take_outgoing(client):
@@ -46,66 +46,66 @@ def fall_silent(
     return replies
 
 
-# A server that is silent.
+# A server that does not answer.
 
 
-def test_a_step_without_answer_is_absent_after_some_seconds() -> None:
+def test_a_step_without_a_reply_becomes_absent_after_some_seconds() -> None:
     client = attach_and_step()
     client.submit_step([0, 1], 1.0)
     take_outgoing(client)
     advance_to(client, 3.4)
-    assert not client.operations.is_ready(1)
+    assert not client.client_blocks.is_ready(1)
     advance_to(client, 4.6)
-    assert client.operations.is_ready(1)
-    assert client.operations.absent == {0, 1}
-    assert not client.operations.is_ready(1)  # they have not become so once more
+    assert client.client_blocks.is_ready(1)
+    assert client.client_blocks.absent == {0, 1}
+    assert not client.client_blocks.is_ready(1)  # only once for each block
     assert collect(client) == []
     assert client.num_in_flight == 2
     assert state_of(client) is ClientState.READY
     assert client.rows.final_observation[0][:, 0].tolist() == [3] * 4
 
 
-def test_a_step_on_a_broken_connection_is_absent_after_a_second() -> None:
+def test_a_step_on_a_broken_connection_becomes_absent_after_a_second() -> None:
     client = attach(FakeServer())
-    client.disconnected(0.1)
-    client.connected(0.3)  # in time, so that it costs nothing
-    client.disconnected(1.0)
+    client.record_disconnect(0.1)
+    client.record_connect(0.3)  # within a second, so the block is not absent
+    client.record_disconnect(1.0)
     client.submit_step([0, 1], 1.2)
-    client.disconnected(1.8)  # once more: the first time counts
+    client.record_disconnect(1.8)  # the time counts from the first call
     client.advance(1.9)
-    assert not absent(client)
+    assert not absent_blocks(client)
     assert client.next_deadline() <= 2.0
     client.advance(2.0)
-    assert absent(client) == {0, 1}
-    client.connected(2.1)
-    assert absent(client) == {0, 1}  # until it is heard
+    assert absent_blocks(client) == {0, 1}
+    client.record_connect(2.1)
+    assert absent_blocks(client) == {0, 1}  # until its next message
 
 
-def test_what_is_submitted_to_a_silent_server_is_absent_at_once() -> None:
-    server, client = pair()
+def test_operations_submitted_to_an_unreachable_server_are_absent_at_once() -> None:
+    server, client = make_pair()
     client.submit_step([0], 1.0)
     take_outgoing(client)
     advance_to(client, 5.0)
-    assert absent(client) == {0}
+    assert absent_blocks(client) == {0}
     client.submit_reset([Reset(1)], 5.0)
-    assert client.operations.is_ready(1)
-    assert client.operations.absent == {0, 1}
+    assert client.client_blocks.is_ready(1)
+    assert client.client_blocks.absent == {0, 1}
     with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
         client.submit_step([0], 5.0)
-    exchange(client, server, 6.0)  # it is heard
-    assert absent(client) == set()
+    exchange(client, server, 6.0)  # its reply arrives
+    assert absent_blocks(client) == set()
 
 
-def test_a_late_result_is_that_of_the_action_that_was_sent() -> None:
-    server, client = pair()
-    replies = fall_silent(server, client)
-    client.rows.action[0][:] = 60  # what its caller has thought of since
+def test_a_late_result_belongs_to_the_action_that_was_sent() -> None:
+    server, client = make_pair()
+    replies = step_without_reply(server, client)
+    client.rows.action[0][:] = 60  # after the step was sent
     for frames in replies:
         client.receive(frames, 6.0)
-    np.testing.assert_array_equal(client.rows.observation[0], 0)  # not touched yet
+    np.testing.assert_array_equal(client.rows.observation[0], 0)  # not written yet
     outcomes = collect(client)
     assert [outcome.block for outcome in outcomes] == [0, 1]
-    assert not client.operations.absent
+    assert not client.client_blocks.absent
     np.testing.assert_array_equal(client.rows.reward, 50)
     np.testing.assert_array_equal(client.rows.observation[0], [[1, 50]] * 4)
     step_all(client, server, 6.0, 70)
@@ -114,58 +114,58 @@ def test_a_late_result_is_that_of_the_action_that_was_sent() -> None:
     assert actions == [(50, 50)] * 2 + [(70, 70)] * 2
 
 
-def test_a_client_that_was_stopped_itself_does_not_blame_the_server() -> None:
-    server, client = pair()
+def test_time_in_which_the_client_was_suspended_does_not_count_as_silence() -> None:
+    server, client = make_pair()
     client.submit_step([0, 1], 1.0)
     exchange(client, server, 1.0)
     client.advance(1.5)
     server.finish_all(1.5)
-    client.advance(2.0)  # asks for a sign of life, and is stopped
+    client.advance(2.0)  # sends a PING, and is suspended
     client.advance(100.0)
-    assert not absent(client)
+    assert not absent_blocks(client)
     exchange(client, server, 100.0)
     assert len(collect(client)) == 2
-    client.disconnected(100.0)
+    client.record_disconnect(100.0)
     client.submit_step([0, 1], 100.1)
-    client.advance(600.0)  # it slept; nothing that it had sent is unanswered
-    assert not absent(client)
+    client.advance(600.0)  # suspended again
+    assert not absent_blocks(client)
     assert state_of(client) is ClientState.READY
     client.advance(601.0)
-    assert absent(client) == {0, 1}
+    assert absent_blocks(client) == {0, 1}
 
 
-def test_seconds_without_an_answer_are_counted_beyond_the_usual_wait() -> None:
-    server, client = pair()
+def test_unreachable_time_counts_silences_of_more_than_a_second() -> None:
+    server, client = make_pair()
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.9)
     assert len(finish(client, server, 0.9)) == 2
     assert client.stats()["unreachable_ms"] == 0
-    fall_silent(server, client)
+    step_without_reply(server, client)
     exchange(client, server, 6.0)
     assert client.stats()["unreachable_ms"] == 5000
 
 
-def test_a_server_that_does_not_answer_is_a_line_in_the_log_each_time(
+def test_each_silence_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server, client = pair()
-    for began_at in (1.0, 101.0):
-        client.disconnected(began_at)
-        for now in (began_at, began_at + 1.0, began_at + 2.0):
+    server, client = make_pair()
+    for start in (1.0, 101.0):
+        client.record_disconnect(start)
+        for now in (start, start + 1.0, start + 2.0):
             client.advance(now)
-        client.connected(began_at + 3.0)
-        exchange(client, server, began_at + 3.0)
+        client.record_connect(start + 3.0)
+        exchange(client, server, start + 3.0)
     assert [line.partition(";")[0] for line in caplog.messages] == [
         "tcp://fake:1: no answer, or no connection"
     ] * 2
 
 
-# A server that says so.
+# ABSENT messages.
 
 
 def split_pair(**options: Any) -> tuple[FakeServer, ClientSession]:
-    """After a step at 1 s: block 1 is absent, and block 0 is done."""
-    server, client = pair(**options)
+    """Return a pair after a step at 1 s; block 0 is done, and block 1 is absent."""
+    server, client = make_pair(**options)
     client.rows.action[0][:] = 5
     client.submit_step([0, 1], 1.0)
     exchange(client, server, 1.0)
@@ -178,25 +178,25 @@ def blocks_of(outcomes: list[Outcome]) -> list[int]:
     return [outcome.block for outcome in outcomes]
 
 
-def test_an_absent_block_does_not_hold_up_the_others_of_its_request() -> None:
+def test_an_absent_block_does_not_delay_the_other_blocks_of_its_request() -> None:
     server, client = split_pair()
     exchange(client, server, 1.0)
     assert blocks_of(collect(client)) == [0]
-    assert client.operations.absent == {1}
+    assert client.client_blocks.absent == {1}
     assert client.rows.reward.tolist() == [5, 5, 0, 0]
     client.submit_step([0], 2.0)
     assert blocks_of(finish(client, server, 2.0)) == [0, 1]
-    assert not client.operations.absent
+    assert not client.client_blocks.absent
     assert client.rows.reward.tolist() == [5] * 4
     step_all(client, server, 2.0)
     assert client.rows.status.tolist() == OK
 
 
-def test_an_answer_to_all_after_one_to_a_block_is_dropped() -> None:
+def test_a_reply_to_a_whole_request_is_dropped_after_a_reply_to_one_block() -> None:
     server, client = split_pair()
     exchange(client, server, 1.0)
     collect(client)
-    (request,) = client.requests.waiting.values()
+    (request,) = client.requests.unanswered.values()
     answer = Message(
         type=MessageType.RESULT,
         session=11,
@@ -207,17 +207,17 @@ def test_an_answer_to_all_after_one_to_a_block_is_dropped() -> None:
         body=bytes(4 * (8 + 3 + 16)),
     )
     client.receive(encode(answer), 1.0)
-    assert client.late_messages == 1
+    assert client.num_late_messages == 1
     assert collect(client) == []
 
 
 @pytest.mark.parametrize("field", ["request", "epoch", "session"])
-def test_an_absent_of_another_request_says_nothing(field: str) -> None:
+def test_an_absent_message_of_another_request_is_ignored(field: str) -> None:
     server, client = split_pair()
-    told, _ = server.take_replies()
-    message = decode(told)
+    absent_message, _ = server.take_replies()
+    message = decode(absent_message)
     assert message.type is MessageType.ABSENT
     setattr(message, field, getattr(message, field) + 1)
     client.receive(encode(message), 1.0)
-    assert not absent(client)
-    assert client.late_messages == 1
+    assert not absent_blocks(client)
+    assert client.num_late_messages == 1

@@ -1,4 +1,4 @@
-"""The client and the server's answers: which it takes, and how it asks again."""
+"""Which replies a client accepts, and when it resends requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.envserve.session_fakes import (
     collect,
     exchange,
     executed,
-    pair,
+    make_pair,
     take_outgoing,
 )
 
@@ -28,39 +28,39 @@ def step_frames(client: ClientSession, action: Any, now: float = 0.0) -> list[Bu
     return frames
 
 
-def test_a_step_runs_once_and_a_lost_reply_is_fetched_by_the_resend() -> None:
-    server, client = pair()
+def test_a_step_is_executed_once_and_a_resend_fetches_its_lost_reply() -> None:
+    server, client = make_pair()
     server.receive((b"r", ""), step_frames(client, [3, 1, 4, 1]), 0.0)
     server.finish_all(0.0)
     server.take_replies()  # lost
     client.advance(1.0)
     exchange(client, server, 1.0)
 
-    assert [outcome.block for outcome in client.take_outcomes()] == [0, 1]
+    assert [outcome.block for outcome in client.collect()] == [0, 1]
     assert client.num_in_flight == 0
     assert len(executed(server)) == 2
     np.testing.assert_array_equal(client.rows.reward, [3, 1, 4, 1])
     np.testing.assert_array_equal(client.rows.observation[0][:, 0], [1, 1, 1, 1])
 
 
-def test_a_late_reply_is_not_taken_for_that_of_the_next_step() -> None:
-    server, client = pair()
+def test_a_late_reply_is_not_paired_with_the_next_step() -> None:
+    server, client = make_pair()
     server.receive((b"r", ""), step_frames(client, 1), 0.0)
     server.finish_all(0.0)
     (late,) = server.take_replies()
     client.receive(late, 0.0)
-    client.take_outcomes()
+    client.collect()
     server.receive((b"r", ""), step_frames(client, 2), 0.0)
 
     client.receive(late, 0.0)
 
-    assert client.late_messages == 1
+    assert client.num_late_messages == 1
     assert client.num_in_flight == 2
-    assert not client.take_outcomes()
+    assert not client.collect()
 
 
-def test_a_refused_action_is_an_error_and_uses_up_no_seq() -> None:
-    server, client = pair()
+def test_a_refused_action_is_an_error_and_does_not_use_up_a_seq() -> None:
+    server, client = make_pair()
     client.rows.action[0][:] = [1, 1, 100, 1]
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
@@ -75,8 +75,8 @@ def test_a_refused_action_is_an_error_and_uses_up_no_seq() -> None:
     assert len(executed(server)) == 2
 
 
-def test_submitting_a_block_in_flight_is_an_error_here() -> None:
-    _, client = pair()
+def test_submitting_a_block_in_flight_raises_in_the_client() -> None:
+    _, client = make_pair()
     step_frames(client, 1)
     with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
         client.submit_step([0], 0.0)
@@ -94,20 +94,20 @@ def test_submitting_a_block_in_flight_is_an_error_here() -> None:
     ],
     ids=str,
 )
-def test_an_answer_to_something_else_is_dropped(fields: dict[str, Any]) -> None:
-    server, client = pair()
+def test_a_reply_to_another_request_is_dropped(fields: dict[str, Any]) -> None:
+    server, client = make_pair()
     server.receive((b"r", ""), step_frames(client, 1), 0.0)
     server.finish_all(0.0)
     (answer,) = server.take_replies()
     client.receive(changed(answer, **fields), 0.0)
-    assert client.late_messages == 1
-    assert not client.take_outcomes()
+    assert client.num_late_messages == 1
+    assert not client.collect()
     client.receive(answer, 0.0)
-    assert len(client.take_outcomes()) == 2
+    assert len(client.collect()) == 2
 
 
 def test_resends_back_off_and_count_their_attempts() -> None:
-    _, client = pair()
+    _, client = make_pair()
     step_frames(client, 1, now=0.0)
     sent = []
     while client.next_deadline() < 20.0:

@@ -1,4 +1,4 @@
-"""From HELLO to a lease: versions, capacity, permissions, and what is asked for."""
+"""The way from HELLO to a lease: versions, capacity and permissions."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import (
     SPEC,
     FakeServer,
-    ask,
     attach,
     exchange,
     make_attach,
     make_client,
+    make_pair,
     make_welcome,
-    pair,
     pass_time,
     state_of,
     take_outgoing,
+    try_to_attach,
 )
 
 
 def failed_client(server: FakeServer, **changes: Any) -> EnvserveError:
-    client = ask(server, session=99, **changes)
+    client = try_to_attach(server, session=99, **changes)
     assert state_of(client) is ClientState.LOST
     assert client.error is not None
     assert str(client.error).startswith("tcp://fake:1: ")
     return client.error
 
 
-def test_a_granted_client_knows_spaces_and_blocks() -> None:
+def test_a_granted_client_has_the_spaces_and_blocks_of_the_pool() -> None:
     server = FakeServer(policy=HostSettings(num_workers=3))
     client = attach(server, num_envs=8, num_splits=2)
-    assert not SPEC.differences(client.operations.spec)
+    assert not SPEC.differences(client.client_blocks.spec)
     assert client.blocks == server.pools["", 11].blocks
     assert client.rows.reward.shape == (8,)
 
 
-def test_the_pool_gets_what_was_asked_for() -> None:
+def test_the_pool_gets_the_arguments_of_the_attach() -> None:
     policy = HostSettings(
         num_workers=3, step_timeout_seconds=7, allowed_kwargs=frozenset({"gravity"})
     )
     server = FakeServer(policy=policy)
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "num_envs": 8,
         "num_splits": 2,
         "seed": 2**63 - 1,
@@ -76,18 +76,18 @@ def test_the_pool_gets_what_was_asked_for() -> None:
         "nonfinite": "pass",
         "strict_spaces": True,
     }
-    attach(server, **asked)
+    attach(server, **arguments)
     config = server.pools["", 11].config
-    assert {name: getattr(config, name) for name in asked} == asked
+    assert {name: getattr(config, name) for name in arguments} == arguments
     assert (config.num_workers, config.step_timeout_seconds) == (3, 7)
     attach(server, session=12)
     assert server.pools["", 12].config.spare_envs is False
 
 
-def test_a_repeated_attach_gives_one_lease() -> None:
+def test_a_repeated_attach_creates_one_lease() -> None:
     server = FakeServer()
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     for frames in take_outgoing(client):
         server.receive((b"r", ""), frames, 0.0)
     for frames in server.take_replies():
@@ -109,17 +109,17 @@ def test_a_repeated_attach_gives_one_lease() -> None:
 
 
 def test_another_attach_in_the_same_session_is_refused() -> None:
-    server, _ = pair()
+    server, _ = make_pair()
     other = Attach(env_name="Fake-v0", num_envs=5, seed=5).encode()
-    (answer,) = server.hear(MessageType.ATTACH, body=other)
+    (answer,) = server.replies_to(MessageType.ATTACH, body=other)
     assert answer.type is MessageType.ERROR
     assert len(server.pools) == 1
 
 
-def test_slow_construction_is_no_lost_server() -> None:
+def test_a_client_waits_for_envs_that_are_built_slowly() -> None:
     server = FakeServer(builds_at_once=False)
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     now = pass_time(client, server, until=100.0)
     assert state_of(client) is ClientState.ATTACHING
     server.build(("", 11), now)
@@ -127,18 +127,18 @@ def test_slow_construction_is_no_lost_server() -> None:
     assert state_of(client) is ClientState.READY
 
 
-def test_busy_says_how_many_are_free_and_who_has_the_others() -> None:
+def test_a_busy_error_lists_free_and_leased_envs() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
     attach(server, num_envs=6)
     error = failed_client(server, num_envs=3)
     assert isinstance(error, EnvsBusy)
-    assert "3 envs asked for, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
+    assert "3 envs requested, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
 
 
-def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
+def test_a_busy_error_names_only_leases_of_the_same_client() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
-    attach(server, session=1, client="small:1", num_envs=2)
-    attach(server, now=20.0, session=2, client="large:2\n", num_envs=5)
+    attach(server, session=1, client_name="small:1", num_envs=2)
+    attach(server, now=20.0, session=2, client_name="large:2\n", num_envs=5)
     for name, holder, leased in (
         (
             "large:2\n",
@@ -148,8 +148,8 @@ def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
         ("small:1", ("others", 0.0), "2 of Fake-v0 by small:1 for 50 s; 5 by others"),
         ("new:3", ("others", 0.0), "7 by others"),
     ):
-        client = make_client(now=50.0, client=name)
-        client.connected(50.0)
+        client = make_client(now=50.0, client_name=name)
+        client.record_connect(50.0)
         exchange(client, server, 50.0)
         error = client.error
         assert isinstance(error, EnvsBusy)
@@ -158,13 +158,13 @@ def test_busy_names_a_client_to_itself_and_none_to_others() -> None:
         assert f"(leased: {leased})" in str(error)
 
 
-def test_asking_for_more_than_a_server_has_blames_nobody() -> None:
+def test_a_request_for_more_envs_than_exist_names_no_holder() -> None:
     error = failed_client(FakeServer(), num_envs=1000)
     assert isinstance(error, EnvsBusy)
     assert (error.holder, error.held_seconds) == ("", 0.0)
 
 
-def test_spares_are_asked_for_and_count_as_envs() -> None:
+def test_spare_envs_count_as_leased() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
     client = attach(server, num_envs=3, spare_envs=True)
     assert server.pools["", 11].config.spare_envs is True
@@ -173,7 +173,7 @@ def test_spares_are_asked_for_and_count_as_envs() -> None:
     error = failed_client(server, num_envs=2, spare_envs=True)
     assert isinstance(error, EnvsBusy)
     assert (
-        "4 envs asked for, half of them spares, 2 of 8 free (leased: 6 of Fake-v0"
+        "4 envs requested, half of them spares, 2 of 8 free (leased: 6 of Fake-v0"
     ) in str(error)
 
 
@@ -194,7 +194,7 @@ def test_spares_are_asked_for_and_count_as_envs() -> None:
         ),
     ],
 )
-def test_what_is_not_offered_or_allowed_is_refused(
+def test_envs_and_arguments_that_are_not_offered_or_allowed_are_refused(
     changes: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     server = FakeServer()
@@ -214,13 +214,13 @@ def test_what_is_not_offered_or_allowed_is_refused(
         (WorkerError("no shared memory for the rows"), ""),
     ],
 )
-def test_envs_that_cannot_be_started_give_the_remote_traceback(
+def test_a_failed_build_is_reported_with_the_remote_traceback(
     failure: EnvserveError, traceback: str
 ) -> None:
     server = FakeServer(builds_at_once=False)
-    client = ask(server)
+    client = try_to_attach(server)
     server.carry_out(server.session.pool_failed(("", 11), failure), 0.0)
-    assert server.take_replies()  # and it is lost
+    assert server.take_replies()  # but the reply is lost
     client.advance(1.0)
     exchange(client, server, 1.0)
     assert isinstance(client.error, EnvStartError)
@@ -229,50 +229,56 @@ def test_envs_that_cannot_be_started_give_the_remote_traceback(
     assert server.session.leases.num_free_envs == 128
 
 
-def test_versions_without_overlap_are_a_mismatch_on_either_side() -> None:
+def test_incompatible_versions_are_an_error_on_both_sides() -> None:
     server = FakeServer()
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     hello = Hello(min_version=7, max_version=9).encode()
-    (answer,) = server.hear(MessageType.HELLO, version=9, boot=0, request=1, body=hello)
-    assert answer.version == 9, "so that any client can read it"
+    (answer,) = server.replies_to(
+        MessageType.HELLO, version=9, boot=0, request=1, body=hello
+    )
+    assert answer.version == 9, "a client of any version can read it"
     assert ErrorBody.decode(answer.body).code is ErrorCode.VERSION_MISMATCH
     client.receive(encode(answer), 0.0)
     assert isinstance(client.error, ProtocolMismatch)
-    text = "tcp://fake:1: the server speaks 2 to 2, this client 7 to 9; install the"
+    text = (
+        "tcp://fake:1: the server speaks protocol 2 to 2, this client 7 to 9; install"
+    )
     assert str(client.error).startswith(text)
 
     client = make_client()
-    client.connected(0.0)
+    client.record_connect(0.0)
     body = make_welcome(min_version=3, max_version=4).encode()
     message = Message(
         type=MessageType.WELCOME, version=4, session=11, boot=5, body=body
     )
     client.receive(encode(message), 0.0)
     assert isinstance(client.error, ProtocolMismatch)
-    text = "tcp://fake:1: the server speaks 3 to 4, this client 2 to 2; install the"
+    text = (
+        "tcp://fake:1: the server speaks protocol 3 to 4, this client 2 to 2; install"
+    )
     assert str(client.error).startswith(text)
 
 
-def test_unknown_types_are_answered() -> None:
-    (answer,) = FakeServer().hear(77, request=3)
+def test_messages_of_unknown_types_are_answered_with_an_error() -> None:
+    (answer,) = FakeServer().replies_to(77, request=3)
     assert answer.request == 3
     assert ErrorBody.decode(answer.body).code is ErrorCode.UNSUPPORTED
 
 
 @pytest.mark.parametrize("field", ["autoreset", "infos", "env_kwargs"])
-def test_an_array_in_place_of_a_word_is_refused(field: str) -> None:
-    """Compared with a str, it is an array, which is neither true nor false."""
+def test_an_array_in_place_of_a_string_is_refused(field: str) -> None:
+    """Comparing an array with a str returns an array, which has no truth value."""
     array = np.zeros(3)
     body = codec.decode(make_attach().encode())
     body[field] = {"render_mode": array} if field == "env_kwargs" else array
-    (answer,) = FakeServer().hear(MessageType.ATTACH, body=codec.encode(body))
+    (answer,) = FakeServer().replies_to(MessageType.ATTACH, body=codec.encode(body))
     code = ErrorBody.decode(answer.body).code
     expected = ErrorCode.REFUSED if field == "env_kwargs" else ErrorCode.BAD_MESSAGE
     assert code is expected
 
 
-def test_results_that_no_client_would_accept_are_refused_at_once(
+def test_a_lease_whose_results_would_be_too_long_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row_bytes = 8 + 3 + 2 * 16
@@ -285,12 +291,14 @@ def test_results_that_no_client_would_accept_are_refused_at_once(
     assert f"results of 5 envs need up to {5 * row_bytes} bytes" in str(error)
 
 
-def test_who_attaches_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_name_of_a_client_is_logged_on_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = FakeServer()
     hello = Hello(client="trainer\n\x1b[2J" + "x" * 150).encode()
     with caplog.at_level(logging.DEBUG, "envserve.session"):
-        server.hear(MessageType.HELLO, boot=0, body=hello)
-        server.hear(MessageType.ATTACH, body=make_attach().encode())
+        server.replies_to(MessageType.HELLO, boot=0, body=hello)
+        server.replies_to(MessageType.ATTACH, body=make_attach().encode())
     (line,) = [text for text in caplog.messages if "attaching" in text]
     assert r"(client: trainer\n\x1b[2Jxxx" in line
     assert len(line) < 150

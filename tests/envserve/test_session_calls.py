@@ -1,4 +1,4 @@
-"""Calls of envs of several blocks, as the server's half takes and answers them."""
+"""Calls of several blocks, in the server's half."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RENDER = codec.encode([["big"], {}])
 
 @pytest.fixture
 def client() -> RawClient:
-    """Four envs in two blocks."""
+    """Return a client with four envs in two blocks."""
     return RawClient(FakeServer())
 
 
@@ -31,31 +31,30 @@ def call_of(client: RawClient, *listed: tuple[int, tuple[int, ...]]) -> Any:
     return client.frames(MessageType.CALL, entries, CallBody.from_calls(calls).encode())
 
 
-def test_what_calls_have_given_is_kept_within_a_bound() -> None:
-    """Of a client that asks all its envs for pictures, and then does nothing."""
+def test_call_results_are_cached_up_to_a_limit() -> None:
     policy = HostSettings(num_workers=1, envs_per_worker=8, max_buffered_mib=1)
     client = RawClient(FakeServer(policy), num_envs=8, num_splits=8)
     frames = call_of(client, *((block, (block,)) for block in range(8)))
     client.send(frames)
     picture = codec.encode([bytes(300_000)])
     for block in range(8):
-        (given,) = client.end([Outcome(block, result=picture)])
-        assert bytes(given.payload) == picture
+        (answer,) = client.end([Outcome(block, result=picture)])
+        assert bytes(answer.payload) == picture
     (lease,) = [record.lease for record in client.server.session.leases.values()]
     assert lease is not None
     assert lease.result_cache.num_bytes == 3 * len(picture)
     again = client.send(changed(frames, attempt=1))
-    kept = [blocks_of(each)[0] for each in again if each.payload]
-    assert kept == [5, 6, 7]
+    cached = [blocks_of(each)[0] for each in again if each.payload]
+    assert cached == [5, 6, 7]
     (lost,) = ResultReport.decode(again[0].report).errors.values()
     assert lost.code is ErrorCode.CALL_FAILED
-    assert "of 300006 bytes, was lost" in lost.text
+    assert "of 300006 bytes was lost" in lost.text
     client.pool.running.clear()
     client.send(client.step(5, seq=2))
     assert not lease.result_cache.num_bytes
 
 
-def test_each_block_answers_for_itself(client: RawClient) -> None:
+def test_a_call_is_answered_block_by_block(client: RawClient) -> None:
     frames = call_of(client, (1, (3, 2)), (0, (0,)))
     assert client.send(frames) == []
     (first,) = client.finish(0)
@@ -73,10 +72,10 @@ def changed_attempt(message: Any) -> Any:
     return message
 
 
-def test_a_block_that_is_absent_does_not_hold_up_the_other(client: RawClient) -> None:
+def test_an_absent_block_does_not_delay_the_other(client: RawClient) -> None:
     client.send(call_of(client, (0, (0, 1)), (1, (2,))))
-    told, *others = client.finish(0, absent=[1])
-    assert {told.type, *(each.type for each in others)} == {
+    replies = client.finish(0, absent=[1])
+    assert {reply.type for reply in replies} == {
         MessageType.CALL_RESULT,
         MessageType.ABSENT,
     }
@@ -89,7 +88,7 @@ def test_a_block_that_is_absent_does_not_hold_up_the_other(client: RawClient) ->
     [[(0, (2,))], [(0, ())], [(0, (0, 0))], [(0, (0,)), (1, (0,))]],
     ids=["another block's", "none", "twice", "another block's, of two"],
 )
-def test_rows_that_are_not_of_their_block_are_refused(
+def test_rows_outside_of_their_block_are_refused(
     client: RawClient, listed: list[tuple[int, tuple[int, ...]]]
 ) -> None:
     (error,) = errors_in(client.send(call_of(client, *listed)))
@@ -98,22 +97,22 @@ def test_rows_that_are_not_of_their_block_are_refused(
     assert not client.pool.executed
 
 
-def test_so_many_blocks_are_told_what_a_message_says() -> None:
+def test_calls_and_resets_with_options_have_at_most_64_blocks() -> None:
     raw = RawClient(FakeServer(), num_envs=65, num_splits=65)
     entries = tuple((block, 1) for block in range(65))
-    told = [[[block], [[], {}]] for block in range(65)]
-    body = {"kind": "call", "name": "render", "calls": told}
+    calls = [[[block], [[], {}]] for block in range(65)]
+    body = {"kind": "call", "name": "render", "calls": calls}
     frames = raw.frames(MessageType.CALL, entries, codec.encode(body))
     (error,) = errors_in(raw.send(frames))
     assert "length <= 64" in error.text
     resets = {"resets": [[None, None]] * 65, "options": codec.encode({"level": 1})}
     frames = raw.frames(MessageType.RESET, entries, codec.encode(resets))
     (error,) = errors_in(raw.send(frames))
-    assert "64 blocks with them" in error.text
+    assert "at most 64 blocks if there are options" in error.text
     assert not raw.pool.executed
 
 
-def test_arguments_count_for_each_block_that_is_told_them() -> None:
+def test_arguments_of_several_blocks_count_once_per_block() -> None:
     server = FakeServer(HostSettings(num_workers=1, envs_per_worker=200))
     long = codec.encode([["x" * 60_000], {}])
     calls = [Call(row, (row,), "call", "render", long) for row in range(64)]
@@ -121,14 +120,14 @@ def test_arguments_count_for_each_block_that_is_told_them() -> None:
     entries = tuple((block, 1) for block in range(64))
     body = CallBody.from_calls(calls).encode()
     (error,) = errors_in(raw.send(raw.frames(MessageType.CALL, entries, body)))
-    assert "at most 1048576 bytes, counted for each block" in error.text
+    assert "at most 1048576 bytes of arguments in total" in error.text
     assert not raw.pool.executed
     client = attach(server, num_envs=64, num_splits=64)
     client.submit_call(calls, 0.0)
     assert len(client.outbox) == 4
 
 
-def test_a_client_says_it_in_as_many_messages() -> None:
+def test_a_client_splits_a_call_of_many_blocks_into_messages() -> None:
     server = FakeServer(HostSettings(num_workers=1, envs_per_worker=200))
     client = attach(server, num_envs=130, num_splits=130)
     calls = [Call(row, (row,), "call", "render", RENDER) for row in range(130)]
@@ -137,12 +136,12 @@ def test_a_client_says_it_in_as_many_messages() -> None:
     exchange(client, server, 0.0)
     server.finish_all(0.0)
     exchange(client, server, 0.0)
-    found = [codec.decode(outcome.result) for outcome in collect(client)]
-    assert found == [[[row, "big"]] for row in range(130)]
+    results = [codec.decode(outcome.result) for outcome in collect(client)]
+    assert results == [[[row, "big"]] for row in range(130)]
 
 
 @pytest.mark.parametrize("options", [b"\xc0", codec.encode({1: 2}), b"\x81"])
-def test_options_that_are_no_dict_are_refused(
+def test_options_that_are_not_a_dict_are_refused(
     client: RawClient, options: bytes
 ) -> None:
     body = codec.encode({"resets": [[None, None]], "options": options})

@@ -1,4 +1,4 @@
-"""A server that drains: no new leases, running episodes end, clients know."""
+"""Draining a server: it grants no leases, and ends each lease after an episode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
-    OneLease,
-    ask,
+    SingleLeaseSession,
     attach,
     exchange,
     finish,
-    pair,
+    make_pair,
     state_of,
     take_outgoing,
+    try_to_attach,
 )
 
 GRACE = 8.0
@@ -35,7 +35,7 @@ def drain(server: FakeServer, now: float = 0.0) -> None:
 
 
 def step(client: ClientSession, server: FakeServer, *blocks: int) -> list[Outcome]:
-    """Steps blocks, whose rows end an episode at their 7th step."""
+    """Step blocks; their rows end an episode at every 7th step."""
     client.submit_step(blocks or range(len(client.blocks)), 0.0)
     return finish(client, server, 0.0)
 
@@ -46,19 +46,19 @@ def reset(client: ClientSession, server: FakeServer, *resets: Reset) -> None:
 
 
 def welcome_of(server: FakeServer) -> Welcome:
-    (answer,) = server.hear(MessageType.HELLO, boot=0, body=Hello().encode())
+    (answer,) = server.replies_to(MessageType.HELLO, boot=0, body=Hello().encode())
     return Welcome.decode(answer.body)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_nobody_gets_envs_of_a_server_that_drains_or_stops(is_stopped: bool) -> None:
+def test_a_server_that_drains_or_stops_grants_no_leases(is_stopped: bool) -> None:
     server = FakeServer()
     assert not welcome_of(server).is_draining
     drain(server)
-    assert server.session.has_ended  # at once, as nobody has envs
+    assert server.session.has_ended  # at once, because there are no leases
     if is_stopped:
         server.carry_out(server.session.stop(), 0.0)
-    client = ask(server)
+    client = try_to_attach(server)
     assert isinstance(client.error, ServerDraining)
     assert isinstance(client.error, EnvsBusy)
     assert "draining" in str(client.error)
@@ -66,7 +66,9 @@ def test_nobody_gets_envs_of_a_server_that_drains_or_stops(is_stopped: bool) -> 
     assert welcome_of(server).is_draining
 
 
-def test_every_client_is_told_how_long_it_has(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_client_is_notified_of_the_grace_period(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = FakeServer()
     clients = [attach(server, session=number) for number in (1, 2)]
     drain(server)
@@ -81,8 +83,8 @@ def test_every_client_is_told_how_long_it_has(caplog: pytest.LogCaptureFixture) 
         assert "in 8 s" in caplog.messages[-1]
 
 
-def test_who_has_connected_anew_is_told_there() -> None:
-    server, client = pair()
+def test_a_client_that_has_reconnected_is_notified_over_its_new_connection() -> None:
+    server, client = make_pair()
     client.submit_step([0], 0.0)
     (frames,) = take_outgoing(client)
     server.receive((b"another route", ""), frames, 0.0)
@@ -90,12 +92,12 @@ def test_who_has_connected_anew_is_told_there() -> None:
     assert server.replies[-1].peer == (b"another route", "")
 
 
-def test_a_lease_ends_once_each_row_has_ended_an_episode() -> None:
+def test_a_lease_ends_when_each_row_has_ended_an_episode() -> None:
     server = FakeServer()
-    client = attach(server, num_splits=2, kind=OneLease)
+    client = attach(server, num_splits=2, kind=SingleLeaseSession)
     assert len(client.blocks) == 4
     for _ in range(7):
-        step(client, server)  # the ends before the drain do not count
+        step(client, server)  # episodes that ended before the drain do not count
     drain(server)
     for _ in range(6):
         step(client, server)
@@ -104,27 +106,27 @@ def test_a_lease_ends_once_each_row_has_ended_an_episode() -> None:
     (last,) = step(client, server, 3)
     assert state_of(client) is ClientState.LOST
     assert isinstance(client.error, LeaseLost)
-    assert "the server was drained: each of its envs ended" in str(client.error)
-    # The step that has ended the last episode is answered before the lease ends.
+    assert "the server was drained; each env of the lease ended" in str(client.error)
+    # The step that ended the last episode is answered before the lease ends.
     assert last.block == 3
     assert last.error is None
     assert client.rows.terminated.all()
     np.testing.assert_array_equal(client.rows.observation[0][:, 0], [14] * 4)
 
 
-def test_a_reset_ends_an_episode_too_but_an_operation_that_failed_does_not() -> None:
+def test_a_reset_ends_an_episode_but_a_failed_operation_does_not() -> None:
     server = FakeServer()
-    client = attach(server, kind=OneLease)
+    client = attach(server, kind=SingleLeaseSession)
     drain(server)
     step(client, server, 0)
     pool = server.pools["", 11]
     client.submit_step([1], 0.0)
     exchange(client, server, 0.0)
-    failed = pool.finish(1, error=LeaseLost("the rows mean nothing"))
+    failed = pool.finish(1, error=LeaseLost("the rows are invalid"))
     pool.rows.terminated[2:] = True
     server.carry_out(server.session.pool_finished(("", 11), [failed]), 0.0)
     exchange(client, server, 0.0)
-    client.take_outcomes()
+    client.collect()
     for block in (0, 1):
         assert state_of(client) is ClientState.READY
         reset(client, server, Reset(block))
@@ -133,7 +135,7 @@ def test_a_reset_ends_an_episode_too_but_an_operation_that_failed_does_not() -> 
 
 def test_a_reset_of_some_rows_does_not_end_the_episodes_of_the_others() -> None:
     server = FakeServer()
-    client = attach(server, kind=OneLease)
+    client = attach(server, kind=SingleLeaseSession)
     rows = [range(block.start, block.stop) for block in client.blocks]
     drain(server)
     for place in (0, 1):
@@ -142,8 +144,8 @@ def test_a_reset_of_some_rows_does_not_end_the_episodes_of_the_others() -> None:
     assert state_of(client) is ClientState.LOST
 
 
-def test_a_client_that_is_silent_for_too_long_is_not_waited_for() -> None:
-    server, client = pair()
+def test_a_drain_does_not_wait_for_a_client_that_was_silent_for_too_long() -> None:
+    server, client = make_pair()
     drain(server)
     server.carry_out(server.session.expire_leases(1000.0), 1000.0)
     assert not server.pools
@@ -153,16 +155,16 @@ def test_a_client_that_is_silent_for_too_long_is_not_waited_for() -> None:
 
 def test_envs_that_are_being_built_are_not_granted() -> None:
     server = FakeServer(builds_at_once=False)
-    client = ask(server)
+    client = try_to_attach(server)
     drain(server)
     exchange(client, server, 0.0)
     assert isinstance(client.error, ServerDraining)
     assert server.session.leases.num_free_envs == 128
 
 
-def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:
+def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:
     server = FakeServer()
-    client = attach(server, kind=OneLease)
+    client = attach(server, kind=SingleLeaseSession)
     client.submit_step([0], 0.0)
     exchange(client, server, 0.0)
     drain(server)
@@ -170,11 +172,11 @@ def test_what_is_left_at_the_end_of_the_grace_period_is_cut_off() -> None:
     exchange(client, server, GRACE)
     assert isinstance(client.error, LeaseLost)
     assert "drained: its grace period was over" in str(client.error)
-    (cut,) = client.take_outcomes()
+    (cut,) = client.collect()
     assert cut.error is client.error
 
 
-def test_a_drain_is_over_when_every_client_knows() -> None:
+def test_a_drain_is_over_when_every_client_was_notified() -> None:
     server = FakeServer()
     assert not server.session.has_ended
     leaving, ended, late = (attach(server, session=number) for number in (1, 2, 3))
@@ -195,13 +197,13 @@ def test_a_drain_is_over_when_every_client_knows() -> None:
     assert server.session.has_ended
 
 
-def test_a_client_that_was_leaving_before_is_not_waited_for() -> None:
-    server, client = pair()
+def test_a_server_that_stops_does_not_wait_for_a_client_that_has_detached() -> None:
+    server, client = make_pair()
     client.begin_close(0.0)
     decisions = []
     for frames in take_outgoing(client):
         decisions += server.session.receive((b"route", ""), frames, 0.0)
     server.carry_out(server.session.stop(), 0.0)
     assert not server.session.has_ended
-    server.carry_out(decisions, 0.0)  # its workers have ended
+    server.carry_out(decisions, 0.0)  # its workers have exited
     assert server.session.has_ended

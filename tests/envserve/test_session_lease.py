@@ -1,4 +1,4 @@
-"""At most once, on the server: copies, gaps, joins and refusals, as messages."""
+"""Operations of a lease, as messages: copies, gaps, refusals and results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def client() -> RawClient:
 
 
 def unpack(message: Message) -> Rows:
-    """The rows of a RESULT of both blocks."""
+    """Return the rows of a RESULT of both blocks."""
     rows = Rows.allocate(SPEC, 4)
     RowPart(RowCodec(rows), [(0, 4)]).unpack_results(message.body, message.payload)
     return rows
 
 
-def test_a_step_runs_and_its_result_has_the_rows(client: RawClient) -> None:
+def test_the_result_of_a_step_contains_the_rows(client: RawClient) -> None:
     frames = client.step(0)
     actions = np.array([3, 1, 4, 1], np.int64).tobytes()
     assert not client.send(changed(frames, body=actions))
@@ -44,7 +44,9 @@ def test_a_step_runs_and_its_result_has_the_rows(client: RawClient) -> None:
     np.testing.assert_array_equal(rows.observation[0][:, 0], [1, 1, 1, 1])
 
 
-def test_final_observations_come_with_ended_rows(client: RawClient) -> None:
+def test_the_result_of_ended_rows_contains_final_observations(
+    client: RawClient,
+) -> None:
     for action in range(7):
         client.send(client.step(action, seq=1 + action))
         (result,) = client.finish()
@@ -53,7 +55,7 @@ def test_final_observations_come_with_ended_rows(client: RawClient) -> None:
     np.testing.assert_array_equal(rows.final_observation[0][0], [1007, 1006])
 
 
-def test_one_result_answers_when_all_blocks_are_done(client: RawClient) -> None:
+def test_a_step_is_answered_when_all_its_blocks_are_done(client: RawClient) -> None:
     client.send(client.step(1))
     assert not client.finish(1)
     (result,) = client.finish(0)
@@ -63,20 +65,20 @@ def test_one_result_answers_when_all_blocks_are_done(client: RawClient) -> None:
 # Copies.
 
 
-def test_a_copy_of_a_running_request_joins_it(client: RawClient) -> None:
+def test_a_copy_of_a_running_request_is_not_executed(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames, b"old route")
     client.send(changed(frames, attempt=1), b"new route")
     server = client.server
     server.finish_all(0.0)
-    assert len(client.pool.executed) == 2  # two blocks, each once
+    assert len(client.pool.executed) == 2  # each of the two blocks once
     (reply,) = server.replies
     assert reply.peer == (b"new route", "")
     (result,) = client.take()
     assert result.attempt == 1
 
 
-def test_a_copy_of_a_done_request_gets_the_same_bytes(client: RawClient) -> None:
+def test_a_copy_of_a_finished_request_gets_the_same_reply(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
     (first,) = client.finish()
@@ -85,7 +87,7 @@ def test_a_copy_of_a_done_request_gets_the_same_bytes(client: RawClient) -> None
     assert len(client.pool.executed) == 2
 
 
-def test_a_copy_is_answered_once_however_often_it_comes(client: RawClient) -> None:
+def test_each_attempt_is_answered_once(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
     answers = client.finish()
@@ -94,7 +96,7 @@ def test_a_copy_is_answered_once_however_often_it_comes(client: RawClient) -> No
     assert [answer.attempt for answer in answers] == [0, 2, 3]
 
 
-def test_an_answer_is_repeated_once_a_second_and_seldom_after_eight_times(
+def test_a_reply_is_repeated_every_second_and_after_eight_copies_every_minute(
     client: RawClient,
 ) -> None:
     frames = client.step(1)
@@ -110,14 +112,16 @@ def test_an_answer_is_repeated_once_a_second_and_seldom_after_eight_times(
     assert gaps[7:].tolist() == [60.0] * 8
 
 
-def test_a_grant_is_repeated_once_a_second(client: RawClient) -> None:
+def test_a_grant_is_repeated_every_second(client: RawClient) -> None:
     attach = client.frames(MessageType.ATTACH, (), make_attach().encode())
     answers = [client.send(attach, after=0.5) for _ in range(5)]
-    told = [MessageType.GRANTED, MessageType.BUILDING] * 2
-    assert [one.type for (one,) in answers] == [*told, MessageType.GRANTED]
+    types = [MessageType.GRANTED, MessageType.BUILDING] * 2
+    assert [one.type for (one,) in answers] == [*types, MessageType.GRANTED]
 
 
-def test_an_older_copy_does_not_take_a_newer_ones_answer(client: RawClient) -> None:
+def test_an_older_copy_does_not_receive_the_reply_of_a_newer_one(
+    client: RawClient,
+) -> None:
     frames = client.step(1)
     client.send(frames)
     client.send(changed(frames, attempt=2), b"new route")
@@ -168,7 +172,7 @@ def test_a_call_is_answered_again_but_not_executed_again(client: RawClient) -> N
     ],
     ids=str,
 )
-def test_a_step_that_cannot_be_is_refused_and_nothing_runs(
+def test_an_invalid_step_is_refused_and_not_executed(
     client: RawClient, fields: dict[str, Any], code: ErrorCode, executed: Executed
 ) -> None:
     (error,) = errors_in(client.send(changed(client.step(1), **fields)))
@@ -176,14 +180,16 @@ def test_a_step_that_cannot_be_is_refused_and_nothing_runs(
     assert not client.pool.executed
 
 
-def test_the_next_seq_of_a_running_block_is_a_gap(client: RawClient) -> None:
+def test_the_next_seq_of_a_running_block_is_refused(client: RawClient) -> None:
     client.send(client.step(1))
     (error,) = errors_in(client.send(client.step(1, seq=2)))
     assert error.code is ErrorCode.GAP
     assert len(client.pool.executed) == 2
 
 
-def test_an_invalid_action_is_refused_and_uses_up_no_seq(client: RawClient) -> None:
+def test_an_invalid_action_is_refused_and_does_not_use_up_a_seq(
+    client: RawClient,
+) -> None:
     actions = np.array([1, 1, 100, 1], np.int64).tobytes()
     (error,) = errors_in(client.send(changed(client.step(1), body=actions)))
     assert error.code is ErrorCode.INVALID_ACTION
@@ -194,7 +200,9 @@ def test_an_invalid_action_is_refused_and_uses_up_no_seq(client: RawClient) -> N
     assert len(client.pool.executed) == 2
 
 
-def test_a_copy_of_a_refused_request_takes_no_later_seq(client: RawClient) -> None:
+def test_a_copy_of_a_refused_request_does_not_match_a_later_request(
+    client: RawClient,
+) -> None:
     refused = client.step(100)
     assert errors_in(client.send(refused))
     client.send(client.step(5))
@@ -205,7 +213,7 @@ def test_a_copy_of_a_refused_request_takes_no_later_seq(client: RawClient) -> No
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_bad_copy_of_a_request_does_not_deny_that_another_was_executed(
+def test_the_error_for_a_malformed_copy_leaves_open_whether_the_request_was_executed(
     client: RawClient, attempt: int
 ) -> None:
     good = client.step(1)
@@ -217,7 +225,9 @@ def test_a_bad_copy_of_a_request_does_not_deny_that_another_was_executed(
         assert error.executed is (Executed.UNKNOWN if attempt else Executed.NO)
 
 
-def test_blocks_of_different_requests_cannot_be_mixed(client: RawClient) -> None:
+def test_a_request_with_a_running_and_an_idle_block_is_ignored(
+    client: RawClient,
+) -> None:
     client.send(client.step(1, blocks=[0]))
     assert not client.send(client.step(1))
     assert client.pool.executed == [(0, (1, 1))]
@@ -228,7 +238,7 @@ def test_blocks_of_different_requests_cannot_be_mixed(client: RawClient) -> None
 # Resets and calls.
 
 
-def test_reset_of_some_rows_with_seeds(client: RawClient) -> None:
+def test_a_reset_of_some_rows_with_seeds(client: RawClient) -> None:
     client.send(client.reset({1: ((3,), (7,)), 0: (None, None)}))
     assert client.pool.running == {1: Reset(1, (3,), (7,)), 0: Reset(0)}
     (result,) = client.finish()
@@ -283,7 +293,7 @@ def test_attributes_that_are_not_exposed_are_refused(
     assert not client.pool.executed
 
 
-def test_faults_and_errors_of_blocks_come_with_the_result(client: RawClient) -> None:
+def test_faults_and_errors_of_blocks_are_part_of_the_result(client: RawClient) -> None:
     client.send(client.step(1))
     faults = [Fault(row, Status.WORKER_DIED, "was killed", False) for row in (0, 1)]
     error = EnvStartError("gave up", remote_traceback="Traceback: boom")
@@ -296,26 +306,26 @@ def test_faults_and_errors_of_blocks_come_with_the_result(client: RawClient) -> 
     assert report.errors[1].traceback == "Traceback: boom"
 
 
-# What it costs.
+# Costs.
 
 
-def test_a_step_takes_few_calls(client: RawClient) -> None:
-    """Around simulation, each is a walk through cold code."""
+def test_a_step_makes_few_function_calls(client: RawClient) -> None:
+    """Every call costs cache misses, because simulations run between two steps."""
     session, counts = client.server.session, []
     for seq in range(1, 21):
         frames = client.step(1, seq=seq)
         calls: list[Any] = []
 
-        def note(frame: Any, event: str, _: Any, calls: list[Any] = calls) -> None:
+        def record(frame: Any, event: str, _: Any, calls: list[Any] = calls) -> None:
             if event == "call":
                 calls.append(frame.f_code)
 
-        sys.setprofile(note)
+        sys.setprofile(record)
         decisions = session.receive((b"r", ""), frames, 0.0)
         sys.setprofile(None)
         client.server.carry_out(decisions, 0.0)
         outcomes = [client.pool.finish(block) for block in (0, 1)]
-        sys.setprofile(note)
+        sys.setprofile(record)
         (reply,) = session.pool_finished(("", SESSION), outcomes)
         sys.setprofile(None)
         assert isinstance(reply, Reply)

@@ -1,4 +1,4 @@
-"""A lease that is lost: envs anew, one lost row each, and nothing twice."""
+"""Recovery from a lost lease: one lost step per row, and nothing executed twice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from envserve.session.states import ClientState
 from envserve.slab import Status
 from tests.envserve.session_fakes import (
     FakeServer,
-    absent,
+    absent_blocks,
     advance_to,
+    attach_and_restart,
     attach_and_step,
     check_lost,
     collect,
@@ -20,8 +21,7 @@ from tests.envserve.session_fakes import (
     executed,
     finish,
     make_call,
-    pair,
-    restart,
+    make_pair,
     state_of,
     step_all,
 )
@@ -31,16 +31,16 @@ OK = [Status.OK] * 4
 RESETS = [(0, None), (1, None)]
 
 
-# One lost row per fault.
+# Steps.
 
 
-def test_a_restart_costs_each_row_one_lost_transition() -> None:
-    client, restarted = restart()
+def test_a_restart_costs_each_row_one_step() -> None:
+    client, restarted = attach_and_restart()
     outcomes = step_all(client, restarted, 1.0)
     check_lost(client, outcomes, last=3)
     assert "restarted" in outcomes[0].faults[0].text
     (pool,) = restarted.pools.values()
-    assert pool.executed == RESETS  # no step of before
+    assert pool.executed == RESETS  # the lost step is not repeated
     assert pool.config.first_incarnation > 0
     assert pool.config.seed == 5
 
@@ -51,10 +51,10 @@ def test_a_restart_costs_each_row_one_lost_transition() -> None:
     assert client.stats()["reattaches"] == 1
 
 
-def test_envs_lost_between_steps_are_there_by_the_next_and_reset_by_it() -> None:
-    client, restarted = restart()
-    client.disconnected(1.0)
-    client.connected(1.1)
+def test_envs_lost_between_steps_are_reset_by_the_next_step() -> None:
+    client, restarted = attach_and_restart()
+    client.record_disconnect(1.0)
+    client.record_connect(1.1)
     assert finish(client, restarted, 1.1) == []
     assert state_of(client) is ClientState.READY
     assert executed(restarted) == []
@@ -63,11 +63,11 @@ def test_envs_lost_between_steps_are_there_by_the_next_and_reset_by_it() -> None
     assert executed(restarted) == RESETS
 
 
-def test_what_is_lost_twice_costs_one_row_and_says_what_was_first() -> None:
+def test_two_losses_before_a_step_cost_one_row_with_the_first_reason() -> None:
     client = attach_and_step()
-    client.connected(1.0)
+    client.record_connect(1.0)
     finish(client, FakeServer(boot=2), 1.0)
-    client.invalidate("it was enough", 1.0)
+    client.invalidate("it is replaced", 1.0)
     advance_to(client, 2.0)
     third = FakeServer(boot=3)
     outcomes = step_all(client, third, 2.0)
@@ -77,16 +77,16 @@ def test_what_is_lost_twice_costs_one_row_and_says_what_was_first() -> None:
     assert client.rows.status.tolist() == OK
 
 
-def test_an_answer_that_has_come_before_the_loss_is_collected_after_it() -> None:
-    server, client = pair(boot=1)
+def test_a_reply_that_arrived_before_a_loss_is_collected_after_it() -> None:
+    server, client = make_pair(boot=1)
     client.rows.action[0][:] = 9
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
     server.finish_all(0.0)
     exchange(client, server, 0.0)
-    assert not client.rows.reward.any()  # rows are written by who collects
+    assert not client.rows.reward.any()  # rows are written only by `collect`
     restarted = FakeServer(boot=2)
-    client.connected(1.0)
+    client.record_connect(1.0)
     exchange(client, restarted, 1.0)
     assert [outcome.faults for outcome in collect(client)] == [(), ()]
     np.testing.assert_array_equal(client.rows.reward, 9)
@@ -101,10 +101,10 @@ def test_an_answer_that_has_come_before_the_loss_is_collected_after_it() -> None
     "resets",
     [[Reset(0), Reset(1)], [Reset(0, (0, 1), (7, 8)), Reset(1, (2, 3), (9, 10))]],
 )
-def test_a_reset_of_whole_blocks_is_carried_out_once_and_clears_what_was_lost(
+def test_a_reset_of_whole_blocks_ends_their_loss(
     resets: list[Reset], is_late: bool
 ) -> None:
-    client, restarted = restart(is_noticed=is_late)
+    client, restarted = attach_and_restart(is_noticed=is_late)
     client.submit_reset(resets, 1.0)
     client.advance(1.0)
     exchange(client, restarted, 1.0)
@@ -120,7 +120,7 @@ def test_a_reset_of_whole_blocks_is_carried_out_once_and_clears_what_was_lost(
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_reset_of_some_rows_leaves_the_block_lost(is_late: bool) -> None:
-    client, restarted = restart(is_noticed=is_late)
+    client, restarted = attach_and_restart(is_noticed=is_late)
     client.submit_reset([Reset(0, (1,), (7,))], 1.0)
     (outcome,) = finish(client, restarted, 1.0)
     assert (outcome.block, outcome.error, list(outcome.faults)) == (0, None, [])
@@ -132,8 +132,8 @@ def test_a_reset_of_some_rows_leaves_the_block_lost(is_late: bool) -> None:
     assert client.rows.status.tolist() == OK
 
 
-def test_a_call_in_flight_fails_and_a_later_one_is_carried_out() -> None:
-    client, restarted = restart()
+def test_a_call_in_flight_fails_and_a_later_one_succeeds() -> None:
+    client, restarted = attach_and_restart()
     client.submit_call([make_call([0], "call", "render", block=0)], 1.0)
     (outcome,) = finish(client, restarted, 1.0)
     assert isinstance(outcome.error, ServerLost)
@@ -143,30 +143,30 @@ def test_a_call_in_flight_fails_and_a_later_one_is_carried_out() -> None:
     check_lost(client, step_all(client, restarted, 1.0), last=3)
 
 
-# What is absent meanwhile.
+# Absence.
 
 
-def test_blocks_are_absent_until_the_envs_are_back_and_reset() -> None:
-    client, restarted = restart(builds_at_once=False)
+def test_lost_blocks_are_absent_until_they_are_reset() -> None:
+    client, restarted = attach_and_restart(builds_at_once=False)
     client.submit_step([0], 1.0)
     exchange(client, restarted, 1.0)
-    assert absent(client) == {0}
+    assert absent_blocks(client) == {0}
     client.submit_step([1], 1.0)
-    assert client.operations.is_ready(1)
-    assert client.operations.absent == {0, 1}
-    client.rows.observation[0][:] = np.nan  # padding is up to the caller
+    assert client.client_blocks.is_ready(1)
+    assert client.client_blocks.absent == {0, 1}
+    client.rows.observation[0][:] = np.nan  # the caller may overwrite it by padding
     restarted.build(next(iter(restarted.pools)), 2.0)
     exchange(client, restarted, 2.0)
-    assert absent(client) == {0, 1}  # while they are being reset
+    assert absent_blocks(client) == {0, 1}  # during the reset
     np.testing.assert_array_equal(client.rows.final_observation[0][:, 0], 3)
     outcomes = finish(client, restarted, 30.0)
     assert [outcome.block for outcome in outcomes] == [0, 1]
     check_lost(client, outcomes, last=3)
-    assert not client.operations.absent
+    assert not client.client_blocks.absent
 
 
-def test_who_loses_its_envs_itself_gives_them_back_and_gets_others() -> None:
-    server, client = pair()
+def test_an_invalidated_lease_is_returned_and_replaced() -> None:
+    server, client = make_pair()
     step_all(client, server, 0.0)
     client.submit_step([0], 1.0)
     exchange(client, server, 1.0)

@@ -1,4 +1,4 @@
-"""Reports of a server: what they may be about, and what they cost."""
+"""Reports of a server: their contents, limits and processing time."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ def fault_of(row: int, text: str = "it failed") -> Fault:
     return Fault(row, Status.ENV_ERROR, text)
 
 
-class Stepping:
-    """Blocks of some rows each, that are being stepped by one request."""
+class StepInFlight:
+    """A request that steps blocks of some rows each."""
 
     def __init__(self, num_blocks: int = 4, rows_per_block: int = 2) -> None:
         edges = range(0, num_blocks * rows_per_block, rows_per_block)
         blocks = [Block(i, at, at + rows_per_block, 0, 0) for i, at in enumerate(edges)]
         liveness = Liveness(0.0)
-        self.operations = client_blocks.ClientBlocks(
+        self.client_blocks = client_blocks.ClientBlocks(
             ADDRESS, SPEC, tuple(blocks), liveness
         )
-        (self.request,) = self.operations.step(range(num_blocks))
+        (self.request,) = self.client_blocks.step(range(num_blocks))
 
     def end(self, report: bytes, blocks: Sequence[int] | None = None) -> list[Outcome]:
-        """Has a RESULT come, of some of the blocks or of all."""
+        """Receive a RESULT for some blocks, or for all; return the outcomes so far."""
         entries = self.request.entries
         if blocks is not None:
             entries = tuple(entries[block] for block in blocks)
         message = Message(type=MessageType.RESULT, entries=entries, report=report)
-        self.operations.end(self.request, message)
-        return [outcome for answer in self.operations._answers for outcome in answer[0]]
+        self.client_blocks.accept_result(self.request, message)
+        return [
+            outcome for answer in self.client_blocks._answers for outcome in answer[0]
+        ]
 
 
-def test_a_report_says_of_each_block_what_is_of_its_rows() -> None:
+def test_a_report_is_split_by_block() -> None:
     infos = {row: {"row": row} for row in (7, 0)}
     faults = [fault_of(5), fault_of(2, "another"), fault_of(4)]
     report = ResultReport(infos=infos, faults=faults, errors={1: ERROR})
-    outcomes = Stepping().end(report.encode())
+    outcomes = StepInFlight().end(report.encode())
     assert [outcome.infos for outcome in outcomes] == [
         *({0: {"row": 0}}, {}, {}, {7: {"row": 7}})
     ]
@@ -62,12 +64,14 @@ def test_a_report_says_of_each_block_what_is_of_its_rows() -> None:
     assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
 
 
-def test_a_server_tells_a_few_notes_once(caplog: pytest.LogCaptureFixture) -> None:
-    stepping = Stepping()
+def test_a_limited_number_of_warnings_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    step = StepInFlight()
     for number in range(100):
-        stepping.end(ResultReport(notes=["always", f"note {number}"]).encode())
-        stepping.operations.ended.clear()
-        (stepping.request,) = stepping.operations.step(range(4))
+        step.end(ResultReport(notes=["always", f"note {number}"]).encode())
+        step.client_blocks.ended.clear()
+        (step.request,) = step.client_blocks.step(range(4))
     notes = [f"note {number}" for number in range(15)]
     assert caplog.messages == [f"{ADDRESS}: {each}" for each in ["always", *notes]]
 
@@ -83,13 +87,13 @@ def test_a_server_tells_a_few_notes_once(caplog: pytest.LogCaptureFixture) -> No
     ],
     ids=["row of another block", "no row", "infos", "another block", "no block"],
 )
-def test_what_is_said_of_others_than_are_answered_is_refused(
+def test_a_report_about_other_rows_or_blocks_than_answered_is_refused(
     report: ResultReport,
 ) -> None:
-    stepping = Stepping()
+    step = StepInFlight()
     with pytest.raises(RemoteProtocolError, match="only rows and blocks of the RESULT"):
-        stepping.end(report.encode(), blocks=[0, 1])
-    assert len(stepping.operations.in_flight) == 4
+        step.end(report.encode(), blocks=[0, 1])
+    assert len(step.client_blocks.in_flight) == 4
 
 
 @pytest.mark.parametrize(
@@ -101,12 +105,12 @@ def test_what_is_said_of_others_than_are_answered_is_refused(
     ],
     ids=["faults", "infos", "errors"],
 )
-def test_no_report_costs_more_than_a_moment(contents: Mapping[str, object]) -> None:
+def test_every_report_is_handled_quickly(contents: Mapping[str, object]) -> None:
     frame = ResultReport(**contents).encode()  # type: ignore[arg-type]
     costs = []
-    for _ in range(5):  # the machine does other things, too
-        stepping = Stepping(NUM_BLOCKS, 4)
+    for _ in range(5):  # the minimum excludes interruptions
+        step = StepInFlight(NUM_BLOCKS, 4)
         started = time.thread_time()
-        stepping.end(frame)
+        step.end(frame)
         costs.append(time.thread_time() - started)
-    assert min(costs) < 0.2  # 15 ms on a machine that does nothing else
+    assert min(costs) < 0.2  # 15 ms on an idle machine

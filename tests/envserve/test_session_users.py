@@ -1,4 +1,4 @@
-"""Users of one server: what one has under a number does not exist for another."""
+"""Users of one server cannot reach or detect the sessions of other users."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ ATTACH = make_attach().encode()
 OTHER = make_attach(num_envs=1).encode()
 
 
-def say(server: FakeServer, peer: Peer, kind: MessageType, **fields: object) -> Message:
-    """Has a user say something under the number 11, by default; returns the answer."""
+def send(
+    server: FakeServer, peer: Peer, kind: MessageType, **fields: object
+) -> Message:
+    """Send a message of a user, by default of session 11; return the reply."""
     numbers: dict[str, object] = {"session": 11, "boot": server.boot}
     message = Message(type=kind, **{**numbers, **fields})  # type: ignore[arg-type]
     server.receive(peer, encode(message), 5.0)
@@ -31,9 +33,9 @@ def say(server: FakeServer, peer: Peer, kind: MessageType, **fields: object) -> 
 
 @pytest.fixture
 def server() -> FakeServer:
-    """Ann has envs under the number 11."""
+    """Return a server on which session 11 of Ann has a lease."""
     server = FakeServer()
-    assert say(server, A, MessageType.ATTACH, body=ATTACH).type is MessageType.GRANTED
+    assert send(server, A, MessageType.ATTACH, body=ATTACH).type is MessageType.GRANTED
     return server
 
 
@@ -53,16 +55,18 @@ def server() -> FakeServer:
         (MessageType.ATTACH, {"body": b"?"}),
     ],
 )
-def test_a_number_of_another_user_is_answered_like_one_that_nobody_has(
+def test_a_session_number_of_another_user_is_answered_like_an_unknown_one(
     server: FakeServer, kind: MessageType, fields: dict[str, object]
 ) -> None:
     record = server.session.leases["ann", 11]
     before = dataclasses.astuple(dataclasses.replace(record, lease=None, machine=None))  # type: ignore[arg-type]
     executed = list(server.pools["ann", 11].executed)
     known, unknown = (
-        say(server, B, kind, session=number, **fields) for number in (11, 12)
+        send(server, B, kind, session=number, **fields) for number in (11, 12)
     )
-    if known.type is MessageType.GRANTED:  # of envs of its own; leases have numbers
+    if (
+        known.type is MessageType.GRANTED
+    ):  # both are granted, with successive lease numbers
         assert (known.epoch, unknown.epoch) == (2, 3)
         known.epoch, known.body = unknown.epoch, unknown.body
     assert dataclasses.replace(known, session=12) == unknown
@@ -70,15 +74,15 @@ def test_a_number_of_another_user_is_answered_like_one_that_nobody_has(
     after = dataclasses.astuple(dataclasses.replace(record, lease=None, machine=None))  # type: ignore[arg-type]
     assert before == after
     assert server.pools["ann", 11].executed == executed
-    assert say(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
+    assert send(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
 
 
-def test_two_users_may_have_envs_under_one_number(server: FakeServer) -> None:
-    assert say(server, B, MessageType.ATTACH, body=OTHER).type is MessageType.GRANTED
-    assert say(server, B, MessageType.PING, epoch=2).type is MessageType.PONG
-    assert say(server, B, MessageType.PING, epoch=1).type is MessageType.ERROR
-    assert say(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
-    assert say(server, B, MessageType.DETACH).type is MessageType.DETACHED
+def test_two_users_may_use_the_same_session_number(server: FakeServer) -> None:
+    assert send(server, B, MessageType.ATTACH, body=OTHER).type is MessageType.GRANTED
+    assert send(server, B, MessageType.PING, epoch=2).type is MessageType.PONG
+    assert send(server, B, MessageType.PING, epoch=1).type is MessageType.ERROR
+    assert send(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
+    assert send(server, B, MessageType.DETACH).type is MessageType.DETACHED
     assert [*server.pools] == [("ann", 11)]
 
 
@@ -88,33 +92,35 @@ def test_a_message_that_fails_ends_no_session_of_another_user(
     ping = Message(type=MessageType.PING, session=11, boot=server.boot, epoch=1)
     (answer,) = server.session.receive_failed(B, encode(ping))
     assert answer.peer == B  # type: ignore[union-attr]
-    assert say(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
+    assert send(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
 
 
-def test_who_ends_many_sessions_has_no_others_forgotten(server: FakeServer) -> None:
-    say(server, A, MessageType.DETACH)
+def test_many_ended_sessions_of_a_user_do_not_evict_those_of_others(
+    server: FakeServer,
+) -> None:
+    send(server, A, MessageType.DETACH)
     for number in range(1000, 1300):
-        say(server, B, MessageType.ATTACH, session=number, body=OTHER)
-        say(server, B, MessageType.DETACH, session=number)
-    answer = say(server, A, MessageType.ATTACH, body=ATTACH)
+        send(server, B, MessageType.ATTACH, session=number, body=OTHER)
+        send(server, B, MessageType.DETACH, session=number)
+    answer = send(server, A, MessageType.ATTACH, body=ATTACH)
     assert answer.type is MessageType.DETACHED
 
 
-def test_users_are_named_and_what_they_call_themselves_is_beside(
+def test_a_client_is_listed_by_its_user_and_the_name_that_it_sent(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "envserve.session")
-    for number in range(1000, 1300):  # names that nobody will ask for
+    for number in range(1000, 1300):  # names of sessions that do not attach
         hello = Hello(client="mallory").encode()
-        say(server, A, MessageType.HELLO, session=number, body=hello)
+        send(server, A, MessageType.HELLO, session=number, body=hello)
     hello = Hello(client="gpu1:9").encode()
-    say(server, B, MessageType.HELLO, body=hello)
-    say(server, B, MessageType.ATTACH, body=OTHER)
+    send(server, B, MessageType.HELLO, body=hello)
+    send(server, B, MessageType.ATTACH, body=OTHER)
     assert server.session.leases["bob", 11].client == "bob (gpu1:9)"
     assert "lease 2 of bob: 1 Fake-v0, attaching" in caplog.text
 
 
-def test_envs_of_all_users_count(server: FakeServer) -> None:
+def test_envs_of_all_users_count_as_leased(server: FakeServer) -> None:
     body = Attach(env_name="Fake-v0", num_envs=125, seed=1).encode()
-    answer = say(server, B, MessageType.ATTACH, body=body)
+    answer = send(server, B, MessageType.ATTACH, body=body)
     assert "124 of 128 free" in ErrorBody.decode(answer.body).text

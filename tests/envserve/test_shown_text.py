@@ -92,7 +92,7 @@ def test_refusals_are_logged_once_per_second_and_kind(
 @pytest.mark.parametrize("kind", [128, 138, 200, 255])
 def test_message_types_of_servers_are_dropped(kind: int) -> None:
     server = FakeServer()
-    assert not server.hear(kind, request=1)
+    assert not server.replies_to(kind, request=1)
     assert server.session.num_dropped_messages == 1
 
 
@@ -164,7 +164,7 @@ def test_names_of_a_server_are_short_and_printable() -> None:
 def test_the_client_suggests_similar_names() -> None:
     server = FakeServer()
     body = make_attach(env_name="Fake-v7").encode()
-    (error,) = errors_in(server.hear(MessageType.ATTACH, body=body))
+    (error,) = errors_in(server.replies_to(MessageType.ATTACH, body=body))
     assert "did you mean" not in error.text
     assert did_you_mean("Fake-v7", ["Fake-v0"]) == "; did you mean Fake-v0?"
     assert did_you_mean("walk-v1", ["a:Walk-v0", "b"]) == "; did you mean a:Walk-v0?"

@@ -80,7 +80,7 @@ class Endpoint(PausableProcess):
             Timeouts(
                 connect_seconds=_CONNECT_SECONDS,
                 lost_seconds=_LOST_SECONDS,
-                pads=self.never_gives_up,
+                pads_lost_rows=self.never_gives_up,
             ),
             session=source.getrandbits(63) + 1,
             now=now,
@@ -92,19 +92,19 @@ class Endpoint(PausableProcess):
             self.link.is_connected = False
             self.schedule(0.01, self._connect, self.session, host)
         else:
-            self.session.connected(now)
+            self.session.record_connect(now)
         self.update()
 
     def _connect(self, session: ClientSession, host: Host) -> None:
         if session is self.session and not self.link.is_connected:
             self.link.connect(host)
-            session.connected(self.clock.now)
+            session.record_connect(self.clock.now)
             self.update()
 
     def disconnect(self, seconds: float) -> None:
         if self.session is not None and self.link.host and self.link.is_connected:
             self.link.reset()
-            self.session.disconnected(self.clock.now)
+            self.session.record_disconnect(self.clock.now)
             self.schedule(seconds, self._connect, self.session, self.link.host)
 
     def move(self, host: Host) -> None:
@@ -120,7 +120,7 @@ class Endpoint(PausableProcess):
             if self.link.is_connected:
                 self.link.send(detach)
             self.link.reset()
-            session.disconnected(now)
+            session.record_disconnect(now)
             self.schedule(0.01, self._connect, session, host)
             self._on_move()
             self.update()

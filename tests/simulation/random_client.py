@@ -134,8 +134,8 @@ class RandomClient(Endpoint):
         self._in_flight.clear()
 
     def _after_event(self, session: ClientSession) -> None:
-        if session.attachment.num_leases and session.operations.is_ready(1):
-            for outcome in session.take_outcomes():
+        if session.attachment.num_leases and session.client_blocks.is_ready(1):
+            for outcome in session.collect():
                 self._check_outcome(session, outcome)
             self._check_absent(session)
         if session.state.is_over:
@@ -288,7 +288,7 @@ class RandomClient(Endpoint):
             self._last_observations[rows] = observation
             self._unreset_rows.difference_update(rows)
             self._abandoned_rows.difference_update(rows)
-            if block.index in session.operations.lost:  # it will be reset again
+            if block.index in session.client_blocks.lost:  # it will be reset again
                 self._abandoned_rows.update(rows)
         elif isinstance(operation.kind, Call):
             values = codec.decode(outcome.result)
@@ -367,7 +367,7 @@ class RandomClient(Endpoint):
 
     def _check_absent(self, session: ClientSession) -> None:
         """Verify that a batch could show padding for absent blocks."""
-        for index in session.operations.absent:
+        for index in session.client_blocks.absent:
             operation = self._in_flight.get(index)
             if operation is None:
                 raise Violation(f"block {index} is absent but not in flight")

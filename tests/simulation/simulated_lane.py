@@ -49,7 +49,7 @@ class SimulatedLane(Endpoint):
 
     @property
     def spec(self) -> EnvSpec:
-        return self._client.operations.spec
+        return self._client.client_blocks.spec
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -65,7 +65,7 @@ class SimulatedLane(Endpoint):
 
     @property
     def absent(self) -> Collection[int]:
-        return self._client.operations.absent
+        return self._client.client_blocks.absent
 
     @property
     def give_up_error(self) -> EnvserveError | None:
@@ -85,14 +85,14 @@ class SimulatedLane(Endpoint):
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Run the simulation until `min_finished` operations have finished."""
-        operations = self._client.operations
+        operations = self._client.client_blocks
         until = self.clock.now + (timeout_seconds or _LOOK_SECONDS)
         while not operations.is_ready(min_finished) and self.clock.now < until:
             self.simulation.step(until)
             if timeout_seconds <= 0:
                 break
         operations.is_ready(min_finished)
-        return self._client.take_outcomes()
+        return self._client.collect()
 
     def invalidate(self, text: str) -> None:
         """Give the envs back and attach again; drop what is in flight."""

@@ -106,7 +106,7 @@ class RemoteLane:
             timeouts or Timeouts(),
             session=secrets.randbits(64) | 1,
             now=time.monotonic(),
-            client=f"{socket.gethostname()[:100]}:{os.getpid()}",
+            client_name=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
         self._lock = threading.Lock()
         self._is_updating = False
@@ -162,7 +162,7 @@ class RemoteLane:
     @property
     def spec(self) -> EnvSpec:
         """Spaces of every env of the lane."""
-        return self._session.operations.spec
+        return self._session.client_blocks.spec
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -183,7 +183,7 @@ class RemoteLane:
     @property
     def absent(self) -> frozenset[int]:
         """Blocks in flight whose envs were not available at the end of `collect`."""
-        return self._session.operations.absent
+        return self._session.client_blocks.absent
 
     @property
     def give_up_error(self) -> EnvserveError | None:
@@ -239,7 +239,7 @@ class RemoteLane:
         now = time.monotonic()
         deadline = now + timeout_seconds
         with self._lock:
-            operations = session.operations
+            operations = session.client_blocks
             self._is_updating = True
             while True:
                 if self._is_closing:
@@ -267,7 +267,7 @@ class RemoteLane:
             if self._is_watched:
                 self._waker.sleep()
                 driver.run(now)
-            outcomes = session.take_outcomes()
+            outcomes = session.collect()
             self._is_updating = False
             return outcomes
 
@@ -283,8 +283,8 @@ class RemoteLane:
         """Run the session; make the descriptor readable if outcomes were received."""
         self._is_updating = True
         self._driver.run(now)
-        operations = self._session.attachment.operations
-        if operations is not None and (operations.ended or operations.is_stale):
+        operations = self._session.attachment.client_blocks
+        if operations is not None and (operations.ended or operations.absent_is_stale):
             self._waker.wake()
         self._is_updating = False
 
@@ -360,9 +360,9 @@ class RemoteLane:
     def _diagnose(self) -> None:
         """Find out why there is no connection; fail if waiting cannot help."""
         attachment = self._session.attachment
-        attachment.refusal = self._diagnosis.poll(time.monotonic())
-        if attachment.refusal is not None and self._diagnosis.is_final:
-            attachment.fail(attachment.refusal)
+        attachment.connect_error = self._diagnosis.poll(time.monotonic())
+        if attachment.connect_error is not None and self._diagnosis.is_final:
+            attachment.fail(attachment.connect_error)
 
     def __repr__(self) -> str:
         state = "CLOSED" if self._is_closing else self._session.state.name

@@ -98,11 +98,11 @@ class SessionDriver:
         self._check_repeated_errors(now)
         if self.connection.exceeds_limit(is_connected):
             text = "a message exceeds the protocol's size limit"
-            self.session.refuse(RemoteProtocolError(text))
+            self.session.abort(RemoteProtocolError(text))
             self.connection.flush(self.session.outbox)
             self.connection.disconnect()
             return False
-        if (operations := self.session.attachment.operations) is not None:
+        if (operations := self.session.attachment.client_blocks) is not None:
             most = operations.max_result_bytes
             self.connection.max_row_bytes = max(self.connection.max_row_bytes, most)
             self.accept(most, now)
@@ -124,13 +124,13 @@ class SessionDriver:
     def _on_disconnected(self, now: float) -> None:
         self._is_connected = self._is_renewed = False
         self._disconnected_since = now
-        self.session.disconnected(now)
+        self.session.record_disconnect(now)
 
     def _on_connected(self, now: float) -> None:
         self._is_connected = True
         if self._is_renewed and now < self._disconnected_since + _AT_ONCE_SECONDS:
             self._check_errors_at = now + _AT_ONCE_SECONDS
-        self.session.connected(now)
+        self.session.record_connect(now)
 
     def _check_repeated_errors(self, now: float) -> None:
         """End the session if several connections in a row have failed with an error.
@@ -148,7 +148,7 @@ class SessionDriver:
         self._errors.append(now)
         if len(self._errors) < _MAX_ERRORS:
             return
-        self.session.refuse(
+        self.session.abort(
             RemoteProtocolError(
                 f"{_MAX_ERRORS} connections in a row ended with a protocol error; "
                 f"expected ZeroMQ messages with frames of at most "
@@ -168,7 +168,7 @@ class SessionDriver:
             server_pool.exclude(self)
         # If the server may still have the envs, wait for it until just before the time
         # limit.
-        is_lost = attachment.is_recovering or now >= attachment.lost_at - 1.0
+        is_lost = attachment.is_recovering or now >= attachment.give_up_at - 1.0
         if not (server_pool.is_gone(attachment.address, since) or is_lost):
             return False
         num_envs, alone = attachment.attach.num_hosted, not attachment.granted_by

@@ -1,7 +1,13 @@
-"""How a client gets its envs, and gets them anew after each loss: HELLO, then ATTACH.
+"""Acquires a client's lease with HELLO and ATTACH, and another one after each loss.
 
-What it gets later has the shape of what it got first, and seeds of its own. A loss
-lasts until a lease serves: until something was answered under it, or nothing waits.
+A later lease must have the same spaces and blocks as the first, because the caller
+already has the rows; its envs get other seeds. After a loss, the client changes its
+session number, sends HELLO and ATTACH again (to the same server, or to another one
+after `move_to`), and resets the lost blocks.
+
+`lost_lease` contains the reason of the loss and the time of the next attempt. It is
+cleared by the first reply under the new lease, or by the grant if nothing is in flight.
+If the lease is lost again before that, the time limit of the first loss still applies.
 """
 
 from __future__ import annotations
@@ -45,31 +51,32 @@ from envserve.wire.handshake import (
 from envserve.wire.message import Buffer, Message
 
 _LOGGER: Final = logging.getLogger(__name__)
+#: Seconds between two attempts to get a lost lease replaced.
 _RETRY_SECONDS: Final = 0.5
-#: How long others may have the envs of a lease that was lost by our own silence.
+#: Seconds to wait for envs that other clients leased after this client was too silent.
 _BUSY_SECONDS: Final = 5.0
-#: Seconds without a connection after which another server is looked for.
+#: Seconds without a connection until another server may take over.
 _DISCONNECTED_SECONDS: Final = 0.25
-#: Seconds that a server which has lost our envs may take to answer, before that.
+#: Seconds of silence until another server may take over, if the lease is lost.
 _ANSWER_SECONDS: Final = 1.0
 
 
 class Attachment:
-    """A client's claim to its envs.
+    """The state of a client's lease, across losses and changes of server.
 
     Attributes:
-      address: The server's, for messages.
-      attach: Which envs to ask for.
-      machine: Where it is, see `ClientState`.
-      error: Why it is LOST.
-      refusal: Why there is no connection, if who looks after that knows.
-      num_leases: How many leases were granted.
-      request: Number of the last ATTACH.
-      operations: What the envs are up to; None until they are granted.
-      loss: What has to be got over; None if all is well.
-      granted_by: Address of the server that granted the last lease; "" without one.
-      is_rejected: Whether the present server refused to give envs in place of another.
-      awaits_poll: Whether the servers have to be polled first, to find another one.
+      address: Address of the current server, for messages.
+      attach: Arguments of the ATTACH requests.
+      machine: State of the session, see `ClientState`.
+      error: Reason why the session is LOST; None otherwise.
+      connect_error: Reason why there is no connection, if the transport found one.
+      num_leases: Number of leases granted so far.
+      attach_id: Request id of the latest ATTACH.
+      client_blocks: The blocks and their operations; None until the first lease.
+      lost_lease: The lost lease that is being replaced; None if there is none.
+      granted_by: Address of the server that granted the latest lease; "" if none did.
+      is_rejected: Whether the current server refused to take over from another one.
+      awaits_poll: Whether to wait until all servers have been polled for free envs.
     """
 
     def __init__(
@@ -78,83 +85,83 @@ class Attachment:
         attach: Attach,
         requests: Requests,
         timeouts: Timeouts,
-        client: str,
+        client_name: str,
     ) -> None:
-        """Starts CONNECTING; the arguments are those of `ClientSession`."""
+        """Start in state CONNECTING; for the arguments see `ClientSession`."""
         self.address = address
         self.machine = Machine(ClientState.CONNECTING)
         self.error: EnvserveError | None = None
-        self.refusal: ConnectError | None = None
-        self.num_leases = self.request = 0
-        self.operations: ClientBlocks | None = None
-        self.loss: LostLease | None = None
+        self.connect_error: ConnectError | None = None
+        self.num_leases = self.attach_id = 0
+        self.client_blocks: ClientBlocks | None = None
+        self.lost_lease: LostLease | None = None
         self.granted_by, self.is_rejected, self.awaits_poll = "", False, False
         self.attach, self._requests = attach, requests
-        self._timeouts, self._client = timeouts, client
+        self._timeouts, self._client_name = timeouts, client_name
         self._max_message_bytes, self._env_names = 0, tuple[str, ...]()
 
-    # Asking.
+    # Attaching.
 
     def send_hello(self, now: float) -> None:
-        """Begins from the beginning."""
+        """Begin the handshake: send a HELLO, and drop all earlier requests."""
         self._requests.clear()
         self._requests.boot = 0
         self.machine.move(ClientState.HELLO_SENT)
-        body = Hello(client=self._client).encode()
+        body = Hello(client=self._client_name).encode()
         self._requests.send(Request(MessageType.HELLO, body=body), now)
 
     def accept_welcome(self, message: Message, now: float) -> None:
-        """Goes on to ATTACH, if the server speaks our version."""
+        """Send an ATTACH after a WELCOME; abort if the versions are incompatible."""
         welcome = Welcome.decode(message.body)
         try:
             check_versions(welcome, self.address)
         except ProtocolMismatch as error:
-            self.refuse(error)
+            self.abort(error)
             return
         self._requests.clear()
         self._requests.boot = message.boot
         self._max_message_bytes = welcome.max_message_bytes
         self._env_names = welcome.env_names
-        self._ask_for_envs(now)
+        self._send_attach(now)
 
-    def _ask_for_envs(self, now: float) -> None:
-        """Sends an ATTACH, as the present session."""
+    def _send_attach(self, now: float) -> None:
+        """Send an ATTACH under the current session number."""
         self.machine.move(ClientState.ATTACHING)
-        body = attach_again(self.attach, self.num_leases).encode()
+        body = with_fresh_seeds(self.attach, self.num_leases).encode()
         request = Request(MessageType.ATTACH, body=body)
         self._requests.send(request, now)
-        self.request = request.id
+        self.attach_id = request.id
 
     def accept_grant(self, message: Message, now: float) -> None:
-        """Becomes READY; sends what is in flight.
+        """Become READY, and send the requests that are in flight.
 
         Raises:
-          RemoteProtocolError: They are not envs that we can use.
+          RemoteProtocolError: The envs are too large, or differ from the first lease's.
         """
         granted = Granted.decode(message.body, self.attach.num_envs)
         self._check_usable(granted)
-        if self.operations is None:
-            self.operations = self._envs_of(granted.spec, granted.blocks)
+        if self.client_blocks is None:
+            self.client_blocks = self._create_blocks(granted.spec, granted.blocks)
         else:
-            _check_equal(granted, self.operations, self.granted_by)
-            self.operations.is_vacant = False
+            _check_same_envs(granted, self.client_blocks, self.granted_by)
+            self.client_blocks.is_vacant = False
         self.granted_by = self.address
-        self._requests.remove(self.request)
+        self._requests.remove(self.attach_id)
         self._requests.epoch = granted.epoch
         self.num_leases += 1
         self.machine.move(ClientState.READY)
-        in_flight = self.operations.in_flight
-        if self.loss is not None:
-            _LOGGER.info("%s: it has given envs anew", self.address)
-            self.loss.given_up = None
+        in_flight = self.client_blocks.in_flight
+        if self.lost_lease is not None:
+            _LOGGER.info("%s: granted a new lease after a loss", self.address)
+            self.lost_lease.give_up_error = None
             if not in_flight:
-                self.loss = None
-        # Since the loss there is one per block; but calls that were not sent.
+                self.lost_lease = None
+        # Several blocks share a request if it is a call that was never sent.
         for request in {id(each): each for each in in_flight.values()}.values():
             self._requests.send(request, now)
 
-    def _envs_of(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
-        """Returns what the first envs are up to; later ones are asked to be cut so."""
+    def _create_blocks(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
+        """Create the blocks of the first lease; later ones must be split alike."""
         each = sum(block.split == 0 for block in blocks)
         self.attach = replace(self.attach, blocks_per_split=each)
         return ClientBlocks(self.address, spec, blocks, self._requests.liveness)
@@ -164,100 +171,109 @@ class Attachment:
         needed = num_envs * sum(leaf.nbytes for leaf in granted.spec.action_leaves)
         if needed > self._max_message_bytes:
             raise RemoteProtocolError(
-                f"actions of {num_envs} envs need {needed} bytes, and the server "
-                f"accepts {self._max_message_bytes} at once; start it with a larger "
-                f"--max-message-mib"
+                f"the actions of {num_envs} envs need {needed} bytes, but the server "
+                f"accepts at most {self._max_message_bytes} bytes per message; start "
+                f"it with a larger --max-message-mib"
             )
         needed, most = rows_nbytes(granted.spec, num_envs), self._timeouts.max_row_mib
         if needed > most << 20:
             raise RemoteProtocolError(
-                f"rows of {num_envs} envs need {needed >> 20} MiB, and max_row_mib is "
-                f"{most}; raise it if these are the envs that you want"
+                f"the rows of {num_envs} envs need {needed >> 20} MiB, but max_row_mib "
+                f"is {most}; raise it if these are the envs that you expect"
             )
 
-    # Losing envs, and asking again.
+    # Losing a lease, and replacing it.
 
     @property
     def is_recovering(self) -> bool:
-        """Whether envs are lost, and no new lease is granted yet."""
-        return self.loss is not None and self.machine.state is not ClientState.READY
+        """Whether the lease is lost, and no new one is granted yet."""
+        return (
+            self.lost_lease is not None and self.machine.state is not ClientState.READY
+        )
 
     def lose_lease(
         self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
     ) -> None:
-        """Asks for envs anew, as another session, since those that we had are lost.
+        """Mark all envs as lost, and request a new lease under another session.
 
         Args:
-          error: What has happened.
+          error: Reason for the loss.
           now: Monotonic seconds.
-          may_hold_lease: Whether the server may still hold the old lease.
+          may_hold_lease: Whether the server may still hold the old lease, so that it
+            needs a DETACH.
         """
-        if self.operations is None:
-            raise LocalProtocolError(f"{self.address}: expected envs to lose")
-        _LOGGER.warning("%s; asking for envs anew", error)
-        requests, before = self._requests, self.loss
-        farewell = requests.pack(MessageType.DETACH) if may_hold_lease else []
-        # Earlier, if a call is interrupted in a silence.
+        if self.client_blocks is None:
+            raise LocalProtocolError(f"{self.address}: no lease was granted yet")
+        _LOGGER.warning("%s; requesting a new lease", error)
+        requests, before = self._requests, self.lost_lease
+        detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
+        # If a call is interrupted while the server is silent, count from the silence.
         since = min(requests.liveness.silent_since, now)
-        self.loss = LostLease(error, since, farewell=farewell)
-        self.operations.mark_lost(str(error), error)
+        loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
+        self.client_blocks.mark_lost(str(error), error)
         requests.change_session()
         if before is None:
             self.send_hello(now)
-        else:  # in vain, so far: then not all too often
-            self.loss.since, self.loss.given_up = before.since, before.given_up
-            self.loss.retry_at = now + _RETRY_SECONDS
+        else:  # the previous loss is not repaired yet, so do not retry at once
+            loss.lost_at, loss.give_up_error = before.lost_at, before.give_up_error
+            loss.retry_at = now + _RETRY_SECONDS
             self.machine.move(ClientState.HELLO_SENT)
-        requests.say_farewell(self.loss.farewell)
+        requests.send_detach(loss.detach_frames)
 
     def handle_restart(self, now: float) -> None:
-        """Handles a server that is another than the one we spoke to."""
+        """Handle a message with another boot: the server was restarted."""
         if self.machine.state is ClientState.CLOSING:
             self.close()
-        elif self.operations is None:  # nothing is lost yet
+        elif self.client_blocks is None:  # there was no lease to lose
             self._requests.change_session()
             self.send_hello(now)
         else:
             error = ServerLost(
-                f"{self.address}: the server was restarted, and its envs with it"
+                f"{self.address}: the server was restarted, so its envs are gone"
             )
             self.lose_lease(error, now, may_hold_lease=False)
 
     def retry(self, now: float) -> None:
-        """Asks again, if it is time to."""
-        loss = self.loss
+        """Send HELLO or ATTACH again, if it is due."""
+        loss = self.lost_lease
         if loss is None or now < loss.retry_at:
             return
         loss.retry_at = math.inf
         if self.machine.state is ClientState.ATTACHING:
-            # As the same session: a late copy of what was refused may get the envs.
-            self._ask_for_envs(now)
+            # Use the same session, because a late copy of the refused ATTACH may
+            # still be granted.
+            self._send_attach(now)
         elif self.machine.state is ClientState.HELLO_SENT:
             self.send_hello(now)
-        self._requests.say_farewell(loss.farewell)
+        self._requests.send_detach(loss.detach_frames)
 
-    def accept_refusal(self, body: ErrorBody, now: float) -> None:
-        """Takes an ERROR that ends the session, or does not let it begin."""
+    def handle_error(self, body: ErrorBody, now: float) -> None:
+        """Handle an ERROR that ends the session or refuses a lease.
+
+        A lost lease is requested again. A refusal is fatal, unless the client is
+        recovering and the reason may be temporary.
+        """
         error = exception_of(body, self.address)
         if isinstance(error, UnknownEnv):
             hint = did_you_mean(self.attach.env_name, self._env_names)
             error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         may_pass = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
-        if self.operations is not None and is_lost:
+        if self.client_blocks is not None and is_lost:
             self.lose_lease(error, now)
-        elif self.loss is None or not (self.is_recovering and may_pass):
-            self.refuse(error)
+        elif self.lost_lease is None or not (self.is_recovering and may_pass):
+            self.abort(error)
         else:
-            self._wait_for_envs(self.loss, body, error, now)
+            self._schedule_retry(self.lost_lease, body, error, now)
 
-    def _wait_for_envs(
+    def _schedule_retry(
         self, loss: LostLease, body: ErrorBody, error: EnvserveError, now: float
     ) -> None:
-        """Plans when to ask again, unless the envs are somebody else's for good.
+        """Schedule the next ATTACH; fail if other clients keep the envs.
 
-        After a restart others may have been served first, and a server that drains is
-        followed by another; but what our own silence has lost is not given back.
+        Retrying helps after a restart, when other clients may have attached first, and
+        while a server drains, because another one may replace it. If the lease expired
+        because this client was silent, the clients that have the envs now keep them.
         """
         is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
         if (
@@ -267,80 +283,91 @@ class Attachment:
         ):
             loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
             if now >= loss.busy_until:
-                self.fail(LeaseLost(f"{loss.error}; and others have them: {error}"))
+                text = f"{loss.error}; other clients have the envs now: {error}"
+                self.fail(LeaseLost(text))
                 return
         self._requests.clear()
-        if body.code is not ErrorCode.ENVS_BUSY:  # it remembers how this session ended
+        if body.code is not ErrorCode.ENVS_BUSY:  # the server has ended this session
             self._requests.change_session()
             self.machine.move(ClientState.HELLO_SENT)
         loss.retry_at = now + _RETRY_SECONDS
 
     @property
-    def lost_at(self) -> float:
-        """When to `give_up`."""
+    def give_up_at(self) -> float:
+        """When to call `give_up`, in monotonic seconds."""
         if self.awaits_poll:
             return math.inf
-        since, loss = self._requests.liveness.silent_since, self.loss
+        since, loss = self._requests.liveness.silent_since, self.lost_lease
         state, timeouts = self.machine.state, self._timeouts
         if state.has_envs:
             return since + timeouts.lost_seconds
         if loss is None:
             return since + timeouts.connect_seconds
-        if loss.given_up is not None:
+        if loss.give_up_error is not None:
             return math.inf
-        lost_at = loss.since + timeouts.lost_seconds
+        deadline = loss.lost_at + timeouts.lost_seconds
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
-            # The server is building: that may take as long as it says so.
+            # Building envs may take long; wait as long as the server reports progress.
             least = min(timeouts.connect_seconds, timeouts.lost_seconds)
-            return max(lost_at, since + least)
-        return lost_at
+            return max(deadline, since + least)
+        return deadline
 
     def give_up(self, now: float) -> None:
-        """Handles a server that is silent, or envs that are lost, for too long."""
-        if self.operations is None:
+        """Handle a server that was silent, or a lease that was lost, for too long.
+
+        Fail; or, with `Timeouts.pads_lost_rows`, set `LostLease.give_up_error` and
+        continue to request a lease.
+        """
+        if self.client_blocks is None:
             self.fail(
-                self.refusal
+                self.connect_error
                 or ConnectError(
                     f"{self.address}: no server answered within "
-                    f"{self._timeouts.connect_seconds:g} s; is `envserve start --bind "
-                    f"{self.address}` running there, and can it be reached?"
+                    f"{self._timeouts.connect_seconds:g} s; check that `envserve start "
+                    f"--bind {self.address}` is running there, and that the network "
+                    f"lets this client reach it"
                 )
             )
             return
-        loss, state = self.loss, self.machine.state
+        loss, state = self.lost_lease, self.machine.state
         if loss is None or state.has_envs:
             silence = max(0.0, now - self._requests.liveness.silent_since)
             what = f"no answer for {silence:.0f} s"
         else:
-            what = f"its envs are lost for {now - loss.since:.0f} s ({loss.error})"
+            what = f"no new envs for {now - loss.lost_at:.0f} s ({loss.error})"
         error = ServerLost(
-            f"{self.address}: {what}, so it is given up; look at the server's log, or "
+            f"{self.address}: {what}, so the server counts as lost; check its log, or "
             f"raise server_lost_after"
         )
-        if not self._timeouts.pads or state is ClientState.CLOSING:
+        if not self._timeouts.pads_lost_rows or state is ClientState.CLOSING:
             self.fail(error)
             return
-        _LOGGER.warning("%s; its rows are padding until it is back", error)
+        _LOGGER.warning("%s; its rows are padding until it grants a new lease", error)
         if loss is None or state.has_envs:
             self.lose_lease(error, now)
-        if self.loss is not None:
-            self.loss.given_up = error
+        if self.lost_lease is not None:
+            self.lost_lease.give_up_error = error
 
-    # Other servers: what is in flight, the blocks and their rows stay as they are.
+    # Other servers. Blocks, rows and operations in flight survive the change.
 
     def start_vacant(self, like: Lane, now: float) -> None:
-        """Begin without a server, as if envs like those of another lane were lost."""
+        """Start without a server, with all envs lost.
+
+        Args:
+          like: Lane whose spaces and number of blocks per split to expect.
+          now: Monotonic seconds.
+        """
         each = sum(block.split == 0 for block in like.blocks)
         blocks = make_blocks(self.attach.num_envs, each, self.attach.num_splits)
-        error = ServerLost("no server has come for these rows yet")
-        self.operations = self._envs_of(like.spec, blocks)
-        self.operations.is_vacant = True
-        self.operations.mark_lost(str(error), error)
-        self.loss = LostLease(error, now, given_up=error)
+        error = ServerLost("no server is available for these rows yet")
+        self.client_blocks = self._create_blocks(like.spec, blocks)
+        self.client_blocks.is_vacant = True
+        self.client_blocks.mark_lost(str(error), error)
+        self.lost_lease = LostLease(error, now, give_up_error=error)
 
     def needs_server_since(self, now: float) -> float | None:
-        """Return since when another server is needed; None if it is not."""
-        liveness, loss = self._requests.liveness, self.loss
+        """Return when the need for another server arose; None if none is needed."""
+        liveness, loss = self._requests.liveness, self.lost_lease
         since = min(liveness.silent_since, liveness.disconnected_since)
         is_alone = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
         if loss is None or not self.is_recovering:
@@ -348,41 +375,40 @@ class Attachment:
             return since if is_ready and (is_alone or liveness.is_unreachable) else None
         is_refused = self.is_rejected or loss.retry_at < math.inf
         is_silent = is_alone or now > liveness.silent_since + _ANSWER_SECONDS
-        return min(since, loss.since) if is_refused or is_silent else None
+        return min(since, loss.lost_at) if is_refused or is_silent else None
 
     def move_to(self, address: str, now: float) -> list[Buffer]:
         """Change to another server, under another session number.
 
         Returns:
-          The message that gives the lease of the previous server back.
+          The DETACH to send to the previous server, which may still hold the lease.
         """
-        _LOGGER.warning("%s: asked for envs in place of %s", address, self.address)
-        farewell = self._requests.pack(MessageType.DETACH)
-        self._requests.liveness.note_message(
-            now
-        )  # the silence was the previous server's
-        self._requests.liveness.note_connected()
+        _LOGGER.warning("%s: requesting envs in place of %s", address, self.address)
+        detach_frames = self._requests.pack(MessageType.DETACH)
+        # Only the previous server was silent or disconnected.
+        self._requests.liveness.record_message(now)
+        self._requests.liveness.record_connect()
         if self.machine.state is ClientState.READY:
-            text = f"{self.address}: it is gone, or silent for too long"
+            text = f"{self.address}: the server is gone, or was silent for too long"
             self.lose_lease(ServerLost(text), now)
-        assert self.operations is not None
-        assert self.loss is not None
-        self.loss.retry_at, self.loss.farewell = math.inf, []
-        self.address = self.operations.address = address
+        assert self.client_blocks is not None
+        assert self.lost_lease is not None
+        self.lost_lease.retry_at, self.lost_lease.detach_frames = math.inf, []
+        self.address = self.client_blocks.address = address
         self.is_rejected = False
         self._requests.change_session()
         if self.machine.state is not ClientState.CONNECTING:
             self.send_hello(now)
-        return farewell
+        return detach_frames
 
-    # How it ends.
+    # The end.
 
-    def give_back(self, now: float) -> None:
-        """Forgets all, and tells the server that the envs are not needed."""
-        self.loss = None
+    def detach(self, now: float) -> None:
+        """Discard all operations, and return the envs to the server."""
+        self.lost_lease = None
         self._requests.clear()
-        if self.operations is not None:
-            self.operations.forget()
+        if self.client_blocks is not None:
+            self.client_blocks.discard_all()
         if self.machine.state in (ClientState.ATTACHING, ClientState.READY):
             self.machine.move(ClientState.CLOSING)
             self._requests.send(Request(MessageType.DETACH), now)
@@ -390,61 +416,65 @@ class Attachment:
             self.machine.move(ClientState.CLOSED)
 
     def close(self) -> None:
-        """Ends it, since the server has the envs."""
+        """Become CLOSED, because the server has the envs back."""
         self._requests.clear()
         self.machine.move(ClientState.CLOSED)
 
     def fail(self, error: EnvserveError) -> None:
-        """Ends it with an error, which all that is in flight gets."""
+        """Become LOST; all operations in flight end with the error."""
         self.machine.move(ClientState.LOST)
         self.error = error
-        self.loss = None
+        self.lost_lease = None
         self._requests.clear()
-        if self.operations is not None:
-            self.operations.fail_all(error)
+        if self.client_blocks is not None:
+            self.client_blocks.fail_all(error)
 
-    def refuse(self, error: EnvserveError) -> None:
-        """Ends it likewise, and tells the server, which may think that it goes on.
+    def abort(self, error: EnvserveError) -> None:
+        """Become LOST, and send a DETACH, because the server may hold a lease.
 
-        A server that was asked in another's place is only asked no more.
+        If the session was moving to this server from another one, it is not over: the
+        server is only marked as rejected.
         """
-        farewell = self._requests.pack(MessageType.DETACH)
-        if self.loss is not None and self.address != self.granted_by:
-            _LOGGER.warning("%s; another server is looked for", error)
-            self.loss.error, self.loss.retry_at = error, math.inf
+        detach_frames = self._requests.pack(MessageType.DETACH)
+        if self.lost_lease is not None and self.address != self.granted_by:
+            _LOGGER.warning("%s; waiting for another server", error)
+            self.lost_lease.error, self.lost_lease.retry_at = error, math.inf
             self.is_rejected = True
             self._requests.change_session()
             self.machine.move(ClientState.HELLO_SENT)
         else:
             self.fail(error)
-        self._requests.say_farewell(farewell)
+        self._requests.send_detach(detach_frames)
 
 
-def _check_equal(granted: Granted, before: ClientBlocks, home: str) -> None:
-    """Refuses other envs than before: rows have their shapes and places.
+def _check_same_envs(
+    granted: Granted, before: ClientBlocks, previous_address: str
+) -> None:
+    """Raise RemoteProtocolError if spaces or blocks differ from those of the rows.
 
     docs/decisions.md: "A lane keeps its blocks when it moves to another server".
     """
     different = list(before.spec.differences(granted.spec))
-    cuts, now = ([(b.start, b.split) for b in of.blocks] for of in (before, granted))
-    if cuts != now:
-        text = f"{len(cuts)} before, {len(now)} other ones now"
+    old, new = ([(b.start, b.split) for b in of.blocks] for of in (before, granted))
+    if old != new:
+        text = f"{len(old)} before, {len(new)} with other rows now"
         different.append(f"blocks: {text}; start the server with as many --workers")
     if different:
+        source = f" from {previous_address}" if previous_address else ""
         raise RemoteProtocolError(
-            f"expected envs as before{home and f', of {home}'}; got other ones: "
+            f"expected the same envs as before{source}; got different ones: "
             f"{'; '.join(different)}"
         )
 
 
-def attach_again(attach: Attach, num_leases: int) -> Attach:
-    """Returns what to ask for after so many leases: the same, with other seeds."""
+def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
+    """Return an ATTACH for the same envs, seeded unlike those of earlier leases."""
     first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
     return replace(attach, first_incarnation=first & 0xFFFFFFFF)
 
 
 def attach_of(request: EnvRequest, address: str) -> Attach:
-    """Returns what asks for envs; raises EnvStartError if that cannot be sent."""
+    """Return the ATTACH for a request; raise EnvStartError if it cannot be encoded."""
     attach = Attach(**{f.name: getattr(request, f.name) for f in fields(EnvRequest)})
     try:
         attach.encode()

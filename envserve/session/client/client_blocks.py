@@ -1,8 +1,13 @@
-"""A client's blocks: what may be asked of them, their seqs, and what has come of it.
+"""A client's blocks: their operations, seqs and results.
 
-Answers are kept as messages until they are collected: only then, in the thread that
-collects, are rows written. A block whose envs were lost with their lease is reset when
-it is used next. Instead of a step its caller gets the lost row then.
+Rows are written by the caller's thread only, inside `collect` and `refresh_absent`.
+Replies may arrive at any time, even while the caller reads the rows, because a lane's
+background thread also receives. Therefore `accept_result` only stores the message.
+
+Losses: `mark_lost` marks all blocks when their lease is lost. The first operation on a
+lost block sends a RESET. If the caller asked for a step, the block's rows then contain
+the new episode's first observation, the old episode's last one as the final
+observation, and status SERVER_LOST.
 """
 
 from __future__ import annotations
@@ -24,21 +29,22 @@ from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Notes of a server that are told, each once.
+#: Number of distinct warnings of a server that are logged, once each.
 _MAX_WARNED: Final = 16
 
-#: Outcomes of what was answered; with the request and the answer if there are rows.
+#: Outcomes of a reply; if it contains rows, also its request and the message.
 _Answer = tuple[list[Outcome], Request | None, Message | None]
 
 
 class _RowWriter:
-    """Writes what has come to the rows of a caller, in the caller's thread.
+    """Writes received results to the caller's rows, in the caller's thread.
 
     Attributes:
       rows: The rows.
-      parts: Pieces of them, by the indexes of their blocks.
-      max_result_bytes: How long the answer for all of them may be.
-      kept: Blocks whose last observations are final ones already.
+      parts: Parts of the rows, by the indices of their blocks.
+      max_result_bytes: Length of the longest result of all blocks.
+      finals_written: Blocks whose final observations were already written for the
+        current operation.
     """
 
     def __init__(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
@@ -47,7 +53,7 @@ class _RowWriter:
         self.parts = BlockParts(codec, blocks)
         self.max_result_bytes = codec.max_result_bytes
         self._blocks = blocks
-        self.kept: set[int] = set()
+        self.finals_written: set[int] = set()
 
     def write(
         self,
@@ -56,10 +62,10 @@ class _RowWriter:
         message: Message,
         lost: Container[int],
     ) -> None:
-        """Writes the rows of blocks that were stepped or reset.
+        """Write the rows of blocks that were stepped or reset.
 
         Raises:
-          RemoteProtocolError: The message is not what such blocks can have.
+          RemoteProtocolError: The message does not fit the blocks.
         """
         part = request.part
         if part is None or len(outcomes) < len(request.entries):
@@ -69,52 +75,62 @@ class _RowWriter:
         elif request.is_step:
             self._write_lost(outcomes[0], part, message)
         else:
-            # Rows of a lost block that are not reset show what was seen last.
+            # If only some rows of a lost block are reset, the others keep their last
+            # observation, because the message contains none for them.
             blocks = [self._blocks[o.block] for o in outcomes if o.block in lost]
-            left = [row for block in blocks for row in _rows_left(request, block)]
-            kept = [leaf[left] for leaf in self.rows.observation]
+            others = [
+                row for block in blocks for row in _rows_not_reset(request, block)
+            ]
+            last = [leaf[others] for leaf in self.rows.observation]
             part.unpack_results(message.body, message.payload)
-            for leaf, values in zip(self.rows.observation, kept, strict=True):
-                leaf[left] = values
+            for leaf, values in zip(self.rows.observation, last, strict=True):
+                leaf[others] = values
 
     def _write_lost(self, outcome: Outcome, part: RowPart, message: Message) -> None:
-        """Writes the lost row of each env of a block that was reset."""
+        """Write the result of a step whose block was lost, and was reset instead."""
         if outcome.error is None:
-            self.keep_last_observation(outcome.block)
+            self.write_final(outcome.block)
             part.unpack_results(message.body, message.payload)
             block = self._blocks[outcome.block]
             write_lost(self.rows, slice(block.start, block.stop), Status.SERVER_LOST)
 
-    def keep_last_observation(self, index: int) -> None:
-        """Keeps what was seen last as final, once per operation."""
-        if index not in self.kept:
-            self.kept.add(index)
+    def write_final(self, index: int) -> None:
+        """Copy a block's observations to its final observations, once per operation."""
+        if index not in self.finals_written:
+            self.finals_written.add(index)
             block = self._blocks[index]
             copy_observation_to_final(self.rows, slice(block.start, block.stop))
 
 
 class ClientBlocks:
-    """The operations on a client's blocks, at most one on each at a time.
+    """The operations on a client's blocks, at most one on each block at a time.
 
     Attributes:
       spec: Spaces of every env.
       blocks: The blocks.
-      rows: Where actions are read from and results are written to.
-      max_result_bytes: How long the answer for all of them may be.
-      num_pieces: In how many pieces that may come, each of one block or 64 KiB.
-      in_flight: Blocks whose operation is not answered, each with its request.
-      ended: Blocks that were answered, and not collected.
-      lost: Blocks whose episodes have ended by a fault, each with what has happened.
-      absent: Blocks in flight whose envs were not there at the last `refresh_absent`.
-      is_stale: Whether that may have changed.
-      is_vacant: Whether there were no envs yet, so that there is nothing to reset.
-      violation: How a result that was collected has broken the protocol, if one has.
+      rows: Arrays that actions are read from and results are written to.
+      max_result_bytes: Length of the longest result of all blocks.
+      num_pieces: Number of messages and 64 KiB chunks in such a result, at most.
+      in_flight: Requests without a reply, by block.
+      ended: Blocks whose reply has arrived, but was not collected yet.
+      lost: Reasons of losses, by block, for blocks that must be reset first.
+      absent: Blocks in flight whose envs were absent at the last `refresh_absent`.
+      absent_is_stale: Whether `absent` may be outdated.
+      is_vacant: Whether no server has granted a lease yet; resets then do nothing.
+      protocol_error: Protocol violation in a collected result; None if there was none.
     """
 
     def __init__(
         self, address: str, spec: EnvSpec, blocks: tuple[Block, ...], liveness: Liveness
     ) -> None:
-        """Starts with all blocks idle; `silence` knows if a server is unreachable."""
+        """Start with all blocks idle.
+
+        Args:
+          address: Address of the server, for messages.
+          spec: Spaces of every env.
+          blocks: The granted blocks.
+          liveness: Liveness of the server; it decides which blocks are absent.
+        """
         self.spec = spec
         self.blocks = blocks
         self._writer = _RowWriter(spec, blocks)
@@ -125,21 +141,21 @@ class ClientBlocks:
         self.ended: set[int] = set()
         self.lost: dict[int, str] = {}
         self.absent: frozenset[int] = frozenset()
-        self.is_stale = self.is_vacant = False
-        self.violation: RemoteProtocolError | None = None
+        self.absent_is_stale = self.is_vacant = False
+        self.protocol_error: RemoteProtocolError | None = None
         self.address, self._liveness = address, liveness
         self._parts = self._writer.parts
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
-        self._seqs = [0] * len(blocks)  # of each block's last operation
+        self._seqs = [0] * len(blocks)  # seq of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
-        self._reported_absent: set[int] = set()  # absent, as the server says
+        self._reported_absent: set[int] = set()  # by the server
         self._warned: set[str] = set()
 
-    # What is asked. Nothing is changed by what is refused.
+    # Submitting. A method that raises has changed nothing.
 
     def step(self, blocks: Sequence[int]) -> list[Request]:
-        """Drafts a step with the actions now in `rows.action`."""
+        """Return the requests for a step with the actions now in `rows.action`."""
         self._check_idle(blocks)
         in_flight, lost = self.in_flight, self.lost
         requests = []
@@ -164,26 +180,26 @@ class ClientBlocks:
         return requests
 
     def reset(self, resets: Sequence[Reset]) -> list[Request]:
-        """Drafts resets, each of another block."""
+        """Return the requests for resets of distinct blocks."""
         self._check_idle([reset.block for reset in resets])
         if self.is_vacant:
             self._answers.append(([Outcome(r.block) for r in resets], None, None))
             self.ended.update([reset.block for reset in resets])
             return []
         requests = [self._reset((r,)) for r in resets if r.block in self.lost]
-        alive = tuple([reset for reset in resets if reset.block not in self.lost])
+        others = tuple([reset for reset in resets if reset.block not in self.lost])
         size = (
             MAX_ARGUMENT_BLOCKS if any(r.options for r in resets) else len(self.blocks)
         )
-        starts = range(0, len(alive), size)
-        return requests + [self._reset(alive[at : at + size]) for at in starts]
+        starts = range(0, len(others), size)
+        return requests + [self._reset(others[at : at + size]) for at in starts]
 
     def call(self, calls: Sequence[Call]) -> list[Request]:
-        """Drafts attribute access; raises CallError for arguments that are too long."""
+        """Return the requests for calls; raise CallError for too long arguments."""
         self._check_idle([call.block for call in calls])
         requests = []
-        for asked, body in pack_calls(calls, self.address):
-            entries = tuple([(c.block, self._seqs[c.block] + 1) for c in asked])
+        for chunk, body in pack_calls(calls, self.address):
+            entries = tuple([(c.block, self._seqs[c.block] + 1) for c in chunk])
             requests.append(self._begin(Request(MessageType.CALL, entries, body)))
         return requests
 
@@ -205,11 +221,11 @@ class ClientBlocks:
         for block, _ in request.entries:
             self.in_flight[block] = request
         if self.lost:
-            self.is_stale = True
+            self.absent_is_stale = True
         return request
 
     def _check_idle(self, blocks: Sequence[int]) -> None:
-        """Raises LocalProtocolError unless these are blocks, each once, and idle."""
+        """Raise LocalProtocolError unless the blocks exist, are distinct, and idle."""
         if len({*blocks}) < len(blocks):
             raise LocalProtocolError(
                 f"{self.address}: expected each block once; got {list(blocks)}"
@@ -223,17 +239,17 @@ class ClientBlocks:
             if block in in_flight or block in self.ended:
                 raise LocalProtocolError(
                     f"{self.address}: block {block} is in flight; collect its "
-                    f"result before you submit anew"
+                    f"result before you submit another operation"
                 )
 
-    # What comes of it.
+    # Results.
 
-    def end(self, request: Request, message: Message) -> None:
-        """Keeps a RESULT or CALL_RESULT, of all blocks of a request or of one.
+    def accept_result(self, request: Request, message: Message) -> None:
+        """Store a RESULT or CALL_RESULT, for all blocks of a request or one of them.
 
         Raises:
-          RemoteProtocolError: Its report is none, or of other rows; then nothing is
-            changed.
+          RemoteProtocolError: Its report is malformed, or about other rows. Nothing
+            has been changed.
         """
         reported: Mapping[int, Outcome] = {}
         if message.report:
@@ -259,7 +275,7 @@ class ClientBlocks:
         has_rows = request.part is not None
         self._answers.append((outcomes, request if has_rows else None, message))
         if self.absent or self._reported_absent:
-            self.is_stale = True
+            self.absent_is_stale = True
             self._reported_absent.difference_update(
                 [block for block, _ in message.entries]
             )
@@ -267,7 +283,7 @@ class ClientBlocks:
     def _outcome(
         self, index: int, request: Request, message: Message, reported: Outcome | None
     ) -> Outcome:
-        """Says what came of a block, and notes that its envs are back."""
+        """Return the outcome of a block; if all its envs were reset, it is not lost."""
         if reported is not None and reported.error is not None:
             return Outcome(index, error=reported.error)
         if request.type is MessageType.CALL:
@@ -276,7 +292,7 @@ class ClientBlocks:
         block = self.blocks[index]
         rows = range(block.start, block.stop)
         is_reset = request.type is MessageType.RESET
-        if index in self.lost and is_reset and not _rows_left(request, block):
+        if index in self.lost and is_reset and not _rows_not_reset(request, block):
             text = self.lost.pop(index)
             if request.is_step:
                 status = Status.SERVER_LOST
@@ -287,15 +303,21 @@ class ClientBlocks:
     def fail(
         self, request: Request, error: EnvserveError, *, uses_seq: bool = True
     ) -> None:
-        """Ends a request with an error, on all its blocks that have no answer yet."""
+        """End a request with an error, on all its blocks without a reply.
+
+        Args:
+          request: The request.
+          error: The error for its caller.
+          uses_seq: Whether the request has used up the seqs of its blocks.
+        """
         for block, seq in request.entries:
-            if block not in request.answered:
+            if block not in request.answered_blocks:
                 if uses_seq:
                     self._seqs[block] = seq
                 self._fail_block(block, error)
 
     def fail_all(self, error: EnvserveError) -> None:
-        """Ends everything that is in flight."""
+        """End all operations in flight with an error."""
         for block in sorted(self.in_flight):
             self._fail_block(block, error)
 
@@ -304,98 +326,104 @@ class ClientBlocks:
         self._answers.append(([Outcome(block, error=error)], None, None))
         self.ended.add(block)
         self._reported_absent.discard(block)
-        self.is_stale = True
+        self.absent_is_stale = True
 
     def mark_absent(self, request: Request, message: Message) -> None:
-        """Takes an ABSENT: the server says which blocks have no envs now."""
+        """Handle an ABSENT, which lists blocks whose envs are absent."""
         for block, _ in message.entries:
             if self.in_flight.get(block) is request:
                 self._reported_absent.add(block)
-                self.is_stale = True
+                self.absent_is_stale = True
 
     def mark_lost(self, text: str, error: EnvserveError) -> None:
-        """Takes all envs for lost; drafts anew what is in flight, as far as it may be.
+        """Mark all envs as lost, and replace the requests that are in flight.
+
+        Steps and resets become RESET requests for the next lease. Calls that were sent
+        fail, because the envs may have executed them.
 
         Args:
-          text: What has happened, for the rows that this costs.
-          error: The same for calls, which may have been carried out.
+          text: Reason for the loss, for the infos of lost rows.
+          error: Reason for the loss, for calls.
         """
-        self._seqs = [0] * len(self.blocks)  # those of the next lease
+        self._seqs = [0] * len(self.blocks)  # the next lease counts from 1
         self._reported_absent.clear()
         for block in range(len(self.blocks)):
             self.lost.setdefault(block, text)
         for block, request in sorted(self.in_flight.items()):
             if request.type is MessageType.CALL:
-                if request.id:  # else it was not sent
+                if request.id:  # it was sent
                     self._fail_block(block, error)
             elif request.is_step:
                 self._reset((Reset(block),), is_step=True)
             else:
                 resets = tuple([r for r in request.resets if r.block == block])
                 self._reset(resets)
-        self.is_stale = True
+        self.absent_is_stale = True
 
-    def forget(self) -> None:
-        """Forgets what is in flight, and what has come of it."""
+    def discard_all(self) -> None:
+        """Discard all operations in flight, and all results not yet collected."""
         self.in_flight.clear()
         self._answers.clear()
         self._reported_absent.clear()
-        self._writer.kept.clear()
+        self._writer.finals_written.clear()
         self.ended.clear()
         self.absent = frozenset()
 
-    # What is collected, in the thread of who reads the rows.
+    # Collecting, in the caller's thread.
 
-    def take_outcomes(self) -> list[Outcome]:
-        """Writes rows; returns the outcomes that have come since the last call.
+    def collect(self) -> list[Outcome]:
+        """Write the rows of new results; return the outcomes since the last call.
 
-        What a result has that it may not have is an error of its blocks, and stays as
-        `violation`.
+        If a result violates the protocol, its blocks get the error, which is also
+        stored in `protocol_error`.
         """
         answers, self._answers = self._answers, []
         self.ended.clear()
-        taken: list[Outcome] = []
+        collected: list[Outcome] = []
         for outcomes, request, message in answers:
             if request is not None and message is not None:
                 try:
                     self._writer.write(outcomes, request, message, self.lost)
                 except RemoteProtocolError as error:
-                    self.violation = error
+                    self.protocol_error = error
                     outcomes = [o._replace(error=error) for o in outcomes]
-            taken += outcomes
-        if self._writer.kept:
-            self._writer.kept.difference_update([outcome.block for outcome in taken])
-        return taken
+            collected += outcomes
+        if self._writer.finals_written:
+            blocks = [outcome.block for outcome in collected]
+            self._writer.finals_written.difference_update(blocks)
+        return collected
 
     def is_ready(self, min_ended: int) -> bool:
-        """Tells whether to wait no longer: so many blocks have ended, or all.
+        """Return whether the caller should collect now.
 
-        Or a block has become absent.
+        That is the case if a block has become absent, if at least `min_ended` blocks
+        have ended, or if no block is in flight.
         """
-        if self.is_stale and self.refresh_absent():
+        if self.absent_is_stale and self.refresh_absent():
             return True
         return len(self.ended) >= min_ended or not self.in_flight
 
     def refresh_absent(self) -> bool:
-        """Brings `absent` up to date; tells whether a block has become so.
+        """Update `absent`; return whether it has a new block.
 
-        The last observations of its rows are kept then, if it is being stepped.
+        If the block is being stepped, its observations are copied to its final
+        observations, because its episode may be lost.
         """
-        self.is_stale = False
+        self.absent_is_stale = False
         before, lost, reported = self.absent, self.lost, self._reported_absent
         is_unreachable = self._liveness.is_unreachable
-        gone = [
+        absent = [
             b for b in self.in_flight if is_unreachable or b in lost or b in reported
         ]
-        self.absent = frozenset(gone)
+        self.absent = frozenset(absent)
         for index in self.absent - before:
             if self.in_flight[index].is_step:
-                self._writer.keep_last_observation(index)
+                self._writer.write_final(index)
         return not self.absent <= before
 
 
-def _rows_left(request: Request, block: Block) -> list[int]:
-    """Returns the rows of a block that a RESET does not reset."""
+def _rows_not_reset(request: Request, block: Block) -> list[int]:
+    """Return the rows of a block that a RESET does not reset."""
     (chosen,) = [r.env_indices for r in request.resets if r.block == block.index]
     if chosen is None:
         return []

@@ -1,8 +1,11 @@
-"""The client's half: attaches, sends operations, and pairs answers with them.
+"""The client's half of the protocol, without I/O.
 
-`states` has the theory; `attachment` gets envs, `requests` sends and sends again,
-`client_blocks` tracks the blocks. A request is in flight until it is answered or its
-lease is lost, however long its caller waits: no result is taken for that of another.
+`session/states.py` explains the protocol. Here, `Attachment` acquires the lease,
+`Requests` numbers and resends requests, `ClientBlocks` tracks the operations of blocks,
+and `ClientSession` dispatches events to them.
+
+A request stays in flight until its reply arrives or its lease is lost, even if its
+caller stops waiting. A late result is therefore never paired with another operation.
 """
 
 from __future__ import annotations
@@ -32,27 +35,28 @@ from envserve.wire.handshake import ErrorBody, exception_of
 from envserve.wire.message import Buffer, Message, decode
 
 _LOGGER: Final = logging.getLogger(__name__)
-_OVER: Final = tuple(state for state in ClientState if state.is_over)  # no call a step
+#: A tuple, because a property call for each message would be slower.
+_FINAL_STATES: Final = tuple(state for state in ClientState if state.is_over)
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
-#: What answers nothing, and yet is not late.
-_NEWS: Final = frozenset(
+#: Messages that answer no operation, but are not late replies either.
+_NOTICES: Final = frozenset(
     {MessageType.BUILDING, MessageType.PONG, MessageType.DRAIN, MessageType.ABSENT}
 )
 
 
 class ClientSession:
-    """One client's conversation with one server.
+    """One client's side of the connection to a server.
 
-    The shell passes on what it receives and whether there is a connection, calls
-    `advance` at `next_deadline` or a little later, and sends what is in `outbox`.
-    Rows are written by `take_outcomes`, and by `operations.is_ready`, only.
+    The transport calls `record_connect`, `record_disconnect` and `receive`, calls
+    `advance` at `next_deadline` or soon after, and sends the frames in `outbox`.
+    Only `collect` and `client_blocks.is_ready` write rows.
 
     Attributes:
-      requests: What is sent, and waits for an answer.
-      outbox: What the shell has to send: frames by key, in their order. It deletes what
-        it has sent.
-      attachment: How envs are got.
-      late_messages: How many messages came that nothing waits for.
+      requests: Requests without a reply, and the numbers of the session.
+      outbox: Frames to send, by key, in sending order. The transport deletes entries
+        that it has sent.
+      attachment: The lease.
+      num_late_messages: Number of messages that answered no request.
     """
 
     def __init__(
@@ -63,225 +67,237 @@ class ClientSession:
         *,
         session: int,
         now: float,
-        client: str = "",
+        client_name: str = "",
     ) -> None:
-        """Starts CONNECTING.
+        """Start in state CONNECTING.
 
         Args:
-          address: The server's, for messages.
-          attach: Which envs to ask for.
-          timeouts: How long to wait for the server.
-          session: Random number in [1, 2**64), from which those of later leases follow.
-          now: Monotonic seconds, as everywhere below.
-          client: Who we are, for the server's log.
+          address: Address of the server, for messages.
+          attach: Arguments of the ATTACH.
+          timeouts: Time and memory limits.
+          session: Random number in [1, 2**64); later sessions derive theirs from it.
+          now: Monotonic seconds, as in all methods.
+          client_name: Name of the client in the server's log.
         """
-        self.late_messages = 0
+        self.num_late_messages = 0
         self.requests = requests = Requests(session, now)
         self.outbox = requests.outbox
-        self.attachment = Attachment(address, attach, requests, timeouts, client)
+        self.attachment = Attachment(address, attach, requests, timeouts, client_name)
         self._machine = self.attachment.machine
         self._unsolicited = UnsolicitedLimit()
 
     @property
     def address(self) -> str:
-        """The server's."""
+        """Address of the current server."""
         return self.attachment.address
 
     @property
     def state(self) -> ClientState:
-        """Where the conversation is."""
+        """State of the session."""
         return self._machine.state
 
     @property
     def error(self) -> EnvserveError | None:
-        """Why the session is LOST."""
+        """Reason why the session is LOST; None otherwise."""
         return self.attachment.error
 
     @property
     def give_up_error(self) -> EnvserveError | None:
-        """Why nobody should wait any more for envs that it goes on to ask for."""
-        loss = self.attachment.loss
-        return None if loss is None else loss.given_up
+        """Reason why callers should stop waiting; None if they should not.
+
+        The session still requests a lease, see `Timeouts.pads_lost_rows`.
+        """
+        loss = self.attachment.lost_lease
+        return None if loss is None else loss.give_up_error
 
     @property
     def rows(self) -> Rows:
-        """Where actions are read from and results are written to."""
-        return self.operations.rows
+        """Arrays that actions are read from and results are written to."""
+        return self.client_blocks.rows
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks."""
-        return self.operations.blocks
+        """The granted blocks."""
+        return self.client_blocks.blocks
 
     @property
     def num_in_flight(self) -> int:
-        """How many blocks have an operation whose outcome was not taken."""
-        operations = self.attachment.operations
-        return len(operations.in_flight) + len(operations.ended) if operations else 0
+        """Number of blocks with an operation that was not collected yet."""
+        client_blocks = self.attachment.client_blocks
+        return (
+            len(client_blocks.in_flight) + len(client_blocks.ended)
+            if client_blocks
+            else 0
+        )
 
     def stats(self) -> dict[str, int]:
-        """Returns how often what has happened."""
+        """Return the counters of the session."""
         return {
-            "late_messages": self.late_messages,
+            "late_messages": self.num_late_messages,
             "resends": self.requests.num_resends,
             "reattaches": max(0, self.attachment.num_leases - 1),
             "unreachable_ms": int(1000 * self.requests.liveness.silent_seconds),
         }
 
     @property
-    def operations(self) -> ClientBlocks:
-        """What the blocks are up to; raises LocalProtocolError before READY."""
-        if self.attachment.operations is None:
+    def client_blocks(self) -> ClientBlocks:
+        """Operations of the blocks; LocalProtocolError before the first lease."""
+        if self.attachment.client_blocks is None:
             raise LocalProtocolError(f"{self.address}: the envs are not granted yet")
-        return self.attachment.operations
+        return self.attachment.client_blocks
 
-    # What the caller wants. Nothing is changed by what is refused.
+    # Calls of the user. A method that raises has changed nothing.
 
     def submit_step(self, blocks: Sequence[int], now: float) -> None:
-        """Asks for a step of these blocks with the actions in `rows.action`."""
+        """Step blocks with the actions in `rows.action`."""
         self._submit(self._usable().step(blocks), now)
 
     def submit_reset(self, resets: Sequence[Reset], now: float) -> None:
-        """Asks for resets, each of another block."""
+        """Reset distinct blocks."""
         self._submit(self._usable().reset(resets), now)
 
     def submit_call(self, calls: Sequence[Call], now: float) -> None:
-        """Asks for attribute access; raises CallError for arguments too long."""
+        """Call envs; raise CallError if the arguments are too long."""
         self._submit(self._usable().call(calls), now)
 
     def _usable(self) -> ClientBlocks:
         attachment, state = self.attachment, self._machine.state
-        operations = attachment.operations
-        if operations is not None and (
+        client_blocks = attachment.client_blocks
+        if client_blocks is not None and (
             state is ClientState.READY or attachment.is_recovering
         ):
-            return operations
+            return client_blocks
         raise attachment.error or LocalProtocolError(
-            f"{self.address}: expected a session that is READY; it is {state.name}"
+            f"{self.address}: expected a session in state READY; it is {state.name}"
         )
 
     def _submit(self, requests: list[Request], now: float) -> None:
         if self.requests.liveness.is_unreachable:
-            self.operations.is_stale = True
+            self.client_blocks.absent_is_stale = True
         if self._machine.state is ClientState.READY:
             for request in requests:
                 self.requests.send(request, now)
 
-    def take_outcomes(self) -> list[Outcome]:
-        """Writes rows; returns the operations that have ended since the last call."""
-        operations = self.operations
-        outcomes = operations.take_outcomes()
-        if operations.violation is not None and not self.state.is_over:
-            self.refuse(operations.violation)
+    def collect(self) -> list[Outcome]:
+        """Write the rows of new results; return the outcomes since the last call."""
+        client_blocks = self.client_blocks
+        outcomes = client_blocks.collect()
+        if client_blocks.protocol_error is not None and not self.state.is_over:
+            self.abort(client_blocks.protocol_error)
         return outcomes
 
     def invalidate(self, text: str, now: float) -> None:
-        """Gives the envs back, and asks for others; forgets what is in flight.
+        """Discard all operations, and replace the lease by a new one.
 
-        It may be called whatever an interrupt has left half done.
+        This is safe after an interrupt at any line of another method.
         """
-        self.operations.forget()
+        self.client_blocks.discard_all()
         if self.state is ClientState.READY or self.attachment.is_recovering:
             error = ServerError(f"{self.address}: {text}")
             self.attachment.lose_lease(error, now)
 
     def begin_close(self, now: float) -> None:
-        """Gives the envs back; the state is CLOSED when the server has them."""
+        """Return the envs; the state becomes CLOSED when the server confirms."""
         if not self.state.is_over and self.state is not ClientState.CLOSING:
-            self.attachment.give_back(now)
+            self.attachment.detach(now)
 
-    # What the transport brings.
+    # Events of the transport.
 
-    def connected(self, now: float) -> None:
-        """Notes that the transport can send, for the first time or anew."""
-        self.requests.liveness.note_connected()
+    def record_connect(self, now: float) -> None:
+        """Record that the transport can send; resend requests if it reconnected."""
+        self.requests.liveness.record_connect()
         if self.state is ClientState.CONNECTING:
             self.attachment.send_hello(now)
-        elif self.requests.waiting:
+        elif self.requests.unanswered:
             self.requests.resend_all(now)
         elif self.state is ClientState.READY:
-            self.requests.ping(now)  # it may be another server by now
+            self.requests.ping(now)  # the server may have been restarted
 
-    def disconnected(self, now: float) -> None:
-        """Notes that it no longer can."""
-        self.requests.liveness.note_disconnected(now)
+    def record_disconnect(self, now: float) -> None:
+        """Record that the connection is broken."""
+        self.requests.liveness.record_disconnect(now)
 
     def receive(self, frames: Sequence[Buffer], now: float) -> None:
-        """Takes what the server has sent, whatever it is."""
+        """Handle any message from the server, including garbage."""
         try:
             message = decode(frames)
         except RemoteProtocolError:
-            return self._count_unsolicited("no message", frames, now)
+            return self._count_unsolicited("malformed", frames, now)
         requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
-        if handler is None or message.session != requests.session or state in _OVER:
+        if (
+            handler is None
+            or message.session != requests.session
+            or state in _FINAL_STATES
+        ):
             return self._count_unsolicited(message.type, frames, now)
-        liveness, operations = requests.liveness, self.attachment.operations
+        liveness, client_blocks = requests.liveness, self.attachment.client_blocks
         if liveness.is_unreachable or now - liveness.silent_since > PING_SECONDS:
-            if liveness.is_unreachable and operations is not None:
-                operations.is_stale = True
-            liveness.note_message(now)
+            if liveness.is_unreachable and client_blocks is not None:
+                client_blocks.absent_is_stale = True
+            liveness.record_message(now)
         else:  # the usual case, in line because it is done at every step
             liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
-        # Not of a WELCOME that nobody waits for: it may be of a server of the past.
+        # A WELCOME with another boot is ignored unless a HELLO waits for it, because
+        # it may be a delayed one from before a restart.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
             return self.attachment.handle_restart(now)
         try:
             if not handler(self, message, now):
                 self._count_unsolicited(message.type, frames, now)
-            elif message.type in _NEWS:
+            elif message.type in _NOTICES:
                 self._count_unsolicited(message.type, frames, now, 0)
         except RemoteProtocolError as error:
-            self.refuse(error)
+            self.abort(error)
 
     def _count_unsolicited(
         self, what: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
     ) -> None:
-        """Counts what answers nothing; ends the session if that has no end."""
-        self.late_messages += num_late
+        """Count a message that answers no request; abort if there are too many."""
+        self.num_late_messages += num_late
         if self.state.is_over:
             return
-        num_pieces = getattr(self.attachment.operations, "num_pieces", 0)
+        num_pieces = getattr(self.attachment.client_blocks, "num_pieces", 0)
         try:
             self._unsolicited.count(what, sum(map(len, frames)), num_pieces, now)
         except RemoteProtocolError as error:
-            self.refuse(error)
+            self.abort(error)
 
     def advance(self, now: float) -> None:
-        """Sends again what is due, pings, and notices that the server is lost."""
+        """Resend overdue requests, send pings, and detect a lost server."""
         if self.state.is_over:
             return
-        liveness, operations = self.requests.liveness, self.attachment.operations
-        if operations is not None:
-            liveness.note_awake(now)
+        liveness, client_blocks = self.requests.liveness, self.attachment.client_blocks
+        if client_blocks is not None:
+            liveness.detect_suspension(now)
         self.attachment.retry(now)
         self.requests.resend_due(now)
-        if operations is not None and self.state is ClientState.READY:
+        if client_blocks is not None and self.state is ClientState.READY:
             if now >= liveness.ping_at:
                 self.requests.ping(now)
             if now >= liveness.unreachable_at:
-                liveness.is_unreachable = operations.is_stale = True
+                liveness.is_unreachable = client_blocks.absent_is_stale = True
                 _LOGGER.warning("%s: no answer, or no connection", self.address)
-        if now >= self.attachment.lost_at:
+        if now >= self.attachment.give_up_at:
             self.attachment.give_up(now)
 
     def next_deadline(self) -> float:
-        """When `advance` has to be called next."""
+        """Return when to call `advance` next; infinity if never."""
         if self.state.is_over:
             return math.inf
         attachment = self.attachment
-        deadline = min(self.requests.next_resend(), attachment.lost_at)
-        if attachment.loss is not None:
-            deadline = min(deadline, attachment.loss.retry_at)
+        deadline = min(self.requests.next_resend(), attachment.give_up_at)
+        if attachment.lost_lease is not None:
+            deadline = min(deadline, attachment.lost_lease.retry_at)
         if self.state is ClientState.READY:
             liveness = self.requests.liveness
             deadline = min(deadline, liveness.ping_at, liveness.unreachable_at)
         return deadline
 
-    def refuse(self, error: RemoteProtocolError) -> None:
-        """Ends the session, since its server breaks the protocol."""
-        self.attachment.refuse(RemoteProtocolError(f"{self.address}: {error}"))
+    def abort(self, error: RemoteProtocolError) -> None:
+        """End the session, because its server violates the protocol."""
+        self.attachment.abort(RemoteProtocolError(f"{self.address}: {error}"))
 
     def __repr__(self) -> str:
         return (
@@ -290,7 +306,7 @@ class ClientSession:
         )
 
 
-# What each type of message does; they tell whether anything has waited for it.
+# Handlers, by type of message. Each returns whether the message was expected.
 
 
 def _on_welcome(session: ClientSession, message: Message, now: float) -> bool:
@@ -308,24 +324,24 @@ def _on_granted(session: ClientSession, message: Message, now: float) -> bool:
 
 
 def _on_result(session: ClientSession, message: Message, now: float) -> bool:
-    """Takes a RESULT or CALL_RESULT, of a whole request or of one of its blocks."""
+    """Handle a RESULT or CALL_RESULT, of a whole request or of one of its blocks."""
     requests, attachment = session.requests, session.attachment
     request = requests.answered_by(message)
-    if request is None or attachment.operations is None:
+    if request is None or attachment.client_blocks is None:
         return False
-    attachment.operations.end(request, message)
-    requests.note_answer(request, message)
-    attachment.loss = None  # the new lease serves
+    attachment.client_blocks.accept_result(request, message)
+    requests.record_answer(request, message)
+    attachment.lost_lease = None  # the new lease works
     return True
 
 
 def _on_absent(session: ClientSession, message: Message, now: float) -> bool:
-    requests, operations = session.requests, session.attachment.operations
-    request = requests.waiting.get(message.request)
-    if request is None or operations is None or message.epoch != requests.epoch:
+    requests, client_blocks = session.requests, session.attachment.client_blocks
+    request = requests.unanswered.get(message.request)
+    if request is None or client_blocks is None or message.epoch != requests.epoch:
         return False
-    operations.mark_absent(request, message)
-    request.resend_at = now + request.delay  # the server has it
+    client_blocks.mark_absent(request, message)
+    request.resend_at = now + request.resend_delay  # the server has the request
     return True
 
 
@@ -338,15 +354,16 @@ def _on_detached(session: ClientSession, message: Message, now: float) -> bool:
     if session.state is ClientState.CLOSING:
         session.attachment.close()
     elif session.state is ClientState.READY:
-        error = LeaseLost(f"{session.address}: the server says we have detached")
+        text = "the server ended the lease with a DETACHED that was not requested"
+        error = LeaseLost(f"{session.address}: {text}")
         session.attachment.lose_lease(error, now)
     return True
 
 
 def _on_drain(session: ClientSession, message: Message, now: float) -> bool:
     _LOGGER.warning(
-        "%s: the server is draining: it gives envs up once each of them has ended "
-        "an episode, or in %g s, and stops",
+        "%s: the server is draining; it ends the lease when each env has ended an "
+        "episode, or in %g s, and then stops",
         session.address,
         Drain.decode(message.body).grace_ms / 1000,
     )
@@ -356,20 +373,20 @@ def _on_drain(session: ClientSession, message: Message, now: float) -> bool:
 def _on_error(session: ClientSession, message: Message, now: float) -> bool:
     body = ErrorBody.decode(message.body)
     requests, attachment = session.requests, session.attachment
-    request = requests.waiting.get(message.request)
+    request = requests.unanswered.get(message.request)
     ends_session = (
         body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
-        or message.request == attachment.request
+        or message.request == attachment.attach_id
         or (request is not None and request.type in _ATTACHING_TYPES)
     )
     if session.state is ClientState.CLOSING and (ends_session or request is not None):
         attachment.close()
     elif ends_session:
-        attachment.accept_refusal(body, now)
-    elif request is not None and attachment.operations is not None:
+        attachment.handle_error(body, now)
+    elif request is not None and attachment.client_blocks is not None:
         uses_seq = body.executed is not Executed.NO
         error = exception_of(body, session.address)
-        attachment.operations.fail(request, error, uses_seq=uses_seq)
+        attachment.client_blocks.fail(request, error, uses_seq=uses_seq)
         requests.remove(request.id)
     else:
         return False
@@ -381,7 +398,7 @@ _HANDLERS: Final[
 ] = {
     MessageType.WELCOME: _on_welcome,
     MessageType.GRANTED: _on_granted,
-    MessageType.BUILDING: lambda *_: True,  # the silence has been ended
+    MessageType.BUILDING: lambda *_: True,  # `receive` has recorded the sign of life
     MessageType.RESULT: _on_result,
     MessageType.CALL_RESULT: _on_result,
     MessageType.PONG: _on_pong,

@@ -1,7 +1,7 @@
-"""When a client considers its server unresponsive, and its lease lost.
+"""Decides when a client considers its server unreachable, and its lease lost.
 
-Silence is counted from the first message that is not answered, so a client that was
-suspended does not blame the server for it.
+Silence is counted from the first unanswered message. Time during which the client
+itself was suspended does not count.
 """
 
 from __future__ import annotations
@@ -19,59 +19,61 @@ PING_SECONDS: Final = 1.0
 _UNREACHABLE_SECONDS: Final = 3.5
 #: Time without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
-#: Longer than the client ever waits. After such a gap the client itself was suspended.
+#: A gap between two calls of `advance` that shows that the client was suspended; it is
+#: longer than the client ever waits.
 _SUSPENDED_SECONDS: Final = 5.0
-#: Unsolicited messages that are accepted per second, and copies of each piece of an
-#: answer that are accepted on top, because a server may have been stopped for a minute.
+#: Unsolicited messages that are accepted per second, and additional copies of each
+#: piece of a reply: a server that was suspended for a minute sends many copies at once.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a client waits for its server, and how much memory it spends."""
+    """Time and memory limits of a client."""
 
     connect_seconds: float = 10.0
-    """Longest silence before the envs are granted."""
+    """Longest silence of the server before it grants the first lease, in seconds."""
     lost_seconds: float = 60.0
-    """Longest silence, or wait for lost envs, after that."""
-    pads: bool = False
-    """Whether to continue to ask after that, with `given_up` set, instead of ending."""
+    """Longest silence, or time without a lease, after the first lease, in seconds."""
+    pads_lost_rows: bool = False
+    """Whether the client continues to request a lease after `lost_seconds`, while its
+    caller gets padding, instead of ending the session."""
     max_row_mib: int = 1024
-    """Most memory for the rows of its envs, whose size the server chooses."""
+    """Memory limit of the rows in MiB; needed because the server chooses their size."""
 
 
 @dataclass(slots=True)
 class LostLease:
-    """A lease that was lost, until another one works.
+    """A lost lease that is being replaced. Times are monotonic seconds.
 
     Attributes:
-      error: Why it was lost.
-      since: When it was lost.
-      given_up: Why waiting for the envs has no prospect any more.
-      retry_at: When to ask again.
-      busy_until: How long to ask while other clients have the envs.
-      farewell: Message that frees the old lease; may be empty.
+      error: Reason for the loss.
+      lost_at: Time of the loss.
+      give_up_error: Reason why callers should stop waiting; None before that.
+      retry_at: Time of the next attempt; infinity if a request is in flight.
+      busy_until: End of the attempts while other clients have the envs.
+      detach_frames: DETACH that frees the lost lease; empty if the server has none.
     """
 
     error: EnvserveError
-    since: float
-    given_up: ServerLost | None = None
+    lost_at: float
+    give_up_error: ServerLost | None = None
     retry_at: float = math.inf
     busy_until: float = math.inf
-    farewell: list[Buffer] = field(default_factory=list)
+    detach_frames: list[Buffer] = field(default_factory=list)
 
 
 class Liveness:
-    """How long the server has not answered, as far as the server is to blame.
+    """Measures how long the server has not answered. Times are monotonic seconds.
 
     Attributes:
-      silent_since: When the first unanswered message was sent; infinity if none was.
-      disconnected_since: When the connection broke; infinity while there is one.
-      ping_at: When to send a PING.
-      is_unreachable: Whether the server was silent, or disconnected, for so long that
-        callers should not wait for it; until its next message.
-      silent_seconds: Total length of the silences that were longer than a PING takes.
+      silent_since: Time of the first unanswered message; infinity if there is none.
+      disconnected_since: Time of the disconnection; infinity while connected.
+      ping_at: Time of the next PING.
+      is_unreachable: Whether callers should not wait for the server, because it was
+        silent or disconnected for too long. Its next message resets this.
+      silent_seconds: Total length of all silences longer than a second.
     """
 
     def __init__(self, now: float) -> None:
@@ -81,7 +83,7 @@ class Liveness:
         self.silent_seconds = 0.0
         self._awake_at = now
 
-    def note_message(self, now: float) -> None:
+    def record_message(self, now: float) -> None:
         """Record that the server has sent a message."""
         if now - self.silent_since > PING_SECONDS:
             self.silent_seconds += now - self.silent_since
@@ -93,21 +95,21 @@ class Liveness:
         """Record that a message was sent that the server has to answer."""
         self.silent_since = min(self.silent_since, now)
 
-    def note_ping(self, now: float) -> None:
+    def record_ping(self, now: float) -> None:
         """Record that a PING was sent."""
         self.ping_at = now + PING_SECONDS
         self.expect_answer(now)
 
-    def note_disconnected(self, now: float) -> None:
+    def record_disconnect(self, now: float) -> None:
         """Record that the connection is broken."""
         self.disconnected_since = min(self.disconnected_since, now)
 
-    def note_connected(self) -> None:
-        """Record that there is a connection again."""
+    def record_connect(self) -> None:
+        """Record that the connection is established."""
         self.disconnected_since = math.inf
 
-    def note_awake(self, now: float) -> None:
-        """Record that the client runs; do not count time in which it did not."""
+    def detect_suspension(self, now: float) -> None:
+        """Restart the measurements if the client was suspended since the last call."""
         if now - self._awake_at > _SUSPENDED_SECONDS:
             if self.silent_since < math.inf:
                 self.silent_since = now
@@ -117,7 +119,7 @@ class Liveness:
 
     @property
     def unreachable_at(self) -> float:
-        """When the server will count as unreachable; infinity if it does already."""
+        """When the server becomes unreachable; infinity if it is already."""
         if self.is_unreachable:
             return math.inf
         disconnected_at = self.disconnected_since + _DISCONNECTED_SECONDS
@@ -127,7 +129,7 @@ class Liveness:
 class UnsolicitedLimit:
     """Limits the messages per second that answer no request.
 
-    These are signs of life, notices about the lease, and late answers. An envserve
+    These are signs of life, notices about the lease, and late replies. An envserve
     server sends few of them.
     """
 
@@ -136,15 +138,15 @@ class UnsolicitedLimit:
         self._count = 0
 
     def count(
-        self, what: int | str, num_bytes: int, num_pieces: int, now: float
+        self, message_type: int | str, num_bytes: int, num_pieces: int, now: float
     ) -> None:
-        """Count a message, a long one several times.
+        """Count a message, and again for each 64 KiB of its length.
 
         Args:
-          what: Type of the message.
-          num_bytes: Its length.
+          message_type: Type of the message; a description if it is malformed.
+          num_bytes: Length of the message.
           num_pieces: See `ClientBlocks`.
-          now: When it arrived.
+          now: Time of arrival.
 
         Raises:
           RemoteProtocolError: The limit is exceeded.
@@ -155,7 +157,8 @@ class UnsolicitedLimit:
         allowed = _MAX_UNSOLICITED + _MAX_COPIES * num_pieces
         if self._count > allowed:
             raise RemoteProtocolError(
-                f"expected at most {allowed} messages (or as many times 64 KiB) a "
-                f"second that answer nothing; got more, the last one "
-                f"{getattr(what, 'name', what)}; is that an envserve server?"
+                f"expected at most {allowed} messages per second that answer no "
+                f"request (a long one counts once per 64 KiB); got more, the last of "
+                f"type {getattr(message_type, 'name', message_type)}; check that this "
+                f"address is an envserve server"
             )

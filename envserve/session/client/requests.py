@@ -1,8 +1,8 @@
-"""A client's requests: numbers them, sends them, and sends them again until answered.
+"""Numbers a client's requests, and resends them until they are answered.
 
-A request is sent again after 1 s, then 2 s, then every 4 s, and at once after a
-reconnect; only its attempt number changes. At most one copy of it waits to be sent, so
-the outbox is bounded. Messages that need no answer are sent once.
+A request is resent after 1 s, then after 2 s, then every 4 s, and at once after a
+reconnect. Copies differ only in their attempt number. The outbox contains at most one
+copy of a request, so it is bounded. Messages without a reply are sent once.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
     MessageType.RESET: MessageType.RESULT,
     MessageType.CALL: MessageType.CALL_RESULT,
 }
-#: Places in the outbox of what has no request number.
-_PING_PLACE: Final = 0
-_FAREWELL_PLACE: Final = -1
-#: An odd number: all session numbers differ before they repeat.
+#: Outbox keys of messages without a request id.
+_PING_KEY: Final = 0
+_DETACH_KEY: Final = -1
+#: Added to a session number to get the next one. Because it is odd, all 2**64 numbers
+#: occur before one repeats.
 _STRIDE: Final = 0x9E3779B97F4A7C15
 
 
 @dataclass(slots=True)
 class Request:
-    """Something asked of the server, from its drafting to its answer.
+    """A request to the server, until it is answered.
 
     Attributes:
       type: STEP, RESET or CALL; or HELLO, ATTACH or DETACH, which have no entries.
-      entries: The blocks that it is about, each with its seq.
-      body: What it says.
-      payload: More rows.
-      part: Where rows of the answer go.
-      resets: Of a RESET, per block.
-      is_step: Whether its caller waits for a step; of a block that is lost, the server
-        is sent a RESET.
-      id: Its number; 0 until it is sent.
-      answered: Blocks that were answered on their own.
-      frames: What was sent.
-      attempt: How often it was sent before.
-      resend_at: When to send it again.
-      delay: How long to wait for an answer then.
+      entries: Block and seq of each block of the request.
+      body: Body of the message.
+      payload: Further action rows.
+      part: Rows that the reply will be written to.
+      resets: Resets of a RESET, one for each block.
+      is_step: Whether the caller has asked for a step; for a lost block, a RESET is
+        sent instead of a STEP.
+      id: Request id; 0 until it is sent.
+      answered_blocks: Blocks that were answered separately.
+      frames: Frames of the latest copy.
+      attempt: Number of copies sent before the latest one.
+      resend_at: Time of the next copy, in monotonic seconds.
+      resend_delay: Seconds between the latest copy and the next one.
     """
 
     type: MessageType
@@ -64,40 +65,40 @@ class Request:
     resets: tuple[Reset, ...] = ()
     is_step: bool = False
     id: int = 0
-    answered: set[int] = field(default_factory=set)
+    answered_blocks: set[int] = field(default_factory=set)
     frames: list[Buffer] = field(default_factory=list)
     attempt: int = 0
     resend_at: float = math.inf
-    delay: float = _FIRST_RESEND_SECONDS
+    resend_delay: float = _FIRST_RESEND_SECONDS
 
 
 class Requests:
-    """Numbers what is sent, and keeps it until it is answered.
+    """Numbers requests, and keeps them until they are answered.
 
     Attributes:
       session: Number of the session.
-      boot: Number of the server's start; 0 until it has said WELCOME.
+      boot: Boot number of the server; 0 until its WELCOME.
       epoch: Number of the lease; 0 until it is granted.
-      outbox: Frames to send, by request, in their order; who has sent some deletes
-        them.
-      waiting: What has no answer yet, by number.
-      silence: Since when an answer is missing.
-      num_resends: How many copies were sent.
+      outbox: Frames to send, by request id, in sending order; the transport deletes
+        entries that it has sent.
+      unanswered: Requests without a complete reply, by id.
+      liveness: Liveness of the server.
+      num_resends: Number of copies sent.
     """
 
     def __init__(self, session: int, now: float) -> None:
-        """Starts with nothing to send; `session` as for `ClientSession`."""
+        """Start without requests; for `session` see `ClientSession`."""
         self.session = session
         self.boot = 0
         self.epoch = 0
         self.outbox: dict[int, list[Buffer]] = {}
-        self.waiting: dict[int, Request] = {}
+        self.unanswered: dict[int, Request] = {}
         self.liveness = Liveness(now)
         self.num_resends = 0
         self._last_id = 0
 
     def send(self, request: Request, now: float) -> None:
-        """Sends a request for the first time, or anew under another number."""
+        """Put a request into the outbox under a new request id."""
         self._last_id += 1
         number = request.id = self._last_id
         numbers = (self.session, self.boot, self.epoch)
@@ -105,18 +106,20 @@ class Requests:
         request.frames = pack(kind, numbers, number, entries, request.body, payload)
         request.attempt = 0
         request.resend_at = now + _FIRST_RESEND_SECONDS
-        request.delay = _FIRST_RESEND_SECONDS
-        self.waiting[number] = request
+        request.resend_delay = _FIRST_RESEND_SECONDS
+        self.unanswered[number] = request
         self.outbox[number] = request.frames
-        if self.liveness.silent_since == math.inf:  # in line: it is done at every step
+        # Inlined `expect_answer`, because this runs at every step.
+        if self.liveness.silent_since == math.inf:
             self.liveness.silent_since = now
 
     def answered_by(self, message: Message) -> Request | None:
-        """Returns the request that a RESULT or CALL_RESULT answers, if one waits.
+        """Return the request that a RESULT or CALL_RESULT answers; None if none does.
 
-        As a whole, or, of several blocks, one that was not answered yet.
+        The message answers either the whole request, or a single block that was not
+        answered yet.
         """
-        request = self.waiting.get(message.request)
+        request = self.unanswered.get(message.request)
         if (
             request is None
             or message.type is not _ANSWERS.get(request.type)
@@ -124,44 +127,46 @@ class Requests:
         ):
             return None
         entries = message.entries
-        if entries == request.entries and not request.answered:
+        if entries == request.entries and not request.answered_blocks:
             return request
         is_part = len(entries) == 1 and entries[0] in request.entries
-        if is_part and entries[0][0] not in request.answered:
+        if is_part and entries[0][0] not in request.answered_blocks:
             return request
         return None
 
-    def note_answer(self, request: Request, message: Message) -> None:
-        """Forgets a request, or notes which of its blocks was answered."""
+    def record_answer(self, request: Request, message: Message) -> None:
+        """Record that a request, or one of its blocks, was answered."""
         if message.entries != request.entries:
-            request.answered.add(message.entries[0][0])
-            if len(request.answered) < len(request.entries):
+            request.answered_blocks.add(message.entries[0][0])
+            if len(request.answered_blocks) < len(request.entries):
                 return
         self.remove(request.id)
 
     def remove(self, request: int) -> None:
-        """Forgets a request, now answered."""
-        self.waiting.pop(request, None)
+        """Remove a request that was answered."""
+        self.unanswered.pop(request, None)
         self.outbox.pop(request, None)
 
     def clear(self) -> None:
-        """Forgets all requests, and what waits to be sent."""
-        self.waiting.clear()
+        """Remove all requests, and all frames to send."""
+        self.unanswered.clear()
         self.outbox.clear()
 
     def resend_due(self, now: float) -> None:
-        """Sends again what has waited for long enough."""
-        for request in self.waiting.values():
+        """Send copies of all requests whose `resend_at` has passed."""
+        for request in self.unanswered.values():
             if now >= request.resend_at:
-                request.delay = min(2 * request.delay, _MAX_RESEND_SECONDS)
+                request.resend_delay = min(
+                    2 * request.resend_delay, _MAX_RESEND_SECONDS
+                )
                 self._send_again(request, now)
                 self.liveness.expect_answer(now)
 
     def resend_all(self, now: float) -> None:
-        """Sends again what the last connection may have swallowed: everything sent."""
-        for request in self.waiting.values():
+        """Send copies of all sent requests: the last connection may have lost them."""
+        for request in self.unanswered.values():
             if request.id not in self.outbox:
-                request.delay = _FIRST_RESEND_SECONDS
+                request.resend_delay = _FIRST_RESEND_SECONDS
                 self._send_again(request, now)
         self.liveness.expect_answer(now)
 
@@ -169,37 +174,37 @@ class Requests:
         request.attempt += 1
         head, *rest = request.frames
         request.frames = [set_attempt(head, request.attempt), *rest]
-        request.resend_at = now + request.delay
+        request.resend_at = now + request.resend_delay
         self.num_resends += 1
         self.outbox[request.id] = request.frames
 
     def postpone_running(self, running: Container[int], now: float) -> None:
-        """Puts off resends, since the server is at work at these blocks."""
-        for request in self.waiting.values():
+        """Postpone copies of requests whose blocks the server reports as running."""
+        for request in self.unanswered.values():
             for block, _ in request.entries:
-                if block in running and block not in request.answered:
-                    request.resend_at = now + request.delay
+                if block in running and block not in request.answered_blocks:
+                    request.resend_at = now + request.resend_delay
 
     def next_resend(self) -> float:
-        """When `resend_due` has to be called next."""
-        return min((r.resend_at for r in self.waiting.values()), default=math.inf)
+        """Return when to call `resend_due` next; infinity if never."""
+        return min((r.resend_at for r in self.unanswered.values()), default=math.inf)
 
     def ping(self, now: float) -> None:
-        """Asks for a sign of life."""
-        self.outbox[_PING_PLACE] = self.pack(MessageType.PING)
-        self.liveness.note_ping(now)
+        """Send a PING, which the server answers with a PONG."""
+        self.outbox[_PING_KEY] = self.pack(MessageType.PING)
+        self.liveness.record_ping(now)
 
     def pack(self, type_: MessageType) -> list[Buffer]:
-        """Packs a message without number and content, of the present lease."""
+        """Pack a message of the current lease, without a request id or a body."""
         return pack(type_, (self.session, self.boot, self.epoch), 0)
 
-    def say_farewell(self, farewell: list[Buffer]) -> None:
-        """Sends once that a lease is not needed any more."""
-        if farewell:
-            self.outbox[_FAREWELL_PLACE] = farewell
+    def send_detach(self, frames: list[Buffer]) -> None:
+        """Send the DETACH of a former lease, once, unless it is empty."""
+        if frames:
+            self.outbox[_DETACH_KEY] = frames
 
     def change_session(self) -> None:
-        """Begins another session: answers to this one are strange from now on."""
+        """Change the session number, so that replies to older requests do not match."""
         self.clear()
         self.session = (self.session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
         self.boot = self.epoch = 0
@@ -208,10 +213,13 @@ class Requests:
 def pack_calls(
     calls: Sequence[Call], address: str
 ) -> list[tuple[Sequence[Call], bytes]]:
-    """Returns the bodies of CALLs, as few as can be, each with what it asks for.
+    """Pack calls into as few CALL bodies as the size limits allow.
+
+    Returns:
+      For each CALL, its calls and its body.
 
     Raises:
-      CallError: Arguments are too long for a message.
+      CallError: The arguments of one call exceed the limit of a message.
     """
     longest = max(len(call.arguments) for call in calls)
     size = min(MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES // max(longest, 1)) or 1

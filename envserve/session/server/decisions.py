@@ -1,7 +1,7 @@
 """Decisions of the server's half, which the server's event loop carries out.
 
-The session does no I/O and calls no other part of the server. It returns its effects as
-these values, in the order in which the event loop has to carry them out.
+`ServerSession` does no I/O and calls no other part of the server. Its methods return
+lists of these decisions, and the event loop carries them out in this order.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _MAX_FREQUENT_COPIES: Final = 8
 class ResendLimiter:
     """Limits how often a reply is sent again.
 
-    A client that reads its replies asks again only after a loss, which is rare. The
-    replies to a client that does not read them stay in memory.
+    A client that reads its replies resends requests only if a message was lost, which
+    is rare. Replies to a client that does not read them would fill the memory.
     """
 
     num_copies: int = 0
     sent_at: float = -math.inf
 
     def allow(self, now: float) -> bool:
-        """Return whether to send a copy now: every second, after 8 every minute.
+        """Return whether to send a copy now: every second, after 8 copies every minute.
 
-        There is no last copy, because a client whose replies were all lost must not
-        wait for ever.
+        The number of copies is unlimited, because a client whose replies were all lost
+        must not wait for ever.
         """
         wait = (
             _FREQUENT_SECONDS
@@ -57,7 +57,12 @@ class ResendLimiter:
 class Reply(NamedTuple):
     """Send frames to a peer, or drop them if they cannot be sent now.
 
-    A client that does not get a reply asks again. A copy was counted by `limiter`.
+    A client resends its request until it receives the reply.
+
+    Attributes:
+      peer: Routing id and user of the receiver.
+      frames: The message.
+      limiter: Limiter that has counted this copy of the reply; None for the first one.
     """
 
     peer: Peer
@@ -70,10 +75,10 @@ class Audit(NamedTuple):
 
     Attributes:
       event: Kind of event, such as "attached" or "refused".
-      user: Name of the user; "" if it is not known.
-      env_name: Env that the event concerns; "" if none.
-      num_envs: Number of those envs.
-      reason: Why it happened.
+      user: Name of the user; "" if unknown.
+      env_name: Name of the envs concerned; "" if none.
+      num_envs: Number of the envs concerned.
+      reason: Reason of the event.
     """
 
     event: str
@@ -87,12 +92,12 @@ class BeginDrain(NamedTuple):
     """Begin to drain the server, as SIGTERM does."""
 
 
-# Requests that only the server can answer: pass the result to `ServerSession.answer`,
-# and a Refusal or RemoteProtocolError to `ServerSession.refuse`.
+# Requests whose answer the event loop has to compute. It passes the result to
+# `ServerSession.answer`, or a Refusal or RemoteProtocolError to `ServerSession.refuse`.
 
 
 class ReplyWelcome(NamedTuple):
-    """Answer a HELLO with the `Welcome` that its user gets."""
+    """Answer a HELLO with the `Welcome` for its user."""
 
     request: Message
 

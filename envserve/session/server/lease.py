@@ -1,17 +1,24 @@
-"""At most once: which operations of a granted lease run, wait, or are answered again.
+"""Executes the operations of a granted lease at most once.
 
-A client numbers what it asks of a block: its seq. A request with the next seq of each
-of its blocks runs, unless one is busy. A copy of it joins it while it runs, and is
-answered again once it is done; what is older is ignored; what is newer is a gap, an
-ERROR. A request that is refused uses up no seq.
+Each operation of a block has a sequence number, the seq, which the client counts. A
+request runs if it has the next seq of each of its blocks, and none of them is busy.
+Otherwise:
 
-A request is answered as a whole when all its blocks are done. If one becomes absent,
-the client is told, and each block is answered for itself from then on.
+* A copy of the latest request is not executed again. If the request is done, its reply
+  is sent again.
+* An older request is ignored.
+* A request that skips a seq is answered with a GAP error.
 
-The rows are the cached answer: they are packed anew for each copy, and no request may
-change them before the client has moved on (docs/decisions.md: "The slab is the reply
-cache"). Each attempt is answered once ("A copy of a request is answered once per
-attempt").
+A refused request uses up no seq.
+
+A request is answered as a whole when all its blocks are done. If one of them becomes
+absent, the client gets an ABSENT message, and from then on each block of the request is
+answered separately. CALL requests are always answered block by block.
+
+Rows of a reply are not stored. They are packed from the slab for each copy, because
+no request can change them before the client has received them and uses the next seq
+(docs/decisions.md: "The slab is the reply cache"). Each attempt is answered once ("A
+copy of a request is answered once per attempt").
 """
 
 from __future__ import annotations
@@ -64,23 +71,24 @@ from envserve.wire.rows import BlockParts, RowCodec
 _BLOCK_OF: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 
-#: Less than what is sent at once to a client that does not read yet.
+#: Number of separate replies that fit into the send queue of a client even if it does
+#: not read at the moment. Each repetition starts this many replies later.
 _REPLIES_PER_ROUND: Final = 32
 
 
 @dataclass(slots=True, eq=False)
 class _BlockRequest:
-    """A request that runs or has run, and where its answer goes.
+    """A request that is running or done.
 
     Attributes:
-      message: Its numbers and entries, with the latest attempt, and where from.
-      blocks: Its blocks.
-      started_at: When it came first.
-      resets: What a RESET resets.
-      outcomes: What came of those of its blocks that are done.
-      is_split: Whether its blocks are answered one by one.
-      limiter: Limits copies of its answer.
-      num_rounds: How often its blocks were answered one by one.
+      message: Header of the request, with the attempt and the peer of its latest copy.
+      blocks: Indices of its blocks.
+      started_at: Time of its first copy, in monotonic seconds.
+      resets: Resets of a RESET; empty for other requests.
+      outcomes: Outcomes of its blocks that are done.
+      is_split: Whether its blocks are answered separately.
+      limiter: Limiter of copies of its reply; None before the first copy.
+      num_rounds: Number of times that its blocks were answered separately.
     """
 
     message: Message
@@ -94,25 +102,27 @@ class _BlockRequest:
 
 
 class ResultCache:
-    """The results of calls, for copies of their requests after an answer was lost.
+    """Limits the memory of call results, which are kept in case a reply is lost.
 
-    It is bounded: the oldest results, whose answers were sent, are dropped. Rows are
-    not cached, because the slab keeps them.
+    If there are too many, it replaces the oldest results by errors. Results of steps
+    and resets need no cache, because the slab contains them.
 
     Attributes:
       num_bytes: Total length of the results.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Cache at most so many bytes, or one result."""
+        """Start empty; a single result may exceed `max_bytes`."""
         self._max_bytes = max_bytes
         self._outcomes: dict[int, MutableMapping[int, Outcome]] = {}  # oldest first
         self.num_bytes = 0
 
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
-        """Cache the result of a block, one of the outcomes of a request.
+        """Add the result of a block, and drop the oldest results if there are too many.
 
-        An outcome whose result is dropped becomes an error.
+        Args:
+          outcomes: Outcomes of the block's request; a dropped one becomes an error.
+          block: Index of the block.
         """
         self._outcomes[block] = outcomes
         self.num_bytes += len(outcomes[block].result)
@@ -121,12 +131,14 @@ class ResultCache:
             others = self._outcomes[oldest]
             length = len(others[oldest].result)
             self.drop(oldest)
-            text = f"its answer, of {length} bytes, was lost, and is kept no more"
-            error = CallError(f"the call was carried out; {text}")
+            error = CallError(
+                f"the call was executed, but its result of {length} bytes was lost on "
+                f"the way, and the server's cache has dropped it"
+            )
             others[oldest] = Outcome(oldest, error=error)
 
     def drop(self, block: int) -> None:
-        """Drop the result of a block, if there is one, because of a later request."""
+        """Drop the result of a block, if there is one."""
         outcomes = self._outcomes.pop(block, None)
         if outcomes is not None:
             self.num_bytes -= len(outcomes[block].result)
@@ -137,8 +149,8 @@ class Lease:
 
     Attributes:
       epoch: Number of the lease.
-      results: Results of calls, for copies of their requests.
-      late_messages: How many late copies were ignored.
+      result_cache: Results of calls.
+      num_late_messages: Number of late copies that were ignored.
     """
 
     def __init__(
@@ -170,21 +182,22 @@ class Lease:
 
     @property
     def max_result_bytes(self) -> int:
-        """Bytes of the longest result that can come."""
+        """Length of the longest possible result in bytes."""
         return self._codec.max_result_bytes
 
-    # What the client asks.
+    # Requests of the client.
 
     def handle(self, message: Message, now: float) -> list[Decision]:
-        """Takes a STEP, RESET or CALL.
+        """Handle a STEP, RESET or CALL.
 
         Raises:
-          Refusal: Nothing was changed; the request must be answered with its body.
-          RemoteProtocolError: The same, for a request that is malformed.
+          Refusal: The request is not allowed. Nothing has been changed; the caller must
+            reply with the refusal's body.
+          RemoteProtocolError: The request is malformed. Nothing has been changed.
         """
         last_seq, states = self._last_seq, self._states
         listed = []
-        is_next = True  # the usual case, which needs no closer look
+        is_next = True
         for block, seq in message.entries:
             if block >= len(states):
                 raise RemoteProtocolError(
@@ -194,7 +207,7 @@ class Lease:
                 is_next = False
             listed.append(block)
         if not listed or len(set(listed)) < len(listed):
-            raise RemoteProtocolError("expected at least one block, and each once")
+            raise RemoteProtocolError("expected at least one block, and no block twice")
         if not is_next:
             return self._handle_repeat(message, now)
         blocks = tuple(listed)
@@ -215,7 +228,7 @@ class Lease:
             first = calls[0]
             check_call(self._settings, first.kind, first.name, first.env_indices[0])
             decision = RunCall(self._session, calls)
-        message.body = message.payload = message.report = b""  # they are used up
+        message.body = message.payload = message.report = b""  # not needed any more
         request = _BlockRequest(message, blocks, now, resets)
         request.is_split = message.type is MessageType.CALL
         for block, seq in message.entries:
@@ -226,17 +239,18 @@ class Lease:
         return [decision]
 
     def _handle_repeat(self, message: Message, now: float) -> list[Decision]:
-        """Handles a request that is not simply the next one of its blocks."""
+        """Handle a request that is a copy, late, or skips a seq."""
         request = self._find_request(message)
         if request is None:
             if all(seq > self._last_seq[block] for block, seq in message.entries):
                 raise self._gap_refusal(message)
-            # It is late; or was refused, and another one has used its seq since.
+            # It is late; or it was refused, and another request has used its seq since.
             self.num_late_messages += 1
             return []
         if message.attempt <= request.message.attempt:
-            # The same copy once more. Who resends counts up; without this, one short
-            # request could be made to fill the send queue with large answers.
+            # A duplicate of a copy that was already handled; a client increases the
+            # attempt of each copy. Without this check, replaying one short request
+            # could fill the send queue with long replies.
             self.num_late_messages += 1
             return []
         request.message.peer = message.peer
@@ -257,9 +271,11 @@ class Lease:
         return [*replies[:-1], *last]
 
     def _find_request(self, message: Message) -> _BlockRequest | None:
-        """Returns the request that this is a copy of, if any block still has it."""
-        listed = dict.fromkeys(self._requests[block] for block, _ in message.entries)
-        for request in listed:  # each once: to compare entries takes long
+        """Return the latest request of a block that the message is a copy of."""
+        candidates = dict.fromkeys(
+            self._requests[block] for block, _ in message.entries
+        )
+        for request in candidates:  # distinct, because comparing entries is slow
             if (
                 request is not None
                 and request.message.request == message.request
@@ -270,29 +286,29 @@ class Lease:
 
     def _gap_refusal(self, message: Message) -> Refusal:
         where = ", ".join(
-            f"block {block}: expected seq {self._last_seq[block]} or, after its "
-            f"answer, the next; got {seq}"
+            f"block {block}: expected a copy of seq {self._last_seq[block]}, or the "
+            f"next seq after its reply; got {seq}"
             for block, seq in message.entries[:4]
         )
         return Refusal(ErrorCode.GAP, where)
 
     def _raise_if_invalid(self, start: int, stop: int) -> None:
-        """Looks closely at actions that seem to be out of bounds."""
+        """Raise Refusal if an action is invalid, after the quick check has failed."""
         try:
             check_action_rows(self._spec, self._rows.action, start, stop)
         except ActionError as error:
             raise Refusal(ErrorCode.INVALID_ACTION, str(error)) from None
 
-    # What the pool has done.
+    # Events of the pool.
 
     def finish(
         self, outcomes: Sequence[Outcome], absent: Collection[int]
     ) -> list[Decision]:
-        """Takes what has ended, and what has no envs now; returns the answers.
+        """Return the replies for operations that have ended or become absent.
 
         Args:
-          outcomes: What came of operations that have ended.
-          absent: Blocks in flight whose envs are not there now.
+          outcomes: Outcomes of the operations that have ended.
+          absent: All blocks in flight whose envs are absent.
         """
         replies: list[Decision] = []
         self._move(map(_BLOCK_OF, outcomes), BlockState.DONE)
@@ -311,7 +327,7 @@ class Lease:
         return replies
 
     def _notify_absent(self, absent: Collection[int]) -> list[Decision]:
-        """Tells who has asked for them which blocks have become absent."""
+        """Notify the client of those blocks that were not reported as absent yet."""
         running = BlockState.RUNNING
         new = [block for block in absent if self._states[block] is running]
         self._move(new, BlockState.ABSENT)
@@ -319,15 +335,15 @@ class Lease:
         for request in dict.fromkeys(self._requests[block] for block in new):
             assert request is not None, "only a request makes a block busy"
             if request.is_split:
-                told = [block for block in new if self._requests[block] is request]
-                replies.append(self._absent_reply(request, told))
+                blocks = [block for block in new if self._requests[block] is request]
+                replies.append(self._absent_reply(request, blocks))
             else:
                 request.is_split = True
                 replies += self._split_replies(request)
         return replies
 
     def _move(self, blocks: Iterable[int], to: BlockState) -> None:
-        """Changes the state of blocks; nothing else does."""
+        """Change the state of blocks; raise LocalProtocolError if that is not legal."""
         for block in blocks:
             if to not in BLOCK_MOVES[self._states[block]]:
                 raise LocalProtocolError(
@@ -336,7 +352,7 @@ class Lease:
             self._states[block] = to
 
     def ended_rows(self, outcome: Outcome) -> Sequence[int]:
-        """Return the rows whose episode was ended by a step, or given up by a reset."""
+        """Return the rows whose episode an outcome has ended, by a step or a reset."""
         request = self._requests[outcome.block]
         assert request is not None, "only a request has an outcome"
         if outcome.error is not None or request.message.type is MessageType.CALL:
@@ -350,7 +366,7 @@ class Lease:
         return [row for row in rows if terminated[row] or truncated[row]]
 
     def pong(self, now: float) -> Pong:
-        """Returns how long each busy block has been running."""
+        """Return a PONG with the running time of each busy block."""
         return Pong(
             running={
                 block: int(1000 * (now - request.started_at))
@@ -359,14 +375,17 @@ class Lease:
             }
         )
 
-    # Answers.
+    # Replies.
 
     def _split_replies(self, request: _BlockRequest) -> list[Reply]:
-        """Says where each block of a request is, unless it has a later request."""
+        """Return a reply for each done block, and an ABSENT for the absent ones.
+
+        Blocks that have a later request are left out.
+        """
         held = [block for block in request.blocks if self._requests[block] is request]
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
         done = [block for block in held if self._states[block] is BlockState.DONE]
-        # Of many answers the last may not get through: another time they are first.
+        # The last of many replies may be dropped, so start each round with other ones.
         first = _REPLIES_PER_ROUND * request.num_rounds % max(1, len(done))
         request.num_rounds += 1
         done = done[first:] + done[:first]
@@ -374,7 +393,7 @@ class Lease:
         return [self._absent_reply(request, absent), *replies] if absent else replies
 
     def _result_reply(self, request: _BlockRequest, blocks: tuple[int, ...]) -> Reply:
-        """Answers a request as to some of its blocks, which are done."""
+        """Return the reply for some blocks of a request, which are done."""
         report = b""
         for block in blocks:
             outcome = request.outcomes[block]
@@ -384,7 +403,7 @@ class Lease:
         kind = MessageType.RESULT
         if request.message.type is not MessageType.CALL:
             body, payload = self._parts[blocks].pack_results()
-        else:  # each block for itself
+        else:  # calls are answered block by block
             kind = MessageType.CALL_RESULT
             body, payload = b"", request.outcomes[blocks[0]].result
         return self._reply_builder.reply(
@@ -397,14 +416,14 @@ class Lease:
         )
 
     def _pack_report(self, outcomes: Collection[Outcome]) -> bytes:
-        """Returns frame 2 of a RESULT."""
-        shown = self._reply_builder.redacted
+        """Return the report frame of a RESULT."""
+        redacted = self._reply_builder.redacted
         packed = (out.packed_infos.items() for out in outcomes)
         return ResultReport(
             packed_infos=dict(chain.from_iterable(packed)),
             infos={row: info for out in outcomes for row, info in out.infos.items()},
             faults=[
-                fault._replace(text=shown(fault.text))
+                fault._replace(text=redacted(fault.text))
                 for outcome in outcomes
                 for fault in outcome.faults
             ],
@@ -432,7 +451,7 @@ def _entries_of(
 
 
 def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
-    """Return the resets that a RESET asks for; raise RemoteProtocolError."""
+    """Return the resets of a RESET; raise RemoteProtocolError if it is malformed."""
     listed = [blocks[index] for index, _ in message.entries]
     num_rows = sum(block.stop - block.start for block in listed)
     limit = RESET_BYTES + RESET_ROW_BYTES * num_rows
@@ -442,9 +461,9 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     num_bytes = len(message.body) - len(body.options)
     if num_bytes > limit or (body.options and len(listed) > MAX_ARGUMENT_BLOCKS):
         raise RemoteProtocolError(
-            f"expected at most {limit} bytes for {num_rows} rows beside options, and "
-            f"{MAX_ARGUMENT_BLOCKS} blocks with them; got {num_bytes} bytes, and "
-            f"{len(listed)} blocks"
+            f"expected at most {limit} bytes for {num_rows} rows, without the options, "
+            f"and at most {MAX_ARGUMENT_BLOCKS} blocks if there are options; got "
+            f"{num_bytes} bytes and {len(listed)} blocks"
         )
     if len(body.resets) != len(message.entries):
         raise RemoteProtocolError(
@@ -462,7 +481,7 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
 
 
 def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
-    """Return the calls that a CALL asks for; raise RemoteProtocolError."""
+    """Return the calls of a CALL; raise RemoteProtocolError if it is malformed."""
     body = CallBody.decode(message.body)
     if len(body.calls) != len(message.entries):
         raise RemoteProtocolError(
@@ -481,8 +500,8 @@ def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
         num_bytes += len(arguments)
         if num_bytes > MAX_ARGUMENT_BYTES:
             raise RemoteProtocolError(
-                f"expected arguments that are at most {MAX_ARGUMENT_BYTES} bytes, "
-                "counted for each block"
+                f"expected at most {MAX_ARGUMENT_BYTES} bytes of arguments in total; "
+                "arguments of several blocks count once per block"
             )
         calls.append(Call(index, rows, body.kind, body.name, arguments))
     return calls

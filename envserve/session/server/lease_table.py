@@ -1,9 +1,10 @@
-"""Leases of a server: who asked for envs, whether there is room, and how leases end.
+"""The leases of a server: admission, builds, and ends.
 
-A lease is in the table from its ATTACH until its workers are gone, see `LeaseState`.
-Only then are its envs free (docs/decisions.md: "Envs are free once their workers are
-gone"). Why it ended is remembered (docs/decisions.md: "The end of a session is
-remembered").
+A lease is in the table from its ATTACH until its workers have exited, see `LeaseState`.
+Until then its envs count as leased (docs/decisions.md: "Envs are free once their
+workers are gone"). The table remembers why recent leases ended, so that a delayed
+ATTACH does not create a lease that its client no longer wants (docs/decisions.md: "The
+end of a session is remembered").
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from envserve.wrappers.specs import check_wrappers
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-#: Sessions without envs of which something is remembered, per user.
+#: Sessions without a lease whose name or end is remembered, per user.
 _MAX_RECENT_SESSIONS: Final = 256
 _MAX_LOGGED_NAME: Final = 64
 #: Longest text of a refusal in the log.
@@ -59,28 +60,29 @@ _MAX_CONCURRENT_BUILDS: Final = 4
 
 @dataclass(slots=True)
 class LeaseRecord:
-    """One client's lease, from its ATTACH until its envs are free.
+    """A lease from its ATTACH until its envs are free. Times are monotonic seconds.
 
     Attributes:
-      session: Its user, and the session number that the client drew, which is secret.
+      session: User, and the session number that the client drew, which is secret.
       number: Sequence number of the lease since the server started; its epoch.
-      policy: Limits and permissions of its user.
-      usage: Envs and processes that it takes.
+      settings: Settings of the server, restricted to the user's grant.
+      usage: Number of its envs and processes.
       attach: Arguments of its ATTACH.
-      attach_body: The same, encoded, to recognise a copy of the ATTACH.
+      attach_body: The encoded arguments, which identify copies of the ATTACH.
       request: Its latest ATTACH or DETACH, with the peer of its latest message.
-      client: The user and the name that the client gave, printable.
-      since: When the first ATTACH arrived.
-      heard_at: When the latest message arrived.
-      machine: Its state.
-      is_queued: Whether its envs wait to be built.
-      lease: The operations on its envs, while GRANTED.
-      granted: Body of its GRANTED message.
-      row_mib: Memory of its rows, in MiB.
+      client: User and name of the client, printable.
+      attached_at: Time of the first ATTACH.
+      last_message_at: Time of the latest message.
+      machine: State of the lease.
+      is_queued: Whether the build of its envs has not started yet.
+      lease: Operations on its envs; None unless GRANTED.
+      granted_body: Body of its GRANTED message; empty before it is granted.
+      row_mib: Memory of its rows in MiB.
       reason: Why it is CLOSING; None after a DETACH.
-      limiter: Limits copies of its GRANTED message.
-      unfinished: While the server drains: rows whose episode has not ended since.
-      statistics: Counts of its pool, for the log, once that is closed.
+      grant_limiter: Limiter of copies of its GRANTED message.
+      unfinished_rows: Rows that have not ended an episode since the drain began; None
+        unless the server drains.
+      statistics: Counters of its pool, once the pool is closed.
     """
 
     session: SessionId
@@ -98,7 +100,7 @@ class LeaseRecord:
     )
     is_queued: bool = True
     lease: Lease | None = None
-    granted: bytes = b""
+    granted_body: bytes = b""
     row_mib: int = 0
     reason: ErrorBody | None = None
     grant_limiter: ResendLimiter = field(default_factory=ResendLimiter)
@@ -107,7 +109,7 @@ class LeaseRecord:
 
     @property
     def user(self) -> str:
-        """Name of its user; "" where users are not known."""
+        """Name of the user; "" if the user is unknown."""
         return self.session[0]
 
     @property
@@ -117,27 +119,31 @@ class LeaseRecord:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """Fields of its lines in a JSON log."""
-        asked = {"env": self.attach.env_name, "num_envs": self.attach.num_envs}
-        return {"lease": self.number, "client": self.client, **asked, **self.statistics}
+        """Fields of the lease's lines in a JSON log."""
+        envs = {"env": self.attach.env_name, "num_envs": self.attach.num_envs}
+        return {"lease": self.number, "client": self.client, **envs, **self.statistics}
 
     @property
     def summary(self) -> str:
-        """Its env steps, speed and faults, for the log; "" if nothing was counted."""
+        """Number of env steps, speed and faults, for the log; "" without statistics."""
         text = (
             " after {env_steps:,} env steps in {seconds:,.1f} s, "
             "{steps_per_second:,.0f}/s, faults: {num_faults}"
         )
-        is_known = self.granted and self.statistics
+        is_known = self.granted_body and self.statistics
         return text.format(**self.statistics) if is_known else ""
 
     @property
     def name(self) -> str:
-        """Its name in logs, which does not show the session number."""
+        """Name of the lease in logs, without the secret session number."""
         return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
 
     def notice_header(self, request: int = 0) -> Message:
-        """Return a message to reply to, for news that the client did not ask for."""
+        """Return a header for `ReplyBuilder`, to send a notice that answers no request.
+
+        Args:
+          request: Request id, if the notice answers one after all.
+        """
         return Message(
             MessageType.ATTACH,
             session=self.session[1],
@@ -156,13 +162,13 @@ class LeaseRecord:
 
 
 class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
-    """A value for each of the latest sessions of each user."""
+    """A value for each of the latest sessions of each user, up to a limit per user."""
 
     def __init__(self) -> None:
         super().__init__(OrderedDict)
 
     def add(self, session: SessionId, value: Value) -> None:
-        """Remember a value; forget the user's oldest if there are too many."""
+        """Add the value of a session; drop the user's oldest if there are too many."""
         sessions = self[session[0]]
         sessions[session[1]] = value
         sessions.move_to_end(session[1])
@@ -171,12 +177,13 @@ class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
 
 
 class LeaseTable(dict[SessionId, LeaseRecord]):
-    """All leases of a server by session, and how recent ones ended.
+    """All leases of a server by session, and the ends of recent ones.
 
     Attributes:
-      ended: Why sessions ended, so that a late ATTACH does not revive them.
+      ended_sessions: Reasons why recent sessions ended; None after a DETACH.
       is_ending: Whether the server drains or stops.
-      unnotified: Sessions whose clients may not know yet that their lease ended.
+      unnotified: Sessions whose clients may not have been notified that their lease
+        ended.
     """
 
     def __init__(
@@ -205,40 +212,43 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         return self._settings.total_envs - leased
 
     def welcome_for(self, user: str) -> Welcome:
-        """Return what a user may know before it attaches; raise Refusal."""
+        """Return the WELCOME for a user; raise Refusal if its key is not valid."""
         quota = self._quotas.of(user)
         names, most = quota.allowed_names(self._env_names), quota.limits.envs
-        own = sum(r.usage.envs for r in self.values() if r.user == user)
+        used = sum(r.usage.envs for r in self.values() if r.user == user)
         return Welcome(
             max_message_bytes=self._settings.max_message_bytes,
             lease_seconds=self._settings.lease_seconds,
             env_names=names[:MAX_NAMES],
             num_names=len(names),
             total_envs=most,
-            free_envs=max(0, min(self.num_free_envs, most - own)),
+            free_envs=max(0, min(self.num_free_envs, most - used)),
             is_draining=self.is_ending,
         )
 
     def name_of(self, session: SessionId) -> str:
-        """Return the name of a session in logs, because its number is secret."""
+        """Return the name of a session's lease for logs; its number is secret."""
         return self[session].name if session in self else "a lease that has ended"
 
     def visible_to(self, user: str) -> list[LeaseRecord]:
-        """Return the granted leases that a user may see: its own.
-
-        Without keys, and as the user who runs the server, all of them.
-        """
+        """Return the granted leases of a user; all leases if the user has no key."""
         sees_all = user in KEYLESS_USERS
         granted = (record for record in self.values() if record.lease is not None)
         return [record for record in granted if sees_all or record.user == user]
 
     def record_client_name(self, session: SessionId, name: str) -> None:
-        """Remember the name that a client gives itself, in a printable form."""
+        """Store the name from a client's HELLO, in a printable form."""
         shown = one_line(name, _MAX_LOGGED_NAME)
         self._client_names.add(session, shown or "unnamed")
 
     def audit_refusal(self, refusal: Refusal, user: str, now: float) -> Audit:
-        """Log a refusal, at most one of a kind per second; return it for the audit."""
+        """Log a refusal, at most one per second and error code; return its audit event.
+
+        Args:
+          refusal: The refusal.
+          user: Name of the refused user.
+          now: Monotonic seconds.
+        """
         more = self._refusal_throttle.admit(refusal.body.code, now)
         if more is not None:
             _LOGGER.info(
@@ -249,10 +259,10 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     # Admission.
 
     def add(self, message: Message, now: float) -> None:
-        """Add the lease that an ATTACH of a new session asks for.
+        """Add the lease that the ATTACH of a new session requests.
 
         Raises:
-          Refusal: The client may not have such envs, or there is no room for them.
+          Refusal: The user may not use such envs, or too few envs are free.
           RemoteProtocolError: The message is malformed.
         """
         attach = Attach.decode(message.body)
@@ -284,26 +294,29 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         _LOGGER.debug("%s, attaching (client: %s)", record, client)
 
     def start_builds(self) -> list[Decision]:
-        """Start to build the envs of queued leases, of a few per user at a time."""
+        """Start to build the envs of queued leases, a few per user at a time."""
         building = [r for r in self.values() if r.state is LeaseState.BUILDING]
         count = Counter(record.user for record in building if not record.is_queued)
         starts: list[Decision] = []
         for record in building:
-            policy = record.settings
-            if policy.max_row_mib is not None:
-                own = sum(r.row_mib for r in self.values() if r.user == record.user)
-                policy = replace(policy, max_row_mib=max(0, policy.max_row_mib - own))
-            # The size of rows is known once the envs are built.
-            most = _MAX_CONCURRENT_BUILDS if policy.max_row_mib is None else 1
-            if record.is_queued and count[record.user] < most:
+            settings = record.settings
+            if settings.max_row_mib is not None:
+                used = sum(r.row_mib for r in self.values() if r.user == record.user)
+                settings = replace(
+                    settings, max_row_mib=max(0, settings.max_row_mib - used)
+                )
+            # If row memory is limited, build one lease at a time, because the size of
+            # its rows is only known afterwards.
+            max_builds = _MAX_CONCURRENT_BUILDS if settings.max_row_mib is None else 1
+            if record.is_queued and count[record.user] < max_builds:
                 record.is_queued = False
                 count[record.user] += 1
-                config = PoolSettings.of(record.attach, policy)
+                config = PoolSettings.of(record.attach, settings)
                 starts.append(StartPool(record.session, config))
         return starts
 
     def _check_allowed(self, quota: Quota, attach: Attach) -> None:
-        quota.check(attach)
+        quota.check_env(attach)
         name = attach.env_name
         if name not in self._env_names:
             raise Refusal(ErrorCode.UNKNOWN_ENV, f"no env named {name!r} is offered")
@@ -313,9 +326,12 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
 
     def _check_capacity(
-        self, quota: Quota, attach: Attach, asker: tuple[str, str], now: float
+        self, quota: Quota, attach: Attach, requester: tuple[str, str], now: float
     ) -> None:
-        """Raise Refusal, which shows only the number of envs of others' leases."""
+        """Raise Refusal if there are too few free envs, or the user's quota is used up.
+
+        Of leases of other users, the error shows only the total number of envs.
+        """
         free = self.num_free_envs
         if attach.num_hosted <= free:
             held = [(r.user, r.usage) for r in self.values()]
@@ -323,34 +339,44 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             self._quotas.count_attach(quota, now)
             return
         spares = ", half of them spares" if attach.spare_envs else ""
-        holders = sorted(self.values(), key=lambda record: -record.attach.num_hosted)
-        user, client = asker
-        own = [r for r in holders if r.user == user and (user or r.client == client)]
+        largest_first = sorted(self.values(), key=lambda r: -r.attach.num_hosted)
+        user, client = requester
+        visible = [
+            r for r in largest_first if r.user == user and (user or r.client == client)
+        ]
         parts = [
             f"{r.attach.num_hosted} of {r.attach.env_name} by {r.client} for "
             f"{now - r.attached_at:.0f} s"
-            for r in own[:8]
+            for r in visible[:8]
         ]
-        others = sum(
-            record.attach.num_hosted for record in holders if record not in own
-        )
+        others = sum(r.attach.num_hosted for r in largest_first if r not in visible)
         if others:
             parts.append(f"{others} by others")
-        is_own = bool(own) and holders[0] is own[0]
+        holder, held_ms = "others" if largest_first else "", 0
+        if visible and largest_first[0] is visible[0]:
+            holder = visible[0].client
+            held_ms = int(1000 * (now - visible[0].attached_at))
         raise Refusal(
             ErrorCode.ENVS_BUSY,
-            f"{attach.num_hosted} envs asked for{spares}, {free} of "
+            f"{attach.num_hosted} envs requested{spares}, {free} of "
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
-            f"ask for fewer, end what holds them, or start the server with more "
+            f"request fewer, close other leases, or start the server with more "
             f"--workers or --envs-per-worker",
-            holder=own[0].client if is_own else "others" if holders else "",
-            held_ms=int(1000 * (now - own[0].attached_at)) if is_own else 0,
+            holder=holder,
+            held_ms=held_ms,
         )
 
     def grant(
         self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
-        """Grant a lease whose envs are built; raise Refusal if it is too large."""
+        """Grant a lease whose envs are built; raise Refusal if they are too large.
+
+        Args:
+          record: The lease.
+          spec: Spaces of its envs.
+          blocks: Blocks of its pool.
+          rows: Rows of its pool.
+        """
         lease = Lease(
             session=record.session,
             epoch=record.number,
@@ -367,15 +393,15 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             blocks=tuple(blocks),
         )
         try:
-            record.granted = granted.encode()
+            record.granted_body = granted.encode()
         except codec.CodecError as error:
             raise Refusal(ErrorCode.ENV_START_FAILED, str(error)) from None
         if lease.max_result_bytes > MAX_RESULT_BYTES:
             raise Refusal(
                 ErrorCode.ENV_START_FAILED,
                 f"results of {len(rows.reward)} envs need up to "
-                f"{lease.max_result_bytes} bytes, and clients accept "
-                f"{MAX_RESULT_BYTES} at once; ask for fewer envs per server",
+                f"{lease.max_result_bytes} bytes, but clients accept at most "
+                f"{MAX_RESULT_BYTES} bytes per message; request fewer envs per server",
             )
         record.lease, record.row_mib = lease, rows_mib(spec, len(rows.reward))
         record.machine.move(LeaseState.GRANTED)
@@ -383,11 +409,11 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     # Ends.
 
     def close(self, record: LeaseRecord, reason: ErrorBody | None) -> list[Decision]:
-        """Begin to end a lease; its client is notified when the envs are gone.
+        """Begin to end a lease; its client is notified when the workers have exited.
 
         Args:
-          record: The lease; if it is CLOSING already, its first reason stays.
-          reason: Why, for the client; None after its DETACH.
+          record: The lease; nothing happens if it is CLOSING already.
+          reason: Reason for the client; None after its DETACH.
         """
         if record.state is LeaseState.CLOSING:
             return []
@@ -397,7 +423,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             self.unnotified.add(record.session)
         if record.lease is not None:
             late = record.lease.num_late_messages
-            _LOGGER.debug("%s, ending; %d late copies were ignored", record, late)
+            _LOGGER.debug("%s, closing; ignored late copies: %d", record, late)
             record.lease = None
         return [EndPool(record.session)]
 
@@ -410,17 +436,18 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         decisions: list[Decision] = []
         for record in self.values():
             if record.user in users and record.reason != reason:  # not notified yet
-                # At once: the connection is closed before the workers are gone.
+                # Notify it now, because its connection will be closed before the
+                # workers have exited.
                 decisions.append(
                     self._reply_builder.session_ended(record.request, reason)
                 )
                 decisions += self.close(record, reason)
                 self.unnotified.discard(record.session)
-                _LOGGER.warning("%s, ended: its key was taken away", record)
+                _LOGGER.warning("%s, ended: its key was removed, or expired", record)
         return decisions
 
     def remove(self, session: SessionId) -> list[Decision]:
-        """Free the envs of a lease whose workers are gone, and notify its client."""
+        """Free the envs of a lease whose workers have exited, and notify its client."""
         record = self.pop(session)
         record.machine.move(LeaseState.ENDED)
         self.ended_sessions.add(session, record.reason)
@@ -429,7 +456,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         text = "%s, ended%s (%s)"
         _LOGGER.info(text, record, record.summary, one_line(why), extra=fields)
         return [
-            *([record.audit_event("ended", why)] if record.granted else []),
+            *([record.audit_event("ended", why)] if record.granted_body else []),
             self._reply_builder.session_ended(record.request, record.reason),
             *self.start_builds(),
         ]

@@ -1,7 +1,7 @@
 """Requests that need no lease: STATUS and FRAME.
 
-A user sees its own leases. Without keys, and for the user who runs the server, all
-leases are visible.
+A user with a key can observe its leases. Users without a key, including the operator of
+the server, can observe all leases.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import Message
 
 OBSERVER_TYPES: Final = frozenset({MessageType.STATUS, MessageType.FRAME})
-#: Seconds of a user's allowance that a FRAME costs; one second is free in advance.
+#: Cost of a FRAME request in a leaky bucket of one second per user: 32 requests for
+#: pictures per second, or one for a flight record.
 _FRAME_SECONDS: Final = 1 / 32
 _RECORD_SECONDS: Final = 1.0
 
 
 class ObserverRequests:
-    """Decides which STATUS and FRAME requests are answered."""
+    """Checks STATUS and FRAME requests, and limits the rate of FRAME requests."""
 
     def __init__(self, leases: LeaseTable, quotas: Quotas) -> None:
         self._leases, self._quotas = leases, quotas
         self._next_due: dict[str, float] = {}
 
     def handle(self, request: Message, now: float) -> list[Decision]:
-        """Have a request answered, or ignore it if its user sends too many.
+        """Return the decision that answers a request; none if it exceeds the rate.
 
-        An observer whose request was ignored sends it again.
+        A client resends a request that was ignored.
 
         Raises:
           Refusal: The key is no longer valid, or the lease is not visible to the user.
@@ -52,5 +53,5 @@ class ObserverRequests:
         for record in self._leases.visible_to(user):
             if record.number == wanted.lease:
                 return [ReplyFrame(request, record.session, wanted)]
-        text = f"there is no lease {wanted.lease}, or it is another user's"
+        text = f"lease {wanted.lease} does not exist, or belongs to another user"
         raise Refusal(ErrorCode.LEASE_LOST, text)

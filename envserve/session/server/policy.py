@@ -1,6 +1,6 @@
-"""What a server allows its clients: how many envs, which arguments and attributes.
+"""Checks env arguments and attribute names of clients against the server's rules.
 
-Everything that is not named here, or by the server's operator, is refused.
+Everything is refused unless a rule of this module or of the operator allows it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ALWAYS_EXPOSED: Final = {
 
 
 class Refusal(Exception):
-    """A request that is answered with an ERROR, and not executed.
+    """A request that is not executed, but answered with an ERROR.
 
     Attributes:
-      body: The ERROR's body.
-      event: What an audit calls it.
-      asked: The env that was asked for, and how many; "" and 0 for anything else.
+      body: Body of the ERROR.
+      event: Name of the event in the audit log.
+      requested: Name and number of the requested envs; "" and 0 if it was no ATTACH.
     """
 
     event = "refused"
@@ -43,19 +43,19 @@ class Refusal(Exception):
 
 
 class OverQuota(Refusal):
-    """More than a user may have."""
+    """A request that exceeds the quota of its user."""
 
     event = "over quota"
 
 
 class RateLimited(OverQuota):
-    """More than a user may have now, and not in a moment."""
+    """A request that comes too early; the same request succeeds a little later."""
 
 
 def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> None:
-    """Raises Refusal for an argument of env constructors that clients may not set.
+    """Raise Refusal unless the rules allow all keyword arguments of an env.
 
-    A str may name any file of the host's: so it has to be one that a rule lists.
+    A string could be the path of any file on the server, so a rule must list it.
     """
     for name, value in kwargs.items():
         if name == "render_mode" and isinstance(value, str) and value == "rgb_array":
@@ -66,15 +66,15 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
         allowed = ", ".join(sorted(rules)) or "none"
         raise Refusal(
             ErrorCode.REFUSED,
-            f"env argument {name[:64]!r} is not allowed to be {value!r:.64} (allowed: "
-            f"{allowed}, and render_mode='rgb_array'; a name alone stands for numbers "
-            f"and bools); the operator can allow more by --allow-kwarg, or for a key "
-            f"by kwargs= in the file clients",
+            f"env argument {name[:64]!r} may not be {value!r:.64} (allowed: {allowed}, "
+            f"and render_mode='rgb_array'; a name without values allows any number or "
+            f"bool); the operator can allow more with --allow-kwarg, or for a key with "
+            f"kwargs= in the file clients",
         )
 
 
 def _matches(rule: str, value: Any) -> bool:
-    """Tells whether a value is as a rule says, which is without its name here."""
+    """Return whether a value matches a rule, given without the argument's name."""
     kind, _, bounds = rule.partition("[")
     if kind == "any":
         return True
@@ -90,7 +90,14 @@ def _matches(rule: str, value: Any) -> bool:
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
-    """Raises Refusal for an attribute that clients may not use in this way."""
+    """Raise Refusal unless clients may use an attribute in this way.
+
+    Args:
+      host: Settings of the server, restricted to the client's key.
+      kind: Kind of access: "get", "set" or "call".
+      name: Name of the attribute.
+      env_index: Row of the env, for the error.
+    """
     is_exposed = f"{kind}:{name}" in _with_kinds(host.exposed)
     if _ATTRIBUTE_NAME.fullmatch(name) and (
         is_exposed or kind in _ALWAYS_EXPOSED.get(name, ())
@@ -100,8 +107,8 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     raise Refusal(
         ErrorCode.REFUSED,
         f"Env {env_index}: {kind} of {name[:64]!r} is not allowed (exposed: {exposed}; "
-        f"a name alone stands for get and call); the operator can allow it by --expose "
-        f"{kind}:NAME, or for a key by expose= in the file clients",
+        f"a name without a kind allows get and call); the operator can allow it with "
+        f"--expose {kind}:NAME, or for a key with expose= in the file clients",
         env_index=env_index,
     )
 
@@ -114,7 +121,7 @@ def _with_kinds(rules: Collection[ExposeRule]) -> frozenset[ExposeRule]:
 
 @lru_cache(maxsize=64)
 def restrict(host: HostSettings, grant: Grant) -> HostSettings:
-    """Returns what a host allows to a key, which is never more than to anybody."""
+    """Return the host's settings, restricted to the grant of a key."""
     exposed = host.exposed
     if grant.exposed is not None:
         exposed = _with_kinds(exposed) & _with_kinds(grant.exposed)

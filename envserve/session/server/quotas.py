@@ -1,7 +1,8 @@
-"""How much each user may have of a server, within what all may have together.
+"""Quotas of users: allowed envs, and limits of envs, processes, leases and their rate.
 
-A user is the name of a key; or it is "local", or "" without one, and then the host's
-limits are all there is. What a key may, its grant, only ever narrows them.
+A user is the name of a key. Clients without a key are the user "local" or "", and only
+the host's limits apply to them. The grant of a key can narrow these limits, but not
+extend them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from envserve.settings import HostSettings
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode
 
-#: Who is known by no key.
+#: Names of users without a key.
 KEYLESS_USERS: Final = frozenset({"", "local"})
-#: How fast a key may begin leases, each of which forks processes.
+#: Rate of leases of one key, limited because each lease forks processes.
 _ATTACHES_PER_SECOND: Final = 2
 _MAX_ATTACH_BURST: Final = 8
 
 
 class Usage(NamedTuple):
-    """Envs, worker processes and leases: of one lease, of a user, or of all users."""
+    """Numbers of envs, worker processes and leases: of a lease, a user, or a server."""
 
     envs: int = 0
     processes: int = 0
@@ -39,26 +40,26 @@ class Usage(NamedTuple):
 
     @classmethod
     def requested_by(cls, attach: Attach, host: HostSettings) -> Usage:
-        """Returns what a client asks for."""
+        """Return the usage of the lease that an ATTACH requests."""
         most = attach.num_envs // min(attach.num_splits, attach.num_envs)
         each = min(host.num_workers, attach.blocks_per_split or most, most)
         return cls(attach.num_hosted, each, 1)
 
     @classmethod
     def limit_of(cls, host: HostSettings) -> Usage:
-        """Returns the most that all users of a host may have together."""
+        """Return the limits of a server, for all users together."""
         processes = max(host.max_processes, host.num_workers)
         return cls(host.total_envs, processes, host.total_envs)
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one user may.
+    """Permissions and limits of one user.
 
     Attributes:
-      user: Who.
-      host: What all may.
-      grant: What the user's key may; None without a key.
+      user: Name of the user.
+      host: Settings of the server, for all users.
+      grant: Permissions of the user's key; None without a key.
     """
 
     user: str
@@ -67,12 +68,12 @@ class Quota:
 
     @property
     def settings(self) -> HostSettings:
-        """The host's, as narrow as they are for the user."""
+        """Settings of the server, restricted to the user's grant."""
         return self.host if self.grant is None else restrict(self.host, self.grant)
 
     @property
     def limits(self) -> Usage:
-        """The most that the user may have: keys leave a quarter of processes."""
+        """Limits of the user; each key leaves a quarter of all processes to others."""
         most = Usage.limit_of(self.host)
         if self.grant is None:
             return most
@@ -82,16 +83,16 @@ class Quota:
         return Usage(*(min(a, b or a) for a, b in zip(most, grant, strict=True)))
 
     def allowed_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those of the env names on offer that the user may have."""
+        """Return the names of those envs that the user may use."""
         return names if self.grant is None else _allowed_names(self.grant, names)
 
-    def check(self, attach: Attach) -> None:
-        """Raises Refusal for an env, or an argument of it, that is not allowed."""
+    def check_env(self, attach: Attach) -> None:
+        """Raise Refusal unless the user may use the env with these arguments."""
         grant = self.grant
         if grant is not None and not grant.allows_env(attach.env_name):
             raise Refusal(
                 ErrorCode.REFUSED,
-                f"{self.user} may use {' and '.join(grant.envs)}; asked for "
+                f"{self.user} may use {' and '.join(grant.envs)}; requested "
                 f"{attach.env_name}; the operator can add it in the file clients",
             )
         check_kwargs(self.host.allowed_kwargs, attach.env_kwargs)
@@ -99,44 +100,44 @@ class Quota:
             check_kwargs(grant.allowed_kwargs, attach.env_kwargs)
 
     def check_usage(self, requested: Usage, held: Iterable[tuple[str, Usage]]) -> None:
-        """Raise OverQuota if a request exceeds what the user may have, now or ever.
+        """Raise OverQuota if a request exceeds a limit of the user or the server.
 
         Args:
-          requested: Amounts that the user requests.
-          held: User and usage of each lease in the table.
+          requested: Usage of the requested lease.
+          held: User and usage of each existing lease.
         """
-        own, others = [Usage()], [Usage()]
-        for holder, amounts in held:
-            (own if holder == self.user else others).append(amounts)
+        by_user, by_others = [Usage()], [Usage()]
+        for holder, usage in held:
+            (by_user if holder == self.user else by_others).append(usage)
         columns = zip(
             Usage._fields,
             requested,
             self.limits,
-            map(sum, zip(*own, strict=True)),
-            map(sum, zip(*others, strict=True)),
+            map(sum, zip(*by_user, strict=True)),
+            map(sum, zip(*by_others, strict=True)),
             Usage.limit_of(self.host),
             strict=True,
         )
-        name = self.user or "whoever has no key"
-        for what, wanted, limit, has, others_have, total in columns:
+        name = self.user or "the user without a key"
+        for unit, wanted, limit, used, used_by_others, total in columns:
             if wanted > limit:
                 raise OverQuota(
                     ErrorCode.REFUSED,
-                    f"{name} may have {limit:,} {what}; asked for {wanted:,}; the "
+                    f"{name} may use {limit:,} {unit}; requested {wanted:,}; the "
                     f"operator can allow more in the file clients",
                 )
-            if has + wanted > limit:
+            if used + wanted > limit:
                 raise OverQuota(
                     ErrorCode.ENVS_BUSY,
-                    f"{name} has {has:,} of its {limit:,} {what}; others have "
-                    f"{others_have:,} of {total:,}",
+                    f"{name} uses {used:,} of its {limit:,} {unit}; others use "
+                    f"{used_by_others:,} of {total:,}",
                 )
-            if has + others_have + wanted > total:
+            if used + used_by_others + wanted > total:
                 raise OverQuota(
                     ErrorCode.ENVS_BUSY,
-                    f"{wanted:,} {what} asked for, {total - has - others_have:,} of "
-                    f"{total:,} free; end what holds them, or start the server with "
-                    f"more --max-processes",
+                    f"{wanted:,} {unit} requested, {total - used - used_by_others:,} "
+                    f"of {total:,} free; close leases, or start the server with more "
+                    f"--max-processes",
                 )
 
 
@@ -146,43 +147,44 @@ def _allowed_names(grant: Grant, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Quotas:
-    """Knows what users may, and how fast they have begun leases of late."""
+    """Looks up the quotas of users, and limits how fast they create leases."""
 
     def __init__(
         self, host: HostSettings, grant_of: Callable[[str], Grant | None] | None
     ) -> None:
-        """Starts with nothing begun.
+        """Start without users.
 
         Args:
-          host: What all may.
-          grant_of: What the key of a name may; None if it is not good any more.
-            Where there is no such function, users have no keys.
+          host: Settings of the server.
+          grant_of: Function that returns the grant of a user's key, or None if the key
+            is not valid any more; None if the server uses no keys.
         """
         self._host = host
         self._grant_of = grant_of
-        #: When each user's next lease would begin if they had come evenly.
+        #: Due time of each user's next lease in a leaky bucket, in monotonic seconds.
         self._next_due: dict[str, float] = {}
 
     @property
     def uses_keys(self) -> bool:
-        """Whether users have keys."""
+        """Whether the server uses keys."""
         return self._grant_of is not None
 
     def of(self, user: str) -> Quota:
-        """Returns what a user may; raises Refusal if that is nothing."""
+        """Return the quota of a user; raise Refusal if its key is no longer valid."""
         if self._grant_of is None or user in KEYLESS_USERS:
             return Quota(user, self._host, None)
         grant = self._grant_of(user)
         if grant is None:
             raise Refusal(
                 ErrorCode.REFUSED,
-                f"the key of {user} is not good here any more: it has expired, or was "
-                f"removed; ask for another invitation: envserve invite {user}",
+                f"the key of {user} is not valid any more: it has expired, or was "
+                f"removed; ask the operator for a new invitation (envserve invite "
+                f"{user})",
             )
         return Quota(user, self._host, grant)
 
     def weight_of(self, user: str) -> float:
-        """Returns how a user's share of the loop compares with those of others."""
+        """Return the user's weight in the fair sharing of the server's event loop."""
         try:
             grant = self.of(user).grant
         except Refusal:
@@ -190,7 +192,7 @@ class Quotas:
         return 1.0 if grant is None else grant.share
 
     def count_attach(self, quota: Quota, now: float) -> None:
-        """Notes that a lease begins; raises TooEarly if it may not yet."""
+        """Count a new lease of a user; raise RateLimited if it comes too early."""
         if quota.grant is None:
             return
         interval = 1 / _ATTACHES_PER_SECOND
@@ -198,7 +200,7 @@ class Quotas:
         if due > now + (_MAX_ATTACH_BURST - 1) * interval:
             raise RateLimited(
                 ErrorCode.ENVS_BUSY,
-                f"{quota.user} may attach {_ATTACHES_PER_SECOND} times a second, and "
-                f"{_MAX_ATTACH_BURST} times at once; more of them wait",
+                f"{quota.user} may attach {_ATTACHES_PER_SECOND} times per second, in "
+                f"bursts of up to {_MAX_ATTACH_BURST}; this request has to wait",
             )
         self._next_due[quota.user] = due + interval

@@ -1,4 +1,4 @@
-"""Answers: messages that repeat the numbers of what they answer; and their texts."""
+"""Builds the server's replies, and the errors that several of its modules use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from envserve.wire.message import Buffer, Message, pack
 
 
 class ReplyBuilder:
-    """Makes the answers of one start of a server.
+    """Builds replies, which repeat the numbers of their requests.
 
     Attributes:
-      refusals: ERRORs, by the name of their code.
+      refusals: Number of ERRORs built, by the name of their code.
     """
 
     def __init__(self, boot: int, *, shows_paths: bool = False) -> None:
-        """Takes the boot id, and whether clients may know where files here are."""
+        """Start without replies.
+
+        Args:
+          boot: Boot number of the server.
+          shows_paths: Whether error texts for clients may contain paths of files.
+        """
         self._boot = boot
         self.refusals: Counter[str] = Counter()
         self._shows_paths = shows_paths
@@ -45,9 +50,16 @@ class ReplyBuilder:
         report: bytes = b"",
         version: int = VERSION,
     ) -> Reply:
-        """Answers a message with another that repeats its numbers, and its entries.
+        """Return a reply to a request.
 
-        Those are replaced by `entries`, if given; all else is as for `wire.pack`.
+        Args:
+          request: The request, or a notice header, see `LeaseRecord.notice_header`.
+          type_: Type of the reply.
+          body: Body of the reply.
+          entries: Entries of the reply; those of the request by default.
+          payload: Payload frame, such as rows.
+          report: Report frame of a RESULT.
+          version: Protocol version of the reply.
         """
         frames = pack(
             type_,
@@ -63,41 +75,55 @@ class ReplyBuilder:
         return Reply(request.peer, frames)
 
     def building(self, request: Message, seconds: float = 0.0) -> Reply:
-        """Says that the envs are still being built, for so long."""
+        """Return a BUILDING, with the seconds since the build was requested."""
         body = Building(elapsed_ms=int(1000 * seconds)).encode()
         return self.reply(request, MessageType.BUILDING, body)
 
     def error(self, request: Message, body: ErrorBody) -> Reply:
-        """Answers with an ERROR, as the client's version has it."""
+        """Return an ERROR in the client's version of the protocol, and count it."""
         self.refusals[body.code.name] += 1
         error = self.redacted_error(body).encode()
         return self.reply(request, MessageType.ERROR, error, version=request.version)
 
     def redacted(self, text: str) -> str:
-        """Returns what clients may know of a text of an env's."""
+        """Return a text, without paths unless clients may see them."""
         return text if self._shows_paths else without_folders(text)
 
     def redacted_error(self, body: ErrorBody) -> ErrorBody:
-        """Returns what they may know of an error."""
+        """Return an error with its text and traceback redacted."""
         text, traceback = self.redacted(body.text), self.redacted(body.traceback)
         return replace(body, text=text, traceback=traceback)
 
     def refused(self, request: Message, code: ErrorCode, text: str) -> Reply:
-        """Says that a request, or this copy of it, was refused."""
-        # An earlier one may have been whole, and executed, by a lease that is no more.
+        """Return an ERROR for a request that was not executed.
+
+        If the request is a copy, an earlier copy may have been executed under a lease
+        that has ended since. The ERROR then does not claim that it was not executed.
+        """
         executed = Executed.UNKNOWN if request.attempt else Executed.NO
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
 
     def fenced(self, request: Message, what: str) -> Reply:
-        """Says that a message belongs to a lease or server of the past."""
-        text = f"this request is from before the {what}; attach anew"
+        """Return an ERROR for a request with the boot or epoch of an earlier lease.
+
+        Args:
+          request: The request.
+          what: Event that the request precedes, such as "server was started".
+        """
+        text = f"this request is from before the {what}; attach again"
         return self.refused(request, ErrorCode.FENCED, text)
 
     def session_ended(self, request: Message, reason: ErrorBody | None) -> Reply:
-        """Says that a session has no envs any more, and why; None for a DETACH."""
+        """Return the reply to a session that has ended.
+
+        Args:
+          request: Request or notice header of the session.
+          reason: Why the session has ended; None after a DETACH.
+        """
         is_about_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:
-            if not is_about_session:  # or only this request would seem to have failed
+            # Any other code would look like the failure of this request only.
+            if not is_about_session:
                 reason = replace(reason, code=ErrorCode.LEASE_LOST)
             return self.error(request, reason)
         if is_about_session:
@@ -107,24 +133,24 @@ class ReplyBuilder:
 
 
 def version_mismatch(theirs: object) -> Refusal:
-    """Says that client and server share no version."""
+    """Return the refusal of a client that supports none of the server's versions."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
-        f"the server speaks {MIN_VERSION} to {VERSION}, this client {theirs}; "
+        f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {theirs}; "
         f"install the same release",
     )
 
 
 def lease_lost(text: str) -> ErrorBody:
-    """Says why a client's envs are gone by the server's will."""
+    """Return the error of a client whose lease the server has ended."""
     return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
 
 
 def server_draining() -> Refusal:
-    """Says that the server is about to stop."""
+    """Return the refusal of a client that attaches while the server drains."""
     return Refusal(
         ErrorCode.ENVS_BUSY,
-        "the server is draining: it gives out no envs any more, and is about to stop; "
-        "attach to another, or again once it was restarted",
+        "the server is draining: it grants no leases any more, and will stop; attach "
+        "to another server, or again when this one was restarted",
         is_draining=True,
     )

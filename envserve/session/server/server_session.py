@@ -1,9 +1,12 @@
-"""The server's half of all sessions: greets clients, grants leases, and ends them.
+"""The server's half of the protocol, without I/O.
 
-`states` has the theory. Operations of a granted lease go to its `Lease`; all other
-messages are handled here, with the `LeaseTable`. Every message of a session renews its
-lease. Time is an argument. The session neither waits nor calls other parts of the
-server: it returns decisions, and its methods take the events that follow from them.
+`session/states.py` explains the protocol. `ServerSession` passes the operations of a
+granted lease to its `Lease`, and handles all other messages itself, with `LeaseTable`.
+Every message of a session renews its lease.
+
+Its methods return decisions, such as `Reply` or `StartPool`. The event loop carries
+them out, and reports their results with other methods, such as `pool_ready`. All
+methods are called in the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -55,11 +58,11 @@ from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Types from this one on are sent by servers.
+#: Lowest message type that is sent by servers, not by clients.
 _FIRST_SERVER_TYPE: Final = 128
-#: Requests that are carried out by envs.
+#: Requests that envs execute.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
-#: Answers to requests that are answered by the server, see `RequestDecision`.
+#: Types of the replies to the requests of a `RequestDecision`.
 _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
     MessageType.HELLO: MessageType.WELCOME,
     MessageType.STATUS: MessageType.STATUS_RESULT,
@@ -71,14 +74,14 @@ _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
 class ServerSession:
     """All sessions of one server.
 
-    Every method returns decisions, to be carried out in that order.
+    Decisions that a method returns have to be carried out in their order.
 
     Attributes:
-      boot: Number of this start of the server, by which clients notice a restart.
+      boot: Boot number: drawn at each start of the server, to detect restarts.
       leases: The leases, from ATTACH until their envs are free.
-      quotas: Limits of users.
-      dropped_messages: Number of messages that could not be answered.
-      refusals: ERRORs that were sent, by the name of their code.
+      quotas: Quotas of users.
+      num_dropped_messages: Number of messages that could not be answered.
+      refusals: Number of ERRORs sent, by the name of their code.
     """
 
     def __init__(
@@ -91,10 +94,10 @@ class ServerSession:
         """Start without sessions.
 
         Args:
-          settings: Limits and permissions.
-          env_names: Names of the envs that are offered.
+          settings: Settings of the server.
+          env_names: Names of the envs that clients can request.
           boot: Random number in [1, 2**64).
-          grant_of: Look-up of the grant of a user's key, see `Quotas`.
+          grant_of: Function that returns the grant of a user's key, see `Quotas`.
         """
         self.boot = boot
         self.num_dropped_messages = 0
@@ -107,7 +110,7 @@ class ServerSession:
 
     @property
     def has_ended(self) -> bool:
-        """Whether, after a drain or `stop`, no client believes that it has envs."""
+        """Whether, after a drain or `stop`, all leases ended and all clients know."""
         leases = self.leases
         return leases.is_ending and not leases and not leases.unnotified
 
@@ -116,9 +119,9 @@ class ServerSession:
     def receive(
         self, peer: Peer, frames: Sequence[Buffer], now: float
     ) -> list[Decision]:
-        """Handle any message of a peer.
+        """Handle any message of a peer, including garbage.
 
-        Sessions of other users do not exist for it, and it is answered accordingly.
+        A session number of another user is treated like an unknown one.
         """
         try:
             message = decode(frames)
@@ -132,7 +135,7 @@ class ServerSession:
             ]
         message.peer = peer
         try:
-            # The usual case first, which needs no further checks.
+            # The fast path, for operations of a granted lease.
             record = self.leases.get((peer[-1], message.session))
             if (
                 record is not None
@@ -143,7 +146,7 @@ class ServerSession:
                 and message.version == VERSION
             ):
                 record.last_message_at = now
-                record.request.peer = peer  # it may have reconnected
+                record.request.peer = peer  # the client may have reconnected
                 return record.lease.handle(message, now)
             return self._dispatch(message, record, now)
         except (Refusal, RemoteProtocolError) as error:
@@ -152,7 +155,7 @@ class ServerSession:
     def refuse(
         self, request: Message, error: Refusal | RemoteProtocolError, now: float
     ) -> list[Decision]:
-        """Answer a request that is refused or malformed with an ERROR."""
+        """Answer a refused or malformed request with an ERROR."""
         if isinstance(error, RemoteProtocolError):
             return [
                 self._reply_builder.refused(request, ErrorCode.BAD_MESSAGE, str(error))
@@ -165,24 +168,24 @@ class ServerSession:
     def answer(
         self, request: Message, body: bytes = b"", payload: bytes = b""
     ) -> list[Decision]:
-        """Answer a request of a `RequestDecision`."""
+        """Answer the request of a `RequestDecision`."""
         kind = _ANSWER_TYPES[request.type]
         return [self._reply_builder.reply(request, kind, body, payload=payload)]
 
     def receive_failed(self, peer: Peer, frames: Sequence[Buffer]) -> list[Decision]:
-        """Answer a message that the server failed to handle; end its session, if any.
+        """Answer a message whose handling raised an exception, and end its session.
 
-        Nobody can know how much of it was done, so the session cannot be continued.
+        The message may have been handled in part, so the session cannot continue.
         """
         header = _peek(peer, frames)
         return [] if header is None else self.request_failed(header)
 
     def request_failed(self, request: Message) -> list[Decision]:
-        """Do the same for a message that was decoded."""
+        """Do the same as `receive_failed` for a decoded message."""
         body = ErrorBody(
             code=ErrorCode.INTERNAL,
             executed=Executed.UNKNOWN,
-            text="the server failed at this message; look at its log",
+            text="the server failed to handle this message; see its log",
         )
         reply = self._reply_builder.error(request, body)
         record = self.leases.get((request.peer[-1], request.session))
@@ -193,14 +196,14 @@ class ServerSession:
     def _dispatch(
         self, message: Message, record: LeaseRecord | None, now: float
     ) -> list[Decision]:
-        """Handle all messages except the operations of a granted lease."""
+        """Handle a message that is not an operation of a granted lease."""
         kind = message.type
         if kind is MessageType.JOIN or message.peer[-1].startswith(INVITATION):
             return self._on_join(message)
         if kind is MessageType.HELLO:
             return self._on_hello(message)
         if _is_from_server(message):
-            self.num_dropped_messages += 1  # replies to replies might never end
+            self.num_dropped_messages += 1  # answering it could start an endless loop
             return []
         if message.version != VERSION:
             raise version_mismatch(message.version)
@@ -236,7 +239,7 @@ class ServerSession:
         return [self._reply_builder.reply(message, MessageType.PONG, pong.encode())]
 
     def _on_join(self, message: Message) -> list[Decision]:
-        """Handle a JOIN; ignore all else that is sent with the key of an invitation."""
+        """Handle a JOIN; ignore other messages sent with the key of an invitation."""
         if message.type is not MessageType.JOIN:
             return []
         if message.version != VERSION:
@@ -259,8 +262,8 @@ class ServerSession:
         if message.peer[-1] != "local":
             raise Refusal(
                 ErrorCode.REFUSED,
-                "expected the user who runs this server, by its own keys or over ipc; "
-                "others end what they have by leaving",
+                "only the user who runs the server can drain it, over ipc or with the "
+                "server's keys; other users can close their clients",
             )
         if message.body != DRAIN_WORD:
             raise RemoteProtocolError("expected the body of an ASK_DRAIN")
@@ -271,14 +274,14 @@ class ServerSession:
         ]
 
     def _on_unknown_session(self, message: Message, now: float) -> list[Decision]:
-        """Handle a session without a lease: it asks for one, or its lease has ended."""
+        """Handle a message of a session that is not in the lease table."""
         ended = self.leases.ended_sessions[message.peer[-1]]
         if message.session in ended:
             return [self._reply_builder.session_ended(message, ended[message.session])]
         if message.type is MessageType.DETACH:
             return [self._reply_builder.session_ended(message, None)]
         if message.type is not MessageType.ATTACH:
-            text = "this session has no envs here; attach anew"
+            text = "this session has no lease on this server; attach again"
             return [self._reply_builder.refused(message, ErrorCode.LEASE_LOST, text)]
         if message.session == 0:
             raise RemoteProtocolError("expected a session number that is not 0")
@@ -295,7 +298,9 @@ class ServerSession:
         self, record: LeaseRecord, message: Message, now: float
     ) -> list[Decision]:
         if message.body != record.attach_body:
-            raise RemoteProtocolError("this session has attached with other arguments")
+            raise RemoteProtocolError(
+                "this session attached with other arguments before"
+            )
         if record.state is LeaseState.CLOSING:
             return [self._reply_builder.session_ended(message, record.reason)]
         record.request = message
@@ -306,7 +311,9 @@ class ServerSession:
     def _granted(self, record: LeaseRecord) -> Reply:
         notice = record.notice_header(record.request.request)
         notice.attempt = record.request.attempt
-        return self._reply_builder.reply(notice, MessageType.GRANTED, record.granted)
+        return self._reply_builder.reply(
+            notice, MessageType.GRANTED, record.granted_body
+        )
 
     # Events of pools.
 
@@ -318,7 +325,15 @@ class ServerSession:
         rows: Rows,
         now: float,
     ) -> list[Decision]:
-        """Grant a lease, because its envs are built."""
+        """Grant a lease whose envs are built.
+
+        Args:
+          session_id: Session of the lease.
+          spec: Spaces of the envs.
+          blocks: Blocks of the pool.
+          rows: Rows of the pool.
+          now: Monotonic seconds.
+        """
         record = self.leases[session_id]
         if record.state is not LeaseState.BUILDING:
             return []
@@ -339,7 +354,8 @@ class ServerSession:
         record = self.leases[session_id]
         body = error_body_of(error, Executed.UNKNOWN)
         if record.lease is None and body.code is ErrorCode.INTERNAL:
-            # Out of memory or descriptors, for example: in any case, there are no envs.
+            # The server may have run out of memory or file descriptors, for example.
+            # For the client, this is a failed build like any other.
             body = replace(body, code=ErrorCode.ENV_START_FAILED)
         return self.leases.close(record, body)
 
@@ -349,9 +365,9 @@ class ServerSession:
         outcomes: Sequence[Outcome],
         absent: Collection[int] = (),
     ) -> list[Decision]:
-        """Answer operations that have ended in a session's pool; see `Lease.finish`."""
+        """Answer operations that have ended or become absent; see `Lease.finish`."""
         record = self.leases[session_id]
-        if record.lease is None:  # it is being closed
+        if record.lease is None:  # the lease is CLOSING
             return []
         replies = record.lease.finish(outcomes, absent)
         if record.unfinished_rows is not None:
@@ -360,7 +376,7 @@ class ServerSession:
                     record.lease.ended_rows(outcome)
                 )
             if not record.unfinished_rows:
-                text = "the server was drained: each of its envs ended an episode"
+                text = "the server was drained; each env of the lease ended an episode"
                 replies += self.leases.close(record, lease_lost(text))
         return replies
 
@@ -375,7 +391,7 @@ class ServerSession:
         return self.pool_closed(session_id)
 
     def pool_closed(self, session_id: SessionId) -> list[Decision]:
-        """Free the envs of a session whose workers are gone; notify its client."""
+        """Free the envs of a session whose workers have exited; notify its client."""
         return self.leases.remove(session_id)
 
     # The ends of leases, and of the server.
@@ -384,7 +400,7 @@ class ServerSession:
         """End the leases of clients that were silent for too long."""
         decisions: list[Decision] = []
         for record in self.leases.values():
-            # The same sum as in `next_deadline`.
+            # The same sum as in `next_deadline`, so that rounding cannot differ.
             is_silent = now >= record.last_message_at + self._settings.lease_seconds
             if is_silent and record.state is not LeaseState.CLOSING:
                 text = f"its client was silent for {now - record.last_message_at:.1f} s"
@@ -393,16 +409,16 @@ class ServerSession:
         return decisions
 
     def next_deadline(self) -> float:
-        """Return when `poll` has to be called next; infinity if never."""
+        """Return when to call `expire_leases` next; infinity if never."""
         leases = self.leases.values()
-        heard = (r.last_message_at for r in leases if r.state is not LeaseState.CLOSING)
-        return min(heard, default=math.inf) + self._settings.lease_seconds
+        times = (r.last_message_at for r in leases if r.state is not LeaseState.CLOSING)
+        return min(times, default=math.inf) + self._settings.lease_seconds
 
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
-        """Grant nothing any more; end each lease when its running episodes have ended.
+        """Stop granting leases, and end each lease once all its envs ended an episode.
 
         Args:
-          grace_seconds: Seconds until `stop` will end the leases that are left.
+          grace_seconds: Seconds until the event loop calls `stop`, for the clients.
         """
         self.leases.is_ending = True
         body = Drain(grace_ms=int(1000 * grace_seconds)).encode()
@@ -417,14 +433,14 @@ class ServerSession:
                     self._reply_builder.reply(notice, MessageType.DRAIN, body)
                 )
         if count := len(self.leases):
-            _LOGGER.info("draining: %g s for leases: %d", grace_seconds, count)
+            _LOGGER.info("draining; leases: %d, grace: %g s", count, grace_seconds)
         return decisions
 
     def stop(self, why: str = "") -> list[Decision]:
         """End all sessions, because the server is about to stop.
 
         Args:
-          why: What has cut a drain short, for the clients; "" without a drain.
+          why: Reason for ending a drain early, for the clients; "" without a drain.
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
         leases, decisions = self.leases, list[Decision]()
@@ -437,7 +453,7 @@ class ServerSession:
 
 
 def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
-    """Return the header of a message that cannot be decoded; None if not answerable."""
+    """Return the header of a malformed message; None if it cannot be answered."""
     message = peek(frames)
     if message is None or _is_from_server(message):
         return None
@@ -446,4 +462,4 @@ def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
 
 
 def _is_from_server(message: Message) -> bool:
-    return message.type >= _FIRST_SERVER_TYPE  # types that are unknown here as well
+    return message.type >= _FIRST_SERVER_TYPE  # also types of later versions

@@ -1,4 +1,4 @@
-"""How sessions live and end: silence, pings, restarts, copies, and what comes late."""
+"""The lifetime of sessions: pings, expiry, restarts, reconnects and ends."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from envserve.wire.handshake import ErrorBody
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
-    OneLease,
-    absent,
-    ask,
+    SingleLeaseSession,
+    absent_blocks,
     attach,
     collect,
     exchange,
     make_client,
-    pair,
+    make_pair,
     pass_time,
     state_of,
     take_outgoing,
+    try_to_attach,
 )
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_no_answer_at_all_is_a_connect_error_at_the_deadline(is_there: bool) -> None:
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_without_any_answer_a_client_fails_with_a_connect_error(
+    is_connected: bool,
+) -> None:
     client = make_client()
-    if is_there:
-        client.connected(0.0)
+    if is_connected:
+        client.record_connect(0.0)
     client.advance(9.9)
     assert not state_of(client).is_over
     assert pass_time(client, now=9.9) == 10.0
@@ -40,8 +42,8 @@ def test_no_answer_at_all_is_a_connect_error_at_the_deadline(is_there: bool) -> 
     assert "10 s" in str(client.error)
 
 
-def test_pings_keep_an_idle_lease() -> None:
-    server, client = pair()
+def test_pings_keep_an_idle_lease_alive() -> None:
+    server, client = make_pair()
     pass_time(client, server, until=200.0)
     assert state_of(client) is ClientState.READY
     assert server.pools
@@ -58,8 +60,8 @@ def test_a_silent_client_loses_its_lease() -> None:
     assert server.session.leases.num_free_envs == 128
 
 
-def test_a_silent_server_is_lost_and_all_in_flight_fails() -> None:
-    _, client = pair()
+def test_operations_fail_when_the_server_is_lost() -> None:
+    _, client = make_pair()
     client.submit_step([0, 1], 5.0)
     assert pass_time(client, now=5.0) == 65.0
     outcomes = collect(client)
@@ -67,8 +69,8 @@ def test_a_silent_server_is_lost_and_all_in_flight_fails() -> None:
     assert all(isinstance(outcome.error, ServerLost) for outcome in outcomes)
 
 
-def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
-    server, client = pair()
+def test_a_long_step_is_not_resent_while_pongs_report_it() -> None:
+    server, client = make_pair()
     client.submit_step([0, 1], 0.0)
     exchange(client, server, 0.0)
     steps = 0
@@ -80,7 +82,7 @@ def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
 
     now = pass_time(client, server, until=300.0, filter_request=count)
     assert steps <= 3
-    assert not absent(client)
+    assert not absent_blocks(client)
     assert state_of(client) is ClientState.READY
     server.finish_all(now)
     exchange(client, server, now)
@@ -88,17 +90,17 @@ def test_a_long_step_is_neither_lost_nor_resent_while_pongs_report_it() -> None:
     assert len(server.pools["", 11].executed) == 2
 
 
-def test_a_server_restarted_while_attaching_is_asked_anew() -> None:
+def test_a_client_attaches_again_if_the_server_restarts_during_the_build() -> None:
     first, second = FakeServer(boot=1, builds_at_once=False), FakeServer(boot=2)
-    client = ask(first)
+    client = try_to_attach(first)
     assert state_of(client) is ClientState.ATTACHING
     client.advance(1.0)
     exchange(client, second, 1.0)
     assert state_of(client) is ClientState.READY
 
 
-def test_detaching_frees_the_envs_and_may_be_repeated() -> None:
-    server, client = pair()
+def test_a_detach_frees_the_envs_and_may_be_repeated() -> None:
+    server, client = make_pair()
     client.begin_close(0.0)
     (frames,) = take_outgoing(client)
     server.receive((b"r", ""), frames, 0.0)
@@ -110,7 +112,7 @@ def test_detaching_frees_the_envs_and_may_be_repeated() -> None:
     assert state_of(client) is ClientState.CLOSED
 
 
-def test_envs_are_free_only_when_their_workers_are_gone() -> None:
+def test_envs_are_free_only_when_their_workers_have_exited() -> None:
     server = FakeServer()
     attach(server, num_envs=100)
     detach = Message(type=MessageType.DETACH, session=11, boot=77, request=9)
@@ -125,21 +127,23 @@ def test_envs_are_free_only_when_their_workers_are_gone() -> None:
 def test_messages_that_only_servers_send_are_dropped() -> None:
     server = FakeServer()
     for kind in MessageType:
-        if kind >= 128:  # as of the protocol, from servers
-            assert not server.hear(kind)
+        if kind >= 128:  # sent by servers, according to the protocol
+            assert not server.replies_to(kind)
 
 
 @pytest.mark.parametrize(
     "kind", [MessageType.STEP, MessageType.PING, MessageType.RESET, MessageType.CALL]
 )
-def test_unknown_sessions_are_told_that_they_have_nothing(kind: MessageType) -> None:
-    (answer,) = FakeServer().hear(kind, attempt=0)
+def test_requests_of_unknown_sessions_are_answered_with_lease_lost(
+    kind: MessageType,
+) -> None:
+    (answer,) = FakeServer().replies_to(kind, attempt=0)
     body = ErrorBody.decode(answer.body)
     assert body.code is ErrorCode.LEASE_LOST
     assert body.executed == 0
 
 
-def test_a_message_that_met_a_defect_is_answered_and_ends_its_session_only() -> None:
+def test_an_exception_while_handling_a_message_ends_only_its_session() -> None:
     server = FakeServer()
     attach(server)
     attach(server, session=12)
@@ -147,15 +151,15 @@ def test_a_message_that_met_a_defect_is_answered_and_ends_its_session_only() -> 
     decisions = server.session.receive_failed((b"r", ""), encode(ping))
     server.carry_out(decisions, 0.0)
 
-    answer, farewell = map(decode, server.take_replies())
+    answer, session_error = map(decode, server.take_replies())
     assert (answer.request, answer.type) == (7, MessageType.ERROR)
     body = ErrorBody.decode(answer.body)
     assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
-    assert ErrorBody.decode(farewell.body) == body
+    assert ErrorBody.decode(session_error.body) == body
     assert list(server.pools) == [("", 12)]
 
 
-def test_a_pool_that_broke_frees_its_envs_in_any_state() -> None:
+def test_a_broken_pool_frees_its_envs() -> None:
     server = FakeServer()
     attach(server)
     decisions = server.session.pool_broken(("", 11), ServerError("it broke"))
@@ -166,12 +170,12 @@ def test_a_pool_that_broke_frees_its_envs_in_any_state() -> None:
     assert server.session.pool_broken(("", 11), ServerError("again")) == []
 
 
-def test_a_client_that_missed_its_sessions_end_learns_it_from_any_answer() -> None:
+def test_any_request_reveals_a_missed_end_of_the_session() -> None:
     server = FakeServer()
-    client = attach(server, kind=OneLease)
+    client = attach(server, kind=SingleLeaseSession)
     decisions = server.session.pool_broken(("", 11), ServerError("it broke"))
     server.carry_out(decisions, 0.0)
-    assert server.take_replies()  # and this one is lost
+    assert server.take_replies()  # the reply is lost
     client.submit_step([0], 1.0)
     exchange(client, server, 1.0)
     assert state_of(client) is ClientState.LOST
@@ -179,59 +183,59 @@ def test_a_client_that_missed_its_sessions_end_learns_it_from_any_answer() -> No
     assert "it broke" in str(client.error)
 
 
-def test_a_lease_ends_at_the_very_deadline_that_was_asked_for() -> None:
+def test_a_lease_expires_exactly_at_the_next_deadline() -> None:
     server = FakeServer()
-    heard_at = 31.1  # adding 60 to it and taking it away again gives less than 60
-    attach(server, heard_at)
+    attached_at = 31.1  # in floating point, (31.1 + 60) - 31.1 < 60
+    attach(server, attached_at)
     server.poll(server.session.next_deadline())
     assert not server.pools
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("kind", [MessageType.RESULT, MessageType.CALL_RESULT])
-def test_a_result_answers_no_attach(kind: MessageType, is_first: bool) -> None:
+def test_a_result_does_not_answer_a_hello(kind: MessageType, is_first: bool) -> None:
     client = make_client() if is_first else attach(FakeServer(boot=1))
     server = FakeServer(boot=2)
     sent: list[Message] = []
 
-    def note(frames: list[Buffer]) -> bool:
+    def record(frames: list[Buffer]) -> bool:
         sent.append(decode(frames))
         return sent[-1].type is MessageType.PING
 
-    client.connected(1.0)
-    exchange(client, server, 1.0, filter_request=note)
+    client.record_connect(1.0)
+    exchange(client, server, 1.0, filter_request=record)
     hello = sent[-1]
     assert hello.type is MessageType.HELLO
     answer = Message(
         type=kind, session=hello.session, boot=server.boot, request=hello.request
     )
     client.receive(encode(answer), 1.0)
-    assert client.late_messages == 1
-    client.connected(1.1)
+    assert client.num_late_messages == 1
+    client.record_connect(1.1)
     exchange(client, server, 1.1)
     assert state_of(client) is ClientState.READY
 
 
-def test_what_is_in_flight_is_sent_again_when_the_connection_is_made_anew() -> None:
-    _, client = pair()
+def test_requests_in_flight_are_resent_after_a_reconnect() -> None:
+    _, client = make_pair()
     client.submit_step([0, 1], 1.0)
-    (first,) = take_outgoing(client)  # the connection swallows it
-    client.connected(1.05)
+    (first,) = take_outgoing(client)  # it is lost with the connection
+    client.record_connect(1.05)
     (second,) = take_outgoing(client)
     assert decode(second) == dataclasses.replace(decode(first), attempt=1)
 
 
-def test_what_was_not_sent_yet_is_not_sent_twice() -> None:
+def test_a_request_that_was_not_sent_yet_is_sent_once_after_a_reconnect() -> None:
     client = attach(FakeServer())
     client.submit_step([0, 1], 1.0)
-    client.connected(1.05)
+    client.record_connect(1.05)
     (only,) = take_outgoing(client)
     assert decode(only).attempt == 0
 
 
-def test_an_idle_client_pings_when_the_connection_is_made_anew() -> None:
+def test_an_idle_client_pings_after_a_reconnect() -> None:
     client = attach(FakeServer())
     assert client.next_deadline() > 0.1
-    client.connected(0.1)
+    client.record_connect(0.1)
     (ping,) = take_outgoing(client)
     assert decode(ping).type is MessageType.PING

@@ -1,4 +1,4 @@
-"""What is prepared once per set of blocks decides as the careful way does."""
+"""Objects prepared once per lease or set of blocks: action bounds and row parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECIAL: dict[str, list[float]] = {
 }
 
 
-def are_good(spec: EnvSpec, rows: Rows, start: int, stop: int) -> bool:
+def are_valid(spec: EnvSpec, rows: Rows, start: int, stop: int) -> bool:
     try:
         check_action_rows(spec, rows.action, start, stop)
     except ActionError:
@@ -33,8 +33,8 @@ def are_good(spec: EnvSpec, rows: Rows, start: int, stop: int) -> bool:
     return True
 
 
-def spoil(array: np.ndarray[Any, Any], random: np.random.Generator) -> None:
-    """Puts a value into one place that may be out of bounds."""
+def corrupt(array: np.ndarray[Any, Any], random: np.random.Generator) -> None:
+    """Write a value that may be out of bounds to a random element."""
     if not array.size or array.dtype.kind == "b":
         return
     kind = array.dtype.kind
@@ -45,7 +45,7 @@ def spoil(array: np.ndarray[Any, Any], random: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_actions_hold_if_a_closer_look_finds_nothing(
+def test_the_quick_action_check_agrees_with_the_precise_one(
     name: str, random_seed: int
 ) -> None:
     random = np.random.default_rng(random_seed)
@@ -58,21 +58,21 @@ def test_actions_hold_if_a_closer_look_finds_nothing(
         for array, samples in zip(rows.action, drawn, strict=True):
             array[:] = [samples[i] for i in random.integers(40, size=NUM_ENVS)]
             if random.random() < 0.7:
-                spoil(array, random)
+                corrupt(array, random)
         for start, stop in ((0, NUM_ENVS), (1, 3)):
             verdict = bounds.all_within(start, stop)
-            assert verdict == are_good(spec, rows, start, stop)
+            assert verdict == are_valid(spec, rows, start, stop)
             verdicts.add(verdict)
     assert True in verdicts
 
 
-def test_an_action_without_elements_is_good() -> None:
+def test_an_action_without_elements_is_valid() -> None:
     space = spaces.Box(0, 1, (0,), np.float32)
     spec = EnvSpec("A-v0", space, space)
     assert ActionBounds(spec, Rows.allocate(spec, 2).action).all_within(0, 2)
 
 
-def test_parts_are_prepared_once_and_not_without_end() -> None:
+def test_parts_are_cached_up_to_a_limit() -> None:
     spec = EnvSpec("A-v0", spaces.Discrete(2), spaces.Discrete(2))
     blocks = make_blocks(9, 9, 1)
     parts = BlockParts(RowCodec(Rows.allocate(spec, 9)), blocks)
@@ -87,12 +87,14 @@ def test_parts_are_prepared_once_and_not_without_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["image", "discrete"])
-def test_a_request_keeps_its_actions_whatever_becomes_of_the_rows(name: str) -> None:
+def test_a_request_keeps_its_actions_when_the_rows_change(name: str) -> None:
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
-    operations = ClientBlocks("tcp://fake:1", spec, make_blocks(8, 2, 1), Liveness(0.0))
-    rows = operations.rows.action[0]
+    client_blocks = ClientBlocks(
+        "tcp://fake:1", spec, make_blocks(8, 2, 1), Liveness(0.0)
+    )
+    rows = client_blocks.rows.action[0]
     rows[:] = 3
     sent = rows.tobytes()
-    (request,) = operations.step([0, 1])
+    (request,) = client_blocks.step([0, 1])
     rows[:] = 4
     assert request.body + bytes(request.payload) == sent
