@@ -45,11 +45,11 @@ def status(
     with monitored_servers(addresses, insecure=insecure) as monitored:
         poll_servers(monitored, timeout, _GAP_SECONDS)
         if json_:
-            encoded = json.encode([server.plain() for server in monitored])
+            encoded = json.encode([server.as_dict() for server in monitored])
             print(json.format(encoded, indent=2).decode())
         else:
             console().print(tables(monitored, console().width))
-        if not all(server.is_known for server in monitored):
+        if not all(server.is_resolved for server in monitored):
             return 2
         return int(any(server.status is None for server in monitored))
 

@@ -20,7 +20,7 @@ from tests.envserve.page_fakes import FakeObserver, FakeServer
 
 CHROMIUM = "/usr/bin/chromium"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
-AWAY = re.compile("away")
+ABSENT = re.compile("absent")
 #: Milliseconds: a loaded machine draws late.
 PATIENCE = 60_000
 
@@ -79,7 +79,7 @@ def page(
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(url)
-        expect(page.locator("#link")).to_have_text("live")
+        expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator(".server .soft:not(:empty)")).to_have_count(len(servers))
         expect(page.locator(".tile[aria-label]")).to_have_count(num_tiles)
         expect(page.locator("#curve .mark")).to_have_count(1)
@@ -152,14 +152,14 @@ def test_an_env_that_is_away_is_grey_and_says_how_long_it_took(
     before = page.evaluate(boxes)
     server = servers["tcp://sim1:5555"]
     server.replace_lease(0, absent=(4, 5))
-    expect(tile).to_have_class(AWAY)
-    expect(tile).to_contain_text(AWAY)
-    expect(page.locator(".tile").nth(3)).not_to_have_class(AWAY)
+    expect(tile).to_have_class(ABSENT)
+    expect(tile).to_contain_text(ABSENT)
+    expect(page.locator(".tile").nth(3)).not_to_have_class(ABSENT)
     assert page.evaluate(boxes) == before
     back = ((1, 4, 83), (2, 5, 83))
     server.replace_lease(0, absent=(), recoveries=back, num_recoveries=2)
-    expect(tile).to_contain_text("back in 83 ms")
-    expect(tile).not_to_have_class(AWAY)
+    expect(tile).to_contain_text("recovered in 83 ms")
+    expect(tile).not_to_have_class(ABSENT)
     assert page.evaluate(boxes) == before
 
 
@@ -170,10 +170,10 @@ def test_a_server_that_goes_takes_its_envs_along_and_brings_them_back(
     server.error = ConnectError("no server answered within 2 s")
     expect(page.locator(".server").first).to_contain_text("sim1 is gone")
     expect(page.locator(".server").first).to_contain_text("no server answered")
-    expect(page.locator(".tile").first).to_have_class(AWAY)
+    expect(page.locator(".tile").first).to_have_class(ABSENT)
     server.error = None
     expect(page.locator(".server").first).to_contain_text("sim1 is up")
-    expect(page.locator(".tile").first).to_contain_text("back in")
+    expect(page.locator(".tile").first).to_contain_text("recovered in")
 
 
 def test_a_lease_that_takes_the_place_of_another_keeps_its_tiles(
@@ -242,12 +242,14 @@ def test_a_page_left_open_says_that_it_is_of_another_start(
         page = context.new_page()
         with served(build, port) as url:
             page.goto(url)
-            expect(page.locator("#link")).to_have_text("live")
-        expect(page.locator("#link")).to_contain_text("gone; trying again")
+            expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#connection")).to_contain_text(
+            "disconnected; reconnecting"
+        )
         with served(build, port) as again:
             assert again.partition("?")[0] == url.partition("?")[0]
-            text = "open the address that the command prints"
-            expect(page.locator("#link")).to_contain_text(text)
+            text = "open the URL that the command has printed"
+            expect(page.locator("#connection")).to_contain_text(text)
 
 
 def test_a_server_that_tells_of_envs_without_end_fills_no_browser(

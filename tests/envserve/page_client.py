@@ -79,7 +79,7 @@ class Events:
         connection.request("GET", "/events", headers=dict(headers))
         self._answer = connection.getresponse()
         assert self._answer.status == 200
-        self.reader = str(self.until("hello")["reader"])
+        self.subscriber = str(self.until("hello")["subscriber"])
 
     def until(
         self, name: str, is_it: Callable[[dict[str, Any]], bool] = lambda _: True

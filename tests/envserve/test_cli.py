@@ -90,7 +90,7 @@ def test_health_answers_each_probe_with_an_exit_code_of_its_own(
     rest = join(server, 3, session=6)
     result = ask(6, *probes)
     assert result.stdout == ""
-    text = f"Error: {server.address}: all of its 4 envs are leased\n"
+    text = f"Error: {server.address}: all 4 envs are leased\n"
     assert result.stderr == text
     rest.close()
     server.signal(signal.SIGTERM)

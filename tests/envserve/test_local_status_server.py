@@ -81,7 +81,7 @@ def test_what_it_cannot_do_is_said(observer: Observer) -> None:
     with pytest.raises(LocalProtocolError, match="a row of an env that was ever"):
         observer.record(1, 4)
     with pytest.raises(LocalProtocolError, match="FrameRequest: "):
-        observer.ask(MessageType.PING, MessageType.PONG, 5.0)
+        observer.request(MessageType.PING, MessageType.PONG, 5.0)
 
 
 def test_bytes_that_are_no_message_are_passed_over(

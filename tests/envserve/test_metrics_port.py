@@ -91,7 +91,7 @@ def port() -> Iterator[MetricsPort]:
 def test_a_status_is_shown_under_names_as_prometheus_asks_for(
     port: MetricsPort,
 ) -> None:
-    port.show(ServerCollector(lambda: STATUS))
+    port.start_serving(ServerCollector(lambda: STATUS))
     text = read(port.address)
     found = samples(text)
     assert found["envserve_env_steps_total"] == 70
@@ -118,7 +118,7 @@ class Broken:
 
 
 def test_a_loop_that_does_not_answer_is_said_to_be_late(port: MetricsPort) -> None:
-    port.show(Broken())
+    port.start_serving(Broken())
     with pytest.raises(urllib.error.HTTPError) as caught:
         read(port.address)
     assert caught.value.code == 503
@@ -128,7 +128,7 @@ def test_a_loop_that_does_not_answer_is_said_to_be_late(port: MetricsPort) -> No
 def test_readers_that_say_or_read_nothing_keep_others_waiting_for_a_second(
     port: MetricsPort,
 ) -> None:
-    port.show(ServerCollector(lambda: STATUS))
+    port.start_serving(ServerCollector(lambda: STATUS))
     host, number = port.address.split("/")[2].split(":")
     with (
         socket.create_connection((host, int(number))) as silent,
@@ -143,8 +143,8 @@ def test_readers_that_say_or_read_nothing_keep_others_waiting_for_a_second(
 def test_who_asks_byte_by_byte_keeps_others_waiting_for_a_second(
     port: MetricsPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.monitoring.metrics_port._SECONDS", 0.2)
-    port.show(ServerCollector(lambda: STATUS))
+    monkeypatch.setattr("envserve.monitoring.metrics_port._TIMEOUT_SECONDS", 0.2)
+    port.start_serving(ServerCollector(lambda: STATUS))
     host, number = port.address.split("/")[2].split(":")
     with socket.create_connection((host, int(number))) as slow:
         slow.settimeout(0.05)

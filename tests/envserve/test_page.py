@@ -66,8 +66,8 @@ def watching(server: FakeServer, tmp_path: Path) -> Iterator[Browser]:
 
 
 def look(browser: Browser, reader: str, *tiles: tuple[int, int, int, int]) -> int:
-    body = json.dumps({"reader": reader, "tiles": tiles})
-    return browser.ask("POST", "/look", body)[0]
+    body = json.dumps({"subscriber": reader, "tiles": tiles})
+    return browser.ask("POST", "/tiles", body)[0]
 
 
 # Who may see it.
@@ -94,7 +94,7 @@ def test_the_token_is_given_once_and_is_a_cookie_of_this_page_alone_then(
         ("GET", "/events?token={token}"),
         ("GET", "/record/0/1/2"),
         ("GET", "/nothing"),
-        ("POST", "/look"),
+        ("POST", "/tiles"),
         ("POST", "/press/greet"),
     ],
 )
@@ -103,7 +103,7 @@ def test_strangers_are_turned_away(browser: Browser, method: str, path: str) -> 
     path = path.format(token=browser.token)
     status, text, answered = browser.ask(method, path, headers=headers)
     assert status == 403
-    assert "expected the address with its token" in text.lower()
+    assert "expected the url with its token" in text.lower()
     assert "set-cookie" not in answered
 
 
@@ -176,20 +176,20 @@ def test_a_flight_record_is_downloaded(watching: Browser) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        ('{"reader": "nobody", "tiles": []}', 404),
+        ('{"subscriber": "nobody", "tiles": []}', 404),
         ("", 400),
         ("[" * 1000, 400),
-        ('{"reader": "x", "tiles": [[0, 1, 2]]}', 400),
-        ('{"reader": "x", "tiles": [[0, 1, -2, 160]]}', 400),
-        ('{"reader": "x", "tiles": [[0, 1, 2, 4096]]}', 400),
-        (json.dumps({"reader": "x", "tiles": [[0, 1, 2, 80]] * 513}), 400),
+        ('{"subscriber": "x", "tiles": [[0, 1, 2]]}', 400),
+        ('{"subscriber": "x", "tiles": [[0, 1, -2, 160]]}', 400),
+        ('{"subscriber": "x", "tiles": [[0, 1, 2, 4096]]}', 400),
+        (json.dumps({"subscriber": "x", "tiles": [[0, 1, 2, 80]] * 513}), 400),
         (" " * 70_000, 413),
     ],
 )
 def test_what_a_browser_says_it_sees_is_checked(
     browser: Browser, body: str, status: int
 ) -> None:
-    assert browser.ask("POST", "/look", body)[0] == status
+    assert browser.ask("POST", "/tiles", body)[0] == status
 
 
 # What readers are told.
@@ -235,19 +235,19 @@ def test_pictures_are_asked_for_once_for_all_who_see_them_and_for_nobody_else(
     with watching.events() as one, watching.events() as other:
         one.until("server")
         assert server.asked == []
-        assert look(watching, one.reader, (0, 1, 3, 160)) == 204
-        picture = one.until("picture")
+        assert look(watching, one.subscriber, (0, 1, 3, 160)) == 204
+        picture = one.until("frame")
         assert picture["tile"] == [0, 1, 3]
         assert picture["jpeg"].startswith("/9j/")
         assert picture["seed"] == str(2**60 + 3)
         # It is known by now, and so given without being asked for.
-        assert look(watching, other.reader, (0, 1, 3, 160), (0, 1, 4, 160)) == 204
-        assert other.until("picture")["tile"] == [0, 1, 3]
-        assert other.until("picture")["tile"] == [0, 1, 4]
+        assert look(watching, other.subscriber, (0, 1, 3, 160), (0, 1, 4, 160)) == 204
+        assert other.until("frame")["tile"] == [0, 1, 3]
+        assert other.until("frame")["tile"] == [0, 1, 4]
         server.ticks += 1
-        both = {tuple(other.until("picture")["tile"]) for _ in range(2)}
+        both = {tuple(other.until("frame")["tile"]) for _ in range(2)}
         assert both == {(0, 1, 3), (0, 1, 4)}
-        assert one.until("picture")["serial"] == 2
+        assert one.until("frame")["serial"] == 2
     rows = [rows for _, rows, _ in server.asked]
     assert {*rows} == {(3,), (3, 4)}
 
@@ -255,7 +255,7 @@ def test_pictures_are_asked_for_once_for_all_who_see_them_and_for_nobody_else(
 async def test_a_reader_who_does_not_read_is_dropped_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("envserve.monitoring.page.app._MAX_STUCK_SECONDS", 0.1)
+    monkeypatch.setattr("envserve.monitoring.page.app._MAX_UNREAD_SECONDS", 0.1)
     observe = cast(Any, lambda _: FakeObserver(FakeServer("CartPole-v1")))
     feed = DataFeed([ADDRESS], None, observe)
     app = build_app(feed, token="secret")
@@ -349,8 +349,11 @@ def test_a_process_of_its_own_says_what_is_wrong_and_ends_with_its_starter(
         (["nosuchhost.invalid"], "cannot resolve nosuchhost.invalid"),
         (["sim 1"], "expected an address like sim1"),
         (["127.0.0.1", "--host", "192.0.2.1"], "--host to be an address of this host"),
-        ([], "expected the argument ADDRESS"),
-        (["127.0.0.1", "--run", __file__], "is a file"),
+        ([], "the following arguments are required: ADDRESS"),
+        (
+            ["127.0.0.1", "--run", __file__],
+            "expected the folder of a run; got the file",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_said_in_a_line(

@@ -35,7 +35,7 @@ def test_pictures_that_nobody_has_asked_for_are_not_kept() -> None:
         served(lambda token: build_app(feed, token=token)) as url,
         Browser(url).events() as events,
     ):
-        look(Browser(url), events.reader, (0, 1, 3, 160))
+        look(Browser(url), events.subscriber, (0, 1, 3, 160))
         while len(server.asked) < 3:
             events.until("server")
         assert [key for key in feed._latest if key != 0] == []
@@ -47,7 +47,7 @@ def test_pictures_that_nobody_has_asked_for_are_not_kept() -> None:
 def test_who_asks_for_nothing_is_let_go(
     monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    monkeypatch.setattr("envserve.monitoring.page.serve._MAX_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("envserve.monitoring.page.serve._MAX_IDLE_SECONDS", 1.0)
     with served(build_over(FakeServer())) as url, Browser(url).events():
         place = urlsplit(url)
         with socket.create_connection((place.hostname, place.port)) as silent:

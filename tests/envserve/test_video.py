@@ -51,7 +51,9 @@ def test_what_ffmpeg_complains_of_is_the_error(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "film.mp4"
     for count in (10**9, 1):  # it ends while frames are written, or after the last one
         with (  # noqa: PT012
-            pytest.raises(VideoError, match=r"ffmpeg can write; .*No such file"),
+            pytest.raises(
+                VideoError, match=r"ffmpeg cannot write the video: .*No such file"
+            ),
             VideoWriter(path, 30) as video,
         ):
             for _ in range(count):
@@ -65,7 +67,7 @@ def test_an_ffmpeg_that_does_not_run_is_an_error(
     monkeypatch.setattr("envserve.monitoring.video.find_ffmpeg", lambda: none)
     with (
         VideoWriter(tmp_path / "film.mp4") as video,
-        pytest.raises(VideoError, match="none: expected an ffmpeg that runs; No such"),
+        pytest.raises(VideoError, match="none cannot be run: No such"),
     ):
         video.add(np.zeros((16, 16, 3), np.uint8))
 
@@ -95,7 +97,7 @@ def test_a_gif_has_its_frames_too(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(VideoError, match=r"ends in \.mp4 or \.gif; got .*film\.avi"):
+    with pytest.raises(VideoError, match=r"ending in \.mp4 or \.gif; got .*film\.avi"):
         VideoWriter(tmp_path / "film.avi")
 
 
