@@ -1,4 +1,4 @@
-"""`envserve top`: what servers do, updated until the user stops it."""
+"""`envserve top`: show the status of servers, updated until the user stops it."""
 
 from __future__ import annotations
 

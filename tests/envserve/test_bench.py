@@ -13,7 +13,7 @@ import pytest
 from gymnasium.error import DependencyNotInstalled
 
 from envserve.bench.cases import bare_loops
-from envserve.bench.command import REMEDIES, judge
+from envserve.bench.command import REMEDIES, bottleneck
 from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
 from envserve.cli.app import PROGRAM
@@ -87,7 +87,7 @@ def test_its_servers_end_with_it(number: int) -> None:
             os.close(each)
         said = process.stderr.read()
     assert process.returncode == (130 if number == signal.SIGTERM else -number), said
-    assert "_step_alone" not in said
+    assert "_step_in_process" not in said
 
 
 def words_of(pid: int) -> bytes:
@@ -185,9 +185,9 @@ def test_medians_and_ratios_are_taken_over_the_turns() -> None:
 
 def test_the_verdict_names_what_bounds_the_speed() -> None:
     parts = {"client": 10.0, "workers and wake-ups": 20.0, "envs": 70.0}
-    assert judge(parts, REMEDIES).startswith("env-bound: 70%")
+    assert bottleneck(parts, REMEDIES).startswith("env-bound: 70%")
     parts = {"client": 15.0, "workers and wake-ups": 45.0, "envs": 40.0}
-    verdict = judge(parts, REMEDIES)
+    verdict = bottleneck(parts, REMEDIES)
     assert verdict.startswith("overhead-bound: only 40%")
     assert "workers and wake-ups (45%)" in verdict
     assert verdict.endswith(REMEDIES["workers and wake-ups"])

@@ -164,9 +164,9 @@ def test_what_draws_is_tried_in_a_process_of_its_own(
 ) -> None:
     monkeypatch.setattr(doctor, "_RENDERERS", {"mujoco": ("Env-v0", "install it")})
     monkeypatch.setattr(doctor, "_version", lambda _: "1")
-    monkeypatch.setattr(doctor, "_DRAW", f"import sys; {code}")
+    monkeypatch.setattr(doctor, "_RENDER_SCRIPT", f"import sys; {code}")
     if "sleep" in code:
-        monkeypatch.setattr(doctor, "_DRAW_SECONDS", 0.3)
+        monkeypatch.setattr(doctor, "_RENDER_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setenv("MUJOCO_GL", "egl")
     found = doctor._renderer("mujoco")
     assert found["level"] == level
@@ -223,17 +223,17 @@ def test_lines_are_as_wide_as_the_terminal(
 ) -> None:
     text = "can be read by others " * 9
     finding = doctor._finding("keys", text, "chmod 600 them", fails=True)
-    assert doctor._shown(finding).count("\n") == 0  # there is none
+    assert doctor._format(finding).count("\n") == 0  # there is none
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     size = os.terminal_size((width, 24))
     # pytest asks for its own width, too.
     monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback=None: size)
-    lines = doctor._shown(finding).splitlines()
+    lines = doctor._format(finding).splitlines()
     assert " ".join(line[6:] for line in lines).endswith("; chmod 600 them")
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("fail  keys: can be read")
     assert all(line.startswith(" " * 6) for line in lines[1:])
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "xterm")
-    assert doctor._shown(finding).startswith("\033[31mfail  \033[0m")
+    assert doctor._format(finding).startswith("\033[31mfail  \033[0m")
