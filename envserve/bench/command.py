@@ -119,13 +119,13 @@ def bottleneck(parts: Mapping[str, float], remedies: Mapping[str, str]) -> str:
     share = parts["envs"] / total
     if share >= 0.5:
         return (
-            f"env-bound: the envs take {share:.0%} of the time of a batch step; speed "
-            "up the envs or use more cores"
+            f"env-bound: {share:.0%} of a batch step is spent in the envs; speed up "
+            "the envs or use more cores"
         )
     overhead = {name: value for name, value in parts.items() if name != "envs"}
     largest = max(overhead, key=lambda name: overhead[name])
     return (
-        f"overhead-bound: the envs take only {share:.0%} of the time of a batch step; "
-        f"the largest overhead is {largest} ({parts[largest] / total:.0%}); "
+        f"overhead-bound: only {share:.0%} of a batch step is spent in the envs; the "
+        f"largest overhead is {largest} ({parts[largest] / total:.0%}); "
         f"{remedies[largest]}"
     )

@@ -43,7 +43,7 @@ class SkipRule(Exception):
 
 
 def expect(is_right: object, expected: str, got: object) -> None:
-    """Raise RemoteProtocolError with what was expected and got, unless `is_right`."""
+    """Raise RemoteProtocolError("expected ...; got ...") unless `is_right`."""
     if not is_right:
         raise RemoteProtocolError(f"expected {expected}; got {got}")
 
@@ -193,7 +193,7 @@ class ProbeClient:
         return self.request(hello, MessageType.WELCOME)
 
     def receive_all(self) -> list[Message]:
-        """Return the messages that the server sends after reading all of ours.
+        """Return the messages that the server sends after reading all that were sent.
 
         The server reads in order, so it has read all of them once it answers a HELLO.
         """

@@ -1,4 +1,4 @@
-"""Checks that a server follows docs/protocol.md, one function per rule.
+"""Check that a server follows docs/protocol.md, with one function per rule.
 
 The docstring of each function is the title of the rule, which `envserve check` prints.
 """
@@ -94,7 +94,7 @@ def check(subject: ServerUnderTest) -> Iterator[CheckResult]:
 
 @rule("WELCOME")
 def welcome(c: ProbeClient) -> None:
-    """HELLO is answered by a consistent WELCOME."""
+    """Answer HELLO with a consistent WELCOME."""
     body = c.subject.welcome
     expect(body.min_version <= 2 <= body.max_version, "version 2", body)
     expect(body.free_envs <= body.total_envs, "free_envs <= total_envs", body)
@@ -105,7 +105,7 @@ def welcome(c: ProbeClient) -> None:
 
 @rule("WELCOME")
 def versions(c: ProbeClient) -> None:
-    """Clients of other versions get VERSION_MISMATCH, in their own version."""
+    """Answer clients of other versions with VERSION_MISMATCH, in their version."""
     body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
@@ -114,7 +114,7 @@ def versions(c: ProbeClient) -> None:
 
 @rule("Types", disturbs=True)
 def types(c: ProbeClient) -> None:
-    """Unknown types get UNSUPPORTED; types that only servers send are dropped."""
+    """Answer unknown types with UNSUPPORTED; drop types that only servers send."""
     c.expect_error(c.message(127), ErrorCode.UNSUPPORTED)
     for frames in ([b""], [b"x" * 99], [b"", b"", b""], [b"ENVS"]):
         c.link.send(frames)
@@ -124,7 +124,7 @@ def types(c: ProbeClient) -> None:
 
 @rule("Frame 0", disturbs=True)
 def lengths(c: ProbeClient) -> None:
-    """A frame 0 with wrong or excessive lengths is refused."""
+    """Refuse a frame 0 with wrong or excessive lengths."""
     ping = c.message(MessageType.PING)
     c.expect_error(ping, _BAD, sent=[bytes(encode(ping)[0]) + b"x"])
     c.expect_error(c.message(MessageType.ATTACH, bytes(5000)), _BAD)
@@ -133,7 +133,7 @@ def lengths(c: ProbeClient) -> None:
 
 @rule("Limits", disturbs=True)
 def long_messages(c: ProbeClient) -> None:
-    """A frame that is too long, or too many frames, do not affect other clients."""
+    """Protect other clients from frames that are too long or too many."""
     ping = encode(c.message(MessageType.PING))
     for frames in ([bytes(c.subject.welcome.max_message_bytes + 4096)], ping * 9):
         link = c.subject.open_link()
@@ -152,7 +152,7 @@ def _attach(c: ProbeClient, **changes: Any) -> Message:
 
 @rule("Msgpack")
 def encodings(c: ProbeClient) -> None:
-    """Invalid or excessive msgpack is refused; unknown fields are ignored."""
+    """Refuse invalid or excessive msgpack; ignore unknown fields."""
     deep = b"\x91" * 40 + b"\xc0"
     for body in (b"", b"\xc1", b"\x81", deep, b"\xdd\xff\xff\xff\xff", b"\xd4\5\0"):
         c.expect_error(c.message(MessageType.ATTACH, body), _BAD)
@@ -162,7 +162,7 @@ def encodings(c: ProbeClient) -> None:
 
 @rule("ATTACH")
 def bad_attach(c: ProbeClient) -> None:
-    """An invalid or unsatisfiable ATTACH is refused with the matching error code."""
+    """Refuse an invalid or unsatisfiable ATTACH with the matching error code."""
     for changes in ({"num_envs": 0}, {"seed": -1}, {"autoreset": "?"}, {"seed": "7"}):
         c.expect_error(_attach(c, **changes), _BAD)
     others = ErrorCode.UNKNOWN_ENV, ErrorCode.ENVS_BUSY, ErrorCode.REFUSED
@@ -172,7 +172,7 @@ def bad_attach(c: ProbeClient) -> None:
 
 @rule("GRANTED")
 def granted(c: ProbeClient) -> None:
-    """GRANTED contains valid spaces, and its blocks partition the rows."""
+    """Describe valid spaces in GRANTED, and blocks that partition the rows."""
     try:
         splits = {block.split for block in c.attach().blocks}
     except SkipRule as error:
@@ -182,7 +182,7 @@ def granted(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def attached_again(c: ProbeClient) -> None:
-    """2: A copy of ATTACH changes nothing; one with another body is refused."""
+    """2: Answer a copy of ATTACH alike; refuse another ATTACH of the session."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
     answer = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
     is_same = answer.body == c.granted or answer.type is MessageType.BUILDING
@@ -192,7 +192,7 @@ def attached_again(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def fenced(c: ProbeClient) -> None:
-    """1: A wrong boot id or epoch gets FENCED, an unknown session LEASE_LOST."""
+    """1: Answer a wrong boot id or epoch with FENCED, unknown sessions LEASE_LOST."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)
@@ -202,7 +202,7 @@ def fenced(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def separate_sessions(c: ProbeClient) -> None:
-    """2: Sessions do not affect each other."""
+    """2: Isolate sessions from each other."""
     other = c.subject.client().attach(seed=12)
     for raw in c.subject.reference[c.num_steps : -3]:
         other.step()
@@ -214,7 +214,7 @@ def separate_sessions(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def copies(c: ProbeClient) -> None:
-    """4: A copy of a request gets the same answer, once, and is not executed again."""
+    """4: Answer a copy of a request alike, once, without executing it again."""
     c.link.receive(1.1)
     again = c.read(c.request(replace(c.last, attempt=1)))
     expect(again.raw == c.last_result.raw, "the same rows again", "other rows")
@@ -226,7 +226,7 @@ def copies(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def copy_of_running(c: ProbeClient) -> None:
-    """4: A copy of a running request waits for the same result."""
+    """4: Answer a copy of a running request with the same result."""
     step = c.next_step()
     repeated = [replace(step, attempt=number) for number in (1, 1, 2)]
     results = [c.execute(step, *repeated), *map(c.read, c.receive_all())]
@@ -236,7 +236,7 @@ def copy_of_running(c: ProbeClient) -> None:
 
 @rule("Transport", disturbs=True)
 def second_connection(c: ProbeClient) -> None:
-    """A client may use another connection; answers go to the latest one."""
+    """Let a client use another connection; send answers to the latest one."""
     first, c.link = c.link, c.subject.open_link()
     again = c.read(c.request(replace(c.last, attempt=1)))
     expect(again.raw == c.last_result.raw, "the same rows again", "other rows")
@@ -245,7 +245,7 @@ def second_connection(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def seqs(c: ProbeClient) -> None:
-    """4: A seq that is too high gets GAP; an old one is ignored."""
+    """4: Answer a seq that is too high with GAP; ignore an old one."""
     ahead, last, old = (
         replace(c.next_step(), entries=tuple((b, s + by) for b, s in enumerate(c.seqs)))
         for by in (2, 0, -1)
@@ -260,7 +260,7 @@ def seqs(c: ProbeClient) -> None:
 
 @rule("STEP", disturbs=True)
 def bad_steps(c: ProbeClient) -> None:
-    """A STEP with a wrong size, or for blocks that do not exist, is refused."""
+    """Refuse a STEP with a wrong size, or for blocks that do not exist."""
     (block, seq), *others = c.next_step().entries
     for entries in ((), ((4000, 1), *others), ((block, seq), (block, seq))):
         c.expect_error(replace(c.next_step(), entries=entries), _BAD)
@@ -270,7 +270,7 @@ def bad_steps(c: ProbeClient) -> None:
 
 @rule("STEP", disturbs=True)
 def bad_actions(c: ProbeClient) -> None:
-    """An action outside its space is refused."""
+    """Refuse an action outside its space."""
     leaf = c.spec.action_leaves[0]
     is_float, most = leaf.dtype.kind == "f", np.max(leaf.limits[1], initial=1)
     is_any = leaf.is_encoded or leaf.dtype.kind == "b"
@@ -283,7 +283,7 @@ def bad_actions(c: ProbeClient) -> None:
 
 @rule("ATTACH")
 def equal_seeds(c: ProbeClient) -> None:
-    """Equal seeds give equal episodes."""
+    """Play equal episodes for equal seeds."""
     try:
         _ = c.subject.reference
     except SkipRule as error:
@@ -301,7 +301,7 @@ def _at(leaves: Any, row: int) -> list[bytes]:
 
 @rule("ATTACH")
 def first_seeds(c: ProbeClient) -> None:
-    """The seed of the first reset derives from root seed, row and incarnation."""
+    """Derive the seed of the first reset from root seed, row and incarnation."""
     _ = c.subject.reference
     c.attach(seed=5, first_env_index=7, first_incarnation=3)
     seeds = [env_seed(5, 7 + row, 3) for row in range(4)]
@@ -312,7 +312,7 @@ def first_seeds(c: ProbeClient) -> None:
 
 @rule("RESET")
 def given_seeds(c: ProbeClient) -> None:
-    """RESET uses the given seeds, and does not change rows that are not listed."""
+    """Use the given seeds in a RESET, and do not change rows that are not listed."""
     _ = c.subject.reference
     first = c.attach().reset(_seeded(c, range(4)))
     before = c.step()
@@ -330,7 +330,7 @@ def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
     """Step until an episode ends; return its row and the next first observation.
 
     A lease with same_step provides the expected observations: there, an ended row shows
-    the first observation of its next episode, beside the final one of the last episode.
+    both the final observation of its episode and the first one of the next.
     """
     _ = c.subject.reference
     for client, mode in ((c.subject.client(), "same_step"), (c, autoreset)):
@@ -349,7 +349,7 @@ def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
 
 @rule("ATTACH")
 def next_step(c: ProbeClient) -> None:
-    """next_step: an ended row shows its final observation; the next STEP resets it."""
+    """next_step: show the final observation of an ended row; reset in the next STEP."""
     row, first = _play_until_end(c, "next_step")
     rows = c.step().rows
     expect(_at(rows.observation, row) == first, "the first observation", "another")
@@ -359,7 +359,7 @@ def next_step(c: ProbeClient) -> None:
 
 @rule("ATTACH")
 def disabled(c: ProbeClient) -> None:
-    """disabled: an ended row shows its final observation until a RESET."""
+    """disabled: show the final observation of an ended row until a RESET."""
     row, first = _play_until_end(c, "disabled")
     (block,) = (b.index for b in c.blocks if b.start <= row < b.stop)
     rows = c.reset({block: ((row,), None)}).rows
@@ -371,7 +371,7 @@ def disabled(c: ProbeClient) -> None:
 
 @rule("CALL", disturbs=True)
 def calls(c: ProbeClient) -> None:
-    """A CALL of an attribute that is not exposed is refused."""
+    """Refuse a CALL of an attribute that is not exposed."""
     hidden = CallBody.from_calls([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
     call = c.operation(MessageType.CALL, [0], hidden.encode())
     c.expect_error(call, ErrorCode.REFUSED, _BAD)
@@ -379,7 +379,7 @@ def calls(c: ProbeClient) -> None:
 
 @rule("PING, PONG", disturbs=True)
 def pings(c: ProbeClient) -> None:
-    """PONG lists the running operations: none once all are answered."""
+    """List the running operations in PONG: none once all are answered."""
     answer = c.request(c.message(MessageType.PING), MessageType.PONG)
     running = Pong.decode(answer.body).running
     expect(not running, "no running operations", running)
@@ -387,7 +387,7 @@ def pings(c: ProbeClient) -> None:
 
 @rule("DETACH, DETACHED")
 def detached(c: ProbeClient) -> None:
-    """DETACH releases the lease, and the session cannot attach again."""
+    """Release the lease on DETACH; do not let the session attach again."""
     epoch, c.epoch = c.attach().epoch, 0
     for _ in range(2):
         c.request(c.message(MessageType.DETACH), MessageType.DETACHED)
@@ -398,7 +398,7 @@ def detached(c: ProbeClient) -> None:
 
 @rule("Rules of the server")
 def silence(c: ProbeClient) -> None:
-    """3: The lease of a silent session expires."""
+    """3: Let the lease of a silent session expire."""
     seconds, limit = c.subject.welcome.lease_seconds, _MAX_LEASE_SECONDS
     if seconds > limit:
         raise SkipRule(f"lease_seconds is {seconds:g}, more than {limit:g}")

@@ -107,7 +107,7 @@ def complete_addresses(words: list[str], *, may_be_any: bool = False) -> list[st
 
     Args:
       words: Values of --at.
-      may_be_any: Whether `*`, which stands for all addresses, is allowed.
+      may_be_any: Whether `*`, which matches all addresses, is allowed.
 
     Raises:
       CodecError: An address is invalid, or clients cannot connect to it.

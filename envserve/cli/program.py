@@ -3,7 +3,7 @@
 A command is a function. Its positional parameters are arguments, its keyword-only ones
 are options, and a parameter that is annotated with `Fields` is one option per field of
 a dataclass. The docstring of the function is its help, with the `Args` section for its
-parameters; fields have docstrings of their own.
+parameters; the help of a field is its docstring.
 
 The value of an option comes from the first of these sources that has one: the command
 line, the environment variable of the option, the file of `--config`, the default in the
@@ -62,7 +62,7 @@ _HELP: Final = ("-h", "--help")
 class Option:
     """An argument or option of a command.
 
-    In the annotation of a parameter, it overrides what is derived from the signature
+    In the annotation of a parameter, it overrides the values derived from the signature
     and the docstring; there, only the attributes up to `values` may be set.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""A cross-entropy method in a few lines: each env evaluates a policy of its own."""
+"""A cross-entropy method in a few lines: each env evaluates another policy."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_command_says_what_is_wrong(kind: type[Server], code: int) -> None:
     *lines, last = shown.output.splitlines()
     assert shown.exit_code == code
     assert last == f"{len(RULES) - code} ok, {code} fail, 0 skipped"
-    line = "STEP: An action outside its space is refused"
+    line = "STEP: Refuse an action outside its space"
     assert f"{'fail' if code else 'ok':8}{line}" in lines
     told = check(kind(), "--json", "--env", "Fake-v0")
     outcomes = [json.loads(line)["outcome"] for line in told.output.splitlines()]

@@ -76,8 +76,8 @@ def build_app(
       feed: Source of the events that the page shows.
       token: Token that browsers must present.
       buttons: Buttons of the page, by their name in the URL.
-      host: Host name or address of the page, which requests may contain besides
-        localhost and the name of this host.
+      host: Host name or address of the page. Requests may contain it, localhost or the
+        name of this host.
     """
 
     @contextlib.asynccontextmanager
@@ -141,8 +141,8 @@ class _AccessControl:
     def _is_same_origin(self, request: Request, host: str) -> bool:
         """Return whether a request is for a known host, and not from another site.
 
-        Another site can let a name of its own resolve to this host, but it cannot do
-        that with an IP address, so IP addresses are allowed.
+        Another site can make its host name resolve to this host, but it cannot do that
+        with an IP address, so IP addresses are allowed.
         """
         name = re.sub(r":\d+$", "", host).strip("[]")
         with contextlib.suppress(ValueError):
