@@ -215,13 +215,13 @@ def test_pictures_are_asked_for_while_their_tile_is_in_view(
     server = servers["tcp://sim1:5555"]
     first, last = (page.locator(".tile").nth(place) for place in (1, 319))
     expect(first.locator("img")).to_be_visible()
-    assert 319 not in {row for _, rows, _ in server.asked for row in rows}
+    assert 319 not in {row for _, rows, _ in server.frame_requests for row in rows}
     last.scroll_into_view_if_needed()
     expect(last.locator("img")).to_be_visible()
-    server.asked.clear()
+    server.frame_requests.clear()
     server.ticks = 77
     expect(last).to_contain_text("77")
-    assert 1 not in {row for _, rows, _ in server.asked for row in rows}
+    assert 1 not in {row for _, rows, _ in server.frame_requests for row in rows}
 
 
 def test_a_page_left_open_says_that_it_is_of_another_start(
