@@ -1,4 +1,4 @@
-"""What measures or waits reads a monotonic clock: wall clocks jump."""
+"""Code that measures or waits reads a monotonic clock, because wall clocks jump."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("benchmarks", "envserve", "ppo", "scripts", "tests/chaos", "tests/worlds")
 
-#: By module, what reads the wall clock there; some only if no instant is given.
+#: Functions that read the wall clock, by module; some only if called without a time.
 WALL_CLOCKS = {
     "time": {
         *("time", "time_ns", "ctime", "localtime", "gmtime", "strftime", "asctime"),
@@ -20,7 +20,7 @@ WALL_CLOCKS = {
     "datetime": {"now", "utcnow", "today"},
 }
 
-#: Stamps: what they are in is named after the time of day, and nothing waits for it.
+#: Functions that put the time of day into names and records; nothing waits for it.
 STAMPS = {
     "benchmarks/result.py:as_json: datetime.now",
     "benchmarks/result.py:publish: datetime.now",
@@ -33,7 +33,7 @@ STAMPS = {
     "envserve/server/audit.py:write: datetime.now",
 }
 
-#: Keys and invitations end on dates.
+#: Functions that check the dates on which keys and invitations expire.
 DATES = {
     "envserve/server/access.py:__init__: time.time",
     "envserve/cli/doctor.py:_keys: time.time",
@@ -48,7 +48,7 @@ DATES = {
 
 
 def readings(source: str) -> Iterator[str]:
-    """Yields "function: module.name" for all that may read the wall clock."""
+    """Yield "function: module.name" for all names that may read the wall clock."""
     for function, node in nodes_by_function(ast.parse(source), ""):
         if isinstance(node, ast.ImportFrom) and node.module in WALL_CLOCKS:
             for alias in node.names:

@@ -211,7 +211,7 @@ def test_the_debugger_exits_if_nothing_crashes(
 ) -> None:
     code, text = debug(monkeypatch, filmy_repro("none", end=RAISED))
     assert code == 1
-    assert "it did not crash" in text
+    assert "the env did not crash" in text
 
 
 def test_the_debugger_opens_where_an_exception_was_raised(filmy: Path) -> None:
