@@ -215,10 +215,10 @@ def options_of(command: Command) -> Iterator[Option]:
         match _annotation_of(hints[name]):
             case Fields(kind, describe):
                 yield from _options_of_fields(kind, describe, name)
-            case mark if hints[name] is not GivenOptions:
-                option = _option(name, hints[name], each.default, mark, docs)
+            case annotation if hints[name] is not GivenOptions:
+                option = _option(name, hints[name], each.default, annotation, docs)
                 is_option = each.kind is each.KEYWORD_ONLY
-                metavar = mark.metavar or name.rstrip("_").upper()
+                metavar = annotation.metavar or name.rstrip("_").upper()
                 yield option if is_option else replace(option, flag="", metavar=metavar)
 
 
@@ -232,12 +232,12 @@ def _options_of_fields(
         default = each.default
         if each.default_factory is not MISSING:
             default = each.default_factory()
-        mark = replace(describe(each.name), group=group)
-        yield _option(each.name, hints[each.name], default, mark, docs)
+        annotation = replace(describe(each.name), group=group)
+        yield _option(each.name, hints[each.name], default, annotation, docs)
 
 
 def _option(
-    name: str, hint: Any, default: Any, mark: Option, docs: Mapping[str, str]
+    name: str, hint: Any, default: Any, annotation: Option, docs: Mapping[str, str]
 ) -> Option:
     if get_origin(_without_annotations(hint)) in (Union, UnionType):
         hint = get_args(_without_annotations(hint))[0]  # the other one is None
@@ -245,10 +245,10 @@ def _option(
     kind = get_origin(bare) or bare
     metavar = "|".join(get_args(bare)) if kind is Literal else _METAVARS.get(kind)
     return replace(
-        mark,
-        help=docs.get(name, mark.help),
-        flag=mark.flag or f"--{name.rstrip('_').replace('_', '-')}",
-        metavar=mark.metavar or metavar or "TEXT",
+        annotation,
+        help=docs.get(name, annotation.help),
+        flag=annotation.flag or f"--{name.rstrip('_').replace('_', '-')}",
+        metavar=annotation.metavar or metavar or "TEXT",
         name=name,
         hint=bare if kind is Literal else hint,
         kind=kind,
@@ -263,8 +263,8 @@ def _without_annotations(hint: Any) -> Any:
 
 def _annotation_of(hint: Any) -> Any:
     """Return the `Option` or `Fields` in the annotation of a parameter."""
-    marks = getattr(hint, "__metadata__", ())
-    return next((m for m in marks if isinstance(m, Option | Fields)), Option())
+    annotations = getattr(hint, "__metadata__", ())
+    return next((m for m in annotations if isinstance(m, Option | Fields)), Option())
 
 
 def _docs_of(command: Command) -> tuple[str, dict[str, str]]:

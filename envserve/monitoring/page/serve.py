@@ -22,7 +22,7 @@ from envserve.errors import ServerError
 _NUM_PORTS: Final = 50
 _START_SECONDS: Final = 60.0
 _MAX_CONNECTIONS: Final = 500
-#: The kernel closes a connection if sent data is not acknowledged within this time.
+#: The kernel closes a connection if the browser accepts no data within this time.
 _MAX_UNREAD_MS: Final = 30_000
 #: A connection without a request within this time is closed, so that clients without a
 #: token cannot occupy all connections.
