@@ -37,8 +37,8 @@ STAMPS = {
 DATES = {
     "envserve/server/access.py:__init__: time.time",
     "envserve/cli/doctor.py:_keys: time.time",
-    "envserve/cli/keys.py:clients: time.time",
-    "envserve/cli/keys.py:invite: time.time",
+    "envserve/cli/clients.py:clients: time.time",
+    "envserve/cli/invite.py:invite: time.time",
     "envserve/cli/keys.py:make: time.time",
     "scripts/fill_server.py:let_in: time.time",
     "scripts/flood_frames.py:main: time.time",

@@ -98,7 +98,7 @@ class _Row:
         return self.find_incarnation(shown) and is_idle and truncated and is_last
 
     def _is_current(self, shown: bytes) -> bool:
-        """Return whether the env may have been in this state when it was lost."""
+        """Return whether this is the last observation or that of the pending action."""
         return shown == self._last or shown == self._step_twin(self._pending)[0]
 
     def _step_twin(self, action: Any) -> _Step:
