@@ -17,7 +17,7 @@ class TrainerMetrics(MetricsPort):
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         super().__init__(port, host)
         self._seen: tuple[int, Mapping[str, float], BatchStats | None] = (0, {}, None)
-        self.show(self)
+        self.start_serving(self)
 
     def update(self, steps: int, row: Mapping[str, float], stats: BatchStats) -> None:
         """Take what is to be shown from now on: env steps so far, a row, counts."""

@@ -43,7 +43,7 @@ from tests.envserve.strangers import (
     Stranger,
     honest_client,
 )
-from tests.envserve.test_metrics_port import read_soon, samples
+from tests.envserve.test_metrics_port import read_with_retries, samples
 
 OPENINGS: Final = ("--allow-kwarg", "length", "--metrics-port", "0")
 JOIN: Final = Message(MessageType.JOIN, body=Join(public=bytes(32)).encode())
@@ -117,7 +117,7 @@ def main(
         place = server.log.rpartition("metrics are at ")[2].split()[0]
 
         def count(short: str) -> int:
-            return int(samples(read_soon(place))[f"envserve_{short}"])
+            return int(samples(read_with_retries(place))[f"envserve_{short}"])
 
         address, other = server.address, KeyPair.generate()
         keys = KeyFolder().keys_for(address)

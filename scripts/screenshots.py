@@ -102,7 +102,7 @@ def take(browser: Browser, url: str, pid: int) -> None:
     pages["desk"].wait_for_timeout(1000 * SECONDS)
     workers = psutil.Process(pid).children(recursive=True)
     os.kill(max(worker.pid for worker in workers), signal.SIGKILL)
-    pages["desk"].locator(".badge", has_text="back in").first.wait_for()
+    pages["desk"].locator(".badge", has_text="recovered in").first.wait_for()
     pages["desk"].wait_for_timeout(500)
     IMAGES.mkdir(exist_ok=True)
     for name, page in pages.items():

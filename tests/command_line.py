@@ -1,4 +1,4 @@
-"""Runs a command line of a program in this process."""
+"""Run a command line of a program in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envserve.cli.program import Program
 
 
 class Result(NamedTuple):
-    """The exit code of a command line and what it has printed."""
+    """The exit code of a command line and its output."""
 
     exit_code: int
     stdout: str
@@ -23,7 +23,7 @@ class Result(NamedTuple):
 
     @property
     def output(self) -> str:
-        """All that was printed."""
+        """Text printed to stdout, then text printed to stderr."""
         return self.stdout + self.stderr
 
 
@@ -34,7 +34,7 @@ def invoke(
     input: str = "",
     env: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run a command line; streams are no terminals."""
+    """Run a command line with streams that are not terminals."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch("sys.stdin", io.StringIO(input)),

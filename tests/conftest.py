@@ -1,4 +1,4 @@
-"""What holds for every test: a seed that a failure prints, and nothing left behind."""
+"""Fixtures and hooks for all tests: random seeds, isolation and leak checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.left_behind import MARK_NAME, MARK_VALUE
 from tests.left_behind import nothing_left_behind as nothing_left_behind
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What takes longest begins first: no process of the suite works on alone at its end.
+#: The slowest test files, which run first, so that no worker of pytest-xdist is still
+#: busy when all others have finished.
 LONGEST = (
     *("test_cli_run", "test_learners", "test_elastic", "test_simulation"),
     *("test_cases", "test_update", "test_train", "test_sequences", "test_evaluate"),
@@ -28,8 +29,8 @@ LONGEST = (
     *("test_three_commands", "test_server_sessions", "test_server_restarts"),
 )
 
-# The examples of a slow, shared machine are as valid as those of a fast one. Whether a
-# change passes does not depend on luck: every run has the same examples and seeds.
+# Examples have no deadline, because machines may be slow and shared. They are the same
+# in every run, so that the result does not depend on chance.
 hypothesis.settings.register_profile(
     "envserve", deadline=None, print_blob=True, derandomize=True
 )
@@ -41,23 +42,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-seed",
         type=int,
         default=0,
-        help="seed of every test's random numbers; others than 0 explore",
+        help="seed of every test's random numbers; other seeds than 0 find new cases",
     )
 
 
 def pytest_configure() -> None:
     os.environ[MARK_NAME] = MARK_VALUE
-    # Servers and other processes of a test import `tests` too, wherever they run.
+    # Servers and other processes also import `tests`, in any working directory.
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    # Repro files of crashes made on purpose stay out of the user's folder.
+    # Keep repro files of intentional crashes out of the user's folder.
     root = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = os.path.join(root, f"envserve-suite-{os.getuid()}")
     os.makedirs(folder, exist_ok=True)
     tempfile.tempdir = os.environ["TMPDIR"] = folder
-    # And so do keys: all servers and clients of the suite are one user's.
+    # The same applies to keys: all servers and clients of the suite share this folder.
     os.environ["ENVSERVE_HOME"] = os.path.join(folder, "home")
-    # Nor does what a test compiles go into the user's cache folder, or come from it.
+    # Do not use the user's compilation cache.
     os.environ["TF_XLA_FLAGS"] = "--tf_xla_persistent_cache_directory="
 
 
@@ -72,7 +73,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodeready(node: Any) -> None:
-    """Holds on to what pytest captures in a process: one that aborts says why there."""
+    """Keep the files with the captured output of a worker, in case it aborts."""
     node.captured = []
     for path in Path(f"/proc/{node.gateway._rinfo().pid}/fd").glob("*"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -84,8 +85,8 @@ def pytest_testnodeready(node: Any) -> None:
 def pytest_testnodedown(node: Any, error: object) -> None:
     for file in node.captured:
         with file:
-            if error and (said := file.read().decode(errors="replace")):
-                node.config.get_terminal_writer().line(f"\nIts last words:\n{said}")
+            if error and (text := file.read().decode(errors="replace")):
+                node.config.get_terminal_writer().line(f"\nIts last output:\n{text}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -101,7 +102,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def random_seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this test: another for each test, the same however it is selected."""
+    """Return the seed of this test, from its name and --random-seed."""
     session_seed = request.config.getoption("random_seed")
     return zlib.crc32(f"{session_seed} {request.node.name}".encode())
 
@@ -113,6 +114,6 @@ def random_generator(random_seed: int) -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def seeded_global_randomness(random_seed: int) -> None:
-    """Covers envs and libraries that draw from the global generators."""
+    """Seed the global generators, which some envs and libraries use."""
     random.seed(random_seed)
     np.random.seed(random_seed)

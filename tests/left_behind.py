@@ -1,7 +1,7 @@
-"""A test ends with the processes and non-daemon threads that it began with.
+"""Fail tests that leave processes or non-daemon threads running.
 
-What it leaves behind fails it and is killed. On Linux that covers orphans and
-grandchildren; elsewhere the children of `multiprocessing`.
+Processes that are left running are killed. On Linux all descendants are found,
+including orphans; elsewhere only the children of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import NamedTuple
 
 import pytest
 
-#: What a test closed may need this long to be gone, on a machine that is busy: the
-#: kernel ends orphans on its own, and they end theirs.
+#: Maximum time until processes that a test has ended are gone. Orphans end only after
+#: their parents, which can take long on a busy machine.
 GRACE_SECONDS = 20.0
-#: Environment variable by which orphans are found: every process started inherits it.
+#: Environment variable that identifies orphans, because every process inherits it.
 MARK_NAME = "TEST_SESSION_OF_ENVSERVE"
 MARK_VALUE = f"{os.getpid()}-{secrets.token_hex(4)}"
-#: Kept for the life of the interpreter by the standard library itself.
+#: Processes that the standard library keeps until the interpreter exits.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forks")
 
 
 class Process(NamedTuple):
     pid: int
-    start_tick: int  # tells a process from a later one that has the same pid
+    start_tick: int  # distinguishes processes if the kernel reuses a pid
     parent: int
     command: str
 
@@ -43,7 +43,7 @@ class Process(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fails a test that leaves child processes or non-daemon threads behind."""
+    """Fail a test that leaves child processes or non-daemon threads running."""
     processes_before = running_processes()
     threads_before = set(threading.enumerate())
     yield
@@ -56,10 +56,10 @@ def nothing_left_behind() -> Iterator[None]:
     processes = left_processes(processes_before, deadline)
     if threads or processes:
         pytest.fail(
-            "Expected the test to end all that it started, but it left behind\n"
+            "Expected the test to end everything that it started, but it left behind\n"
             + "".join(f"  thread {thread.name}\n" for thread in threads)
             + "".join(f"  process {p.pid}: {p.command}\n" for p in processes)
-            + "Close what started them, in the test or in the code under test.",
+            + "Close the objects that started them, in the test or in the code.",
             pytrace=False,
         )
 
@@ -70,14 +70,14 @@ def is_alive_at(thread: threading.Thread, deadline: float) -> bool:
 
 
 def left_processes(before: dict[int, Process], deadline: float) -> list[Process]:
-    """Processes started since `before` that outlive `deadline`; they are killed."""
+    """Kill and return the processes started since `before` that outlive `deadline`."""
     if sys.platform != "linux":
         return left_multiprocessing_children(before, deadline)
     left = []
     known = {process.identity for process in before.values()}
     now = running_processes()
     for process in now.values():
-        # A longer-lived fixture may replace its own workers while a test runs.
+        # Fixtures of wider scope may replace their workers while a test runs.
         if any(ancestor.identity in known for ancestor in lineage(process, now)):
             continue
         try:
@@ -109,7 +109,7 @@ def left_multiprocessing_children(
 
 
 def running_processes() -> dict[int, Process]:
-    """Every running process that this one started, directly or not, by its pid."""
+    """Return all running descendants of this process, by pid."""
     if sys.platform != "linux":
         return {
             child.pid: Process(child.pid, 0, os.getpid(), child.name)
@@ -121,7 +121,11 @@ def running_processes() -> dict[int, Process]:
 
 @functools.lru_cache(maxsize=1)
 def processes_among(pids: frozenset[str]) -> dict[int, Process]:
-    """The same. Few tests change what runs, and to read all of it outlasts most."""
+    """Return the descendants of this process among some pids.
+
+    The result is cached, because most tests start no processes, and reading /proc would
+    take longer than most tests.
+    """
     mark = f"{MARK_NAME}={MARK_VALUE}".encode()
     began = int(stat_fields("self")[19])
     every: dict[int, Process] = {}
@@ -130,14 +134,14 @@ def processes_among(pids: frozenset[str]) -> dict[int, Process]:
         try:
             fields = stat_fields(name)
             if fields[0] == b"Z" or int(fields[19]) < began:
-                continue  # what is older than the tests is not theirs
+                continue  # the process is older than the test run
             command = read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode()
             pid = int(name)
             every[pid] = Process(pid, int(fields[19]), int(fields[1]), command.strip())
             if mark in read(f"/proc/{name}/environ").split(b"\0"):
                 marked.add(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended meanwhile, or belongs to another user
+            continue  # the process has ended, or belongs to another user
     return {
         pid: process
         for pid, process in every.items()
@@ -148,7 +152,7 @@ def processes_among(pids: frozenset[str]) -> dict[int, Process]:
 
 
 def stat_fields(pid: str) -> list[bytes]:
-    # The command name, in parentheses, may itself hold spaces and parentheses.
+    # The command name, in parentheses, may contain spaces and parentheses.
     return read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
@@ -158,7 +162,7 @@ def read(path: str) -> bytes:
 
 
 def lineage(process: Process, processes: dict[int, Process]) -> list[Process]:
-    """The process and its ancestors among `processes`, up to this process."""
+    """Return a process and its ancestors among `processes`, up to this process."""
     line = [process]
     while line[-1].parent in processes and line[-1].parent != os.getpid():
         line.append(processes[line[-1].parent])
@@ -166,7 +170,7 @@ def lineage(process: Process, processes: dict[int, Process]) -> list[Process]:
 
 
 def is_standard_library_helper(process: Process) -> bool:
-    # The forkserver's children have its command line too, but another parent.
+    # Children of the forkserver have the same command line, but another parent.
     return process.parent == os.getpid() and any(
         helper in process.command for helper in STANDARD_LIBRARY_HELPERS
     )

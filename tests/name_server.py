@@ -1,9 +1,9 @@
-"""A name server for a network of our own: answers from a file, which may change.
+"""A DNS server for tests, which answers from a file that may change.
 
     python tests/name_server.py 192.0.2.1 FILE
 
-FILE is JSON: name -> addresses. A name that is not there, or has none, does not exist,
-as with a headless service without ready pods.
+FILE is a JSON object with a list of addresses per name. A name without addresses does
+not exist, like a headless service without ready pods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def answer(query: bytes, names: Mapping[str, Sequence[str]]) -> bytes:
-    """What is said to a question for the IPv4 addresses of a name; others have none."""
+    """Return the answer to a DNS query; only IPv4 addresses are answered."""
     labels, at = [], 12
     while length := query[at]:
         labels.append(query[at + 1 : at + 1 + length].decode("ascii"))
@@ -25,7 +25,7 @@ def answer(query: bytes, names: Mapping[str, Sequence[str]]) -> bytes:
     (kind,) = struct.unpack_from("!H", query, at + 1)
     known = names.get(".".join(labels).lower(), ())
     addresses = known if kind == 1 else ()
-    flags = 0x8580 | (0 if known else 3)  # an answer with authority; 3: no such name
+    flags = 0x8580 | (0 if known else 3)  # authoritative answer; 3 is NXDOMAIN
     header = struct.pack("!2s5H", query[:2], flags, 1, len(addresses), 0, 0)
     records = [
         b"\xc0\x0c" + struct.pack("!HHIH4s", 1, 1, 0, 4, socket.inet_aton(address))

@@ -1,6 +1,7 @@
-"""Hosts of a network of our own: network namespaces that a bridge joins.
+"""A network of hosts for tests: network namespaces that a bridge connects.
 
-Each has an address and a hosts file with the names of all. Needs root and iproute2.
+Each host has an address, and a hosts file with the names of all hosts. Needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-#: Where CI is set, a test that cannot have its namespaces fails.
+#: Skips a test that needs namespaces; if CI is set, the test runs and fails.
 needs_namespaces = pytest.mark.skipif(
     (shutil.which("ip") is None or os.geteuid() != 0) and not os.environ.get("CI"),
-    reason="needs root and iproute2 (where CI is set, that fails)",
+    reason="needs root and iproute2 (if CI is set, the test fails instead)",
 )
 
 
@@ -37,9 +38,10 @@ class Hosts:
         self.switch = f"{self.tag}-switch"
         self.names = names
         self.addresses = {name: f"192.0.2.{i}" for i, name in enumerate(names, 1)}
-        #: A second name of a host, which others may have too.
+        #: A second name of each host; several hosts may have the same.
         self.aliases = aliases or {}
-        #: With it they ask the first host for names; it is the rest of resolv.conf.
+        #: If set, the first host is the name server, and this text is appended to
+        #: resolv.conf.
         self.search = search
 
     def namespace(self, name: str) -> str:
@@ -58,7 +60,7 @@ class Hosts:
         )
         for index, name in enumerate(self.names):
             namespace = self.namespace(name)
-            # `ip netns exec` shows a process these files in place of those in /etc.
+            # `ip netns exec` mounts these files over those in /etc.
             folder = Path("/etc/netns") / namespace
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
@@ -79,10 +81,10 @@ class Hosts:
             run("ip", "-n", namespace, "link", "set", "lo", "up")
 
     def pull_cable(self, name: str = "") -> None:
-        """Has the bridge pass nothing on: no host sees its own link go down.
+        """Disconnect all hosts, without taking their links down.
 
         Args:
-          name: Of a host; then only its link is down, and it sees that.
+          name: Host to disconnect instead of all; its link goes down.
         """
         self._set_link(name, "down")
 

@@ -1,9 +1,9 @@
-"""Pods of deploy/kubernetes without a cluster: what a kubelet makes of a manifest.
+"""Run the pods of deploy/kubernetes without a cluster.
 
-Every container is process 1 in the network namespace of its pod. Its root holds what
-the images do, volumes are where the manifest mounts them, and user, groups and
-capabilities are as it says. That shows no seccomp, no limits of memory and CPU, and no
-network policies. For Linux; needs root, iproute2 and util-linux.
+Every container is process 1 in the network namespace of its pod. Its root contains the
+same programs as the images, and its volumes, user, groups and capabilities are those of
+the manifest. Seccomp, limits of memory and CPU, and network policies are not applied.
+Needs Linux, root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from tests.network_hosts import Hosts
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 MANIFESTS: Final = ROOT / "deploy" / "kubernetes"
-#: As the Dockerfile has it: what an image runs, and where.
+#: The programs that the images run, and their working directory, as in the Dockerfile.
 ENTRYPOINTS: Final = {"envserve-server": "envserve", "envserve-trainer": "ppo"}
 WORKDIR: Final = "/srv/envserve"
-#: Where the code lies, and what it is run by.
+#: Folder of the code in a container, and the Python interpreter.
 CODE: Final = "/opt/envserve"
 PYTHON: Final = f"{CODE}/venv/bin/{Path(sys.executable).name}"
-#: What the kubelet tells pods of the namespace `default` about names.
+#: The search domains that the kubelet configures for pods of the namespace `default`.
 DOMAIN: Final = "default.svc.cluster.local"
 SEARCH: Final = f"search {DOMAIN} svc.cluster.local cluster.local\noptions ndots:5\n"
 Resource = dict[str, Any]
 
 
 def kustomization(folder: Path = MANIFESTS) -> Resource:
-    """The kustomization of a folder."""
-    found: Resource = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    return found
+    """Return the kustomization of a folder."""
+    content: Resource = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    return content
 
 
 def resources(*files: str) -> list[Resource]:
-    """All resources of files of deploy/kubernetes; by default, of the kustomization."""
+    """Return all resources in files; by default, those of the kustomization."""
     texts = [(MANIFESTS / f).read_text() for f in files or kustomization()["resources"]]
     return [each for text in texts for each in yaml.safe_load_all(text)]
 
 
 def resource(kind: str, name: str) -> Resource:
-    """The one resource of a kind and a name."""
+    """Return the only resource of a kind and a name."""
     (found,) = (
         each
         for each in resources()
@@ -64,13 +64,13 @@ def resource(kind: str, name: str) -> Resource:
 
 
 def pod_spec(kind: str, name: str) -> Resource:
-    """What a workload's pods are."""
+    """Return the pod spec of a workload."""
     spec: Resource = resource(kind, name)["spec"]["template"]["spec"]
     return spec
 
 
 def document_commands() -> list[str]:
-    """The commands by which docs/cluster.md leads to a training."""
+    """Return the commands in docs/cluster.md that start a training."""
     text = (ROOT / "docs" / "cluster.md").read_text()
     _, _, section = text.partition("\n## On Kubernetes\n")
     (found,) = re.findall(
@@ -80,7 +80,7 @@ def document_commands() -> list[str]:
 
 
 def make_keys(folder: Path) -> None:
-    """Runs the first of these commands, for keys in this folder in place of its own."""
+    """Run the first of these commands, but create the keys in another folder."""
     _, *words = shlex.split(document_commands()[0])
     assert ROOT / words[2] == MANIFESTS / "keys"
     words[2] = str(folder / "keys")
@@ -95,7 +95,7 @@ def make_keys(folder: Path) -> None:
 
 
 class Names:
-    """The names of a cluster, told by a server on the first of its hosts."""
+    """The DNS names of a cluster, served by a name server on its first host."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self._hosts, self._file = hosts, folder / "names.json"
@@ -111,7 +111,7 @@ class Names:
         assert self._process.stdout.readline() == "ready\n"
 
     def publish(self, *pods: Pod) -> None:
-        """Has the service `envs` stand for these pods, as those that are ready."""
+        """Let the name of the service `envs` resolve to these pods, which are ready."""
         names = {f"{p.name}.envs.{DOMAIN}": [p.address] for p in pods}
         names[f"envs.{DOMAIN}"] = [pod.address for pod in pods]
         draft = self._file.with_suffix(".part")
@@ -124,19 +124,19 @@ class Names:
 
 
 class Pod:
-    """A pod on a host; `containers` are the processes of those that have begun."""
+    """A pod on a host."""
 
     def __init__(
         self, name: str, spec: Resource, hosts: Hosts, host: str, folder: Path
     ) -> None:
-        """Makes its volumes, empty ones anew.
+        """Create the volumes of the pod; existing emptyDir volumes are emptied.
 
         Args:
-          name: Its own.
-          spec: Of the manifest.
-          hosts: The network.
-          host: Where it is to run; its address is the pod's.
-          folder: Of the cluster: `keys`, `claims`, and a folder per pod.
+          name: Name of the pod.
+          spec: Pod spec from the manifest.
+          hosts: Network of the cluster.
+          host: Host to run the pod on; the pod has its address.
+          folder: Folder of the cluster, with `keys`, `claims`, and a folder per pod.
         """
         self.name, self.spec, self.address = name, spec, hosts.addresses[host]
         self._folder = folder / f"{name}-on-{host}"
@@ -153,12 +153,12 @@ class Pod:
         _write_programs(self._folder / "image")
 
     def _make_volume(self, volume: Resource, folder: Path, group: int) -> Path:
-        """Returns a volume's folder, with owners and modes as a kubelet gives them."""
+        """Create the folder of a volume, with the owners and modes of a kubelet."""
         path = self._folder / volume["name"]
         if claim := volume.get("persistentVolumeClaim"):
             assert resource("PersistentVolumeClaim", claim["claimName"])
             path = folder / "claims" / claim["claimName"]
-        elif path.exists():  # of a pod that ran here before
+        elif path.exists():  # an earlier pod of this name has run on this host
             shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o2777)
@@ -166,7 +166,7 @@ class Pod:
             (data := path / "..data").mkdir()
             for file in secret_files(secret["secretName"], folder):
                 (data / file.name).write_bytes(file.read_bytes())
-                # A group that can read: so it is with fsGroup, whatever the mode.
+                # With fsGroup, the group can always read, whatever the mode.
                 (data / file.name).chmod(secret["defaultMode"] | 0o440)
                 (path / file.name).symlink_to(f"..data/{file.name}")
         for each in (path, *path.rglob("*")):
@@ -174,17 +174,18 @@ class Pod:
         return path
 
     def sandboxed(self, container: Resource, words: list[str]) -> list[str]:
-        """Returns a command in a container, as process 1 of it."""
+        """Return the command that runs words as process 1 of a container."""
         root, script = self._folder / "root", ["umask 022"]
 
-        def put(source: Path, target: str, *, is_private: bool = False) -> None:
-            there = f"{root}{target}"
-            made = f"mkdir -p {there}"
+        def put(source: Path, target: str, *, is_writable: bool = False) -> None:
+            mount_point = f"{root}{target}"
+            create = f"mkdir -p {mount_point}"
             if not source.is_dir():
-                made = f"mkdir -p {os.path.dirname(there)} && touch {there}"
-            script.append(f"{made} && mount --rbind {source} {there}")
-            if not is_private:
-                script.append(f"mount -o remount,bind,ro {there}")
+                create = f"mkdir -p {os.path.dirname(mount_point)}"
+                create += f" && touch {mount_point}"
+            script.append(f"{create} && mount --rbind {source} {mount_point}")
+            if not is_writable:
+                script.append(f"mount -o remount,bind,ro {mount_point}")
 
         script.append(f"mount -t tmpfs -o mode=755 none {root}")
         for name in ("bin", "lib", "lib64", "sbin"):
@@ -193,34 +194,34 @@ class Pod:
             elif link.exists():
                 put(link, f"/{name}")
         for folder in dict.fromkeys(("/usr", "/etc", sys.base_prefix)):
-            if folder != "/usr/local":  # which is in /usr
+            if folder != "/usr/local":  # part of /usr
                 put(Path(folder), folder)
-        # Elsewhere than here, where a volume may hide them.
+        # Not at their path on this host, where a volume may hide them.
         put(Path(sys.prefix), f"{CODE}/venv")
         for package in ("envserve", "ppo"):
             put(ROOT / package, f"{CODE}/{package}")
         for name in ("null", "zero", "full", "random", "urandom"):
-            put(Path("/dev", name), f"/dev/{name}", is_private=True)
+            put(Path("/dev", name), f"/dev/{name}", is_writable=True)
         put(self._folder / "image", "/image")
         script.append(f"mkdir -p {root}{WORKDIR} {root}/proc")
         script.append(f"mount -t proc proc {root}/proc")
         for mount in container["volumeMounts"]:
-            path, is_closed = self._volumes[mount["name"]], mount.get("readOnly", False)
-            put(path, mount["mountPath"], is_private=not is_closed)
+            path, is_read_only = self._volumes[mount["name"]], mount.get("readOnly")
+            put(path, mount["mountPath"], is_writable=not is_read_only)
         context = container["securityContext"]
         assert context["capabilities"] == {"drop": ["ALL"]}
         assert not context["allowPrivilegeEscalation"]
         if context["readOnlyRootFilesystem"]:
             script.append(f"mount -o remount,ro {root}")
         groups = self.spec["securityContext"]["fsGroup"]
-        own = {each["name"]: each["value"] for each in container.get("env", [])}
+        variables = {each["name"]: each["value"] for each in container.get("env", [])}
         environment = {
             "PATH": "/image:/usr/bin:/bin",
             "HOME": WORKDIR,
             "PYTHONPATH": CODE,
             "PYTHONUNBUFFERED": "1",
-            MARK_NAME: os.environ.get(MARK_NAME, ""),  # so that none is left behind
-            **own,
+            MARK_NAME: os.environ.get(MARK_NAME, ""),  # for tests/left_behind.py
+            **variables,
         }
         inside = [
             *("chroot", str(root), "setpriv", "--reuid", str(self._user)),
@@ -234,7 +235,7 @@ class Pod:
         return self._command(*unshare, "sh", "-ec", "\n".join(script))
 
     def begin(self, container: Resource, *more: str) -> subprocess.Popen[bytes]:
-        """Starts a container, with more arguments; its output goes to a file."""
+        """Start a container with additional arguments; its output goes to the log."""
         words = [*container.get("command", ()), *container.get("args", ()), *more]
         if "command" not in container:
             words = [ENTRYPOINTS[container["image"]], *words]
@@ -246,57 +247,57 @@ class Pod:
         return process
 
     def is_initialised(self) -> bool:
-        """Whether its init containers are done; starts those that have not begun."""
+        """Start the next init container if necessary; return whether all have ended."""
         for process, container in zip(
             [*self._processes, None], self.spec["initContainers"], strict=False
         ):
-            begun = process or self.begin(container)
-            if begun.poll() is None:
+            started = process or self.begin(container)
+            if started.poll() is None:
                 return False
-            if begun.returncode:
+            if started.returncode:
                 raise ChildProcessError(f"{self.name}: {self.log()[-2000:]}")
         return True
 
     def start(self, *more: str) -> None:
-        """Starts its container, once all init containers have ended."""
+        """Start the main container; all init containers must have ended."""
         (container,) = self.spec["containers"]
         self.begin(container, *more)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """What has begun last."""
+        """The process that was started last."""
         return self._processes[-1]
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command in its container, as a probe or `kubectl exec` does."""
+        """Run a command in the container, like a probe or `kubectl exec`."""
         (container,) = self.spec["containers"]
         command = self.sandboxed(container, list(words))
         return subprocess.run(command, capture_output=True, text=True)
 
     def passes(self, probe: str) -> bool:
-        """Whether a probe of its container finds it well."""
+        """Return whether a probe of the container succeeds."""
         (container,) = self.spec["containers"]
         return self.run(*container[probe]["exec"]["command"]).returncode == 0
 
     def terminate(self) -> None:
-        """Sends the container what a kubelet sends first."""
+        """Send SIGTERM to the container, like a kubelet that deletes the pod."""
         _signal(self.process, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends all that runs in it, without a word."""
+        """Kill all processes of the pod."""
         for process in self._processes:
-            while process.poll() is None:  # it may not have begun yet
+            while process.poll() is None:  # repeat, because process 1 may start later
                 _signal(process, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
 
     def log(self) -> str:
-        """What its containers have said, and those of the pods before it."""
+        """Return the output of its containers and of earlier pods of this name."""
         return self._log.read_text(errors="replace")
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Sends a signal to process 1 of a container, and so with SIGKILL to all of it."""
+    """Send a signal to process 1 of a container; SIGKILL ends the whole container."""
     if process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         for child in children.split():
@@ -304,11 +305,11 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 def secret_files(name: str, folder: Path) -> list[Path]:
-    """The files of a secret that the kustomization makes."""
-    (found,) = (
+    """Return the files of a secret that the kustomization generates."""
+    (secret,) = (
         each for each in kustomization()["secretGenerator"] if each["name"] == name
     )
-    return [folder / file for file in found["files"]]
+    return [folder / file for file in secret["files"]]
 
 
 def _write_programs(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What measures or waits reads a monotonic clock: wall clocks jump."""
+"""Code that measures or waits reads a monotonic clock, because wall clocks jump."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = (
     *("tests/chaos", "tests/simulation"),
 )
 
-#: By module, what reads the wall clock there; some only if no instant is given.
+#: Functions that read the wall clock, by module; some only if called without a time.
 WALL_CLOCKS = {
     "time": {
         *("time", "time_ns", "ctime", "localtime", "gmtime", "strftime", "asctime"),
@@ -23,7 +23,7 @@ WALL_CLOCKS = {
     "datetime": {"now", "utcnow", "today"},
 }
 
-#: Stamps: what they are in is named after the time of day, and nothing waits for it.
+#: Functions that put the time of day into names and records; nothing waits for it.
 STAMPS = {
     "benchmarks/result.py:as_json: datetime.now",
     "benchmarks/result.py:publish: datetime.now",
@@ -36,12 +36,12 @@ STAMPS = {
     "envserve/server/audit.py:write: datetime.now",
 }
 
-#: Keys and invitations end on dates.
+#: Functions that check the dates on which keys and invitations expire.
 DATES = {
     "envserve/server/access.py:__init__: time.time",
     "envserve/cli/doctor.py:_keys: time.time",
-    "envserve/cli/keys.py:clients: time.time",
-    "envserve/cli/keys.py:invite: time.time",
+    "envserve/cli/clients.py:clients: time.time",
+    "envserve/cli/invite.py:invite: time.time",
     "envserve/cli/keys.py:make: time.time",
     "scripts/fill_server.py:let_in: time.time",
     "scripts/flood_frames.py:main: time.time",
@@ -51,7 +51,7 @@ DATES = {
 
 
 def readings(source: str) -> Iterator[str]:
-    """Yields "function: module.name" for all that may read the wall clock."""
+    """Yield "function: module.name" for all names that may read the wall clock."""
     for function, node in nodes_by_function(ast.parse(source), ""):
         if isinstance(node, ast.ImportFrom) and node.module in WALL_CLOCKS:
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""docker-compose.yml and deploy/: valid, private, and made of commands that exist."""
+"""docker-compose.yml and deploy/ are valid, private, and use existing options."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from envserve.settings import HostSettings
 ROOT = Path(__file__).resolve().parent.parent
 HEALTH = ["envserve", "health", "--startup", "--live", "tcp://127.0.0.1:5555"]
 PROGRAMS = {"server": "envserve", "trainer": "ppo"}
-#: Services whose command is ours; with those of a profile, which somebody looks at.
-OURS = ("keys", "sim", "trainer", "page")
-SHOWN = ("page", "tensorboard", "prometheus", "grafana")
+#: Services that run a command of this project, and those with a user interface.
+WITH_OUR_COMMAND = ("keys", "sim", "trainer", "page")
+WITH_UI = ("page", "tensorboard", "prometheus", "grafana")
 Service = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ SERVICES = resolve_without_docker()
 
 
 def output_of(program: str, *words: str) -> str:
-    """What a console script prints, on lines wide enough to break no option."""
+    """Return the output of a program, with lines wide enough to break no option."""
     finished = subprocess.run(
         [sys.executable, "-c", f"from {program}.cli.app import main; main()", *words],
         cwd=ROOT,
@@ -48,7 +48,7 @@ def output_of(program: str, *words: str) -> str:
 
 
 def stages() -> dict[str, str]:
-    """The stages of the Dockerfile: name -> instructions."""
+    """Return the instructions of each stage of the Dockerfile, by its name."""
     parts = re.split(
         r"^FROM \S+ AS (\w+)\n", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE
     )
@@ -57,9 +57,9 @@ def stages() -> dict[str, str]:
 
 @pytest.mark.skipif(
     shutil.which("docker-compose") is None and not os.environ.get("CI"),
-    reason="docker-compose is not installed (where CI is set, that fails)",
+    reason="docker-compose is not installed (if CI is set, the test fails instead)",
 )
-def test_docker_compose_accepts_the_file_and_reads_it_as_these_tests_do() -> None:
+def test_docker_compose_accepts_the_file_and_parses_it_like_these_tests() -> None:
     finished = subprocess.run(
         ["docker-compose", "--file", str(ROOT / "docker-compose.yml"), "config"],
         capture_output=True,
@@ -68,18 +68,18 @@ def test_docker_compose_accepts_the_file_and_reads_it_as_these_tests_do() -> Non
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     resolved = yaml.safe_load(finished.stdout)
-    assert resolved["networks"] == {"simulation": {"internal": True}, "shown": {}}
+    assert resolved["networks"] == {"simulation": {"internal": True}, "ui": {}}
     assert resolved["services"].keys() == SERVICES.keys()
     for name, service in SERVICES.items():
         for key in ("command", "image", "environment", "profiles"):
             assert resolved["services"][name].get(key) == service.get(key), (name, key)
 
 
-def test_only_what_is_to_be_looked_at_is_reached_and_only_from_this_host() -> None:
-    assert SERVICES.keys() == {*OURS, *SHOWN}
+def test_only_user_interfaces_have_ports_and_only_on_this_host() -> None:
+    assert SERVICES.keys() == {*WITH_OUR_COMMAND, *WITH_UI}
     for name, service in SERVICES.items():
         assert not service.keys() & {"network_mode", "privileged"}
-        if name in SHOWN:
+        if name in WITH_UI:
             assert all(port.startswith("127.0.0.1:") for port in service["ports"])
             assert service["profiles"]
         else:
@@ -87,14 +87,14 @@ def test_only_what_is_to_be_looked_at_is_reached_and_only_from_this_host() -> No
             assert service["networks"] == ["simulation"]
 
 
-def test_an_env_cannot_fill_the_host() -> None:
+def test_all_services_have_limits_of_memory_and_processes() -> None:
     for service in SERVICES.values():
         assert service["pids_limit"] == 512
         assert service["mem_limit"] == "4g"
         assert service["cap_drop"] == ["ALL"]
 
 
-def test_keys_are_made_before_they_are_used_and_each_role_sees_its_own() -> None:
+def test_keys_are_created_first_and_each_role_can_read_only_its_own() -> None:
     keys = SERVICES["keys"]
     words = ["keys", "make", "/keys", "server", "trainer", "--at", "tcp://*:5555"]
     assert keys["command"] == words
@@ -102,7 +102,7 @@ def test_keys_are_made_before_they_are_used_and_each_role_sees_its_own() -> None
     assert keys["volumes"] == [f"{role}-keys:/keys/{role}" for role in roles]
     done = {"condition": "service_completed_successfully"}
     assert SERVICES["sim"]["depends_on"] == {"keys": done}
-    for name in OURS[1:]:
+    for name in WITH_OUR_COMMAND[1:]:
         service = SERVICES[name]
         role = "trainer" if name == "trainer" else "server"
         assert service["environment"] == {"ENVSERVE_HOME": f"/keys/{role}"}
@@ -113,17 +113,17 @@ def test_keys_are_made_before_they_are_used_and_each_role_sees_its_own() -> None
 
 
 @pytest.mark.parametrize("name", ["trainer", "page"])
-def test_who_connects_finds_all_servers_by_name_once_they_are_healthy(
+def test_trainer_and_page_connect_to_all_servers_once_they_are_healthy(
     name: str,
 ) -> None:
     assert "dns://sim:5555" in SERVICES[name]["command"]
     assert SERVICES[name]["depends_on"] == {"sim": {"condition": "service_healthy"}}
     assert "tcp://0.0.0.0:5555" in SERVICES["sim"]["command"]
-    assert "healthcheck" not in SERVICES["sim"]  # that of its image counts
+    assert "healthcheck" not in SERVICES["sim"]  # the image has a health check
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_command_and_its_options_exist(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_OUR_COMMAND)
+def test_the_command_of_a_service_and_its_options_exist(name: str) -> None:
     service = SERVICES[name]
     program = PROGRAMS[service["image"].removeprefix("envserve-")]
     words = service["command"]
@@ -134,39 +134,39 @@ def test_command_and_its_options_exist(name: str) -> None:
     assert not missing, known
 
 
-def test_health_command_and_its_probes_exist() -> None:
+def test_the_health_command_and_its_options_exist() -> None:
     known = output_of("envserve", "health", "--help")
     assert "ADDRESS" in known.upper()
     assert all(word in known for word in HEALTH if word.startswith("--"))
 
 
-def test_server_image_asks_for_health_where_the_server_listens_by_default() -> None:
+def test_the_health_check_of_the_image_uses_the_default_address() -> None:
     (test,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)$", stages()["server"], re.M)
     assert yaml.safe_load(test) == HEALTH
     (address,) = HostSettings().binds
     assert address == HEALTH[-1]
 
 
-def test_a_drain_ends_before_docker_kills() -> None:
+def test_a_server_drains_before_docker_kills_it() -> None:
     assert not any("stop_grace_period" in service for service in SERVICES.values())
     assert HostSettings().drain_grace_seconds + 1 < 10
 
 
-def test_trained_config_exists() -> None:
+def test_the_config_of_the_trainer_exists() -> None:
     command = SERVICES["trainer"]["command"]
     assert command[:2] == ["train", "cartpole"]
     assert re.search(r"\bcartpole\b", output_of("ppo", "configs"))
 
 
-def test_images_run_their_program_as_an_ordinary_user() -> None:
+def test_images_run_their_program_as_an_unprivileged_user() -> None:
     for target, program in PROGRAMS.items():
         stage = stages()[target]
         assert f'ENTRYPOINT ["{program}"]' in stage
-        assert "USER 10001:10001" in stage  # a number, which tells that it is not root
+        assert "USER 10001:10001" in stage  # Kubernetes can check that it is not root
     assert "--uid 10001" in stages()["base"]
 
 
-def test_dockerfile_copies_what_exists_and_is_not_ignored() -> None:
+def test_the_dockerfile_copies_existing_files_that_are_not_ignored() -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     copies = re.findall(r"^COPY (.*?) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
     for name in " ".join(copies).split():
@@ -174,7 +174,7 @@ def test_dockerfile_copies_what_exists_and_is_not_ignored() -> None:
         assert f"!{name}" in allowed
 
 
-def test_server_image_installs_no_tensorflow() -> None:
+def test_the_server_image_does_not_contain_tensorflow() -> None:
     extras = {
         name: set(re.findall(r"[\w-]+(?=[\],])", text.partition('".[')[2]))
         for name, text in stages().items()
@@ -184,13 +184,13 @@ def test_server_image_installs_no_tensorflow() -> None:
     assert "mujoco" in extras["server"]
 
 
-def test_volume_of_runs_is_a_folder_that_the_image_prepares() -> None:
+def test_the_image_creates_the_folder_of_the_runs_volume() -> None:
     volume, _, path = SERVICES["trainer"]["volumes"][-1].partition(":")
     assert volume == "runs"
     assert path in stages()["base"]
 
 
-def test_an_edit_of_the_source_downloads_nothing() -> None:
+def test_rebuilding_an_image_after_an_edit_downloads_nothing() -> None:
     for target in PROGRAMS:
         before, _, after = stages()[target].partition("COPY envserve")
         assert "pip install --constraint" in before
@@ -199,19 +199,19 @@ def test_an_edit_of_the_source_downloads_nothing() -> None:
         ]
 
 
-def test_prometheus_asks_where_the_services_answer() -> None:
+def test_prometheus_scrapes_the_metrics_ports_of_the_services() -> None:
     file = ROOT / "deploy" / "prometheus" / "prometheus.yml"
     jobs = yaml.safe_load(file.read_text())["scrape_configs"]
-    asked = {(d["names"][0], d["port"]) for j in jobs for d in j["dns_sd_configs"]}
+    scraped = {(d["names"][0], d["port"]) for j in jobs for d in j["dns_sd_configs"]}
     commands = {name: SERVICES[name]["command"] for name in ("sim", "trainer")}
-    answering = {
+    served = {
         (name, int(words[words.index("--metrics-port") + 1]))
         for name, words in commands.items()
     }
-    assert asked == answering
+    assert scraped == served
 
 
-def test_the_unit_of_systemd_runs_a_command_that_exists() -> None:
+def test_the_systemd_unit_runs_an_existing_command_and_waits_for_its_drain() -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(ROOT / "deploy" / "systemd" / "envserve.service")

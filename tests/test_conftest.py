@@ -1,4 +1,4 @@
-"""The suite's own guards: each one is made to strike."""
+"""The checks in tests/conftest.py fail the tests that they should fail."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ABORTING = "import os\ndef test_x():\n    os.write(2, b'last words')\n    os.abo
 
 
 def run_suite(folder: Path, tests: str, *options: str) -> str:
-    """The output of pytest, with the suite's conftest, over one file of `tests`."""
+    """Return the output of pytest with the suite's conftest.py and one test file."""
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "test_sample.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
@@ -82,7 +82,7 @@ def run_suite(folder: Path, tests: str, *options: str) -> str:
     return finished.stdout + finished.stderr
 
 
-def test_what_is_left_running_fails_its_test_and_a_seed_repeats_a_failure(
+def test_leftover_processes_fail_their_test_and_a_seed_repeats_a_failure(
     tmp_path: Path,
 ) -> None:
     first = run_suite(tmp_path, SAMPLE, "--random-seed=7")
@@ -102,14 +102,14 @@ def test_what_is_left_running_fails_its_test_and_a_seed_repeats_a_failure(
     assert drawn(first) == drawn(again) != drawn(other)
 
 
-def test_what_a_process_wrote_before_it_aborted_is_shown(tmp_path: Path) -> None:
+def test_the_output_of_an_aborted_worker_is_shown(tmp_path: Path) -> None:
     options = ("--numprocesses=1", "--max-worker-restart=0")
     output = run_suite(tmp_path, ABORTING, *options)
     assert "\nlast words" in output
     assert "crashed while running" in output
 
 
-def test_repro_files_of_the_suite_push_out_none_of_the_users() -> None:
+def test_repro_files_of_the_suite_are_not_in_the_users_folder() -> None:
     folder = default_folder()
     assert f"envserve-suite-{os.getuid()}" in folder.parts
-    assert folder.parent == Path(os.environ["TMPDIR"])  # of processes that it starts
+    assert folder.parent == Path(os.environ["TMPDIR"])  # child processes inherit it

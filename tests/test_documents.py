@@ -1,4 +1,4 @@
-"""README and docs: short, whole, and about what there is."""
+"""README and docs are complete, and name only things that exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_page_of_settings_is_current() -> None:
     assert PAGE.read_text() == page()
 
 
-def test_every_page_is_in_the_contents_of_the_site() -> None:
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     listed = re.findall(r"[\w-]+\.(?:md|ipynb)", nav)
     pages = [path.name for path in DOCS.iterdir() if path.suffix in (".md", ".ipynb")]
@@ -58,7 +58,7 @@ def test_every_public_name_is_on_the_api_page_with_a_docstring() -> None:
 
 
 @pytest.mark.parametrize("module", [envserve.errors, ppo.errors])
-def test_every_error_is_explained(module: object) -> None:
+def test_every_error_class_is_explained(module: object) -> None:
     bases = {"EnvserveError", "PpoError"}
     for name, kind in inspect.getmembers(module, inspect.isclass):
         if issubclass(kind, Exception) and kind.__module__ == module.__name__:  # type: ignore[attr-defined]
@@ -66,16 +66,16 @@ def test_every_error_is_explained(module: object) -> None:
 
 
 @pytest.mark.parametrize("finding", Finding)
-def test_every_reason_of_no_connection_is_explained(finding: Finding) -> None:
+def test_every_connection_error_is_explained(finding: Finding) -> None:
     error = connection_error(finding, "tcp://sim1:5555", None)
     if error is not None:
-        said = str(error).removeprefix("tcp://sim1:5555: ")
+        text = str(error).removeprefix("tcp://sim1:5555: ")
         explained = re.findall(r"^\| `([^`]+)`", TROUBLESHOOTING, re.M)
         starts = [line.partition(" NAME")[0] for line in explained]
-        assert any(said.startswith(start) for start in starts), said
+        assert any(text.startswith(start) for start in starts), text
 
 
-def test_what_the_algorithm_page_names_is_there() -> None:
+def test_functions_and_settings_on_the_algorithm_page_exist() -> None:
     text = (DOCS / "ppo.md").read_text()
     places = re.findall(r"`(ppo/[\w/]+\.py)`((?:,?\s`[\w.]+`)+)", text)
     assert len(places) == len(re.findall(r"`ppo/[\w/]+\.py`", text)) > 20
@@ -88,6 +88,6 @@ def test_what_the_algorithm_page_names_is_there() -> None:
     assert settings - {"ratio_deviation"} <= set(Config.__dataclass_fields__)
 
 
-def test_the_contents_are_valid_yaml() -> None:
+def test_the_configuration_of_the_site_is_valid_yaml() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     assert yaml.safe_load(text)["site_name"] == "envserve"

@@ -1,6 +1,6 @@
-"""deploy/kubernetes: what a schema cannot know. Names agree, commands exist, keys open.
+"""deploy/kubernetes: consistent names, existing commands, and keys that can be read.
 
-tests/doors/test_kubernetes.py holds the schemas, and has a trainer learn in the pods.
+tests/doors/test_kubernetes.py checks the schemas, and trains in the pods.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SERVERS, TRAINER = pod_spec("StatefulSet", "envs"), pod_spec("Job", "trainer")
 PODS = pytest.mark.parametrize("spec", [SERVERS, TRAINER], ids=["envs", "trainer"])
 (SERVER,), (LEARNER,) = SERVERS["containers"], TRAINER["containers"]
 ADDRESS = "tcp://0.0.0.0:5555"
-#: Lets a client step the envs of all servers that the name stands for.
+#: Code of a client that steps the envs of all servers that the name resolves to.
 STEPS = """
 from envserve.client import BatchEnv
 with BatchEnv.connect("CartPole-v1", ["dns://envs:5555"], num_envs=8, seed=0) as env:
@@ -52,7 +52,7 @@ with BatchEnv.connect("CartPole-v1", ["dns://envs:5555"], num_envs=8, seed=0) as
 
 
 def parse(program: str, command: str, *words: str) -> dict[str, Any]:
-    """The options of a command line, read by the program itself, which does nothing."""
+    """Return the parsed options of a command line, without running the command."""
     app = {"envserve": envserve.cli.app, "ppo": ppo.cli.app}[program].PROGRAM
     function = app.command(command)
     defaults = {o.name: o.default for o in command_lines.options_of(function)}
@@ -71,7 +71,7 @@ def labels_of(kind: str, name: str) -> dict[str, str]:
     return labels
 
 
-def test_a_wrong_option_would_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_would_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("envserve", *SERVER["args"], "--drain-gracious", "1")
     assert "there is no option --drain-gracious" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_a_wrong_option_would_be_seen(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_trainers_connect_to_the_name_and_port_where_servers_listen() -> None:
     service = resource("Service", "envs")["spec"]
-    assert service["clusterIP"] == "None"  # the name stands for all pods
+    assert service["clusterIP"] == "None"  # the name resolves to all pods
     (port,) = service["ports"]
     assert options_of(LEARNER)["connect"] == [f"dns://envs:{port['port']}"]
     assert options_of(SERVER)["binds"] == (ADDRESS,)
@@ -88,7 +88,7 @@ def test_trainers_connect_to_the_name_and_port_where_servers_listen() -> None:
     assert resource("StatefulSet", "envs")["spec"]["serviceName"] == "envs"
 
 
-def test_what_selects_servers_and_trainers_finds_them() -> None:
+def test_selectors_match_the_labels_of_servers_and_trainers() -> None:
     servers, trainers = labels_of("StatefulSet", "envs"), labels_of("Job", "trainer")
     assert resource("Service", "envs")["spec"]["selector"] == servers
     selected = {"matchLabels": servers}
@@ -103,34 +103,34 @@ def test_what_selects_servers_and_trainers_finds_them() -> None:
     assert inward["ingress"] == [
         {"from": [{"podSelector": outward["podSelector"]}], "ports": [{"port": 5555}]}
     ]
-    assert "egress" not in inward  # envs are code of others
+    assert "egress" not in inward  # envs are untrusted code
     assert "ingress" not in outward
     to_servers, to_names = outward["egress"]
     assert to_servers == {"to": [{"podSelector": selected}], "ports": [{"port": 5555}]}
     assert {each["port"] for each in to_names["ports"]} == {53}
 
 
-def test_probes_ask_what_the_image_asks_and_not_for_free_envs() -> None:
+def test_probes_run_the_health_check_of_the_image_without_readiness() -> None:
     for probe in ("startupProbe", "livenessProbe"):
         assert SERVER[probe]["exec"]["command"] == HEALTH
         parse(*SERVER[probe]["exec"]["command"])
-        # `health` itself waits less than the kubelet does.
+        # The kubelet waits longer than `health` itself.
         assert SERVER[probe]["timeoutSeconds"] >= 5 * parse(*HEALTH)["timeout"]
     assert "readinessProbe" not in SERVER
 
 
-def test_a_drain_ends_before_a_pod_is_killed() -> None:
+def test_a_server_drains_before_its_pod_is_killed() -> None:
     drain = float(options_of(SERVER)["drain_grace_seconds"])
-    assert drain > HostSettings().drain_grace_seconds  # a pod has more time
+    assert drain > HostSettings().drain_grace_seconds  # pods have more time than Docker
     assert drain + 5 <= SERVERS["terminationGracePeriodSeconds"]
 
 
-def test_a_job_goes_on_after_what_it_should_and_ends_after_what_it_must() -> None:
+def test_the_job_restarts_stopped_trainers_and_fails_on_wrong_configurations() -> None:
     options = options_of(LEARNER)
     assert options["restartable"]
     settings = apply_settings(CONFIGS[options["config"]], options["set_"])
-    assert settings.on_server_lost == "pad"  # a pod that comes back takes its time
-    assert TRAINER["restartPolicy"] == "Never"  # else the job has no failure policy
+    assert settings.on_server_lost == "pad"  # rescheduling a pod takes long
+    assert TRAINER["restartPolicy"] == "Never"  # required by podFailurePolicy
     job = resource("Job", "trainer")["spec"]
     evicted, stopped, refused = job["podFailurePolicy"]["rules"]
     assert evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
@@ -143,10 +143,10 @@ def test_a_job_goes_on_after_what_it_should_and_ends_after_what_it_must() -> Non
         assert rule["onExitCodes"]["containerName"] == LEARNER["name"]
         assert rule["onExitCodes"]["values"] == [code]
     assert evicted["action"] == "Ignore"
-    assert job["podReplacementPolicy"] == "Failed"  # never two on one folder
+    assert job["podReplacementPolicy"] == "Failed"  # never two pods with one run folder
 
 
-def test_a_run_is_on_the_volume_where_the_image_runs() -> None:
+def test_the_run_folder_is_on_the_mounted_volume() -> None:
     mounts = {each["name"]: each["mountPath"] for each in LEARNER["volumeMounts"]}
     assert mounts["runs"] == f"{WORKDIR}/runs"
     assert Path(WORKDIR, options_of(LEARNER)["run_dir"]).is_relative_to(mounts["runs"])
@@ -154,7 +154,7 @@ def test_a_run_is_on_the_volume_where_the_image_runs() -> None:
     assert mounts["runs"] in stages()["base"]
 
 
-def test_the_trainer_begins_with_one_server_and_has_room_for_all() -> None:
+def test_the_trainer_starts_with_one_server_and_can_use_all() -> None:
     (container,) = TRAINER["initContainers"]
     assert "until getent hosts envs;" in container["command"][-1]
     replicas = resource("StatefulSet", "envs")["spec"]["replicas"]
@@ -167,11 +167,13 @@ def test_the_trainer_begins_with_one_server_and_has_room_for_all() -> None:
     target = scaler["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("StatefulSet", "envs")
     assert "hpa.yaml" not in kustomization()["resources"]
-    assert SERVER["resources"]["requests"]["cpu"]  # of which the scaler takes per cent
+    assert SERVER["resources"]["requests"][
+        "cpu"
+    ]  # the scaler's percentages refer to it
 
 
 @PODS
-def test_pods_may_what_the_profile_restricted_allows(spec: dict[str, Any]) -> None:
+def test_pods_meet_the_pod_security_standard_restricted(spec: dict[str, Any]) -> None:
     user = stages()["server"].partition("USER ")[2].split()[0]
     context = spec["securityContext"]
     assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
@@ -195,7 +197,9 @@ def test_pods_may_what_the_profile_restricted_allows(spec: dict[str, Any]) -> No
 
 
 @PODS
-def test_keys_come_from_a_secret_of_the_kustomization(spec: dict[str, Any]) -> None:
+def test_keys_are_copied_from_a_secret_of_the_kustomization(
+    spec: dict[str, Any],
+) -> None:
     (secret,) = (v["secret"] for v in spec["volumes"] if "secret" in v)
     made = {each["name"] for each in kustomization()["secretGenerator"]}
     assert secret["secretName"] in made
@@ -209,7 +213,7 @@ def test_keys_come_from_a_secret_of_the_kustomization(spec: dict[str, Any]) -> N
     assert memory["emptyDir"] == {"medium": "Memory"}
 
 
-def test_secrets_are_made_of_the_files_that_the_command_makes(tmp_path: Path) -> None:
+def test_secrets_contain_the_files_that_keys_make_creates(tmp_path: Path) -> None:
     make_keys(tmp_path)
     made = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     named = [
@@ -219,7 +223,7 @@ def test_secrets_are_made_of_the_files_that_the_command_makes(tmp_path: Path) ->
     assert "/deploy/kubernetes/keys/" in (ROOT / ".gitignore").read_text().split()
 
 
-def test_images_are_those_of_the_dockerfile_and_of_this_release() -> None:
+def test_images_have_the_names_and_the_version_of_this_release() -> None:
     images = kustomization()["images"]
     assert [each["name"] for each in images] == sorted(ENTRYPOINTS)
     assert {each["newTag"] for each in images} == {PROJECT["version"]}
@@ -231,7 +235,7 @@ def test_images_are_those_of_the_dockerfile_and_of_this_release() -> None:
     assert used == set(ENTRYPOINTS)
 
 
-def test_the_document_leads_from_keys_to_a_training_in_three_commands() -> None:
+def test_three_documented_commands_start_a_training() -> None:
     _, apply, follow = document_commands()
     assert apply == f"kubectl apply -k {MANIFESTS.relative_to(ROOT)}"
     assert follow.endswith("kubectl logs -f job/trainer")
@@ -249,13 +253,13 @@ def hosts() -> Iterator[Hosts]:
 
 
 def wait_until(pod: Pod, condition: str, *arguments: str) -> None:
-    """Waits for a pod; the limit of the test's own time ends that."""
+    """Wait for a condition of a pod, until the time limit of the test."""
     while not getattr(pod, condition)(*arguments):
         assert pod.process.poll() in (None, 0), pod.log()
 
 
 @needs_namespaces
-def test_pods_open_their_keys_find_each_other_and_drain(
+def test_pods_read_their_keys_connect_to_each_other_and_drain(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     make_keys(tmp_path)
@@ -271,13 +275,13 @@ def test_pods_open_their_keys_find_each_other_and_drain(
             pod.start()
         for pod in servers:
             wait_until(pod, "passes", "startupProbe")
-        assert not trainer.is_initialised()  # nobody knows the name yet
+        assert not trainer.is_initialised()  # the name does not resolve yet
         names.publish(*servers)
         wait_until(trainer, "is_initialised")
         stepped = trainer.run("python", "-c", STEPS)
         assert stepped.stdout == "2 8\n", stepped.stderr
-        stranger = servers[0].run("python", "-c", "open('/srv/x', 'w')")
-        assert "Read-only file system" in stranger.stderr
+        written = servers[0].run("python", "-c", "open('/srv/x', 'w')")
+        assert "Read-only file system" in written.stderr
         wait_until(servers[0], "passes", "livenessProbe")
         servers[0].terminate()
         assert servers[0].process.wait() == 0, servers[0].log()

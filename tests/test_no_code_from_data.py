@@ -1,7 +1,7 @@
-"""Nothing that comes from another process, or from a file, is run as code.
+"""Data from other processes or from files is never run as code.
 
-The first test reads the code; the second one watches a server and a client while they
-are sent what nobody should send.
+The first test searches the source; the last one audits a server and a client while they
+receive malformed messages.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ ATTRIBUTES = frozenset(
         *("literal_eval", "system", "popen", "find_class"),
     }
 )
-#: Where names become modules, and where those names are from.
+#: Files that import modules by name, and the source of the names.
 IMPORTS = {
-    "envserve/__init__.py": "a table of what is exported, in that file",
-    "envserve/cli/program.py": "the names of commands, listed in app.py",
-    "envserve/demo/servers.py": "what its own envs draw with, listed there",
+    "envserve/__init__.py": "a table of the exported names in that file",
+    "envserve/cli/program.py": "the names of a program's commands, which it lists",
+    "envserve/demo/servers.py": "a list of rendering modules in that file",
     "envserve/envs/registry.py": "import_modules of the operator; Gymnasium's plugins",
-    "envserve/wire/__init__.py": "its own modules, which it lists",
+    "envserve/wire/__init__.py": "a list of its own modules",
     "envserve/wrappers/apply.py": "the table of wrappers; a name is looked up in it",
-    "ppo/config/named_configs.py": "a config of the user's own, in Python",
-    "ppo/user_code.py": "what the user's own config names as code of theirs",
+    "ppo/config/named_configs.py": "the user's config, in Python",
+    "ppo/user_code.py": "user code that the user's config names",
 }
-#: Where a dtype is not written out, and where it is from.
+#: Dtypes that are not literals, and their source.
 DTYPES = {
-    "envserve/spaces/codec.py: name": "a table of names, above",
-    "envserve/spaces/leaves.py: space.dtype": "a space that was made already",
-    "envserve/spaces/env_spec.py: space.dtype": "a space that was made already",
-    "envserve/slab.py: kind": "a tuple of types, beside it",
+    "envserve/spaces/codec.py: name": "a table of allowed names",
+    "envserve/spaces/leaves.py: space.dtype": "an existing space",
+    "envserve/spaces/env_spec.py: space.dtype": "an existing space",
+    "envserve/slab.py: kind": "a tuple of types in that file",
 }
 
 
 def found_in(path: Path) -> Iterator[str]:
-    """What is banned in a file, as text; what needs a reason, with its place."""
+    """Yield the banned names in a file, except for those with a reason above."""
     place = path.relative_to(ROOT).as_posix()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -65,7 +65,7 @@ def found_in(path: Path) -> Iterator[str]:
             if top in MODULES:
                 yield f"{place}: import {module}"
             by_name = top in ("importlib", "pkgutil", "imp", "runpy")
-            by_name &= module != "importlib.metadata"  # which imports nothing
+            by_name &= module != "importlib.metadata"  # imports no modules
             if by_name and place not in IMPORTS:
                 yield f"{place}: imports by name"
         match node:
@@ -77,19 +77,19 @@ def found_in(path: Path) -> Iterator[str]:
                 yield f"{place}: yaml.load"
             case ast.keyword(arg="allow_pickle" | "shell"):
                 yield f"{place}: {node.arg}"
-            case ast.Call(func=ast.Attribute(attr="dtype"), args=[of, *_]):
-                text = f"{place}: {ast.unparse(of)}"
-                if not is_written_out(of) and text not in DTYPES:
+            case ast.Call(func=ast.Attribute(attr="dtype"), args=[argument, *_]):
+                text = f"{place}: {ast.unparse(argument)}"
+                if not is_literal(argument) and text not in DTYPES:
                     yield f"{text} as a dtype"
 
 
-def is_written_out(node: ast.expr) -> bool:
-    """Whether a dtype is one of NumPy's by its name, or a list that stands there."""
+def is_literal(node: ast.expr) -> bool:
+    """Return whether a dtype is a name of NumPy, a constant, or a list of these."""
     match node:
         case ast.Attribute(value=ast.Name(id="np")) | ast.Constant():
             return True
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return all(map(is_written_out, items))
+            return all(map(is_literal, items))
     return False
 
 
@@ -112,40 +112,40 @@ def test_no_data_becomes_code(path: Path) -> None:
         *("subprocess.run(x, shell=True)", "os.system(x)", "f = eval"),
     ],
 )
-def test_what_is_banned_is_found(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_banned_names_are_found(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: text)
     assert list(found_in(ROOT / "envserve" / "other.py"))
 
 
-#: Runs in a process of its own, since a hook stays until its end.
-WATCHED = """
+#: Runs in another process, because audit hooks cannot be removed.
+AUDITED = """
 import logging, sys
 logging.disable(logging.CRITICAL)
 from tests.envserve.fuzzing import fuzz, make_targets
 
 targets = make_targets()
-fuzz(targets, 20_000, seed=0)  # what is imported or compiled once, is so now
+fuzz(targets, 20_000, seed=0)  # causes all imports and compilations that happen once
 found = []
 NAMES = ("import", "exec", "compile", "open", "pickle.", "marshal.", "subprocess.",
          "os.", "ctypes.", "socket.", "shutil.", "code.")
 
-def watch(event, arguments):
+def audit(event, arguments):
     if event.startswith(NAMES):
         found.append((event, repr(arguments)[:200]))
 
-sys.addaudithook(watch)
+sys.addaudithook(audit)
 fuzz(targets, 40_000, seed=1)
-seen = found[:]
+during_fuzzing = found[:]
 eval("1")
-import this  # both of these are seen
+import this  # the hook finds both
 assert {event for event, _ in found} >= {"import", "exec", "compile"}, found
-print(len(seen), seen[:5])
+print(len(during_fuzzing), during_fuzzing[:5])
 """
 
 
-def test_nothing_is_run_or_opened_while_strange_messages_are_handled() -> None:
+def test_malformed_messages_run_no_code_and_open_no_files() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", WATCHED],
+        [sys.executable, "-c", AUDITED],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The script by which make installs speaks while it takes long."""
+"""scripts/pip_install.py prints progress during a long installation."""
 
 import os
 import sys
@@ -9,22 +9,22 @@ import pytest
 from scripts import pip_install
 
 
-def test_a_line_comes_now_and_then_and_the_exit_code_at_last(
+def test_progress_lines_are_printed_and_the_exit_code_is_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    told: list[str] = []
+    lines: list[str] = []
 
-    def tell(line: str, **_: object) -> None:
-        told.append(line)
-        if sum(each.endswith("s  Collecting x") for each in told) == 2:
+    def append(line: str, **_: object) -> None:
+        lines.append(line)
+        if sum(each.endswith("s  Collecting x") for each in lines) == 2:
             gate.write_text("enough")
 
     waits = f"print('Collecting x', flush=True); open({str(gate)!r}).read(); exit(3)"
     monkeypatch.setattr(pip_install, "COMMAND", (sys.executable, "-c", waits))
     monkeypatch.setattr(pip_install, "SECONDS_BETWEEN_LINES", 0.1)
-    monkeypatch.setattr(pip_install, "print", tell, raising=False)
+    monkeypatch.setattr(pip_install, "print", append, raising=False)
     monkeypatch.setattr(sys, "argv", ["pip_install.py"])
     assert pip_install.main() == 3
-    assert told[-1].endswith("s  Collecting x")
+    assert lines[-1].endswith("s  Collecting x")

@@ -1,4 +1,4 @@
-"""The project as a whole: import rules, light imports, pins, and portable files."""
+"""The project as a whole: import rules, fast imports, pins and portable files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Imports the program and the module of each command.
+#: Statement that imports the program and the modules of all commands.
 ALL_COMMANDS = (
     "from envserve.cli.app import PROGRAM; [*map(PROGRAM.command, PROGRAM.names)]"
 )
@@ -49,7 +49,7 @@ PINS = dict(line.split("==") for line in PINNED_LINES)
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The top-level names of all modules that a fresh interpreter has afterwards."""
+    """Return the top-level modules that a statement loads in a new interpreter."""
     code = f"{statement}\nimport sys\nprint(*{{n.split('.')[0] for n in sys.modules}})"
     finished = subprocess.run(
         [sys.executable, "-c", code],
@@ -62,13 +62,13 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def project_files() -> list[Path]:
-    """Every file that belongs to the project, committed or about to be."""
+    """Return all files of the project, committed or not, except ignored ones."""
     if not (ROOT / ".git").exists():  # an unpacked archive
         paths = [path for path in ROOT.rglob("*") if path.is_file()]
         return [
             path for path in paths if not NOT_OURS & {*path.relative_to(ROOT).parts}
         ]
-    # CI may own the checkout under another user, which git would refuse.
+    # Git would refuse a checkout that belongs to another user, which is possible in CI.
     git = ["git", "-c", "safe.directory=*"]
     listed = subprocess.run(
         [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -84,7 +84,7 @@ def project_files() -> list[Path]:
 def installed_closure(
     requirement_lines: list[str], *, may_be_absent: bool = False
 ) -> set[str]:
-    """The canonical names of all that these requirements bring on this machine."""
+    """Return the names of all packages that requirements install on this machine."""
     found: set[str] = set()
     pending = [(Requirement(line), "") for line in requirement_lines]
     visited: set[tuple[str, frozenset[str]]] = set()
@@ -122,24 +122,24 @@ def test_import_rules_hold() -> None:
 
 
 @pytest.mark.parametrize("package", ["benchmarks", "envserve", "ppo"])
-def test_every_folder_is_a_package_that_the_import_rules_see(package: str) -> None:
+def test_every_folder_is_a_package_so_that_import_rules_apply(package: str) -> None:
     folders = {file.parent for file in (ROOT / package).rglob("*.py")}
     assert ROOT / package in folders
     assert [f for f in folders if not (f / "__init__.py").is_file()] == []
 
 
-def test_wire_and_session_are_held_to_do_no_io() -> None:
+def test_an_import_rule_forbids_io_in_wire_and_session() -> None:
     contracts = SETTINGS["tool"]["importlinter"]["contracts"]
-    held = next(c for c in contracts if c["name"].startswith("Sessions and formats"))
+    rule = next(c for c in contracts if c["name"].startswith("Sessions and formats"))
     wire = (ROOT / "envserve" / "wire").glob("[a-z]*.py")
     modules = {f"envserve.wire.{path.stem}" for path in wire} | {"envserve.session"}
     modules.remove("envserve.wire.sockets")
-    assert {"asyncio", "time", "zmq"} <= set(held["forbidden_modules"])
-    missing = modules - set(held["source_modules"])
-    assert not missing, f"add them to the contract {held['name']!r} in pyproject.toml"
+    assert {"asyncio", "time", "zmq"} <= set(rule["forbidden_modules"])
+    missing = modules - set(rule["source_modules"])
+    assert not missing, f"add them to the contract {rule['name']!r} in pyproject.toml"
 
 
-def test_importing_envserve_loads_almost_nothing() -> None:
+def test_importing_envserve_loads_no_other_package() -> None:
     added = loaded_by("import envserve") - loaded_by("")
     assert added == {"envserve"}
 
@@ -147,7 +147,7 @@ def test_importing_envserve_loads_almost_nothing() -> None:
 @pytest.mark.parametrize(
     "module", ["envserve.worker.process", "envserve.pool.launcher"]
 )
-def test_worker_side_loads_neither_zmq_nor_asyncio(module: str) -> None:
+def test_worker_processes_load_neither_zmq_nor_asyncio(module: str) -> None:
     loaded = loaded_by(f"import {module}")
     assert loaded & {"zmq", "asyncio", "tensorflow", "keras"} == set()
 
@@ -162,19 +162,19 @@ def test_envserve_loads_no_tensorflow(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo.evaluation.plot", "benchmarks.cli"])
-def test_importing_loads_no_tensorflow(name: str) -> None:
+def test_importing_ppo_or_benchmarks_loads_no_tensorflow(name: str) -> None:
     assert loaded_by(f"import {name}") & {"tensorflow", "keras"} == set()
 
 
-def test_importing_ppo_loads_almost_nothing() -> None:
+def test_importing_ppo_loads_no_other_package() -> None:
     assert loaded_by("import ppo") - loaded_by("") == {"ppo"}
 
 
-def test_the_command_loads_what_a_sub_command_needs_only_for_it() -> None:
+def test_importing_all_commands_loads_no_slow_modules() -> None:
     assert loaded_by(ALL_COMMANDS) & {"numpy", "gymnasium", "zmq"} == set()
 
 
-def test_a_probe_of_a_server_loads_no_arrays() -> None:
+def test_a_health_probe_does_not_load_numpy() -> None:
     loaded = loaded_by(f"{ALL_COMMANDS}; import envserve.client.link.connection")
     loaded |= loaded_by("import envserve.monitoring.health_probe")
     assert {"envserve", "zmq"} <= loaded
@@ -187,12 +187,12 @@ def test_checking_wrappers_loads_no_gymnasium() -> None:
 
 
 @pytest.mark.parametrize("package", ["envserve", "ppo"])
-def test_package_is_marked_as_typed(package: str) -> None:
+def test_the_package_is_marked_as_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
 
 
 @pytest.mark.parametrize("line", sorted(set(DECLARED)))
-def test_dependency_is_bounded_and_pinned_within_its_bounds(line: str) -> None:
+def test_a_dependency_has_bounds_and_a_pin_within_them(line: str) -> None:
     requirement = Requirement(line)
     operators = {specifier.operator for specifier in requirement.specifier}
     assert ">=" in operators
@@ -200,7 +200,7 @@ def test_dependency_is_bounded_and_pinned_within_its_bounds(line: str) -> None:
     assert Version(PINS[canonicalize_name(requirement.name)]) in requirement.specifier
 
 
-def test_constraints_hold_names_and_versions_only() -> None:
+def test_constraints_contain_only_names_and_versions() -> None:
     wrong = [n for n in PINNED_LINES if not re.fullmatch(r"[a-z0-9-]+==[0-9.]+", n)]
     assert not wrong
     assert len(PINS) == len(PINNED_LINES)
@@ -216,8 +216,8 @@ def test_constraints_pin_everything_that_make_installs() -> None:
 
 
 @pytest.mark.parametrize("extra", sorted(NOT_IN_VENV))
-def test_constraints_pin_what_may_be_absent_here(extra: str) -> None:
-    # Only a benchmark or an adapter needs them: what they bring is seen where they are.
+def test_constraints_pin_extras_that_may_not_be_installed(extra: str) -> None:
+    # Dependencies of packages that are not installed here are unknown and not checked.
     unpinned = installed_closure(EXTRAS[extra], may_be_absent=True) - PINS.keys()
     assert not unpinned, "add them to constraints.txt with the version installed"
 
@@ -249,29 +249,30 @@ def lines_that_match(pattern: re.Pattern[str]) -> list[str]:
     ]
 
 
-def test_gate_scripts_are_executable() -> None:
+def test_the_scripts_that_run_all_checks_are_executable() -> None:
     for script in ("scripts/check", ".ci/run"):
         assert os.access(ROOT / script, os.X_OK), script
 
 
-#: Private names of the product that tests use, by file; there may only be fewer.
+#: Maximum number of uses of private names of the product by each test file; it may only
+#: decrease.
 PRIVATE_USES = """
     broken_servers=6 fake_lane=3 fake_workers=1 fuzzing=1 planted_bugs=3
     planted_worker_bugs=1 test_absence=1 test_action_ring=3 test_calls=1
-    test_compiled_code=2 test_doctor=14 test_drain=1 test_encoded_batches=1
-    test_evaluate=1 test_fake_workers=3 test_fault_log=9 test_fleet=2
-    test_launcher=15 test_learners=1 test_lost_blocks=1 test_metrics_port=1
-    test_own_envs=3 test_page=1 test_page_attacked=2 test_pool=1
-    test_pool_interrupts=4 test_pool_lifetime=5 test_remote_lane=5
+    test_compiled_code=2 test_doctor=14 test_drain=1 test_evaluate=1
+    test_fault_log=9 test_launcher=15 test_learners=1 test_lost_blocks=1
+    test_metrics_port=1 test_misbehaving_workers=3 test_page=1 test_page_attacked=2
+    test_pool=1 test_pool_interrupts=4 test_pool_lifetime=5 test_remote_lane=5
     test_remote_lane_interrupts=1 test_replay=1 test_screen=2 test_seeds=5
-    test_server_shell=7 test_session_reports=1 test_status=3 test_status_command=3
-    test_stderr_pipes=8 test_update=1 test_vector_env=4 test_vector_infos=1
+    test_server_pool=2 test_server_shell=7 test_session_reports=1 test_status=3
+    test_status_command=3 test_stderr_pipes=8 test_update=1 test_user_envs=3
+    test_variable_length_batches=1 test_vector_env=4 test_vector_infos=1
     test_visualize=1 test_zap=4 hijacker=3 trainer=1
 """
 
 
 def defined_names(tree: ast.AST) -> Iterator[str]:
-    """Yield what a module binds: functions, classes, variables and attributes."""
+    """Yield the functions, classes, variables and attributes that a module defines."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -283,7 +284,7 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
 
 
 def used_names(tree: ast.AST) -> Iterator[str]:
-    """Yield attributes that are read, names that are imported, or that are patched."""
+    """Yield names of attributes, of imports, and of patched attributes."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(attr=name):
@@ -309,4 +310,4 @@ def test_tests_use_no_more_private_names_of_the_product() -> None:
         found[file] += sum(name in foreign for name in used_names(tree))
     allowed = {file: int(n) for file, n in re.findall(r"(\w+)=(\d+)", PRIVATE_USES)}
     more = {file: n for file, n in found.items() if n > allowed.get(file, 0)}
-    assert more == {}, "use what is public, or an argument of a constructor"
+    assert more == {}, "use public names or constructor arguments instead"

@@ -1,4 +1,4 @@
-"""The three commands of the README on two hosts, from fresh homes to a training."""
+"""The three commands of the README start a training on two hosts with empty homes."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ def hosts() -> Iterator[Hosts]:
 
 
 def on_a_terminal(**words: Any) -> str:
-    """What a command says on a terminal, in however many pieces that comes."""
+    """Run a command with a terminal as stdout, and return its output."""
     master, terminal = pty.openpty()
     subprocess.run(**words, stdout=terminal, check=True)
     os.close(terminal)
-    said = b""
-    with contextlib.suppress(OSError):  # at the end, since nobody can say more
+    output = b""
+    with contextlib.suppress(OSError):  # raised at the end of the output
         while True:
-            said += os.read(master, 1000)
+            output += os.read(master, 1000)
     os.close(master)
-    return said.decode()
+    return output.decode()
 
 
 @needs_namespaces
-def test_three_commands_lead_from_fresh_homes_to_a_training(
+def test_three_commands_start_a_training_on_fresh_hosts(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     def words(host: str, command: str, home: str = "") -> dict[str, Any]:
-        """Arguments for `subprocess`: a shell on a host, with that host's home."""
+        """Return arguments of `subprocess` for a shell on a host with its home."""
         folder = tmp_path / (home or host)
         folder.mkdir(exist_ok=True)
-        own = {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}"}
-        own["PYTHONPATH"] = str(ROOT)
+        variables = {k: v for k, v in os.environ.items() if k != "ENVSERVE_HOME"}
+        variables |= {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}"}
         return {
             "args": hosts.command(host, "sh", "-c", command),
             "cwd": folder,
-            "env": {k: v for k, v in os.environ.items() if k != "ENVSERVE_HOME"} | own,
+            "env": variables | {"PYTHONPATH": str(ROOT)},
             "text": True,
         }
 

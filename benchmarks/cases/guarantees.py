@@ -23,7 +23,7 @@ from benchmarks.command import (
 from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import stepping_batch_env
-from envserve.bench.interleaved import SPEED, Measure, stepping
+from envserve.bench.interleaved import SPEED, Measure, make_measure
 from envserve.bench.workload import Workload
 from envserve.envs.registry import make_env
 
@@ -107,7 +107,7 @@ def bare_slab(load: Workload) -> Iterator[Measure]:
                 bell.recv(1)
             return [array.copy() for array in (seen, *rest)]
 
-        yield stepping(step, load.actions(), load)
+        yield make_measure(step, load.actions(), load)
 
 
 def _work(

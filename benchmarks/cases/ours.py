@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.harness import Case
 from envserve.bench.cases import BINDS, batch_env, stepping_batch_env
-from envserve.bench.interleaved import Measure, stepping
+from envserve.bench.interleaved import Measure, make_measure
 from envserve.bench.workload import Workload
 from envserve.client.make_vec import make_vec
 
@@ -41,7 +41,7 @@ def stepping_without_keys(load: Workload) -> Iterator[Measure]:
     """Step over tcp without keys, to measure the cost of keys."""
     options = ("--insecure-no-auth",)
     with batch_env(load, BINDS["tcp"], options, insecure=True) as batch:
-        yield stepping(batch.step, load.actions(), load)
+        yield make_measure(batch.step, load.actions(), load)
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def stepping_vector_env(load: Workload) -> Iterator[Measure]:
     )
     with contextlib.closing(envs):
         envs.reset(seed=0)
-        yield stepping(envs.step, load.actions(), load)
+        yield make_measure(envs.step, load.actions(), load)
 
 
 @contextlib.contextmanager
@@ -65,4 +65,4 @@ def stepping_in_place(load: Workload, binds: Sequence[str] = ()) -> Iterator[Mea
     with batch_env(load, binds) as batch:
         actions = load.actions()
         out = batch.step(actions[0])
-        yield stepping(functools.partial(batch.step, out=out), actions, load)
+        yield make_measure(functools.partial(batch.step, out=out), actions, load)

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.harness import Case, Skip
 from envserve.bench.cases import BINDS, batch_env, vector_env
-from envserve.bench.interleaved import Measure, stepping
+from envserve.bench.interleaved import Measure, make_measure
 from envserve.bench.workload import Workload
 
 SYNC = "gymnasium SyncVectorEnv"
@@ -59,7 +59,7 @@ def sb3_subprocess(load: Workload) -> Iterator[Measure]:
     with contextlib.closing(sb3_vec_env(load, "SubprocVecEnv")) as envs:
         envs.seed(0)
         envs.reset()
-        yield stepping(envs.step, load.actions(), load)
+        yield make_measure(envs.step, load.actions(), load)
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def tianshou_shared_memory(load: Workload) -> Iterator[Measure]:
     with contextlib.closing(envs):
         envs.seed(0)
         envs.reset()
-        yield stepping(step, load.actions(), load)
+        yield make_measure(step, load.actions(), load)
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def envpool(load: Workload) -> Iterator[Measure]:
         envs.reset()
         # Converted beforehand, because EnvPool accepts only its own dtypes.
         actions = [batch.astype(envs.action_space.dtype) for batch in load.actions()]
-        yield stepping(envs.step, actions, load)
+        yield make_measure(envs.step, actions, load)
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def served_envpool(load: Workload) -> Iterator[Measure]:
     name = f"envpool/{load.env_name}"
     work = replace(load, env_name=name, import_modules=("envserve.envpool",))
     with batch_env(work, BINDS["tcp"], ("--vector", name)) as batch:
-        yield stepping(batch.step, load.actions(), load)
+        yield make_measure(batch.step, load.actions(), load)
 
 
 def _envpool_with(load: Workload) -> Any:

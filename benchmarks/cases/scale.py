@@ -24,7 +24,7 @@ from benchmarks.command import (
 from benchmarks.harness import Case, measure_cases
 from benchmarks.result import median, spread
 from envserve.bench.cases import batch_env, stepping_batch_env
-from envserve.bench.interleaved import SPEED, Measure, Measurements, stepping
+from envserve.bench.interleaved import SPEED, Measure, Measurements, make_measure
 from envserve.bench.workload import Workload
 
 _MEMORY: Final = "proportional_set_bytes"
@@ -84,7 +84,7 @@ def memory_of(load: Workload) -> Iterator[Measure]:
     """Step briefly, and measure the memory of all processes."""
     processes = import_peer("benchmarks.lab.processes")
     with batch_env(load) as batch:
-        stepping(batch.step, load.actions(), load)()
+        make_measure(batch.step, load.actions(), load)()
 
         def measure() -> Mapping[str, float]:
             pids = processes.with_descendants(os.getpid())

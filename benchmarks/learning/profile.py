@@ -25,13 +25,13 @@ from benchmarks.harness import Case
 from benchmarks.learning.rollouts import RolloutLoad, choosing, simulating
 from benchmarks.result import median, spread
 from envserve.bench.cases import BINDS, batch_env
-from envserve.bench.command import REMEDIES, judge
+from envserve.bench.command import REMEDIES, bottleneck
 from envserve.bench.interleaved import (
     MICROSECONDS,
     THREAD,
     Measure,
     Measurements,
-    stepping,
+    make_measure,
 )
 from envserve.bench.workload import Workload
 from envserve.host_resources import num_cores
@@ -96,7 +96,7 @@ def profile(
             "lowest - highest": spread(MICROSECONDS),
             "share": lambda _, part: f"{medians[part] / total:.0%}",
         },
-        notes=[_NOTE, judge(medians, _REMEDIES)],
+        notes=[_NOTE, bottleneck(medians, _REMEDIES)],
     )
 
 
@@ -119,7 +119,7 @@ def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
             batch.step(actions)
             last = next(steps)
 
-        lane = stepping(step, load.actions(), load)
+        lane = make_measure(step, load.actions(), load)
 
         def measure() -> Mapping[str, float]:
             before, first = np.array(batch.get_attr("seconds")), last

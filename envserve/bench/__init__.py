@@ -1,1 +1,1 @@
-"""`envserve bench`: one env, beside the machine's limit and Gymnasium's vector envs."""
+"""`envserve bench`: compare envserve with plain loops and Gymnasium's vector envs."""

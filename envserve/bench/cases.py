@@ -1,4 +1,4 @@
-"""Ways to step the same envs, each a context manager that gives a measurement."""
+"""Ways to step the same envs: context managers that yield a `Measure` function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import iterate
 
-from envserve.bench.interleaved import SPEED, Measure, stepping
+from envserve.bench.interleaved import SPEED, Measure, make_measure
 from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from envserve.envs.registry import import_env_modules, make_env
@@ -25,16 +25,16 @@ from envserve.errors import ServerError
 from envserve.wire.sockets import socket_folder
 from envserve.worker.orphans import code_tied_to_parent
 
-#: Where a server listens; "{folder}" stands for a temporary folder.
+#: Addresses on which servers listen, by transport; "{folder}" is a temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
 
 
 @contextlib.contextmanager
 def bare_loops(load: Workload) -> Iterator[Measure]:
-    """The machine's limit: as many processes as workers, which only step their envs.
+    """Measure the upper limit: one process per worker that only steps its envs.
 
-    Each steps its share, with the same actions as the others. A batch step here is one
-    round over all envs of a process.
+    Each process steps its share of the envs in a loop, with the same actions as the
+    other cases. One round over all envs of a process counts as a batch step.
     """
     load.check()
     context = multiprocessing.get_context("spawn")
@@ -43,14 +43,14 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
         for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
             ours, theirs = context.Pipe()
             arguments = (load, rows.tolist(), theirs)
-            process = context.Process(target=_step_alone, args=arguments)
+            process = context.Process(target=_step_in_process, args=arguments)
             process.start()
             theirs.close()
             stack.callback(process.join)
-            stack.callback(ours.close)  # first, which ends the process
+            stack.callback(ours.close)  # runs before join, and ends the process
             connections.append(ours)
         for connection in connections:
-            connection.recv()  # its envs are built
+            connection.recv()  # "ready": the envs of the process are built
         yield lambda: _measure_all(connections)
 
 
@@ -62,20 +62,20 @@ def _measure_all(connections: Sequence[Connection]) -> Mapping[str, float]:
     return {**means, SPEED: sum(result[SPEED] for result in results)}
 
 
-def _step_alone(load: Workload, rows: list[int], connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+def _step_in_process(load: Workload, rows: list[int], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     import_env_modules(load.import_modules)
-    # As lean as in our workers, or it would be no limit.
+    # Omit Gymnasium's wrappers, as workers do; otherwise workers could be faster.
     envs = [make_env(load.env_name, load.env_kwargs) for _ in rows]
     for row, env in zip(rows, envs, strict=True):
         env.reset(seed=row)
-    # Cut out beforehand: rows of actions, and what is looked up in an env.
+    # Split actions and look up methods in advance, to measure only the envs.
     steps, resets = [env.step for env in envs], [env.reset for env in envs]
     space, rounds = load.action_space(), []
     for batch in load.actions():
         actions = list(iterate(space, batch))
-        mine = [actions[row] for row in rows]
-        rounds.append(list(zip(steps, resets, mine, strict=True)))
+        share = [actions[row] for row in rows]
+        rounds.append(list(zip(steps, resets, share, strict=True)))
 
     def step_all(one_round: list[tuple[Any, Any, Any]]) -> None:
         for step, reset, action in one_round:
@@ -83,7 +83,7 @@ def _step_alone(load: Workload, rows: list[int], connection: Connection) -> None
             if terminated or truncated:
                 reset()
 
-    measure = stepping(step_all, rounds, replace(load, num_envs=len(rows)))
+    measure = make_measure(step_all, rounds, replace(load, num_envs=len(rows)))
     connection.send("ready")
     with contextlib.suppress(EOFError, ConnectionError):
         while connection.recv():
@@ -92,18 +92,18 @@ def _step_alone(load: Workload, rows: list[int], connection: Connection) -> None
 
 @contextlib.contextmanager
 def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
-    """Gymnasium's own, of which "AsyncVectorEnv" has a process per env."""
+    """Measure a vector env of Gymnasium: "SyncVectorEnv" or "AsyncVectorEnv"."""
     envs = getattr(gymnasium.vector, kind)(load.env_functions())
     with contextlib.closing(envs):
         envs.reset(seed=0)
-        yield stepping(envs.step, load.actions(), load)
+        yield make_measure(envs.step, load.actions(), load)
 
 
 @contextlib.contextmanager
 def stepping_batch_env(load: Workload, binds: Sequence[str] = ()) -> Iterator[Measure]:
-    """A `BatchEnv`; arguments as of `batch_env`."""
+    """Measure a `BatchEnv`; the arguments are those of `batch_env`."""
     with batch_env(load, binds) as batch:
-        yield stepping(batch.step, load.actions(), load)
+        yield make_measure(batch.step, load.actions(), load)
 
 
 @contextlib.contextmanager
@@ -113,14 +113,14 @@ def batch_env(
     server_options: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[BatchEnv]:
-    """Gives a batch that was reset.
+    """Yield a `BatchEnv` that has been reset.
 
     Args:
-      load: Which envs, in how many workers.
-      binds: Where servers listen, each with its share of the envs and the workers; with
-        none, the envs run in workers of this process.
-      server_options: More options of `envserve start`.
-      options: More arguments of `BatchEnv.local` or `BatchEnv.connect`.
+      load: Envs and number of workers.
+      binds: Addresses on which to start servers, each with an equal share of the envs
+        and workers; if empty, the envs run in workers of this process.
+      server_options: Additional options of `envserve start`.
+      options: Additional arguments of `BatchEnv.local` or `BatchEnv.connect`.
     """
     name, num_envs = load.env_name, load.num_envs
     options |= {"seed": 0, "env_kwargs": load.env_kwargs}
@@ -144,7 +144,7 @@ def batch_env(
 
 @contextlib.contextmanager
 def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterator[str]:
-    """Runs a server; gives its address once it is ready."""
+    """Run a server, and yield its address once it is ready."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(socket_folder())
         command = [
@@ -157,7 +157,7 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
             *(f"--allow-kwarg={name}:any" for name in load.env_kwargs),
             *options,
         ]
-        # It finds the modules of `--import` where this process finds them.
+        # The server searches modules of `--import` in the same places as this process.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         stack.enter_context(server)
@@ -165,5 +165,5 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
         assert server.stdout is not None
         ready = server.stdout.readline()
         if not ready:
-            raise ServerError(f"expected a server; it did not start: {command}")
+            raise ServerError(f"the server did not start: {' '.join(command)}")
         yield ready.split()[3]  # "envserve: ready on ADDRESS with ..."

@@ -1,4 +1,4 @@
-"""The command: a table of all cases, and where the time of a batch step goes."""
+"""Measure all cases; print a table and a breakdown of the time of a batch step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ REMEDIES: Final = {
     "workers and wake-ups": "put more envs into each worker: each costs a wake-up",
     "server and transport": "put more envs into the batch, or run the envs in-process",
 }
-"""What helps against each part of a batch step that is not the envs' own time."""
+"""Advice for each part of a batch step except the time of the envs."""
 
 
 def bench(load: Workload, num_turns: int) -> None:
-    """Measures all cases and prints what came out.
+    """Measure all cases and print the results.
 
     Raises:
-      UnknownEnv: There is no such env.
-      EnvStartError: It cannot be built.
+      UnknownEnv: The env is not registered.
+      EnvStartError: The env cannot be built.
     """
     progress = Console(stderr=True, highlight=False)
     with contextlib.ExitStack() as stack:
@@ -46,18 +46,19 @@ def bench(load: Workload, num_turns: int) -> None:
             progress.print(f"... starting {name}")
             cases[name] = stack.enter_context(case)
         measured = interleave(cases, num_turns, progress.print)
-    # Lines in files need not be wrapped as on a narrow screen.
+    # The table needs 110 columns; a narrower console would abbreviate the cells.
     Console(width=max(110, Console().width), highlight=False).print(
         f"{load.env_name}, {load.num_envs} envs, {load.num_workers} workers: env steps "
         f"per second, medians over {num_turns} turns",
         _table(measured),
-        *_account(measured, load.num_envs),
+        *_time_breakdown(measured, load.num_envs),
         sep="\n",
     )
 
 
 def _cases(load: Workload) -> dict[str, AbstractContextManager[Measure]]:
-    # Gymnasium's first: it forks, and ZeroMQ has threads.
+    # Gymnasium's vector envs come first, because they fork: forking is unsafe once
+    # ZeroMQ has started threads.
     return {
         _LIMIT: bare_loops(load),
         _SYNC: vector_env(load, "SyncVectorEnv"),
@@ -85,11 +86,11 @@ def _table(measured: Measurements) -> Table:
     return table
 
 
-def _account(measured: Measurements, num_envs: int) -> list[str]:
-    """Returns where the time of a batch step goes, as sentences."""
+def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
+    """Return sentences about the parts of a batch step's time."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
-        # What all processes need for so many steps when they do nothing else.
+        # Time in which processes that only step envs take this number of steps.
         "envs": 1e6 * num_envs / measured.median(_LIMIT, SPEED),
         "client": measured.median(_IN_PROCESS, THREAD),
     }
@@ -102,27 +103,29 @@ def _account(measured: Measurements, num_envs: int) -> list[str]:
     return [
         f"A batch step in-process takes {total:,.0f} us: {shares}.",
         f"A server on this host adds {added}.",
-        judge(parts, REMEDIES),
+        bottleneck(parts, REMEDIES),
     ]
 
 
-def judge(parts: Mapping[str, float], remedies: Mapping[str, str]) -> str:
-    """Says in one sentence what bounds the speed, and what helps against it.
+def bottleneck(parts: Mapping[str, float], remedies: Mapping[str, str]) -> str:
+    """Return a sentence that names what limits the speed, with advice.
 
     Args:
-      parts: Times that a batch step is made of, by name; those in "envs" are the envs'.
-      remedies: What helps against each of the others.
+      parts: Times of the parts of a batch step, by name; "envs" is the time of the
+        envs, and all others are overhead.
+      remedies: Advice for each part except "envs".
     """
     total = sum(parts.values())
     share = parts["envs"] / total
     if share >= 0.5:
         return (
-            f"env-bound: {share:.0%} of a batch step is the envs' own time; faster "
-            "envs or more cores help, less overhead hardly does"
+            f"env-bound: {share:.0%} of a batch step is spent in the envs; speed up "
+            "the envs or use more cores"
         )
     overhead = {name: value for name, value in parts.items() if name != "envs"}
     largest = max(overhead, key=lambda name: overhead[name])
     return (
-        f"overhead-bound: only {share:.0%} of a batch step is the envs' own time, the "
-        f"most goes to {largest} ({parts[largest] / total:.0%}); {remedies[largest]}"
+        f"overhead-bound: only {share:.0%} of a batch step is spent in the envs; the "
+        f"largest overhead is {largest} ({parts[largest] / total:.0%}); "
+        f"{remedies[largest]}"
     )

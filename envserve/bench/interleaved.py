@@ -1,6 +1,6 @@
-"""Interleaved measurements: changes of the machine's speed affect all cases alike.
+"""Measure cases in turns, so that changes of the machine's speed affect all of them.
 
-A ratio compares cases measured in the same turn; the median over the turns counts.
+A ratio compares two cases within the same turn; results are medians over the turns.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from envserve.bench.workload import Workload
 
 Array = np.ndarray[Any, Any]
 Measure = Callable[[], Mapping[str, float]]
-"""Measures once; returns numbers by name."""
+"""Function that takes one measurement, and returns its results by name."""
 Metric = str | Callable[[Mapping[str, float]], float]
-"""A number's name, or a function that computes one from all numbers of a turn."""
+"""The name of a result, or a function that computes it from all results of a turn."""
 
-#: Names of numbers: env steps per second, and per batch step the mean microseconds and
-#: those that the stepping thread computes.
+#: Names of results: env steps per second, mean microseconds per batch step, and CPU
+#: time of the stepping thread in microseconds per batch step.
 SPEED, MICROSECONDS, THREAD = "steps_per_second", "us_per_batch_step", "thread_us"
 _WARM_UP_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured.
+    """The results of all cases and turns.
 
     Attributes:
-      by_case: One mapping of numbers by name per turn.
-      skipped: By case, why it could not run.
+      by_case: For each case, a list with the results of each turn.
+      skipped: For each case that could not run, the reason.
     """
 
     by_case: Mapping[str, list[dict[str, float]]]
@@ -47,13 +47,13 @@ class Measurements:
         return [t[metric] if isinstance(metric, str) else metric(t) for t in turns]
 
     def median(self, case: str, metric: Metric) -> float:
-        """Returns the median over the turns."""
+        """Return the median of a metric over the turns."""
         return statistics.median(self.values(case, metric))
 
     def ratio(self, case: str, base: str, metric: Metric) -> float | None:
-        """Returns the median of a case's ratio to another within each turn.
+        """Return the median over the turns of the ratio of two cases.
 
-        None where either was not measured.
+        None if either case was not measured.
         """
         if case not in self.by_case or base not in self.by_case:
             return None
@@ -62,32 +62,32 @@ class Measurements:
 
 
 def interleave(
-    cases: Mapping[str, Measure], num_turns: int, say: Callable[[str], None]
+    cases: Mapping[str, Measure], num_turns: int, report: Callable[[str], None]
 ) -> Measurements:
-    """Measure every case once per turn; report progress through `say`."""
+    """Measure every case once per turn; pass lines about the progress to `report`."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(num_turns):
-        # To and fro: no case always comes right after the same other one.
+        # Alternate the direction, so that no case always follows the same other case.
         for name in list(cases)[:: 1 if turn % 2 == 0 else -1]:
-            say(f"... {turn + 1} of {num_turns}: {name}")
+            report(f"... {turn + 1} of {num_turns}: {name}")
             measured[name].append(dict(cases[name]()))
     return Measurements(measured)
 
 
-def stepping(
+def make_measure(
     step: Callable[[Any], Any], batches: Iterable[Any], load: Workload
 ) -> Measure:
-    """Returns a measurement of a batched step, which goes on where the last ended."""
+    """Return a `Measure` of batch steps, which cycle through these action batches."""
     actions = itertools.cycle(batches)
 
     def measure() -> Mapping[str, float]:
-        time_each(step, actions, _WARM_UP_SECONDS)  # others have had their turn
+        time_each(step, actions, _WARM_UP_SECONDS)  # other cases have used the caches
         began = time.thread_time()
         durations = time_each(step, actions, load.seconds)
-        computed = time.thread_time() - began
+        cpu_seconds = time.thread_time() - began
         return {
             **summary(durations, load.num_envs),
-            THREAD: 1e6 * computed / len(durations),
+            THREAD: 1e6 * cpu_seconds / len(durations),
         }
 
     return measure
@@ -96,7 +96,13 @@ def stepping(
 def time_each(
     call: Callable[[Any], Any], arguments: Iterable[Any], seconds: float = math.inf
 ) -> Array:
-    """Calls with one argument after the other, for so long; returns seconds of each."""
+    """Call a function with successive arguments; return the seconds of each call.
+
+    Args:
+      call: Function to time.
+      arguments: Its argument in each call.
+      seconds: Time after which to stop, if the arguments last that long.
+    """
     clock = time.perf_counter
     instants = [clock()]
     deadline = instants[0] + seconds
@@ -109,7 +115,7 @@ def time_each(
 
 
 def summary(durations: Array, num_envs: int) -> dict[str, float]:
-    """Returns numbers of batch steps from the seconds of each."""
+    """Return the results of a measurement from the seconds of each batch step."""
     mean = float(durations.mean())
     return {
         SPEED: num_envs / mean,

@@ -1,4 +1,4 @@
-"""What all cases of a run do: which envs, how many, which actions, and for how long."""
+"""The envs and actions that all cases of a benchmark step, and for how long."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gymnasium.vector.utils import batch_space
 from envserve.envs.registry import find_spec, import_env_modules, make_env
 from envserve.errors import EnvStartError
 
-#: Different actions, one after the other, and then again from the first.
-_NUM_BATCHES: Final = 64
+#: Number of different action batches, which are repeated in this order.
+_NUM_ACTION_BATCHES: Final = 64
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a case.
+    """The envs that a case steps, and the length of a measurement.
 
     Attributes:
-      env_name: Registered name.
-      num_envs: Rows of the batch.
-      num_workers: Processes, or threads, that they are spread over where one can say.
-      seconds: Length of one measurement.
-      env_kwargs: Arguments of the env.
-      import_modules: Modules that register it.
+      env_name: Registered name of the env.
+      num_envs: Number of envs in the batch.
+      num_workers: Number of worker processes or threads, for cases that can set it.
+      seconds: Length of one measurement in seconds.
+      env_kwargs: Constructor arguments of the env.
+      import_modules: Modules that register the env.
     """
 
     env_name: str
@@ -39,11 +39,12 @@ class Workload:
     import_modules: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Builds one env, before many processes fail at it.
+        """Build one env, so that an error is raised here, not in each process.
 
         Raises:
-          UnknownEnv: It is not registered.
-          EnvStartError: A module cannot be imported, or what the env needs is missing.
+          UnknownEnv: The env is not registered.
+          EnvStartError: A module cannot be imported, or a package that the env needs is
+            missing.
         """
         import_env_modules(self.import_modules)
         try:
@@ -52,23 +53,23 @@ class Workload:
             raise EnvStartError(f"{self.env_name} cannot be built: {error}") from error
 
     def actions(self) -> list[Any]:
-        """Returns batches of actions `[num_envs, ...]`, the same at every call."""
+        """Return batches of actions `[num_envs, ...]`, the same at every call."""
         space = self.action_space()
         space.seed(0)
-        return [space.sample() for _ in range(_NUM_BATCHES)]
+        return [space.sample() for _ in range(_NUM_ACTION_BATCHES)]
 
     def action_space(self) -> gymnasium.Space[Any]:
-        """Returns the space of a batch's actions."""
+        """Return the action space of the batch."""
         env = _make_env(self)
         env.close()
         return batch_space(env.action_space, self.num_envs)
 
     def env_functions(self) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
-        """Returns what peers take: a function per env that builds it."""
+        """Return functions that build the envs, for Gymnasium's vector envs."""
         return [functools.partial(_make_env, self)] * self.num_envs
 
 
 def _make_env(load: Workload) -> gymnasium.Env[Any, Any]:
-    """Builds one env as its users do, in Gymnasium's wrappers."""
+    """Build one env like its users do, with the wrappers that Gymnasium adds."""
     import_env_modules(load.import_modules)
     return gymnasium.make(find_spec(load.env_name), **load.env_kwargs)

@@ -1,1 +1,1 @@
-"""Whether a server, of any make, keeps to docs/protocol.md: for `envserve check`."""
+"""`envserve check`: test whether a server, in any language, follows the protocol."""

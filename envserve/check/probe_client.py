@@ -1,6 +1,6 @@
-"""A client that keeps no rules, for who wants to know what a server makes of that.
+"""A client that can break any rule of the protocol, to test how a server reacts.
 
-What is not as docs/protocol.md says raises RemoteProtocolError, as in every client.
+Answers that violate docs/protocol.md raise RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
 _ANSWER_SECONDS: Final = 5.0
-_QUIET_SECONDS: Final = 0.05
-_BUILD_COPIES: Final = 60  # a second each
-_LONGEST_FRAME: Final = 1 << 30
+#: Time to wait for further messages after the answer that should be the last one.
+_LAST_WAIT_SECONDS: Final = 0.05
+#: Number of times that ATTACH is sent again while envs are built, once a second.
+_MAX_ATTACH_RESENDS: Final = 60
+_MAX_FRAME_BYTES: Final = 1 << 30
 _HELLO: Final = Hello(client="envserve check").encode()
-#: What a lease asks for, but for changes; and how long its episodes are followed.
-_ASKED: Final = {"num_envs": 4, "num_splits": 2, "seed": 11}
-_NUM_FOLLOWED: Final = 12
+#: Default fields of ATTACH.
+_ATTACH_FIELDS: Final = {"num_envs": 4, "num_splits": 2, "seed": 11}
+#: Number of steps in `ServerUnderTest.reference`.
+_NUM_REFERENCE_STEPS: Final = 12
 
 
 class SkipRule(Exception):
-    """The server does not offer what this rule needs; skip the rule."""
+    """Raised if the server lacks a feature or setting that a rule needs."""
 
 
 def expect(is_right: object, expected: str, got: object) -> None:
-    """Raises RemoteProtocolError unless it is right."""
+    """Raise RemoteProtocolError("expected ...; got ...") unless `is_right`."""
     if not is_right:
         raise RemoteProtocolError(f"expected {expected}; got {got}")
 
@@ -54,21 +57,21 @@ def describe(message: Message) -> str:
 
 
 class SocketLink:
-    """A way to a server and back."""
+    """A connection that sends and receives raw messages."""
 
     def __init__(self, address: str, *, insecure: bool = False) -> None:
-        """Connects; see `Connection`."""
+        """Connect to a server; see `Connection` for the arguments and errors."""
         self._connection = Connection(address, insecure=insecure)
-        self._connection.renew(_LONGEST_FRAME)
+        self._connection.renew(_MAX_FRAME_BYTES)
         self.close = self._connection.close
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Sends a message."""
+        """Send the frames of a message."""
         self._connection.wait(_ANSWER_SECONDS, for_writing=True)
         expect(self._connection.send([*frames]), "a connection", "none")
 
     def receive(self, seconds: float) -> Sequence[Buffer] | None:
-        """Returns the next message; None if none comes within so many seconds."""
+        """Return the frames of the next message, or None if none arrives in time."""
         if (frames := self._connection.receive()) is None:
             self._connection.wait(seconds, for_writing=False)
             frames = self._connection.receive()
@@ -76,10 +79,10 @@ class SocketLink:
 
 
 class ServerUnderTest:
-    """The server to check, and what all rules need to know about it."""
+    """The server to check, with its boot id, its WELCOME and the env to lease."""
 
     def __init__(self, open_link: Callable[[], SocketLink], env_name: str = "") -> None:
-        """Says HELLO, to find out the boot id and, unless it is given, an env."""
+        """Send HELLO; the first env on offer is used if `env_name` is empty."""
         self.open_link, self.boot = open_link, 0
         self._clients: list[ProbeClient] = []
         answer = self.client().hello()
@@ -88,31 +91,35 @@ class ServerUnderTest:
         self.env_name = env_name or self.welcome.env_names[0]
 
     def client(self) -> ProbeClient:
-        """Returns a client under a session of its own."""
+        """Return a new client, which has another session than all others."""
         self._clients.append(ProbeClient(self))
         return self._clients[-1]
 
     def close_clients(self) -> None:
-        """Gives all envs back, and waits until they are free."""
+        """Release all leases and close all clients."""
         clients, self._clients = self._clients, []
         with contextlib.ExitStack() as stack:
             for client in clients:
                 stack.callback(client.link.close)
             for client in filter(lambda client: client.epoch, clients):
-                client.ask(client.message(MessageType.DETACH), MessageType.DETACHED)
+                client.request(client.message(MessageType.DETACH), MessageType.DETACHED)
 
     @cached_property
     def reference(self) -> list[bytes]:
-        """What equal leases give, if nothing disturbs them; raises SkipRule."""
+        """The raw results of the first steps of an undisturbed lease.
+
+        Raises:
+          SkipRule: Two leases with equal seeds return different results.
+        """
         leases = [self.client().attach() for _ in range(2)]
-        results = [[c.step().raw for _ in range(_NUM_FOLLOWED)] for c in leases]
+        results = [[c.step().raw for _ in range(_NUM_REFERENCE_STEPS)] for c in leases]
         if results[0] != results[1]:
-            raise SkipRule("envs of equal seeds do not do the same")
+            raise SkipRule("the env is not deterministic: equal seeds, other results")
         return results[0]
 
 
 class ProbeResult(NamedTuple):
-    """A RESULT, as raw bytes to compare with an equal episode's, and as rows."""
+    """A RESULT: raw bytes, which equal leases have in common, and decoded rows."""
 
     raw: bytes
     rows: Rows
@@ -127,11 +134,11 @@ class ProbeClient:
         self.epoch = self.num_requests = self.num_steps = 0
 
     def message(self, kind: int, body: bytes = b"", **changes: Any) -> Message:
-        """Returns a message with the numbers that it should have, but for changes."""
+        """Return a message with a valid prefix, except for the fields in `changes`."""
         self.num_requests += 1
-        own = {"session": self.session, "boot": self.subject.boot, "epoch": self.epoch}
-        own |= {"request": self.num_requests}
-        return Message(kind, body=body, **own | changes)
+        ids = {"session": self.session, "boot": self.subject.boot, "epoch": self.epoch}
+        ids |= {"request": self.num_requests}
+        return Message(kind, body=body, **ids | changes)
 
     def send(self, *messages: Message) -> None:
         """Send messages without waiting for answers."""
@@ -144,12 +151,13 @@ class ProbeClient:
             return None
         message = decode(frames)
         expect(message.type >= 128, "a type from 128 on", message.type)
-        expect(message.session == self.session, "the session again", message.session)
+        is_same = message.session == self.session
+        expect(is_same, f"session {self.session}", message.session)
         expect(message.boot, "a boot id", message.boot)
         return message
 
     def answer(self, *copies: Message) -> Message:
-        """Waits for the answer to a message, or to its copies."""
+        """Wait for the answer to a message that was sent, or to one of its copies."""
         while (answer := self.receive()) is not None:
             if answer.request == copies[0].request:
                 sent = [copy.attempt for copy in copies]
@@ -158,8 +166,8 @@ class ProbeClient:
         name = getattr(copies[0].type, "name", copies[0].type)
         raise RemoteProtocolError(f"expected an answer to {name}; got none")
 
-    def ask(self, message: Message, *kinds: MessageType) -> Message:
-        """Sends a message; returns its answer, which is to be of one of these types."""
+    def request(self, message: Message, *kinds: MessageType) -> Message:
+        """Send a message; return its answer, which must have one of these types."""
         self.send(message)
         answer = self.answer(message)
         names = " or ".join(kind.name for kind in kinds)
@@ -180,58 +188,65 @@ class ProbeClient:
         expect(may_be or not body.executed, "executed 0", body.executed)
 
     def hello(self, **changes: Any) -> Message:
-        """Asks who the server is."""
+        """Send HELLO; return the WELCOME."""
         hello = self.message(MessageType.HELLO, _HELLO, **changes)
-        return self.ask(hello, MessageType.WELCOME)
+        return self.request(hello, MessageType.WELCOME)
 
     def receive_all(self) -> list[Message]:
-        """Return what has arrived once the server has read all of our messages."""
-        asked = self.message(MessageType.HELLO, _HELLO)
-        self.send(asked)
-        came, seconds = [], _ANSWER_SECONDS
+        """Return the messages that the server sends after reading all that were sent.
+
+        The server reads in order, so it has read all of them once it answers a HELLO.
+        """
+        hello = self.message(MessageType.HELLO, _HELLO)
+        self.send(hello)
+        received, seconds = [], _ANSWER_SECONDS
         while (message := self.receive(seconds)) is not None:
-            came.append(message)
-            if message.request == asked.request:
-                seconds = _QUIET_SECONDS
-        expect(seconds == _QUIET_SECONDS, "the server to go on", "silence")
-        return [message for message in came if message.request != asked.request]
+            received.append(message)
+            if message.request == hello.request:
+                seconds = _LAST_WAIT_SECONDS
+        expect(seconds == _LAST_WAIT_SECONDS, "an answer to HELLO", "none")
+        return [message for message in received if message.request != hello.request]
 
     # Envs.
 
     def attach(self, **changes: Any) -> ProbeClient:
-        """Gets envs, and resets them; raises SkipRule if there are none such."""
-        given = {**_ASKED, "env_name": self.subject.env_name, **changes}
-        self.attached = self.message(2, Attach(**given).encode(), epoch=0)
+        """Lease envs and reset them; `changes` replace fields of ATTACH.
+
+        Raises:
+          SkipRule: The server refuses the request.
+        """
+        fields = {**_ATTACH_FIELDS, "env_name": self.subject.env_name, **changes}
+        self.attached = self.message(2, Attach(**fields).encode(), epoch=0)
         self.granted = self.grant(self.attached)
-        granted = Granted.decode(self.granted, given["num_envs"])
+        granted = Granted.decode(self.granted, fields["num_envs"])
         self.spec, self.blocks = granted.spec, granted.blocks
         self.epoch, self.seqs = granted.epoch, [0] * len(granted.blocks)
-        self._rows = Rows.allocate(self.spec, given["num_envs"])
+        self._rows = Rows.allocate(self.spec, fields["num_envs"])
         self._parts = BlockParts(RowCodec(self._rows), self.blocks)
-        self._actions = batch_space(self.spec.action_space, given["num_envs"])
+        self._actions = batch_space(self.spec.action_space, fields["num_envs"])
         self.first = self.reset(dict.fromkeys(range(len(self.blocks)), (None, None)))
         return self
 
-    def grant(self, asked: Message) -> bytes:
-        """Sends an ATTACH until it is granted; returns the body of GRANTED."""
-        answer: Message | None = self.ask(asked)
+    def grant(self, attach: Message) -> bytes:
+        """Send an ATTACH until it is granted; return the body of GRANTED."""
+        answer: Message | None = self.request(attach)
         while answer is None or answer.type is MessageType.BUILDING:
-            expect(asked.attempt < _BUILD_COPIES, "GRANTED", "BUILDING only")
+            expect(attach.attempt < _MAX_ATTACH_RESENDS, "GRANTED", "BUILDING only")
             if (answer := self.receive(1.0)) is None:
-                asked.attempt += 1
-                self.send(asked)
+                attach.attempt += 1
+                self.send(attach)
         if (text := describe(answer)).startswith("ERROR REFUSED: "):
             raise SkipRule(text)
         expect(answer.type is MessageType.GRANTED, "GRANTED", text)
         return answer.body
 
     def operation(self, kind: int, blocks: Sequence[int], body: bytes = b"") -> Message:
-        """Returns a STEP, RESET or CALL with the next seqs."""
+        """Return a STEP, RESET or CALL with the next seq of each block."""
         entries = tuple((block, self.seqs[block] + 1) for block in blocks)
         return self.message(kind, body, entries=entries)
 
     def execute(self, message: Message, *copies: Message) -> ProbeResult:
-        """Send a STEP or RESET, with copies; return its result."""
+        """Send a STEP or RESET, followed by copies; return its result."""
         self.send(message, *copies)
         for block, seq in message.entries:
             self.seqs[block] = seq
@@ -240,7 +255,7 @@ class ProbeClient:
         return self.read(self.answer(message, *copies))
 
     def read(self, answer: Message) -> ProbeResult:
-        """Reads the RESULT of the last operation."""
+        """Check and decode the RESULT of the last operation."""
         expect(answer.type is MessageType.RESULT, "RESULT", describe(answer))
         expect(answer.entries == self.last.entries, "the entries", answer.entries)
         expect(answer.epoch == self.epoch, f"epoch {self.epoch}", answer.epoch)
@@ -249,19 +264,21 @@ class ProbeClient:
         report, rows = ResultReport.decode(answer.report), self._rows
         expect(not report.errors, "no errors", report.errors)
         faults = sorted(fault.env_index for fault in report.faults)
-        expect(faults == np.flatnonzero(rows.status).tolist(), "a fault a row", faults)
+        invalid = np.flatnonzero(rows.status).tolist()
+        expect(faults == invalid, f"faults of the invalid rows {invalid}", faults)
         raw = answer.body + bytes(answer.payload)
         return ProbeResult(raw, rows.at(np.arange(len(rows.reward))))
 
     def reset(self, resets: Mapping[int, Any]) -> ProbeResult:
-        """Resets blocks, each with rows and seeds or None."""
+        """Reset blocks; each value is a pair of rows and seeds, either may be None."""
         body = ResetBody(resets=tuple(resets.values())).encode()
         return self.execute(self.operation(MessageType.RESET, [*resets], body))
 
     def next_step(self, first: Any = None) -> Message:
-        """Returns a STEP of all blocks.
+        """Return a STEP of all blocks.
 
-        Its actions follow from how many there were, but for the first leaf if given.
+        The actions depend only on the number of earlier steps, so that equal leases
+        get equal actions. `first` replaces the values of the first leaf.
         """
         self._actions.seed(self.num_steps)
         num_rows = len(self._rows.reward)
@@ -275,17 +292,17 @@ class ProbeClient:
         return message
 
     def step(self) -> ProbeResult:
-        """Steps all blocks."""
+        """Step all blocks."""
         return self.execute(self.next_step())
 
-    def begin(self) -> None:
-        """Gets envs whose episodes are known, and takes a few steps."""
+    def attach_and_step(self) -> None:
+        """Lease envs like those of `ServerUnderTest.reference`; take a few steps."""
         _ = self.subject.reference
         self.attach()
         self.last_result = [self.step() for _ in range(3)][-1]
 
-    def follow(self) -> None:
-        """Goes on; all has to be as if nothing had been said between."""
+    def expect_unaffected(self) -> None:
+        """Take further steps; expect that messages sent in between had no effect."""
         for raw in self.subject.reference[self.num_steps :]:
             is_same = self.step().raw == raw
-            expect(is_same, "the rows of an equal lease", "others: it has had effect")
+            expect(is_same, "rows like those of an undisturbed lease", "other rows")

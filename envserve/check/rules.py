@@ -1,4 +1,7 @@
-"""What docs/protocol.md asks of a server: a function each, whose docstring says it."""
+"""Check that a server follows docs/protocol.md, with one function per rule.
+
+The docstring of each function is the title of the rule, which `envserve check` prints.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,28 @@ from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, encode
 
-_MOST_STEPS: Final = 1000
-_MOST_SILENCE: Final = 5.0
+_MAX_STEPS: Final = 1000
+_MAX_LEASE_SECONDS: Final = 5.0
 _BAD: Final = ErrorCode.BAD_MESSAGE
 _Check = Callable[[ProbeClient], object]
 
 
 class CheckResult(NamedTuple):
-    """The result of one rule: "ok", "fail" or "skipped", and the reason."""
+    """The result of checking one rule."""
 
     name: str
+    """Name of the function that checks the rule."""
     section: str
+    """Section of docs/protocol.md that contains the rule."""
     title: str
     outcome: str = "ok"
+    """"ok", "fail" or "skipped"."""
     why: str = ""
+    """Reason for a failed or skipped rule."""
 
 
-#: The check of each rule, and whether it runs within a lease that must be unaffected.
+#: For each rule, its check, and whether the check runs within a lease that it must not
+#: affect.
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 
@@ -57,20 +65,20 @@ def rule(section: str, *, disturbs: bool = False) -> Callable[[_Check], _Check]:
 
 
 def check(subject: ServerUnderTest) -> Iterator[CheckResult]:
-    """Check all rules; every lease is returned.
+    """Check all rules, and release all leases.
 
     Raises:
-      RemoteProtocolError: The server does not answer any more.
+      RemoteProtocolError: The server does not answer HELLO.
     """
     for result, (function, disturbs) in RULES.items():
         client = subject.client()
         client.hello()
         try:
             if disturbs:
-                client.begin()
+                client.attach_and_step()
             function(client)
             if disturbs:
-                client.follow()
+                client.expect_unaffected()
             subject.close_clients()
         except SkipRule as error:
             result = result._replace(outcome="skipped", why=str(error))
@@ -81,23 +89,23 @@ def check(subject: ServerUnderTest) -> Iterator[CheckResult]:
         yield result
 
 
-# Who the server is.
+# HELLO, message types and encodings.
 
 
 @rule("WELCOME")
 def welcome(c: ProbeClient) -> None:
-    """HELLO is answered by a WELCOME that holds together."""
-    told = c.subject.welcome
-    expect(told.min_version <= 2 <= told.max_version, "version 2", told)
-    expect(told.free_envs <= told.total_envs, "no more free than there are", told)
-    expect(len(told.env_names) <= told.num_names, "as many names as it says", told)
+    """Answer HELLO with a consistent WELCOME."""
+    body = c.subject.welcome
+    expect(body.min_version <= 2 <= body.max_version, "version 2", body)
+    expect(body.free_envs <= body.total_envs, "free_envs <= total_envs", body)
+    expect(len(body.env_names) <= body.num_names, "at most num_names names", body)
     boot = c.hello(request=1 << 40, attempt=7).boot
-    expect(boot == c.subject.boot, "the boot id to stay", boot)
+    expect(boot == c.subject.boot, f"boot id {c.subject.boot} again", boot)
 
 
 @rule("WELCOME")
 def versions(c: ProbeClient) -> None:
-    """Clients of other versions are told so, in their own."""
+    """Answer clients of other versions with VERSION_MISMATCH, in their version."""
     body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
@@ -106,17 +114,17 @@ def versions(c: ProbeClient) -> None:
 
 @rule("Types", disturbs=True)
 def types(c: ProbeClient) -> None:
-    """Unknown types are UNSUPPORTED; a server's own, and junk, are dropped."""
+    """Answer unknown types with UNSUPPORTED; drop types that only servers send."""
     c.expect_error(c.message(127), ErrorCode.UNSUPPORTED)
     for frames in ([b""], [b"x" * 99], [b"", b"", b""], [b"ENVS"]):
         c.link.send(frames)
     c.send(c.message(MessageType.WELCOME), c.message(255))
-    expect(not (came := c.receive_all()), "no answer", [*map(describe, came)])
+    expect(not (answers := c.receive_all()), "no answer", [*map(describe, answers)])
 
 
 @rule("Frame 0", disturbs=True)
 def lengths(c: ProbeClient) -> None:
-    """A frame 0 of another length than it says, or with too much in it, is refused."""
+    """Refuse a frame 0 with wrong or excessive lengths."""
     ping = c.message(MessageType.PING)
     c.expect_error(ping, _BAD, sent=[bytes(encode(ping)[0]) + b"x"])
     c.expect_error(c.message(MessageType.ATTACH, bytes(5000)), _BAD)
@@ -125,7 +133,7 @@ def lengths(c: ProbeClient) -> None:
 
 @rule("Limits", disturbs=True)
 def long_messages(c: ProbeClient) -> None:
-    """Too long a frame, or too many frames, harm nobody else."""
+    """Protect other clients from frames that are too long or too many."""
     ping = encode(c.message(MessageType.PING))
     for frames in ([bytes(c.subject.welcome.max_message_bytes + 4096)], ping * 9):
         link = c.subject.open_link()
@@ -134,27 +142,27 @@ def long_messages(c: ProbeClient) -> None:
         link.close()
 
 
-# Who gets envs.
+# Leases.
 
 
-def _attach(c: ProbeClient, **fields: Any) -> Message:
-    asked = {"env_name": c.subject.env_name, "num_envs": 2, "seed": 3}
-    return c.message(MessageType.ATTACH, codec.encode({**asked, **fields}), epoch=0)
+def _attach(c: ProbeClient, **changes: Any) -> Message:
+    fields = {"env_name": c.subject.env_name, "num_envs": 2, "seed": 3}
+    return c.message(MessageType.ATTACH, codec.encode({**fields, **changes}), epoch=0)
 
 
 @rule("Msgpack")
 def encodings(c: ProbeClient) -> None:
-    """What is no msgpack, or too much of it, is refused; unknown fields are ignored."""
+    """Refuse invalid or excessive msgpack; ignore unknown fields."""
     deep = b"\x91" * 40 + b"\xc0"
     for body in (b"", b"\xc1", b"\x81", deep, b"\xdd\xff\xff\xff\xff", b"\xd4\5\0"):
         c.expect_error(c.message(MessageType.ATTACH, body), _BAD)
     c.grant(_attach(c, of_a_later_version=[1, {"a": None}]))
-    c.ask(c.message(MessageType.DETACH), MessageType.DETACHED)
+    c.request(c.message(MessageType.DETACH), MessageType.DETACHED)
 
 
 @rule("ATTACH")
-def asked_wrongly(c: ProbeClient) -> None:
-    """An ATTACH that cannot be is refused, by the code for that."""
+def bad_attach(c: ProbeClient) -> None:
+    """Refuse an invalid or unsatisfiable ATTACH with the matching error code."""
     for changes in ({"num_envs": 0}, {"seed": -1}, {"autoreset": "?"}, {"seed": "7"}):
         c.expect_error(_attach(c, **changes), _BAD)
     others = ErrorCode.UNKNOWN_ENV, ErrorCode.ENVS_BUSY, ErrorCode.REFUSED
@@ -164,7 +172,7 @@ def asked_wrongly(c: ProbeClient) -> None:
 
 @rule("GRANTED")
 def granted(c: ProbeClient) -> None:
-    """Envs are granted, their spaces can be read, and blocks partition the rows."""
+    """Describe valid spaces in GRANTED, and blocks that partition the rows."""
     try:
         splits = {block.split for block in c.attach().blocks}
     except SkipRule as error:
@@ -174,17 +182,17 @@ def granted(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def attached_again(c: ProbeClient) -> None:
-    """2: A copy of ATTACH changes nothing; one with another body is refused."""
+    """2: Answer a copy of ATTACH alike; refuse another ATTACH of the session."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
-    answer = c.ask(copy, MessageType.GRANTED, MessageType.BUILDING)
+    answer = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
     is_same = answer.body == c.granted or answer.type is MessageType.BUILDING
-    expect(is_same, "the same GRANTED", "another")
+    expect(is_same, "the same GRANTED again", "a different one")
     c.expect_error(_attach(c, num_envs=1), _BAD)
 
 
 @rule("Rules of the server", disturbs=True)
 def fenced(c: ProbeClient) -> None:
-    """1: Another boot id or epoch is FENCED; an unknown session has no lease."""
+    """1: Answer a wrong boot id or epoch with FENCED, unknown sessions LEASE_LOST."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)
@@ -193,58 +201,58 @@ def fenced(c: ProbeClient) -> None:
 
 
 @rule("Rules of the server", disturbs=True)
-def apart(c: ProbeClient) -> None:
-    """2: Sessions do not see each other."""
+def separate_sessions(c: ProbeClient) -> None:
+    """2: Isolate sessions from each other."""
     other = c.subject.client().attach(seed=12)
     for raw in c.subject.reference[c.num_steps : -3]:
         other.step()
-        expect(c.step().raw == raw, "rows of its own seed", "others")
+        expect(c.step().raw == raw, "rows of the session's seed", "other rows")
 
 
-# At most once.
+# Operations are executed at most once.
 
 
 @rule("Rules of the server", disturbs=True)
 def copies(c: ProbeClient) -> None:
-    """4: A copy of a request is answered alike, once, and not carried out again."""
+    """4: Answer a copy of a request alike, once, without executing it again."""
     c.link.receive(1.1)
-    again = c.read(c.ask(replace(c.last, attempt=1)))
-    expect(again.raw == c.last_result.raw, "the same rows", "others")
-    c.link.receive(1.1)  # rows are sent again at most once a second
+    again = c.read(c.request(replace(c.last, attempt=1)))
+    expect(again.raw == c.last_result.raw, "the same rows again", "other rows")
+    c.link.receive(1.1)  # the server sends rows again at most once a second
     c.send(replace(c.last, attempt=1))
-    came = [*map(describe, c.receive_all())]
-    expect(not came, "each attempt to be answered once", came)
+    answers = [*map(describe, c.receive_all())]
+    expect(not answers, "one answer per attempt", answers)
 
 
 @rule("Rules of the server", disturbs=True)
-def joined(c: ProbeClient) -> None:
-    """4: A copy joins a request that still runs."""
+def copy_of_running(c: ProbeClient) -> None:
+    """4: Answer a copy of a running request with the same result."""
     step = c.next_step()
-    num_copies = [replace(step, attempt=number) for number in (1, 1, 2)]
-    came = [c.execute(step, *num_copies), *map(c.read, c.receive_all())]
-    expect(len({played.raw for played in came}) == 1, "equal answers", "different")
-    expect(len(came) <= 3, "an answer for each attempt at most", len(came))
+    repeated = [replace(step, attempt=number) for number in (1, 1, 2)]
+    results = [c.execute(step, *repeated), *map(c.read, c.receive_all())]
+    expect(len({result.raw for result in results}) == 1, "equal answers", "others")
+    expect(len(results) <= 3, "at most one answer per attempt", len(results))
 
 
 @rule("Transport", disturbs=True)
-def other_ways(c: ProbeClient) -> None:
-    """A client may come back by another connection; answers go there."""
-    former, c.link = c.link, c.subject.open_link()
-    again = c.read(c.ask(replace(c.last, attempt=1)))
-    expect(again.raw == c.last_result.raw, "the same rows", "others")
-    former.close()
+def second_connection(c: ProbeClient) -> None:
+    """Let a client use another connection; send answers to the latest one."""
+    first, c.link = c.link, c.subject.open_link()
+    again = c.read(c.request(replace(c.last, attempt=1)))
+    expect(again.raw == c.last_result.raw, "the same rows again", "other rows")
+    first.close()
 
 
 @rule("Rules of the server", disturbs=True)
 def seqs(c: ProbeClient) -> None:
-    """4: A seq that is too high is a GAP; an old one is ignored."""
+    """4: Answer a seq that is too high with GAP; ignore an old one."""
     ahead, last, old = (
         replace(c.next_step(), entries=tuple((b, s + by) for b, s in enumerate(c.seqs)))
         for by in (2, 0, -1)
     )
     c.expect_error(ahead, ErrorCode.GAP)
     c.send(last, old)
-    expect(not (came := c.receive_all()), "no answer", [*map(describe, came)])
+    expect(not (answers := c.receive_all()), "no answer", [*map(describe, answers)])
 
 
 # Steps and resets.
@@ -252,7 +260,7 @@ def seqs(c: ProbeClient) -> None:
 
 @rule("STEP", disturbs=True)
 def bad_steps(c: ProbeClient) -> None:
-    """A STEP of wrong size, or of blocks that are not there, is refused."""
+    """Refuse a STEP with a wrong size, or for blocks that do not exist."""
     (block, seq), *others = c.next_step().entries
     for entries in ((), ((4000, 1), *others), ((block, seq), (block, seq))):
         c.expect_error(replace(c.next_step(), entries=entries), _BAD)
@@ -262,12 +270,12 @@ def bad_steps(c: ProbeClient) -> None:
 
 @rule("STEP", disturbs=True)
 def bad_actions(c: ProbeClient) -> None:
-    """An action outside its space is refused."""
+    """Refuse an action outside its space."""
     leaf = c.spec.action_leaves[0]
     is_float, most = leaf.dtype.kind == "f", np.max(leaf.limits[1], initial=1)
     is_any = leaf.is_encoded or leaf.dtype.kind == "b"
     if is_any or (not is_float and most == np.iinfo(leaf.dtype).max):
-        raise SkipRule("its actions may be anything")
+        raise SkipRule("the action space allows every value that can be encoded")
     c.expect_error(
         c.next_step(np.nan if is_float else most + 1), ErrorCode.INVALID_ACTION
     )
@@ -275,11 +283,12 @@ def bad_actions(c: ProbeClient) -> None:
 
 @rule("ATTACH")
 def equal_seeds(c: ProbeClient) -> None:
-    """Equal seeds give equal episodes."""
+    """Play equal episodes for equal seeds."""
     try:
         _ = c.subject.reference
     except SkipRule as error:
-        raise RemoteProtocolError(f"expected equal seeds to count; {error}") from None
+        text = f"expected equal results for equal seeds; {error}"
+        raise RemoteProtocolError(text) from None
 
 
 def _seeded(c: ProbeClient, seeds: Any) -> dict[int, Any]:
@@ -292,75 +301,77 @@ def _at(leaves: Any, row: int) -> list[bytes]:
 
 @rule("ATTACH")
 def first_seeds(c: ProbeClient) -> None:
-    """The first reset has the seed of root seed, row and incarnation."""
+    """Derive the seed of the first reset from root seed, row and incarnation."""
     _ = c.subject.reference
     c.attach(seed=5, first_env_index=7, first_incarnation=3)
     seeds = [env_seed(5, 7 + row, 3) for row in range(4)]
-    given = c.subject.client().attach()
-    is_same = given.reset(_seeded(given, seeds)).raw == c.first.raw
-    expect(is_same, f"what the seeds {seeds} give", "something else")
+    other = c.subject.client().attach()
+    is_same = other.reset(_seeded(other, seeds)).raw == c.first.raw
+    expect(is_same, f"the observations of seeds {seeds}", "others")
 
 
 @rule("RESET")
 def given_seeds(c: ProbeClient) -> None:
-    """A seed that is given is used, and rows that are not listed stay as they are."""
+    """Use the given seeds in a RESET, and do not change rows that are not listed."""
     _ = c.subject.reference
     first = c.attach().reset(_seeded(c, range(4)))
     before = c.step()
     after = c.reset({0: ((0,), (0,))})
     for row, old in ((0, first), (1, before)):
         is_same = _at(after.rows.observation, row) == _at(old.rows.observation, row)
-        expect(is_same, f"row {row} to be of seed 0, and others to stay", "otherwise")
+        expected = "row 0 reset with seed 0, and row 1 unchanged"
+        expect(is_same, expected, f"another observation of row {row}")
 
 
 # Ends of episodes.
 
 
-def _end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
-    """Plays until a row ends; returns it, and the first observation that is to follow.
+def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
+    """Step until an episode ends; return its row and the next first observation.
 
-    In same_step that follows at once; here the last one has to be shown till then.
+    A lease with same_step provides the expected observations: there, an ended row shows
+    both the final observation of its episode and the first one of the next.
     """
     _ = c.subject.reference
     for client, mode in ((c.subject.client(), "same_step"), (c, autoreset)):
-        played = client.attach(autoreset=mode).first
-        while not (ended := played.rows.terminated | played.rows.truncated).any():
-            if client.num_steps == _MOST_STEPS:
-                raise SkipRule(f"no episode has ended within {_MOST_STEPS:,} steps")
-            played = client.step()
-        row, rows = int(ended.argmax()), played.rows
+        result = client.attach(autoreset=mode).first
+        while not (ended := result.rows.terminated | result.rows.truncated).any():
+            if client.num_steps == _MAX_STEPS:
+                raise SkipRule(f"no episode has ended within {_MAX_STEPS:,} steps")
+            result = client.step()
+        row, rows = int(ended.argmax()), result.rows
         if client is not c:
             final, first = _at(rows.final_observation, row), _at(rows.observation, row)
     for leaves in (rows.observation, rows.final_observation):
-        expect(_at(leaves, row) == final, "the last observation", "another")
+        expect(_at(leaves, row) == final, "the final observation", "another")
     return row, first
 
 
 @rule("ATTACH")
 def next_step(c: ProbeClient) -> None:
-    """next_step: an ended row shows its last observation; the next STEP resets it."""
-    row, first = _end(c, "next_step")
+    """next_step: show the final observation of an ended row; reset in the next STEP."""
+    row, first = _play_until_end(c, "next_step")
     rows = c.step().rows
     expect(_at(rows.observation, row) == first, "the first observation", "another")
-    told = rows.reward[row], rows.terminated[row], rows.truncated[row]
-    expect(not any(told), "reward 0 and no end", told)
+    values = rows.reward[row], rows.terminated[row], rows.truncated[row]
+    expect(not any(values), "reward 0, not terminated, not truncated", values)
 
 
 @rule("ATTACH")
 def disabled(c: ProbeClient) -> None:
-    """disabled: an ended row shows its last observation; a RESET is to follow."""
-    row, first = _end(c, "disabled")
+    """disabled: show the final observation of an ended row until a RESET."""
+    row, first = _play_until_end(c, "disabled")
     (block,) = (b.index for b in c.blocks if b.start <= row < b.stop)
     rows = c.reset({block: ((row,), None)}).rows
-    expect(_at(rows.observation, row) == first, "the next episode", "another")
+    expect(_at(rows.observation, row) == first, "the first observation", "another")
 
 
-# What else can be asked.
+# Other requests.
 
 
 @rule("CALL", disturbs=True)
 def calls(c: ProbeClient) -> None:
-    """A CALL of what is not exposed is refused."""
+    """Refuse a CALL of an attribute that is not exposed."""
     hidden = CallBody.from_calls([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
     call = c.operation(MessageType.CALL, [0], hidden.encode())
     c.expect_error(call, ErrorCode.REFUSED, _BAD)
@@ -368,28 +379,29 @@ def calls(c: ProbeClient) -> None:
 
 @rule("PING, PONG", disturbs=True)
 def pings(c: ProbeClient) -> None:
-    """PONG says which blocks run: none, when all are answered."""
-    answer = c.ask(c.message(MessageType.PING), MessageType.PONG)
-    expect(not (running := Pong.decode(answer.body).running), "none", running)
+    """List the running operations in PONG: none once all are answered."""
+    answer = c.request(c.message(MessageType.PING), MessageType.PONG)
+    running = Pong.decode(answer.body).running
+    expect(not running, "no running operations", running)
 
 
 @rule("DETACH, DETACHED")
 def detached(c: ProbeClient) -> None:
-    """DETACH frees the envs: the session has none any more, and gets none."""
+    """Release the lease on DETACH; do not let the session attach again."""
     epoch, c.epoch = c.attach().epoch, 0
     for _ in range(2):
-        c.ask(c.message(MessageType.DETACH), MessageType.DETACHED)
+        c.request(c.message(MessageType.DETACH), MessageType.DETACHED)
     c.expect_error(replace(c.next_step(), epoch=epoch), ErrorCode.LEASE_LOST)
     late = replace(c.attached, attempt=c.attached.attempt + 1)
-    c.ask(late, MessageType.DETACHED)
+    c.request(late, MessageType.DETACHED)
 
 
 @rule("Rules of the server")
 def silence(c: ProbeClient) -> None:
-    """3: A session that is silent loses its lease."""
-    seconds = c.subject.welcome.lease_seconds
-    if seconds > _MOST_SILENCE:
-        raise SkipRule(f"its lease_seconds are {seconds:g}, above {_MOST_SILENCE:g}")
+    """3: Let the lease of a silent session expire."""
+    seconds, limit = c.subject.welcome.lease_seconds, _MAX_LEASE_SECONDS
+    if seconds > limit:
+        raise SkipRule(f"lease_seconds is {seconds:g}, more than {limit:g}")
     c.attach().receive(seconds + 1.0)
     c.expect_error(c.message(MessageType.PING), ErrorCode.LEASE_LOST)
     c.epoch = 0

@@ -1,4 +1,5 @@
-"""The commands of `envserve`, each in the module of its name; `app` lists them.
+"""The commands of `envserve`, each in the module of the same name; `app` lists them.
 
-Slow imports stand inside functions, so that a command loads only what it runs.
+Modules that are slow to import are imported inside functions, so that a command imports
+only the modules that it needs.
 """

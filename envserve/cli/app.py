@@ -1,4 +1,4 @@
-"""The `envserve` program: its commands, each in the module of its name."""
+"""The `envserve` program, with its commands by heading of the help."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ PROGRAM = Program(
 
 
 def main() -> None:
-    """Run the command that the arguments of the process name."""
+    """Run the command in `sys.argv`."""
     PROGRAM.main()

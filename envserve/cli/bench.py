@@ -1,4 +1,4 @@
-"""`envserve bench`: the speed of an env, alone, in a batch and behind a server."""
+"""`envserve bench`: measure the speed of an env in-process and behind a server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bench(
     from envserve.bench.command import bench as measure
     from envserve.bench.workload import Workload
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the workers, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends the workers
     workers = min(num_workers, num_envs)
     import_from_here(import_, env)
     try:

@@ -1,4 +1,4 @@
-"""`envserve check`: whether a server keeps to the protocol."""
+"""`envserve check`: test whether a server follows the protocol."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def check(
     address = address_of(address)
     out, counts = console(), dict.fromkeys(_COLOURS, 0)
     try:
-        # Its error names the reason if no server answers.
+        # If no server answers, this raises an error that explains the reason.
         request_welcome(address, 5.0, insecure=insecure)
         subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
-        for found in check_rules(subject):
-            counts[found.outcome] += 1
+        for result in check_rules(subject):
+            counts[result.outcome] += 1
             if json_:
-                print(json.dumps(found._asdict()), flush=True)
+                print(json.dumps(result._asdict()), flush=True)
                 continue
-            why = f"\n        {found.why}" if found.why else ""
-            outcome = f"{found.outcome:8}", _COLOURS[found.outcome]
-            line = f"{found.section}: {found.title}{why}"
+            why = f"\n        {result.why}" if result.why else ""
+            outcome = f"{result.outcome:8}", _COLOURS[result.outcome]
+            line = f"{result.section}: {result.title}{why}"
             out.print(Text.assemble(outcome, line), soft_wrap=True)
     except EnvserveError as error:
         fail(error, 1)

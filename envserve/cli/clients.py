@@ -33,13 +33,13 @@ def clients(
             case ["remove", name]:
                 if not file.remove(name):
                     raise CodecError(
-                        f"there is no client {name}; envserve clients lists all"
+                        f"there is no client {name}; envserve clients lists all clients"
                     )
                 print(f"removed {name}")
                 return
             case _:
                 raise CodecError(
-                    f"expected remove NAME, or nothing; got {' '.join(words or ())}"
+                    f"expected no arguments or remove NAME; got {' '.join(words or ())}"
                 )
     now = time.time()
     for grant in file.grants():

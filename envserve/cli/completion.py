@@ -1,4 +1,4 @@
-"""Completion in shells: they ask the program itself for the possible words."""
+"""Shell completion: the shell runs the program to get the possible words."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 
 from envserve.cli.terminal import fail
 
-#: The file that each shell reads, and the code in it. {0} is the name of the program,
-#: {1} a variable that marks a question; the line to be completed is in COMP_LINE.
+#: The startup file of each shell, and the code to add to it. {0} is the name of the
+#: program, {1} the variable that requests completion; COMP_LINE is the command line.
 _COMPLETE: Final = "complete -o default -C '{1}=1 {0}' {0}"
 _AS_BASH: Final = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"
 _FISH: Final = "complete -c {0} -a '({1}=1 COMP_LINE=(commandline -cp) {0})'"
@@ -20,35 +20,36 @@ _SHELLS: Final = {
 }
 
 
-def asked_line(name: str) -> str | None:
-    """Return the command line that a shell wants to complete, if this is a question."""
+def line_to_complete(name: str) -> str | None:
+    """Return the command line to complete, up to the cursor; None for a normal run."""
+    if _variable(name) not in os.environ:
+        return None
     line = os.environ.get("COMP_LINE", "")
-    is_question = _variable(name) in os.environ
-    return line[: int(os.environ.get("COMP_POINT", len(line)))] if is_question else None
+    return line[: int(os.environ.get("COMP_POINT", len(line)))]
 
 
 def completion_code(name: str) -> str:
-    """Return the code with which the user's shell completes a program's words."""
-    return _of_shell(name)[1]
+    """Return the code that enables completion of a program in the user's shell."""
+    return _shell_settings(name)[1]
 
 
 def install_completion(name: str) -> str:
-    """Add that code to the file that the user's shell reads; return what was done."""
-    place, code = _of_shell(name)
-    path = Path(place).expanduser()
+    """Add the code to the startup file of the user's shell; return a text to print."""
+    file, code = _shell_settings(name)
+    path = Path(file).expanduser()
     before = path.read_text() if path.exists() else ""
     if code not in before:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{before.rstrip()}\n{code}\n".lstrip())
-    return f"{path}: completes {name} in shells started from now on"
+    return f"{path}: new shells will complete {name}"
 
 
-def _of_shell(name: str) -> tuple[str, str]:
+def _shell_settings(name: str) -> tuple[str, str]:
     shell = os.path.basename(os.environ.get("SHELL", ""))
     if shell not in _SHELLS:
         fail(f"SHELL: expected the path of {', '.join(_SHELLS)}; got {shell!r}", 2)
-    place, code = (each.format(name, _variable(name)) for each in _SHELLS[shell])
-    return place, code
+    file, code = (each.format(name, _variable(name)) for each in _SHELLS[shell])
+    return file, code
 
 
 def _variable(name: str) -> str:

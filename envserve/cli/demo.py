@@ -1,4 +1,4 @@
-"""`envserve demo`: training on two servers, with buttons that break things."""
+"""`envserve demo`: train on two servers, and inject faults by buttons or keys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def demo(
     from envserve.monitoring.page.data_feed import DataFeed
 
     import_from_here((), env)
-    # The page or the terminal shows what the log would.
+    # Do not log to the terminal: the page, or the terminal view, shows faults.
     logging.getLogger("envserve").addHandler(logging.NullHandler())
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"Starting two servers and {num_envs} envs ...", file=sys.stderr)
@@ -60,55 +60,55 @@ def demo(
         with (
             contextlib.suppress(KeyboardInterrupt),
             tempfile.TemporaryDirectory(prefix="envserve-") as folder,
-            Demo(env, num_envs, run := Path(folder, "demo")) as it,
+            Demo(env, num_envs, run := Path(folder, "demo")) as running,
         ):
             if seconds is not None:
-                end = threading.Timer(seconds, it.has_ended.set)
-                end.daemon = True
-                end.start()
+                timer = threading.Timer(seconds, running.has_ended.set)
+                timer.daemon = True
+                timer.start()
             if terminal:
-                _show(it)
+                _run_in_terminal(running)
             else:
-                feed = DataFeed([server.proxy.address for server in it.servers], run)
-                shown: dict[str, Any] = {"buttons": it.faults}
-                wait = it.has_ended.wait
-                serve_page(feed, port, missing, wait, is_opened=not no_open, **shown)
-            it.check()
+                feed = DataFeed([each.proxy.address for each in running.servers], run)
+                options: dict[str, Any] = {"buttons": running.faults}
+                wait = running.has_ended.wait
+                serve_page(feed, port, missing, wait, is_opened=not no_open, **options)
+            running.check()
     except EnvserveError as error:
         fail(error, 1)
 
 
-def _show(demo: Demo) -> None:
+def _run_in_terminal(demo: Demo) -> None:
     """Show the demo in the terminal until it ends, or the user presses q."""
     from rich.live import Live
 
-    told: list[str] = []
+    messages: list[str] = []
     names = {name[0]: name for name in demo.faults}
-    screen = Live(console=console(), get_renderable=lambda: _screen(demo, told))
+    screen = Live(console=console(), get_renderable=lambda: _render(demo, messages))
     with keyboard() as pressed_within, screen:
         while not demo.has_ended.is_set():
             for key in pressed_within(_POLL_SECONDS):
                 if key == "q":
                     return
                 if key in names:
-                    args = demo, names[key], told
+                    args = demo, names[key], messages
                     threading.Thread(target=_inject, args=args, daemon=True).start()
 
 
-def _inject(demo: Demo, name: str, told: list[str]) -> None:
+def _inject(demo: Demo, name: str, messages: list[str]) -> None:
     label, inject = demo.faults[name]
-    told.append(f"{label} ...")
+    messages.append(f"{label} ...")
     try:
-        told.append(inject())
+        messages.append(inject())
     except EnvserveError as error:
-        told.append(str(error))
+        messages.append(str(error))
 
 
-def _screen(demo: Demo, told: list[str]) -> Group:
+def _render(demo: Demo, messages: list[str]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    row, away = demo.row, demo.away()
+    row, away = demo.row, demo.absent_rows()
     head = Text(f"{row['demo_wrong']:,} wrong of {row['rows_checked']:,} transitions, ")
     head.stylize("bold red" if row["demo_wrong"] else "bold green")
     head.append(f"mean return {row.get('mean_return', 0):.1f}", "bold")
@@ -118,4 +118,4 @@ def _screen(demo: Demo, told: list[str]) -> Group:
             marks.append(f"\nserver {1 + index * 2 // len(away)} ")
         marks.append(" ." if is_away else " #", "dim" if is_away else "green")
     keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in demo.faults.items())
-    return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *told[-5:])
+    return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *messages[-5:])

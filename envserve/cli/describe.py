@@ -1,4 +1,4 @@
-"""`envserve describe`: the spaces, arguments and speed of an env."""
+"""`envserve describe`: print the spaces, arguments and speed of an env."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def describe(
     from envserve.envs.registry import import_env_modules
     from envserve.text import one_line
 
-    known: dict[str, object] = {}
+    registered: dict[str, object] = {}
     try:
         if address is None:
             import_from_here(import_, env)
             name, modules = name_and_imports(env, import_ or ())
             import_env_modules(modules)
-            known = _registered(name)
+            registered = _registered(name)
             batch = BatchEnv.local(name, 1, 1, import_modules=modules)
         else:
             batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
@@ -53,14 +53,14 @@ def describe(
     except EnvserveError as error:
         fail(error, 1)
     table = Table.grid(padding=(0, 2))
-    for what, told in {
+    for name, value in {
         "observation": batch.observation_space,
         "action": batch.action_space,
         "render modes": ", ".join(map(str, modes)),
         "steps/s": f"{len(seconds) / seconds.sum():,.0f} of one env in a worker",
-        **known,
+        **registered,
     }.items():
-        table.add_row(what, one_line(" ".join(str(told or "-").split()), 1000))
+        table.add_row(name, one_line(" ".join(str(value or "-").split()), 1000))
     console().print(table, markup=False)
 
 
@@ -68,7 +68,7 @@ def _registered(name: str) -> dict[str, object]:
     from envserve.envs.registry import env_creator_of, find_spec
 
     spec = find_spec(name)
-    takes = inspect.signature(env_creator_of(spec)).parameters.values()
-    given = [(part, spec.kwargs.get(part.name, part.default)) for part in takes]
-    shown = (str(p.replace(annotation=p.empty, default=value)) for p, value in given)
+    parameters = inspect.signature(env_creator_of(spec)).parameters.values()
+    values = [(p, spec.kwargs.get(p.name, p.default)) for p in parameters]
+    shown = (str(p.replace(annotation=p.empty, default=value)) for p, value in values)
     return {"time limit": spec.max_episode_steps, "arguments": ", ".join(shown)}

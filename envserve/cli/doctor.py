@@ -1,4 +1,4 @@
-"""`envserve doctor`: checks of this host and of servers, each with a remedy."""
+"""`envserve doctor`: check this host and servers, and suggest a fix per problem."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from envserve.cli.terminal import styled
 from envserve.errors import EnvserveError, KeyFileError
 
 _COLOURS: Final = {"ok": 32, "warn": 33, "fail": 31}
-_DRAW_SECONDS: Final = 20.0
+_RENDER_TIMEOUT_SECONDS: Final = 20.0
 #: For each rendering package: an env that it renders, and the remedy if that fails.
 _RENDERERS: Final = {
     "pygame-ce": ("CartPole-v1", "pip install 'envserve[video]'"),
@@ -33,7 +33,7 @@ _RENDERERS: Final = {
         "install libegl1 or libosmesa6, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa",
     ),
 }
-_DRAW: Final = (
+_RENDER_SCRIPT: Final = (
     "import gymnasium, sys; env = gymnasium.make(sys.argv[1], render_mode='rgb_array');"
     "env.reset(); env.render()"
 )
@@ -56,16 +56,16 @@ def doctor(
       json_: Print a JSON list with one object per finding.
     """
     findings = []
-    for finding in _findings(addresses or (), timeout, insecure):
+    for finding in _all_findings(addresses or (), timeout, insecure):
         findings.append(finding)
         if not json_:
-            print(_shown(finding), flush=True)
+            print(_format(finding), flush=True)
     if json_:
         print(json.dumps(findings, indent=2))
     return int(any(finding["level"] == "fail" for finding in findings))
 
 
-def _shown(finding: _Finding) -> str:
+def _format(finding: _Finding) -> str:
     """Return a finding, wrapped to the terminal's width if there is a terminal."""
     text = "; ".join(filter(None, (finding["text"], finding["remedy"])))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
@@ -81,7 +81,7 @@ def _finding(
     return {"name": name, "level": level, "text": text, "remedy": remedy}
 
 
-def _findings(
+def _all_findings(
     words: Sequence[str], timeout: float, insecure: bool
 ) -> Iterator[_Finding]:
     from envserve.client.link.discovery import resolve
@@ -102,11 +102,14 @@ def _version(package: str) -> str:
         return ""
 
 
-def _are_there(lines: Sequence[str]) -> bool:
-    """Return whether an extra is installed, as far as it is for this platform."""
-    known = {line: bool(_version(re.split(r"[^\w.-]", line)[0])) for line in lines}
-    return any(known.values()) and all(
-        is_there or "sys_platform" in line for line, is_there in known.items()
+def _is_extra_installed(lines: Sequence[str]) -> bool:
+    """Return whether the requirements of an extra are installed.
+
+    Requirements for other platforms may be missing.
+    """
+    found = {line: bool(_version(re.split(r"[^\w.-]", line)[0])) for line in lines}
+    return any(found.values()) and all(
+        is_installed or "sys_platform" in line for line, is_installed in found.items()
     )
 
 
@@ -115,26 +118,26 @@ def _versions() -> Iterator[_Finding]:
 
     yield _finding("Python", f"{sys.version.split()[0]}, {sys.executable}")
     names = ("envserve", "gymnasium", "numpy", "pyzmq", "tensorflow", "tensorflow-cpu")
-    known = [f"{name} {_version(name)}" for name in names if _version(name)]
-    yield _finding("packages", ", ".join([*known, f"libzmq {zmq.zmq_version()}"]))
+    found = [f"{name} {_version(name)}" for name in names if _version(name)]
+    yield _finding("packages", ", ".join([*found, f"libzmq {zmq.zmq_version()}"]))
     extras: dict[str, list[str]] = {}
     for line in metadata.requires("envserve") or ():
         for extra in re.findall(r"extra == \"(.+?)\"", line):
             extras.setdefault(extra, []).append(line)
-    installed = [extra for extra, lines in extras.items() if _are_there(lines)]
-    there = ", ".join(installed) or "none"
-    absent = ", ".join(extra for extra in extras if extra not in installed) or "none"
-    yield _finding("extras", f"{there}; not installed: {absent}")
+    installed = [extra for extra, lines in extras.items() if _is_extra_installed(lines)]
+    missing = ", ".join(extra for extra in extras if extra not in installed) or "none"
+    text = f"{', '.join(installed) or 'none'}; not installed: {missing}"
+    yield _finding("extras", text)
 
 
 def _resources() -> Iterator[_Finding]:
     from envserve.host_resources import cgroup_limits, num_cores
     from envserve.slab import anonymous_file
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_few = resource.RLIM_INFINITY != most < 4096
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_low = resource.RLIM_INFINITY != limit < 4096
     remedy = "allow 4096: ulimit -n, LimitNOFILE= or docker run --ulimit nofile="
-    yield _finding("open files", f"at most {most}", remedy if is_few else "")
+    yield _finding("open files", f"at most {limit}", remedy if is_low else "")
     cores, total = num_cores(), os.cpu_count()
     why = "" if cores == total else ", limited by a quota or CPU pinning"
     yield _finding("cores", f"{cores} of {total} for workers{why}")
@@ -142,15 +145,15 @@ def _resources() -> Iterator[_Finding]:
         lines = Path("/proc/meminfo").read_text().splitlines()
         gib = {words[0]: int(words[1]) / 2**20 for words in map(str.split, lines)}
         limits = cgroup_limits(Path("/"), "memory", ("limit_in_bytes",))
-        limit = min([gib["MemTotal:"], *(bound[0] / 2**30 for bound in limits)])
+        most = min([gib["MemTotal:"], *(bound[0] / 2**30 for bound in limits)])
         free = gib["MemAvailable:"]
         remedy = (
             "a worker needs about 0.1 GiB, a trainer 1.5; stop other processes, or "
             "raise the limit"
         )
         text = f"{free:.1f} of {gib['MemTotal:']:.1f} GiB free"
-        text += f", container limit {limit:.1f}" * (limit < gib["MemTotal:"])
-        yield _finding("memory", text, remedy if min(free, limit) < 1 else "")
+        text += f", container limit {most:.1f}" * (most < gib["MemTotal:"])
+        yield _finding("memory", text, remedy if min(free, most) < 1 else "")
     try:
         with open(anonymous_file(), "wb") as file:
             file.write(bytes(1 << 20))
@@ -176,7 +179,7 @@ def _port() -> _Finding:
             probe.bind(("127.0.0.1", DEFAULT_PORT))
         except OSError as error:
             remedy = (
-                "use another port if no server of yours has it: envserve start --bind"
+                "if it is not used by your server, pass another: envserve start --bind"
             )
             return _finding("port", f"{DEFAULT_PORT}: {error.strerror}", remedy)
     return _finding("port", f"{DEFAULT_PORT} is free")
@@ -192,38 +195,43 @@ def _keys() -> _Finding:
         num_clients = len(folder.clients.grants(time.time()))
     except KeyFileError as error:
         return _finding("keys", str(error), fails=True)
-    own = " and ".join(f"a {role} key" for role, key in keys.items() if key)
-    where, own = display_path(folder.path), own or "no key yet"
-    text = f"{where}: {own}; known clients: {num_clients}"
-    return _finding("keys", text)
+    found = " and ".join(f"a {role} key" for role, key in keys.items() if key)
+    text = f"{display_path(folder.path)}: {found or 'no key yet'}"
+    return _finding("keys", f"{text}; known clients: {num_clients}")
 
 
 def _renderer(name: str) -> _Finding:
-    """Render an env in another process, because drivers can crash and hang."""
+    """Render an env in another process, because drivers can crash or hang."""
     from envserve.worker.rendering import headless_variables
 
     if not _version(name):
         return _finding(name, "not installed")
     env_name, remedy = _RENDERERS[name]
-    own = {**os.environ, **headless_variables(os.environ)}
-    command = [sys.executable, "-W", "ignore", "-c", _DRAW, env_name]
+    variables = {**os.environ, **headless_variables(os.environ)}
+    command = [sys.executable, "-W", "ignore", "-c", _RENDER_SCRIPT, env_name]
     try:
         subprocess.run(
-            command, env=own, capture_output=True, check=True, timeout=_DRAW_SECONDS
+            command,
+            env=variables,
+            capture_output=True,
+            check=True,
+            timeout=_RENDER_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return _finding(name, f"renders nothing within {_DRAW_SECONDS:g} s", remedy)
+        return _finding(
+            name, f"renders nothing within {_RENDER_TIMEOUT_SECONDS:g} s", remedy
+        )
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip() or str(error)
-        return _finding(name, f"cannot render: {said.splitlines()[-1]}", remedy)
-    by = f" with {own['MUJOCO_GL']}" if name == "mujoco" and "MUJOCO_GL" in own else ""
-    return _finding(name, f"renders{by}")
+        text = error.stderr.decode(errors="replace").strip() or str(error)
+        return _finding(name, f"cannot render: {text.splitlines()[-1]}", remedy)
+    backend = variables.get("MUJOCO_GL", "") if name == "mujoco" else ""
+    return _finding(name, f"renders with {backend}" if backend else "renders")
 
 
 def _server(address: str, timeout: float, insecure: bool) -> _Finding:
     from envserve.monitoring.observer import Observer
 
-    begun, ours = time.monotonic(), _version("envserve")
+    began, version = time.monotonic(), _version("envserve")
     try:
         with Observer(address, insecure=insecure) as observer:
             status = observer.status(timeout)
@@ -233,7 +241,7 @@ def _server(address: str, timeout: float, insecure: bool) -> _Finding:
         return _finding(address, text, remedy, fails=True)
     text = (
         f"envserve {status.version}, {status.free_envs} of {status.total_envs} envs "
-        f"free, answered after {1000 * (time.monotonic() - begun):.0f} ms"
+        f"free, answered after {1000 * (time.monotonic() - began):.0f} ms"
     )
-    remedy = f"this host has {ours}: install the same release on both"
-    return _finding(address, text, "" if status.version == ours else remedy)
+    remedy = f"this host has {version}: install the same release on both"
+    return _finding(address, text, "" if status.version == version else remedy)

@@ -10,8 +10,9 @@ from envserve.cli.options import Address, Insecure, Seconds, address_of
 from envserve.cli.terminal import fail
 from envserve.errors import ConnectError, EnvserveError
 
-_STILL_THERE: Final = 3
-#: A server that is there answers at once, also while its envs step.
+_STILL_RUNNING: Final = 3
+#: Maximum time to wait for the first answer. Servers answer at once, even while envs
+#: step.
 _ANSWER_SECONDS: Final = 5.0
 
 
@@ -34,21 +35,21 @@ def drain(
     from envserve.wire.message import Message
 
     address, deadline = address_of(address), time.monotonic() + timeout
-    asked = Message(MessageType.ASK_DRAIN, request=1, body=DRAIN_WORD)
+    drain = Message(MessageType.ASK_DRAIN, request=1, body=DRAIN_WORD)
     hello = Message(MessageType.HELLO, request=2, body=Hello(client="drain").encode())
     try:
         with contextlib.closing(Connection(address, insecure=insecure)) as connection:
-            patience = min(timeout, _ANSWER_SECONDS)
-            boot = request(connection, asked, MessageType.DRAIN, patience).boot
-            # The server has exited if nothing answers, or another server does.
+            seconds = min(timeout, _ANSWER_SECONDS)
+            boot = request(connection, drain, MessageType.DRAIN, seconds).boot
+            # The server has exited once nothing answers, or another server does.
             with contextlib.suppress(ConnectError):
                 while request(connection, hello, MessageType.WELCOME, 1.0).boot == boot:
                     if time.monotonic() > deadline:
                         fail(
-                            f"{address}: the server drains, but is still running after "
+                            f"{address}: the server is still draining after "
                             f"{timeout:g} s; wait longer (--timeout), or send it "
-                            f"SIGINT, which cuts running episodes off",
-                            _STILL_THERE,
+                            f"SIGINT, which cuts off running episodes",
+                            _STILL_RUNNING,
                         )
                     connection.wait(0.1, for_writing=False)
     except EnvserveError as error:

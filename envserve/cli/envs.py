@@ -1,4 +1,4 @@
-"""`envserve envs`: the names of envs on offer."""
+"""`envserve envs`: list the names of envs on a server or on this host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`envserve health`: whether a server is well, as an exit code.
+"""`envserve health`: check the health of a server; the exit code names the problem.
 
-`envserve.__main__` answers plain questions itself, because containers ask every 2 s.
+`envserve.__main__` runs simple forms of this command itself, which is faster, because
+containers run it every 2 s.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def health(
     """
     from envserve.monitoring.health_probe import probe
 
-    asked = {"startup": startup, "live": live, "ready": ready}
-    code, text = probe(address, **asked, timeout=timeout, insecure=insecure)
+    probes = {"startup": startup, "live": live, "ready": ready}
+    code, text = probe(address, **probes, timeout=timeout, insecure=insecure)
     if code:
         fail(text, code)
     print(text)

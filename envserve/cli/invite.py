@@ -1,4 +1,4 @@
-"""`envserve invite`: let a client make its own key, with a line that works once."""
+"""`envserve invite`: print an invitation by which one client can join."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INVITATION_SECONDS: Final = 15 * 60
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the client may use, as words of the file `clients`."""
+    """Limits of a client, as text for its line in the file `clients`."""
 
     envs: str | None = None
     """Patterns of env names the client may use, separated by commas; by default, all
@@ -68,7 +68,7 @@ def invite(
         if not (stdout or sys.stdout.isatty()):
             raise CodecError(
                 "an invitation is a secret, and stdout is not a terminal; pass "
-                "--stdout if nobody else can read where stdout goes"
+                "--stdout if no other user can read stdout"
             )
         folder, pair, now = KeyFolder(home), KeyPair.generate(), time.time()
         options = [f"{n.replace('_', '-')}={v}" for n, v in limits.items()]

@@ -1,4 +1,4 @@
-"""`envserve join`: become a client of a server, by an invitation."""
+"""`envserve join`: become a client of a server, with an invitation."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def join(
     with key_errors():
         if line:
             raise CodecError(
-                "an invitation is a secret, and others can read command lines; run "
-                '"envserve join" without it, and paste it then'
+                "an invitation is a secret, and other users can read command lines; "
+                'run "envserve join" without arguments, then paste the invitation'
             )
         if sys.stdin.isatty():
             text = getpass.getpass("Invitation (not shown): ")
@@ -44,7 +44,8 @@ def join(
         folder.add_pin(addresses, server, invitation.name)
     for address, public in before.items():
         if public not in (None, server):
-            print(f"{address} had another key before: {formats.fingerprint(public)}")
+            old = formats.fingerprint(public)
+            print(f"{address}: the server's previous key, {old}, was replaced")
     print(
         f"joined {', '.join(addresses)} as {invitation.name}; this client's key is "
         f"{formats.fingerprint(pair.public)}, "

@@ -1,4 +1,4 @@
-"""`envserve keys make` and `keys new`, and what all commands about keys share."""
+"""`envserve keys make` and `keys new`, and helpers of all commands about keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from envserve.keys import formats
 from envserve.keys.grant import parse_words
 from envserve.keys.key_folder import KeyFolder, Role
 
-_AT: Final = (
+_AT_HELP: Final = (
     "Address by which clients reach the server: HOST, HOST:PORT or tcp://HOST:PORT; "
     "repeatable."
 )
-_HOME: Final = "Folder of keys; by default ENVSERVE_HOME, else ~/.config/envserve."
-At = Annotated[list[str], Option(_AT, metavar="ADDRESS")]
-Home = Annotated[Path | None, Option(_HOME)]
+_HOME_HELP: Final = (
+    "Folder of keys; by default $ENVSERVE_HOME, or ~/.config/envserve if it is not set."
+)
+At = Annotated[list[str], Option(_AT_HELP, metavar="ADDRESS")]
+Home = Annotated[Path | None, Option(_HOME_HELP)]
 
 
 def make(
@@ -45,7 +47,7 @@ def make(
         names = [role for role in roles if role != "server"]
         any_key = formats.encode(formats.PUBLIC, bytes(32))
         for name in names:
-            parse_words([name, any_key])  # refuses a path, for example
+            parse_words([name, any_key])  # rejects invalid names, such as paths
         server = KeyFolder(dir_ / "server")
         key = server.ensure_key("server")
         server.ensure_key("client")  # for probes on the server's host
@@ -53,8 +55,9 @@ def make(
         server.add_pin(at, key.public, "server")  # for servers on other hosts
         for name in names:
             client = KeyFolder(dir_ / name)
-            # The pin is written last, so that a client with a pin is complete. The
-            # operator may have changed or removed its line in `clients` since.
+            # The pin is written last, so a client with a pin is complete. Its line in
+            # `clients` is not written again, because the operator may have changed or
+            # removed it.
             if client.pinned_addresses:
                 client.add_pin(at, key.public, name)
                 continue
@@ -92,7 +95,7 @@ def new(
 
 @contextlib.contextmanager
 def key_errors() -> Iterator[None]:
-    """Report errors and exit: with 1 if a server causes them, otherwise with 2."""
+    """Print errors and exit: with 1 if a server caused them, otherwise with 2."""
     try:
         yield
     except EnvserveError as error:
@@ -100,7 +103,15 @@ def key_errors() -> Iterator[None]:
 
 
 def complete_addresses(words: list[str], *, may_be_any: bool = False) -> list[str]:
-    """Return words as addresses that clients can connect to; raise CodecError."""
+    """Return values of --at as complete addresses that clients can connect to.
+
+    Args:
+      words: Values of --at.
+      may_be_any: Whether `*`, which matches all addresses, is allowed.
+
+    Raises:
+      CodecError: An address is invalid, or clients cannot connect to it.
+    """
     from envserve.address import complete_address
 
     try:
@@ -109,10 +120,10 @@ def complete_addresses(words: list[str], *, may_be_any: bool = False) -> list[st
         ]
     except AddressError as error:
         raise CodecError(f"--at: {error}") from None
-    none = ("0.0.0.0", "[::]", *(() if may_be_any else ("*", "ray")))
+    wildcards = ("0.0.0.0", "[::]", *(() if may_be_any else ("*", "ray")))
     for word, address in zip(words, addresses, strict=True):
         host = address.removeprefix("tcp://").rpartition(":")[0]
-        if address.startswith("ipc://") or host in none:
+        if address.startswith("ipc://") or host in wildcards:
             raise CodecError(
                 f"--at: expected the tcp:// address by which clients reach the server; "
                 f"got {word!r:.200}"

@@ -1,4 +1,4 @@
-"""Types of arguments and options that several commands share, with their help."""
+"""Annotated types of arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _ADDRESS: Final = (
     "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, dns://NAME, file://PATH or "
     "ray://NAMESPACE/NAME"
 )
-_IMPORT: Final = "Module or Python file that registers envs or wrappers; repeatable."
-_RESOURCES: Final = (
+_IMPORT_HELP: Final = (
+    "Module or Python file that registers envs or wrappers; repeatable."
+)
+_RESOURCES_HELP: Final = (
     "Ray resources to reserve for each process, such as '{\"CPU\": 8}'; by default, "
     "one CPU."
 )
-_LOG_FORMAT: Final = (
+_LOG_FORMAT_HELP: Final = (
     "Format of the log: text, or json for one object per line with time, level, "
     "logger, message and further fields."
 )
@@ -45,13 +47,13 @@ Addresses = Annotated[
     list[str], Option(f"Addresses of servers: {_ADDRESS}.", metavar="ADDRESS")
 ]
 Env = Annotated[str, Option(values=env_names)]
-Import = Annotated[list[str] | None, Option(_IMPORT, metavar="MODULE")]
+Import = Annotated[list[str] | None, Option(_IMPORT_HELP, metavar="MODULE")]
 Insecure = Annotated[
     bool, Option("Connect without keys, to a server started with --insecure-no-auth.")
 ]
 LogFormat = Annotated[
     Literal["text", "json"],
-    Option(_LOG_FORMAT, panel="Logs", variable="ENVSERVE_LOG_FORMAT"),
+    Option(_LOG_FORMAT_HELP, panel="Logs", variable="ENVSERVE_LOG_FORMAT"),
 ]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
@@ -61,12 +63,12 @@ LogLevel = Annotated[
         variable="ENVSERVE_LOG_LEVEL",
     ),
 ]
-Resources = Annotated[dict[str, float] | None, Option(_RESOURCES, panel="On Ray")]
+Resources = Annotated[dict[str, float] | None, Option(_RESOURCES_HELP, panel="On Ray")]
 Timeout = Annotated[Seconds, Option("Seconds to wait for the answer of a server.")]
 
 
 def address_of(word: str) -> str:
-    """Return the first address that a word stands for; exit if there is none."""
+    """Return the first address that a word resolves to; exit if there is none."""
     from envserve.client.link.discovery import resolve
 
     try:
@@ -76,22 +78,22 @@ def address_of(word: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Let modules of the working directory be imported, as `python -m` does.
+    """Add the working directory to `sys.path`, like `python -m`, if modules need it.
 
-    Does nothing if only files, which need no search, or registered envs are named.
-    Exits if other users can write to the directory.
+    Registered envs and paths of files do not need it. If other users can write to the
+    directory, print an error and exit.
 
     Args:
       modules: Values of --import.
-      envs: Names of envs, or words that say what to import.
+      envs: Registered names, FILE.py:CLASS or MODULE:NAME.
     """
     here, words = os.getcwd(), [*(modules or ()), *filter(is_user_env, envs)]
     if all(word.partition(":")[0].endswith(".py") for word in words):
         return
     if place := writable_by_others(here):
         fail(
-            f"--import: others can write to the working directory ({place}), so any "
-            f"module in it may be theirs; start in a folder that only you can write to",
+            f"--import: others can write to the working directory ({place}), so they "
+            f"may have planted modules; start in a folder that only you can write to",
             2,
         )
-    sys.path.append(here)  # last, so that no file in it hides another module
+    sys.path.append(here)  # at the end, so that files in it hide no other modules

@@ -1,4 +1,4 @@
-"""`envserve page`: servers and their envs in the browser."""
+"""`envserve page`: show servers and their envs in the browser."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def page(
     if run is not None and run.is_file():
         fail(f"--run: expected the folder of a run; got the file {run}", 2)
     raise_file_limit()
-    # A parent process that passes --end-with-stdin holds the other end.
+    # With --end-with-stdin, stdin is a pipe that closes when the parent process ends.
     wait = sys.stdin.buffer.read if end_with_stdin else threading.Event().wait
     missing = "; the page needs more packages: pip install 'envserve[page]'"
     try:
-        found = [address for word in addresses for address in resolve(word)]
-        feed = DataFeed(found, run, partial(Observer, insecure=insecure))
+        resolved = [address for word in addresses for address in resolve(word)]
+        feed = DataFeed(resolved, run, partial(Observer, insecure=insecure))
         with contextlib.suppress(KeyboardInterrupt):
             serve_page(feed, port, missing, wait, is_opened=open_, host=host)
     except EnvserveError as error:
@@ -66,21 +66,32 @@ def serve_page(
     *,
     is_opened: bool,
     host: str = "127.0.0.1",
-    **shown: Any,
+    **options: Any,
 ) -> None:
-    """Serve a page until a wait is over, or Ctrl-C."""
+    """Serve the page until `wait` returns, or until Ctrl-C.
+
+    Args:
+      feed: Source of the page's data.
+      port: Port of the page; if it is in use, the next free one.
+      missing: Text to append to the error if packages are missing.
+      wait: Function that blocks until the page must end.
+      is_opened: Whether to open the page in a browser.
+      host: Address to listen on.
+      options: Additional arguments of `build_app`.
+    """
     try:
         from envserve.monitoring.page.app import build_app
         from envserve.monitoring.page.serve import page_server
     except ModuleNotFoundError as error:
         fail(f"{error}{missing}", 2)
-    build = partial(build_app, feed, host=host, **shown)
+    build = partial(build_app, feed, host=host, **options)
     server, listening, url = page_server(lambda token: build(token=token), host, port)
 
     def end(*_: object) -> None:
         server.should_exit = True
 
-    # The modules that the server imports could swallow an interrupt at its start.
+    # uvicorn installs its own handler later; modules that it imports before that could
+    # swallow a KeyboardInterrupt.
     before = signal.signal(signal.SIGINT, end)
     try:
         print(f"Page: {url}", flush=True)

@@ -3,11 +3,11 @@
 A command is a function. Its positional parameters are arguments, its keyword-only ones
 are options, and a parameter that is annotated with `Fields` is one option per field of
 a dataclass. The docstring of the function is its help, with the `Args` section for its
-parameters; fields have docstrings of their own.
+parameters; the help of a field is its docstring.
 
-The value of an option comes from the command line, else from its environment variable,
-else from the file of `--config`, else from the signature. `settings.convert_field`
-converts it to the annotated type, whatever its source is.
+The value of an option comes from the first of these sources that has one: the command
+line, the environment variable of the option, the file of `--config`, the default in the
+signature. `settings.convert_field` converts values from all sources in the same way.
 """
 
 from __future__ import annotations
@@ -42,33 +42,41 @@ from typing import (
     get_type_hints,
 )
 
-from envserve.cli.completion import asked_line, completion_code, install_completion
+from envserve.cli.completion import (
+    completion_code,
+    install_completion,
+    line_to_complete,
+)
 from envserve.cli.terminal import fail, prepare_streams, write
 
 Command = Callable[..., Any]
 
 _MAX_WIDTH: Final = 100
-#: Placeholders of values by their type. All floats on the command line are seconds.
+#: Placeholders of values in the help, by type. All floats on the command line are
+#: seconds.
 _METAVARS: Final = {int: "INT", float: "SECONDS", Path: "PATH", dict: "JSON"}
 _HELP: Final = ("-h", "--help")
 
 
 @dataclass(frozen=True)
 class Option:
-    """An argument or option of a command; in an annotation, what is special about it.
+    """An argument or option of a command.
+
+    In the annotation of a parameter, it overrides the values derived from the signature
+    and the docstring; there, only the attributes up to `values` may be set.
 
     Attributes:
       help: Help, if the docstring has none; a parameter without help is hidden.
       flag: Long option, by default `--` and the name; empty for an argument.
       metavar: Placeholder of the value; by default its type, or the argument's name.
-      panel: Heading below which the help lists the option.
+      panel: Heading under which the help lists the option.
       variable: Environment variable that sets the option.
-      values: Function that returns possible values, for completion in shells.
+      values: Function that returns possible values, for shell completion.
       name: Name of the parameter, or of the field.
       group: Name of the `Fields` parameter that the option belongs to, if any.
-      hint: Type of a given value, with bounds.
-      kind: The same type without bounds and the types of items.
-      default: Value if none is given; `inspect.Parameter.empty` if one is required.
+      hint: Annotated type of the value, with its bounds, without None.
+      kind: Type without bounds and item types, such as int or list.
+      default: Default value; `inspect.Parameter.empty` if a value is required.
     """
 
     help: str = ""
@@ -94,26 +102,29 @@ class Option:
         return self.default is inspect.Parameter.empty
 
     def add_to(self, panel: argparse._ArgumentGroup) -> None:
-        """Add the option to a panel of a parser, without its default."""
+        """Add the option to an argument group of a parser.
+
+        The parser gets no default, so that it returns only options that are given.
+        """
         text, default = self.help, self.default
         shown = " ".join(default) if isinstance(default, tuple) else default
         if isinstance(shown, str | int | float) and shown is not False and shown != "":
             text += f" [default: {shown}]"
-        known: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": self.metavar}
-        known["help"] = text.replace("%", "%%") if text else argparse.SUPPRESS
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": self.metavar}
+        kwargs["help"] = text.replace("%", "%%") if text else argparse.SUPPRESS
         if not self.flag:
             many, one = ("+", None) if self.is_required else ("*", "?")
-            panel.add_argument(self.name, nargs=many if self.is_list else one, **known)
+            panel.add_argument(self.name, nargs=many if self.is_list else one, **kwargs)
             return
         if self.kind is bool:
-            del known["metavar"]
-        known["action"] = {bool: "store_true"}.get(self.kind, "store")
-        known["action"] = "append" if self.is_list else known["action"]
-        known |= {"dest": self.name, "required": self.is_required}
-        panel.add_argument(self.flag, **known)
+            del kwargs["metavar"]
+        kwargs["action"] = {bool: "store_true"}.get(self.kind, "store")
+        kwargs["action"] = "append" if self.is_list else kwargs["action"]
+        kwargs |= {"dest": self.name, "required": self.is_required}
+        panel.add_argument(self.flag, **kwargs)
 
     def convert(self, value: Any) -> Any:
-        """Return a value as the option's type; raise ValueError if it is no such."""
+        """Convert a value to the option's type; raise ValueError if it is invalid."""
         from envserve.settings import convert_field
 
         if self.kind is dict and isinstance(value, str):
@@ -125,46 +136,49 @@ class Option:
 
 @dataclass(frozen=True)
 class Fields:
-    """The options of a dictionary: `limits: Annotated[dict[str, Any], Fields(Limits)]`.
+    """Makes one parameter an option per field of a dataclass.
 
-    The dictionary has the fields that are given, converted to their types. The command
-    makes the dataclass of them, which may check one against the other.
+    With `limits: Annotated[dict[str, Any], Fields(Limits)]`, the command receives a
+    dictionary of the given fields, converted to their types. The command constructs the
+    dataclass itself, so that `__post_init__` can validate the fields together.
 
     Attributes:
       kind: The dataclass; the docstring of each field is the help of its option.
-      describe: Function that returns what is special about a field.
+      describe: Function that returns, for a field, an `Option` with attributes that
+        override the derived ones.
     """
 
     kind: Any
     describe: Callable[[str], Option] = lambda field: Option()
 
 
-class Given(NamedTuple):
-    """What was given, by whatever source: the type of a parameter of a command.
+class GivenOptions(NamedTuple):
+    """The options that are set by any source; the type of a parameter of a command.
 
     Attributes:
-      values: Converted values by the names of their parameters; no defaults.
-      sources: The same options, with values as they were given.
+      values: Converted values by the names of their parameters, without defaults.
+      sources: The same options, with their values before conversion.
     """
 
     values: Mapping[str, Any]
     sources: Sequence[tuple[Option, Any]]
 
-    def words(self, *but: str) -> list[str]:
+    def words(self, *excluded: str) -> list[str]:
         """Return a command line with the same values, except for some parameters."""
         words = []
         for option, value in self.sources:
             for each in value if isinstance(value, list) else [value]:
-                if option.name not in but and each is not False:
+                if option.name not in excluded and each is not False:
                     words += [option.flag] if option.flag else []
                     words += [str(each)] if each is not True else []
         return words
 
 
 def parse(command: Command, words: Sequence[str], name: str) -> dict[str, Any]:
-    """Return the arguments with which a command line calls a command.
+    """Return the keyword arguments for a command from its command line.
 
-    Prints the help, or an error, and exits if there is nothing to call.
+    If the command line is invalid, print an error and exit; for --help, print the help
+    and exit.
 
     Args:
       command: Function to call.
@@ -179,16 +193,16 @@ def parse(command: Command, words: Sequence[str], name: str) -> dict[str, Any]:
         raise SystemExit(0)
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     given = []
-    for each, value in _given(parser, words, ahead, options):
+    for each, value in _given_options(parser, words, ahead, options):
         try:
             converted = values[each.group][each.name] = each.convert(value)
         except ValueError as error:
             parser.error(str(error))
         given.append((each, converted if each.kind is bool else value))
     for key, hint in get_type_hints(command, include_extras=True).items():
-        if hint is Given:
-            values[""][key] = Given({**values[""]}, given)
-        elif isinstance(_mark_of(hint), Fields):
+        if hint is GivenOptions:
+            values[""][key] = GivenOptions({**values[""]}, given)
+        elif isinstance(_annotation_of(hint), Fields):
             values[""][key] = values[key]
     return values[""]
 
@@ -198,13 +212,13 @@ def options_of(command: Command) -> Iterator[Option]:
     docs = _docs_of(command)[1]
     hints = get_type_hints(command, include_extras=True)
     for name, each in inspect.signature(command).parameters.items():
-        match _mark_of(hints[name]):
+        match _annotation_of(hints[name]):
             case Fields(kind, describe):
                 yield from _options_of_fields(kind, describe, name)
-            case mark if hints[name] is not Given:
-                option = _option(name, hints[name], each.default, mark, docs)
+            case annotation if hints[name] is not GivenOptions:
+                option = _option(name, hints[name], each.default, annotation, docs)
                 is_option = each.kind is each.KEYWORD_ONLY
-                metavar = mark.metavar or name.rstrip("_").upper()
+                metavar = annotation.metavar or name.rstrip("_").upper()
                 yield option if is_option else replace(option, flag="", metavar=metavar)
 
 
@@ -218,23 +232,23 @@ def _options_of_fields(
         default = each.default
         if each.default_factory is not MISSING:
             default = each.default_factory()
-        mark = replace(describe(each.name), group=group)
-        yield _option(each.name, hints[each.name], default, mark, docs)
+        annotation = replace(describe(each.name), group=group)
+        yield _option(each.name, hints[each.name], default, annotation, docs)
 
 
 def _option(
-    name: str, hint: Any, default: Any, mark: Option, docs: Mapping[str, str]
+    name: str, hint: Any, default: Any, annotation: Option, docs: Mapping[str, str]
 ) -> Option:
-    if get_origin(_bare(hint)) in (Union, UnionType):
-        hint = get_args(_bare(hint))[0]  # the other one is None
-    bare = _bare(hint)
+    if get_origin(_without_annotations(hint)) in (Union, UnionType):
+        hint = get_args(_without_annotations(hint))[0]  # the other one is None
+    bare = _without_annotations(hint)
     kind = get_origin(bare) or bare
     metavar = "|".join(get_args(bare)) if kind is Literal else _METAVARS.get(kind)
     return replace(
-        mark,
-        help=docs.get(name, mark.help),
-        flag=mark.flag or f"--{name.rstrip('_').replace('_', '-')}",
-        metavar=mark.metavar or metavar or "TEXT",
+        annotation,
+        help=docs.get(name, annotation.help),
+        flag=annotation.flag or f"--{name.rstrip('_').replace('_', '-')}",
+        metavar=annotation.metavar or metavar or "TEXT",
         name=name,
         hint=bare if kind is Literal else hint,
         kind=kind,
@@ -242,26 +256,26 @@ def _option(
     )
 
 
-def _bare(hint: Any) -> Any:
+def _without_annotations(hint: Any) -> Any:
     """Return a type without the annotations around it."""
     return hint.__origin__ if hasattr(hint, "__metadata__") else hint
 
 
-def _mark_of(hint: Any) -> Any:
-    """Return what the annotation of a parameter says of it."""
-    marks = getattr(hint, "__metadata__", ())
-    return next((m for m in marks if isinstance(m, Option | Fields)), Option())
+def _annotation_of(hint: Any) -> Any:
+    """Return the `Option` or `Fields` in the annotation of a parameter."""
+    annotations = getattr(hint, "__metadata__", ())
+    return next((m for m in annotations if isinstance(m, Option | Fields)), Option())
 
 
 def _docs_of(command: Command) -> tuple[str, dict[str, str]]:
-    """Return the docstring of a function above `Args:`, and that of each parameter."""
+    """Return the docstring of a function up to `Args:`, and that of each parameter."""
     text, _, rest = (inspect.getdoc(command) or "").partition("\nArgs:\n")
     entries = re.findall(r"^(\w+): (.+(?:\n +.+)*)", textwrap.dedent(rest), re.M)
     return text, {name: " ".join(doc.split()) for name, doc in entries}
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps help between words only, so that names of options stay whole."""
+    """Wraps help text at spaces only, so that names of options are not split."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
@@ -276,11 +290,11 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Splits a command line; an error is one line."""
+    """A parser that prints errors as one line."""
 
     def __init__(self, name: str, usage: str, text: str) -> None:
-        look = _Formatter(name)
-        usage = look._fill_text(f"usage: {name} {usage}", look._width, "")
+        formatter = _Formatter(name)
+        usage = formatter._fill_text(f"usage: {name} {usage}", formatter._width, "")
         super().__init__(
             name,
             usage.removeprefix("usage: "),
@@ -296,7 +310,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: Command, name: str, options: Iterable[Option]) -> _Parser:
-    """Return a parser whose namespace has only what a command line says."""
+    """Return a parser whose namespace contains only the options that are given."""
     usage = "[OPTIONS]"
     panels: dict[str, list[Option]] = {"Arguments": []}
     for each in options:
@@ -314,15 +328,19 @@ def _parser(command: Command, name: str, options: Iterable[Option]) -> _Parser:
     return parser
 
 
-def _given(
+def _given_options(
     parser: _Parser,
     words: Sequence[str],
     ahead: Iterable[str],
     options: Iterable[Option],
 ) -> Iterator[tuple[Option, Any]]:
-    """Yield the options that are given, with their values before conversion.
+    """Yield the options that any source sets, with their values before conversion.
 
-    Of the words, those ahead of `--` may be options.
+    Args:
+      parser: Parser of the command.
+      words: The command line.
+      ahead: The words before `--`, which may be options.
+      options: Options of the command.
     """
     flags = {each.flag: each for each in options if each.flag}
     for word in ahead:
@@ -331,12 +349,12 @@ def _given(
             parser.error(f"there is no option {flag}{_hint(flag, flags)}")
         if equals and flag in flags and flags[flag].kind is bool:
             parser.error(f"{flag}: expected no value; got {value!r}")
-    said = vars(parser.parse_intermixed_args(words))
-    is_file = "--config" in flags and "config" in said
-    file = _read_file(parser, said["config"], flags) if is_file else {}
+    parsed = vars(parser.parse_intermixed_args(words))
+    has_file = "--config" in flags and "config" in parsed
+    file = _read_file(parser, parsed["config"], flags) if has_file else {}
     for each in options:
-        if each.name in said:
-            yield each, said[each.name]
+        if each.name in parsed:
+            yield each, parsed[each.name]
         elif text := os.environ.get(each.variable):
             yield each, text.split() if each.is_list else text
         elif each.flag in file:
@@ -346,16 +364,16 @@ def _given(
 
 
 def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, Any]:
-    """Return the values in a file of options, by flag."""
+    """Return the values in a TOML file of options, by flag."""
     try:
-        found = tomllib.loads(Path(path).read_text("utf-8"))
+        values = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--config {path}: expected a TOML file; {error}")
     names = [flag.removeprefix("--") for flag in flags if flag != "--config"]
-    for key in found.keys() - {*names}:
+    for key in values.keys() - {*names}:
         expected = "expected the long names of options as keys"
         parser.error(f"--config {path}: {expected}; got {key!r}{_hint(key, names)}")
-    return {f"--{key}": value for key, value in found.items()}
+    return {f"--{key}": value for key, value in values.items()}
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
@@ -371,7 +389,7 @@ def _version(name: str) -> str:
 
 _INSTALL: Final = "Install completion for the shell in $SHELL (bash, zsh, fish); exit."
 _SHOW: Final = "Print the code that --install-completion installs; exit."
-#: Options of a program: their help, and what returns the answer.
+#: Options of a program: their help, and a function that returns the text to print.
 _PROGRAM_OPTIONS: Final[Mapping[str, tuple[str, Callable[[str], str]]]] = {
     "--version": ("Print the version and exit.", _version),
     "--install-completion": (_INSTALL, install_completion),
@@ -384,11 +402,11 @@ class Program:
     """A program with commands.
 
     Attributes:
-      name: Name, as users type it.
-      help: What the program is for.
-      package: Package that has a module per command, named after the first word of the
-        command, with a function named after the last. It is imported only if the
-        command is run or described.
+      name: Name of the program, as users type it.
+      help: Sentence that describes the program.
+      package: Package with one module per command, named like the first word of the
+        command. The module has a function named like the last word, and is imported
+        only when the command runs or its help is printed.
       panels: Names of commands, of one or two words, by heading of the help.
     """
 
@@ -410,7 +428,7 @@ class Program:
         return command
 
     def main(self, words: Sequence[str] | None = None) -> NoReturn:
-        """Run a command line; end the process with its exit code."""
+        """Run a command line, by default `sys.argv`, and exit with its code."""
         prepare_streams()
         code: Any = 1
         try:
@@ -422,13 +440,13 @@ class Program:
             code = 130
         except OSError as error:
             if write(sys.stdout, "\n") and not isinstance(error, BrokenPipeError):
-                raise  # stdout is not what failed
-        is_whole = write(sys.stdout)
+                raise  # the error has another cause than stdout
+        is_written = write(sys.stdout)
         write(sys.stderr)
-        sys.exit(code or int(not is_whole))
+        sys.exit(code or int(not is_written))
 
     def _run(self, words: Sequence[str]) -> Any:
-        if (line := asked_line(self.name)) is not None:
+        if (line := line_to_complete(self.name)) is not None:
             print(*self._completions(line), sep="\n")
             return 0
         first = words[0] if words else ""
@@ -451,7 +469,10 @@ class Program:
         return 0
 
     def _overview(self, first: str) -> _Parser:
-        """Return a parser for the help of all commands, or of those with one word."""
+        """Return a parser that prints the help of all commands.
+
+        If `first` is not empty, it lists only the commands with this first word.
+        """
         name = f"{self.name} {first}".rstrip()
         parser = _Parser(name, "COMMAND ...", "" if first else self.help)
         for title, names in self.panels.items():
@@ -467,7 +488,7 @@ class Program:
         return parser
 
     def _completions(self, line: str) -> list[str]:
-        """Return the words that may stand in place of the last one of a line."""
+        """Return the possible completions of the last word of a line."""
         *words, last = re.split(" +", line)[1:]
         found = {*_PROGRAM_OPTIONS} if not words else set()
         for name in self.names:
@@ -476,12 +497,12 @@ class Program:
                 found.add(parts[len(words)])
             elif words[: len(parts)] == parts:
                 options = [*options_of(self.command(name))]
-                takes = [
+                previous = [
                     o for o in options if o.flag == words[-1] and o.kind is not bool
                 ]
-                for each in takes or options:
+                for each in previous or options:
                     values = (
                         get_args(each.hint) if each.kind is Literal else each.values()
                     )
-                    found.update([each.flag] if each.flag and not takes else values)
+                    found.update([each.flag] if each.flag and not previous else values)
         return sorted(w for w in found if w.startswith(last) and (last or w[0] != "-"))

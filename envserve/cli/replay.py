@@ -1,4 +1,4 @@
-"""`envserve replay`: reproduce a crash from its repro file."""
+"""`envserve replay`: reproduce a crash from its repro file, and debug or film it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def replay(
             if film:
                 writer = stack.enter_context(VideoWriter(film))
                 on_frame = partial(_add_frame, writer)
-                os.environ.update(headless_variables(os.environ))  # for the worker
+                os.environ.update(headless_variables(os.environ))  # workers inherit it
             launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
             ending = replays.replay(repro, launcher, timeout, on_frame, last)
         if writer is not None:
@@ -86,8 +86,9 @@ def _add_frame(
 def _debug(repro: Repro) -> bool:
     """Replay a crash in this process; return whether the debugger was opened.
 
-    An exception is debugged where it was raised. If the process ended or hung, or the
-    step returned something wrong, the debugger starts before that step instead.
+    If the env raised an exception, the debugger opens where it was raised. If the
+    process ended or hung, or the step returned an invalid value, the debugger opens
+    before that step.
     """
     import bdb
     import traceback
@@ -101,14 +102,14 @@ def _debug(repro: Repro) -> bool:
     is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
     debugger = Pdb()
 
-    def step(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (result := debugger.runcall(own, *args, **kwargs)) is None:
+    def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (result := debugger.runcall(method, *args, **kwargs)) is None:
             raise bdb.BdbQuit
         return result
 
     def on_action(number: int) -> None:
         if number == last and not is_raised:
-            print("The next step is the last one: n runs a line, s enters a call.")
+            print("The last step follows: n runs a line, s enters a call.")
             env.intercept_calls(step)
 
     try:

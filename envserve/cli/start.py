@@ -19,7 +19,7 @@ from envserve.cli.options import (
     env_names,
     import_from_here,
 )
-from envserve.cli.program import Fields, Given, Option
+from envserve.cli.program import Fields, GivenOptions, Option
 from envserve.cli.terminal import fail, set_up_logs, show_error
 from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import (
@@ -33,7 +33,7 @@ from envserve.errors import (
 )
 from envserve.settings import HostSettings
 
-#: Options that are not named like their field.
+#: Options whose names differ from those of their fields.
 _FLAGS: Final = {
     "num_workers": "--workers",
     "env_names": "--env",
@@ -57,7 +57,7 @@ _PANELS: Final[Mapping[str, Container[str]]] = {
     ),
     "Logs": ("audit", "crash_dir", "debug_errors"),
 }
-#: Exit codes if the server cannot start; 1 for other errors.
+#: Exit codes by the error that prevents the start of the server; 1 for other errors.
 _START_CODES: Final[Mapping[type, int]] = {
     AddressError: 2,
     EnvStartError: 2,
@@ -67,8 +67,8 @@ _START_CODES: Final[Mapping[type, int]] = {
 }
 
 
-def _option(field: str) -> Option:
-    """Return what is special about the option of a field of `HostSettings`."""
+def _describe_option(field: str) -> Option:
+    """Return the flag, panel, variable and completion of a field of `HostSettings`."""
     flag = _FLAGS.get(field) or f"--{field.replace('_', '-')}"
     return Option(
         flag=flag,
@@ -86,7 +86,7 @@ def start(
     env: Annotated[list[str] | None, Option(values=env_names)] = None,
     *,
     reload: Annotated[bool, Option(panel="What is offered")] = False,
-    fields: Annotated[dict[str, Any], Fields(HostSettings, _option)],
+    fields: Annotated[dict[str, Any], Fields(HostSettings, _describe_option)],
     address_file: Annotated[Path | None, _ADDRESS_FILE] = None,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
@@ -94,7 +94,7 @@ def start(
     servers: Annotated[Count, _ON_RAY] = 1,
     resources: Resources = None,
     config: Annotated[Path | None, Option(metavar="FILE.toml")] = None,
-    given: Given,
+    given: GivenOptions,
 ) -> int:
     """Serve envs until SIGTERM, which lets running episodes end, or SIGINT.
 
@@ -132,7 +132,7 @@ def start(
 
 
 def _host_settings(given: dict[str, Any]) -> HostSettings:
-    """Check settings together; exit with an error that names the option."""
+    """Return the settings; if they are invalid, print an error and exit."""
     from envserve.crashes.crash_folder import CrashFolder
 
     folder = given.get("crash_dir", "")
@@ -145,7 +145,7 @@ def _host_settings(given: dict[str, Any]) -> HostSettings:
         fail(f"--crash-dir: expected a folder that can be written to; {error}", 2)
     except ValueError as error:
         field, _, text = str(error).partition(":")
-        fail(f"{_option(field).flag}:{text}", 2)
+        fail(f"{_describe_option(field).flag}:{text}", 2)
 
 
 def _serve(
@@ -153,7 +153,13 @@ def _serve(
     host: HostSettings,
     report: Callable[[tuple[str, ...]], None] = lambda addresses: None,
 ) -> int:
-    """Run a server until it ends; return its exit code."""
+    """Run a server until it ends; return its exit code.
+
+    Args:
+      address_file: File to write the addresses to, if any.
+      host: Settings of the server.
+      report: Function that is called with the addresses once the server is ready.
+    """
     import asyncio
 
     from envserve.server import serve
@@ -178,7 +184,7 @@ def _serve(
 
 
 def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int:
-    """Run servers on a Ray cluster until SIGTERM or SIGINT; episodes end first."""
+    """Run servers on a Ray cluster until SIGTERM or SIGINT, then drain them."""
     from envserve.ray import EnvServers
 
     word = "ray://default/envs" if on == "ray" else on
@@ -194,7 +200,7 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int
 
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
-    """Write a file in one step, so that no reader sees half of it."""
+    """Write a file atomically, so that readers never read an incomplete file."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text("".join(f"{address}\n" for address in addresses))
@@ -204,6 +210,6 @@ def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise ServerError(
-            f"--address-file {path} cannot be written: {error.strerror}; name a file "
-            f"in a folder that exists and has room"
+            f"--address-file {path} cannot be written: {error.strerror}; pass a file "
+            f"in an existing folder with free space"
         ) from None

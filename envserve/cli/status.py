@@ -1,4 +1,4 @@
-"""`envserve status`: what servers do, printed once."""
+"""`envserve status`: print the envs, leases, speed and faults of servers once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 #: Seconds between the two polls that measure a server's speed.
 _GAP_SECONDS: Final = 0.5
-#: Columns below which a list replaces each table, and from which releases are shown.
+#: Terminal width in columns: below the first, lists replace tables; from the second on,
+#: the table shows releases.
 _TABLE_WIDTH: Final = 76
 _WIDE: Final = 110
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
@@ -45,11 +46,11 @@ def status(
     with monitored_servers(addresses, insecure=insecure) as monitored:
         poll_servers(monitored, timeout, _GAP_SECONDS)
         if json_:
-            encoded = json.encode([server.plain() for server in monitored])
+            encoded = json.encode([server.as_dict() for server in monitored])
             print(json.format(encoded, indent=2).decode())
         else:
             console().print(tables(monitored, console().width))
-        if not all(server.is_known for server in monitored):
+        if not all(server.is_resolved for server in monitored):
             return 2
         return int(any(server.status is None for server in monitored))
 
@@ -76,10 +77,10 @@ def tables(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
         for lease in (server.status.leases if server.status else ())
     ]
     errors = [Text(f"{s.name}: {s.error}", "red") for s in monitored if s.error]
-    return Group(*_laid_out(servers, width), *_laid_out(leases, width), *errors)
+    return Group(*_as_table(servers, width), *_as_table(leases, width), *errors)
 
 
-def _laid_out(
+def _as_table(
     rows: Sequence[Mapping[str, str]], width: int
 ) -> Iterator[RenderableType]:
     from rich.table import Table
@@ -106,19 +107,19 @@ def _laid_out(
 def _server_cells(server: MonitoredServer) -> dict[str, str]:
     names = "release up envs steps/s p50 p99 faults lag"
     cells = {"server": server.name, **dict.fromkeys(names.split(), "-")}
-    if (found := server.status) is None:
+    if (status := server.status) is None:
         return cells
-    cells["envs"] = f"{found.total_envs - found.free_envs} of {found.total_envs}"
-    cells["lag"] = f"{found.loop_lag_ms} ms"
-    if found.version:
-        cells["release"] = found.version
-        cells["up"] = _duration(found.seconds)
+    cells["envs"] = f"{status.total_envs - status.free_envs} of {status.total_envs}"
+    cells["lag"] = f"{status.loop_lag_ms} ms"
+    if status.version:
+        cells["release"] = status.version
+        cells["up"] = _duration(status.seconds)
         cells["steps/s"] = _number(server.steps_per_second)
         cells["p50"] = _duration(server.env_step_seconds.quantile(0.5))
         cells["p99"] = _duration(server.env_step_seconds.quantile(0.99))
-        cells["faults"] = _faults(found.faults)
-    if found.is_starting or found.is_draining:
-        cells["up"] = "draining" if found.is_draining else "starting"
+        cells["faults"] = _faults(status.faults)
+    if status.is_starting or status.is_draining:
+        cells["up"] = "draining" if status.is_draining else "starting"
     return cells
 
 
@@ -132,7 +133,7 @@ def _number(value: float | None) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """Return a duration in a unit that suits it."""
+    """Return a duration in the largest unit that is not longer than it."""
     if seconds is None:
         return "-"
     for unit, least in _UNITS:

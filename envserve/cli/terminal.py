@@ -1,4 +1,4 @@
-"""Output of both programs: errors of one line, logs, colours, and keys pressed."""
+"""Terminal input and output of both programs: errors, logs, colours and keys."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def show_error(error: Exception | str) -> None:
     """Print an error as one line on stderr, followed by the notes of the exception.
 
     Args:
-      error: What was expected, what was found, and what to do. Of a traceback from a
-        worker only the last line is printed, because the log has all of it.
+      error: Exception or text. If an exception contains a traceback from a worker, only
+        its last line is printed, because the log contains the whole traceback.
     """
     text = str(error)
     if traceback := str(getattr(error, "remote_traceback", "")).strip():
@@ -45,34 +45,34 @@ def show_error(error: Exception | str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr usable, even if they are closed or lack a character."""
+    """Make writing to stdout and stderr work if they are closed or not UTF-8."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process
             null = os.open(os.devnull, os.O_WRONLY)
             setattr(sys, name, os.fdopen(null, "w", closefd=False))
         stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):  # "?" for what the locale cannot encode
+        if hasattr(stream, "reconfigure"):  # print "?" if a character is not encodable
             stream.reconfigure(errors="replace")
 
 
 def write(stream: TextIO, text: str = "") -> bool:
-    """Write and flush; return False if that fails, and discard all later output."""
+    """Write and flush; if that fails, return False and discard all later output."""
     try:
         if text:
             stream.write(text)
         stream.flush()
     except OSError as error:
-        # Otherwise the interpreter flushes again as it exits, and changes the code.
+        # Otherwise the interpreter would flush again on exit, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        # A reader that has closed the pipe, as `head` does, is no error.
+        # A closed pipe is no error: programs such as `head` read only a part.
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
-            show_error(f"stdout cannot be written: {error.strerror}; make room there")
+            show_error(f"cannot write to stdout: {error.strerror}")
         return False
     return True
 
 
 def console() -> Console:
-    """Return the console that prints tables and colours."""
+    """Return a console for stdout that prints tables and colours."""
     from rich.console import Console
 
     return Console(highlight=False)
@@ -83,8 +83,8 @@ def styled(text: str, code: int, stream: TextIO) -> str:
 
     Args:
       text: Text to print.
-      code: Number of the style, such as 31 for red.
-      stream: Where the text will be printed.
+      code: ANSI code of the style, such as 31 for red.
+      stream: Stream that the text will be written to.
     """
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if is_plain or not stream.isatty() else f"\033[{code}m{text}\033[0m"
@@ -92,7 +92,10 @@ def styled(text: str, code: int, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits a number of seconds for keys, and returns them."""
+    """Yield a function that waits up to some seconds for keys, and returns them.
+
+    If stdin is not a terminal, the function waits and returns an empty string.
+    """
     import termios
     import tty
 
@@ -113,13 +116,13 @@ def keyboard() -> Iterator[Callable[[float], str]]:
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, and `record.fields`.
+    """Formats a record as a JSON object with time, level, logger and message.
 
-    The keys of `extra={"fields": {...}}` become keys of the object.
+    The keys of `extra={"fields": {...}}` are added to the object.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the record as one line of JSON."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname.lower(),
@@ -133,7 +136,7 @@ class _JsonLines(logging.Formatter):
 
 
 def set_up_logs(level: str, log_format: str) -> None:
-    """Log to stderr, as lines of text or of JSON."""
+    """Log to stderr, as text or as one JSON object per line."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = log_format == "json"
     handler.setFormatter(_JsonLines() if is_json else logging.Formatter(_TEXT_FORMAT))

@@ -1,4 +1,4 @@
-"""`envserve top`: what servers do, updated until the user stops it."""
+"""`envserve top`: show the status of servers, updated until the user stops it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def top(
         contextlib.suppress(KeyboardInterrupt),
         monitored_servers(addresses, insecure=insecure) as monitored,
     ):
-        if not any(server.is_known for server in monitored):
+        if not any(server.is_resolved for server in monitored):
             fail(monitored[0].error, 2)
         with (
             keyboard() as pressed_within,

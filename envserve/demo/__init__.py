@@ -1,1 +1,1 @@
-"""Envs that learn before one's eyes, while one does to them what one likes."""
+"""`envserve demo`: watch envs learn while you inject faults."""

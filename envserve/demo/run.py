@@ -34,31 +34,36 @@ _NUM_SERVERS: Final = 2
 _CUT_SECONDS: Final = 2.0
 _REPORT_SECONDS: Final = 0.25
 _RECV_SECONDS: Final = 0.1
-#: No step takes so long, as a rule.
-_SILENT_SECONDS: Final = 0.5
-#: Within this time envs are back, whatever was done.
-_PATIENCE_SECONDS: Final = 30.0
+#: A row without a result for this time counts as absent; steps are much shorter.
+_ABSENT_AFTER_SECONDS: Final = 0.5
+#: Maximum time to wait until all envs have recovered from a fault.
+_RECOVERY_SECONDS: Final = 30.0
 
 
 class Demo:
-    """Everything but what shows it; a context manager.
+    """The demo without its user interface; a context manager.
+
+    A thread steps the envs, trains the learner and checks every row.
 
     Attributes:
-      servers: What serves the envs, in row order, as many rows each.
+      servers: The servers of the envs, in row order; each has an equal number of rows.
       faults: The faults to inject, by name: a label, and a function that injects it,
         waits for recovery, and returns a sentence with the recovery time.
-      row: The last line of `metrics.jsonl`.
-      has_ended: Set when the envs are stepped no more; `check` raises why.
+      row: The metrics in the last line of `metrics.jsonl`.
+      has_ended: Set when the thread has ended or must end.
     """
 
     def __init__(self, env: str, num_envs: int, folder: Path) -> None:
-        """Starts everything, files in a folder, which takes about a second.
+        """Start the servers and the thread, which takes about a second.
 
-        The env is one as of `envserve start`.
+        Args:
+          env: Env in one of the forms that `envserve start` accepts.
+          num_envs: Number of envs, over both servers.
+          folder: Folder for logs, crash files and `metrics.jsonl`.
 
         Raises:
-          EnvserveError: There is no such env, its spaces are not for the learner, or a
-            server does not start.
+          EnvserveError: The env does not exist, the learner does not support its
+            spaces, or a server does not start.
         """
         self.faults: dict[str, tuple[str, Callable[[], str]]] = {}
         for name, label, act in (
@@ -72,7 +77,7 @@ class Demo:
         self.has_ended = threading.Event()
         self._env, self._num_envs, self._folder = env, num_envs, folder
         self._status = np.full(num_envs, Status.PENDING, np.uint8)
-        self._seen_at, self._away_at = np.full((2, num_envs), -np.inf)
+        self._received_at, self._absent_at = np.full((2, num_envs), -np.inf)
         self._recovery: dict[str, float] = {}
         self._injecting, self._stepped = threading.Lock(), threading.Condition()
         self._error: BaseException | None = None
@@ -88,9 +93,9 @@ class Demo:
             for server in self.servers:
                 server.proxy = TcpProxy(server.wait_until_ready())
                 stack.callback(server.proxy.close)
-            self._player = threading.Thread(target=self._play, name="envserve demo")
-            self._player.start()
-            stack.callback(self._end)
+            self._thread = threading.Thread(target=self._run, name="envserve demo")
+            self._thread.start()
+            stack.callback(self._stop)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -100,27 +105,27 @@ class Demo:
         self._stack.close()
 
     def check(self) -> None:
-        """Raises what has ended it, if anything has."""
+        """Raise the exception that has ended the thread, if there was one."""
         if self._error is not None:
             raise self._error
 
-    def away(self) -> Array:
-        """Tells of which rows the env is not there now, bool `[num_envs]`."""
-        is_silent = time.monotonic() - self._seen_at > _SILENT_SECONDS
+    def absent_rows(self) -> Array:
+        """Return which rows are absent now, bool `[num_envs]`."""
+        is_silent = time.monotonic() - self._received_at > _ABSENT_AFTER_SECONDS
         return np.asarray(is_silent | (self._status != Status.OK))
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self.has_ended.set()
-        self._player.join()
-        with self._injecting:  # a server that is being started is started
+        self._thread.join()
+        with self._injecting:  # wait until a server that is being restarted has started
             pass
 
-    def _play(self) -> None:
+    def _run(self) -> None:
         addresses = [server.proxy.address for server in self.servers]
         options = self._env, addresses, self._num_envs
         try:
             with BatchEnv.connect(*options, seed=self._seed) as batch:
-                self._play_on(batch)
+                self._step_envs(batch)
         except BaseException as error:
             self._error = error
         finally:
@@ -128,7 +133,7 @@ class Demo:
             with self._stepped:
                 self._stepped.notify_all()
 
-    def _play_on(self, batch: BatchEnv) -> None:
+    def _step_envs(self, batch: BatchEnv) -> None:
         learner, rows = self._learner, np.arange(self._num_envs)
         checker = ReplayCheck(self._make_twin, self._num_envs, self._seed)
         observation = batch.reset()
@@ -137,20 +142,21 @@ class Demo:
         batch.send(actions)
         began, num_valid = time.monotonic(), 0
         while not self.has_ended.is_set():
-            # Nobody waits for a server that is silent; padding is no reason to hurry.
+            # Receive half of the rows, to not wait for a silent server, but more than
+            # the padding rows, because padding is returned without any delay.
             num_padding = int((self._status == Status.PENDING).sum())
-            enough = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
-            with contextlib.suppress(EnvTimeout):  # the next call gets them
-                rows, result = batch.recv(enough, timeout=_RECV_SECONDS)
+            min_rows = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
+            with contextlib.suppress(EnvTimeout):  # the next call returns these rows
+                rows, result = batch.recv(min_rows, timeout=_RECV_SECONDS)
                 checker.step(rows, actions[rows], result)
                 learner.learn(rows, result)
                 actions[rows] = learner.act(result.observation, rows)
                 batch.send(actions[rows], rows)
                 self._status[rows] = result.status
-                self._seen_at[rows] = time.monotonic()
+                self._received_at[rows] = time.monotonic()
                 num_valid += int(result.valid.sum())
             with self._stepped:
-                self._away_at[self.away()] = time.monotonic()
+                self._absent_at[self.absent_rows()] = time.monotonic()
                 self._stepped.notify_all()
             if (seconds := time.monotonic() - began) > _REPORT_SECONDS:
                 self._report(checker, num_valid, seconds)
@@ -175,27 +181,33 @@ class Demo:
         )
 
     def _inject(self, label: str, act: Callable[[DemoServer], None]) -> str:
-        """Does something to a server, and waits for the envs that it hits."""
+        """Inject a fault into a random server, and wait until its envs have recovered.
+
+        Returns:
+          A sentence with the number of affected envs and the recovery time.
+        """
         with self._injecting:
-            self._wait_for(lambda: not any(self.away()))
+            self._wait_for(lambda: not any(self.absent_rows()))
             index, share = random.randrange(_NUM_SERVERS), self._num_envs / _NUM_SERVERS
             rows = slice(int(index * share), int((index + 1) * share))
             began = time.monotonic()
             act(self.servers[index])
             self._wait_for(
-                lambda: any(self._away_at[rows] > began) and not any(self.away()[rows])
+                lambda: (
+                    any(self._absent_at[rows] > began)
+                    and not any(self.absent_rows()[rows])
+                )
             )
             milliseconds = round(1000 * (time.monotonic() - began))
             self._recovery = {"demo_recovery_ms": milliseconds}
-            num_hit = int((self._away_at[rows] > began).sum())
-            return f"{label}: {num_hit} envs back after {milliseconds:,} ms"
+            num_envs = int((self._absent_at[rows] > began).sum())
+            return f"{label}: {num_envs} envs recovered after {milliseconds:,} ms"
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Waits until envs are as they should be."""
         with self._stepped:
-            is_well = self._stepped.wait_for(
-                lambda: self.has_ended.is_set() or condition(), _PATIENCE_SECONDS
+            is_met = self._stepped.wait_for(
+                lambda: self.has_ended.is_set() or condition(), _RECOVERY_SECONDS
             )
         self.check()
-        if self.has_ended.is_set() or not is_well:
-            raise ServerError("the envs are not back; has the demo ended?")
+        if self.has_ended.is_set() or not is_met:
+            raise ServerError("the demo has ended, or its envs have not recovered")

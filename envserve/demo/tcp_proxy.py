@@ -11,50 +11,57 @@ _HOST: Final = "127.0.0.1"
 
 
 class TcpProxy:
-    """Forward connections from its `address` to a `port` of this host."""
+    """A proxy that forwards connections to a port of this host.
+
+    Attributes:
+      port: Port of the server; it may change when the server restarts.
+      address: Address at which the proxy accepts connections.
+    """
 
     def __init__(self, port: int) -> None:
         self.port = port
         self._listening = socket.create_server((_HOST, 0))
         self.address = f"tcp://{_HOST}:{self._listening.getsockname()[1]}"
-        self._is_whole = threading.Event()
-        self._is_whole.set()
+        self._is_connected = threading.Event()
+        self._is_connected.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, seconds: float) -> None:
-        """Forward nothing for some seconds; TCP loses no data."""
-        self._is_whole.clear()
-        mend = threading.Timer(seconds, self._is_whole.set)
-        mend.daemon = True
-        mend.start()
+        """Pause forwarding for some seconds; data is delayed, not lost."""
+        self._is_connected.clear()
+        timer = threading.Timer(seconds, self._is_connected.set)
+        timer.daemon = True
+        timer.start()
 
     def close(self) -> None:
-        """Takes no more connections; those that there are end with either end."""
-        self._is_whole.set()
+        """Stop accepting; existing connections end when either peer closes them."""
+        self._is_connected.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
+        with contextlib.suppress(OSError):  # `close` was called
             while True:
                 near, _ = self._listening.accept()
-                threading.Thread(target=self._join, args=(near,), daemon=True).start()
+                threading.Thread(
+                    target=self._connect, args=(near,), daemon=True
+                ).start()
 
-    def _join(self, near: socket.socket) -> None:
-        with near, contextlib.suppress(ConnectionRefusedError):  # no server is there
-            self._is_whole.wait()
+    def _connect(self, near: socket.socket) -> None:
+        with near, contextlib.suppress(ConnectionRefusedError):  # the server restarts
+            self._is_connected.wait()
             with socket.create_connection((_HOST, self.port)) as far:
                 for end in (near, far):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                back = threading.Thread(target=self._pass, args=(far, near))
+                back = threading.Thread(target=self._forward, args=(far, near))
                 back.start()
-                self._pass(near, far)
+                self._forward(near, far)
                 back.join()
 
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(ConnectionError):  # either end may go at any time
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(ConnectionError):  # either peer may disconnect
             while data := source.recv(1 << 16):
-                self._is_whole.wait()
+                self._is_connected.wait()
                 sink.sendall(data)
         with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)  # then the other way ends as well
+            sink.shutdown(socket.SHUT_RDWR)  # ends the other direction, too

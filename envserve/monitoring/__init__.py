@@ -1,1 +1,1 @@
-"""Watch servers and envs: status, health, metrics, frames, the web page."""
+"""Monitor servers and envs: status, health, metrics, rendered frames, the web page."""

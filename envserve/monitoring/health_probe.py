@@ -1,6 +1,7 @@
-"""Health probes of a server, as container platforms use them.
+"""Startup, liveness and readiness probes of a server, for container platforms.
 
-Each probe checks one thing: a server whose envs are all leased must not be restarted.
+The probes are separate because a failed liveness probe restarts the container: a server
+whose envs are all leased is not ready, but must not be restarted.
 """
 
 from __future__ import annotations
@@ -20,27 +21,34 @@ class HealthProblem(enum.IntEnum):
     """Exit codes of `envserve health`."""
 
     NO_ANSWER = 1
+    """The server does not answer, or the client cannot connect."""
     NO_ADDRESS = 2
-    STARTING = 3  # workers cannot be started yet: imports go on, or have failed
-    LAGGING = 4  # the serving loop was late by more than 5 s within the last 10
+    """The address is invalid or cannot be resolved."""
+    STARTING = 3
+    """The server cannot start workers, because imports are running or have failed."""
+    LAGGING = 4
+    """The event loop was late by more than 5 s within the last 10 s."""
     DRAINING = 5
+    """The server is draining."""
     FULL = 6
-    MISMATCH = 7  # it speaks other versions of the protocol
+    """All envs are leased."""
+    MISMATCH = 7
+    """The server and this client have no protocol version in common."""
 
 
 def diagnose(
     welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
 ) -> tuple[HealthProblem, str] | None:
-    """Return the first problem of those to check, and a text; None without problem."""
+    """Return the first problem that the enabled probes find, with a text, or None."""
     if (startup or ready) and welcome.is_starting:
         return HealthProblem.STARTING, "workers cannot be started yet"
     if live and welcome.loop_lag_ms > _MAX_LAG_MS:
         seconds = welcome.loop_lag_ms / 1000
-        return HealthProblem.LAGGING, f"its loop was {seconds:.1f} s late"
+        return HealthProblem.LAGGING, f"the event loop was {seconds:.1f} s late"
     if ready and welcome.is_draining:
-        return HealthProblem.DRAINING, "it is draining"
+        return HealthProblem.DRAINING, "the server is draining"
     if ready and not welcome.free_envs:
-        return HealthProblem.FULL, f"all of its {welcome.total_envs} envs are leased"
+        return HealthProblem.FULL, f"all {welcome.total_envs} envs are leased"
     return None
 
 
@@ -55,15 +63,15 @@ def probe(
 ) -> tuple[int, str]:
     """Return the exit code of `envserve health`, and a text to print.
 
-    Of several servers, the first with a problem counts.
+    If the address resolves to several servers, the first with a problem decides.
     """
-    said = []
+    lines = []
     try:
         for each in resolve(address):
             welcome = request_welcome(each, timeout, insecure=insecure)
-            if found := diagnose(welcome, startup=startup, live=live, ready=ready):
-                return found[0], f"{each}: {found[1]}"
-            said.append(
+            if problem := diagnose(welcome, startup=startup, live=live, ready=ready):
+                return problem[0], f"{each}: {problem[1]}"
+            lines.append(
                 f"{each}: serving {welcome.num_names} env "
                 f"name{'s' * (welcome.num_names != 1)}; "
                 f"{welcome.free_envs} of {welcome.total_envs} envs free"
@@ -74,4 +82,4 @@ def probe(
         return HealthProblem.MISMATCH, f"ProtocolMismatch: {error}"
     except EnvserveError as error:
         return HealthProblem.NO_ANSWER, str(error)
-    return 0, "\n".join(said)
+    return 0, "\n".join(lines)

@@ -1,8 +1,9 @@
-"""Answer STATUS and FRAME requests about a batch whose envs run in this process.
+"""Answer STATUS and FRAME requests about a batch made by `BatchEnv.local`.
 
-A thread answers as a server does, at an ipc address that only this user can reach; its
-leases are the batch's lanes, numbered from 1. It only reads counters and shared memory,
-and sleeps forty-nine times as long as it has computed.
+A thread of the training process answers like a server, at an ipc address that only this
+user can connect to. Each local lane of the batch is reported as a lease, numbered from
+1. The thread only reads counters and shared memory, and pauses after each answer, so it
+uses at most 2 % of a core.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ from envserve.wire.status import ServerStatus
 __all__ = ["LocalStatusServer"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_REST: Final = 49
+#: The pause after an answer, as a multiple of the CPU time that the answer took.
+_PAUSE_FACTOR: Final = 49
 _MAX_EPISODES: Final = 256
 _MAX_MESSAGE_BYTES: Final = 64 << 10
 
 
 class LocalStatusServer:
-    """Answer observers of a batch, until it is closed; a context manager.
+    """A thread that answers observers of a batch; a context manager.
 
     Attributes:
-      address: For `envserve page`, `top` and `status`.
+      address: Address to pass to `envserve page`, `top` and `status`.
     """
 
     def __init__(self, batch: BatchEnv) -> None:
-        """Start to answer, for local lanes only: servers answer for theirs."""
+        """Start the thread. It reports local lanes only; servers report their own."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
-        self._answers = ReplyBuilder(secrets.randbits(63) | 1, shows_paths=True)
+        self._replies = ReplyBuilder(secrets.randbits(63) | 1, shows_paths=True)
         self._started_at = time.monotonic()
         self._folder = socket_folder()
         self.address = f"ipc://{self._folder.name}/status"
@@ -63,7 +65,7 @@ class LocalStatusServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; may be called twice, and before or after the batch is closed."""
+        """Stop the thread; may be called twice, before or after closing the batch."""
         self._is_closing.set()
         self._context.term()  # wakes the thread, which closes the socket
         self._thread.join()
@@ -84,42 +86,41 @@ class LocalStatusServer:
                 try:
                     route, *frames = self._socket.recv_multipart()
                     begin = time.thread_time()
-                    parts = [route, *self._answer(route, frames).frames]
+                    parts = [route, *self._reply_to(route, frames).frames]
                     self._socket.send_multipart(parts, NOBLOCK)
                 except zmq.ContextTerminated:
                     return
                 except RemoteProtocolError:
                     continue
                 except Exception:
-                    _LOGGER.exception("a question about a batch could not be answered")
-                self._is_closing.wait(_REST * (time.thread_time() - begin))
+                    _LOGGER.exception("a status request could not be answered")
+                self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - begin))
 
-    def _answer(self, route: bytes, frames: list[bytes]) -> Reply:
-        asked, kinds = decode(frames), MessageType
-        asked.peer = (route, "local")
-        if asked.type is kinds.STATUS:
+    def _reply_to(self, route: bytes, frames: list[bytes]) -> Reply:
+        request, kinds = decode(frames), MessageType
+        request.peer = (route, "local")
+        if request.type is kinds.STATUS:
             body = self._status().encode()
-            return self._answers.reply(asked, kinds.STATUS_RESULT, body)
+            return self._replies.reply(request, kinds.STATUS_RESULT, body)
         try:
-            request = FrameRequest.decode(asked.body)
-            if not 1 <= request.lease <= len(self._pools):
-                text = f"there is no lease {request.lease}"
-                return self._answers.refused(asked, ErrorCode.LEASE_LOST, text)
-            result, record = self._pools[request.lease - 1].inspector.read_frames(
-                request
-            )
+            wanted = FrameRequest.decode(request.body)
+            if not 1 <= wanted.lease <= len(self._pools):
+                text = f"there is no lease {wanted.lease}"
+                return self._replies.refused(request, ErrorCode.LEASE_LOST, text)
+            inspector = self._pools[wanted.lease - 1].inspector
+            result, record = inspector.read_frames(wanted)
         except RemoteProtocolError as error:
-            return self._answers.refused(asked, ErrorCode.BAD_MESSAGE, str(error))
+            return self._replies.refused(request, ErrorCode.BAD_MESSAGE, str(error))
         body = result.encode()
-        return self._answers.reply(asked, kinds.FRAME_RESULT, body, payload=record)
+        return self._replies.reply(request, kinds.FRAME_RESULT, body, payload=record)
 
     def _status(self) -> ServerStatus:
         now, pools = time.monotonic(), self._pools
         leases = []
         for number, pool in enumerate(pools, 1):
             pool.metrics.watch(now)
-            known = {"number": number, "seconds": now - self._started_at}
-            leases.append(pool.inspector.status(_MAX_EPISODES, **known))
+            lease = {"number": number, "seconds": now - self._started_at}
+            leases.append(pool.inspector.status(_MAX_EPISODES, **lease))
         return ServerStatus(
             **status_fields(sum_counts(pool.metrics.counts for pool in pools)),
             version=version("envserve"),

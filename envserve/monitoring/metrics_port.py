@@ -1,9 +1,9 @@
-"""A port where Prometheus reads the metrics of a server or of a trainer.
+"""An HTTP port where Prometheus scrapes the metrics of a server or of a trainer.
 
-One thread serves one connection at a time, with a second to receive the request and a
-second to send the answer. A stalled reader therefore delays other readers only. After
-each answer the thread sleeps nine times as long as it has computed, because it takes
-that time from serving or training.
+One thread serves one connection at a time, with a timeout of one second for the request
+and one for the response, so a stalled client delays only other scrapes. The thread
+shares the interpreter with serving or training, so it pauses after each response and
+uses at most 10 % of a core.
 """
 
 from __future__ import annotations
@@ -19,96 +19,99 @@ from typing import Any, Final
 from envserve.errors import EnvserveError, ServerError
 
 _LOGGER: Final = logging.getLogger(__name__)
-_SECONDS: Final = 1.0
-_LOOK_SECONDS: Final = 0.05
-_REST: Final = 9
+_TIMEOUT_SECONDS: Final = 1.0
+_SHUTDOWN_POLL_SECONDS: Final = 0.05
+#: The pause after a response, as a multiple of the CPU time that it took.
+_PAUSE_FACTOR: Final = 9
 _MAX_HEAD_BYTES: Final = 8192
 
 
-# Not prometheus_client.start_http_server: it starts a thread per connection, without
-# limit or timeout (200 silent connections hold 200 threads), lets readers take any
-# amount of CPU time, and prints a traceback when a collector raises.
+# prometheus_client.start_http_server is not used, because it starts a thread for each
+# connection without limit or timeout (200 idle connections occupy 200 threads), does
+# not limit the CPU time of scrapes, and prints a traceback when a collector raises.
 class MetricsPort(socketserver.TCPServer):
-    """Listens from the start, and answers once it knows what.
+    """Listens when constructed, and answers requests after `start_serving`.
 
     Attributes:
-      address: Where to read.
-      collector: What `show` was given.
+      address: URL of the metrics.
+      collector: Prometheus collector whose metrics are served; None before
+        `start_serving`.
     """
 
     allow_reuse_address = True
     collector: Any = None
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Listens; port 0 is any.
+        """Listen on a port, or on any free one if `port` is 0.
 
         Raises:
-          ServerError: It cannot listen there, or the extra `metrics` is missing.
+          ServerError: The address cannot be bound, or the extra `metrics` is not
+            installed.
         """
         try:
             import prometheus_client  # noqa: F401
         except ImportError:
-            text = "--metrics-port needs prometheus-client; pip install "
+            text = "--metrics-port needs the package prometheus-client; pip install "
             raise ServerError(f"{text}'envserve[metrics]'") from None
         self._is_closing = threading.Event()
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise ServerError(
-                f"cannot show metrics at {host}:{port}: {error.strerror or error}; "
-                f"name another --metrics-port, or --metrics-host"
+                f"cannot serve metrics on {host}:{port}: {error.strerror or error}; "
+                f"pass another --metrics-port or --metrics-host"
             ) from None
         self.address = f"http://{host}:{self.server_address[1]}/metrics"
 
-    def show(self, collector: Any) -> None:
-        """Answers with what `collect` of an object returns, in a thread of its own."""
+    def start_serving(self, collector: Any) -> None:
+        """Start a thread that serves the metrics of a Prometheus collector."""
         self.collector = collector
-        args = (_LOOK_SECONDS,)
+        args = (_SHUTDOWN_POLL_SECONDS,)
         threading.Thread(target=self.serve_forever, args=args, daemon=True).start()
         _LOGGER.info("metrics are at %s", self.address)
 
     def server_close(self) -> None:
-        """Answers no more."""
+        """Stop the thread, if it was started, and close the port."""
         self._is_closing.set()
         if self.collector is not None:
             self.shutdown()
         super().server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers, and rests."""
+        """Serve one connection, then pause."""
         begin = time.thread_time()
         super().process_request(request, client_address)
-        self._is_closing.wait(_REST * (time.thread_time() - begin))
+        self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - begin))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Has a reader that went away, or does not read in time, be no news."""
-        _LOGGER.debug("a reader of metrics has failed", exc_info=True)
+        """Log at debug level, because clients may disconnect or stall at any time."""
+        _LOGGER.debug("a request for metrics has failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _SECONDS
+    timeout = _TIMEOUT_SECONDS
     server: MetricsPort
 
     def setup(self) -> None:
-        """Reads all that is asked, since a timeout is of each byte else."""
+        """Receive the whole request, because a socket timeout applies per `recv`."""
         super().setup()
-        head, until = b"", time.monotonic() + _SECONDS
+        head, deadline = b"", time.monotonic() + _TIMEOUT_SECONDS
         while b"\r\n\r\n" not in head and len(head) < _MAX_HEAD_BYTES:
-            self.connection.settimeout(max(0.001, until - time.monotonic()))
-            if not (more := self.connection.recv(_MAX_HEAD_BYTES)):
+            self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (received := self.connection.recv(_MAX_HEAD_BYTES)):
                 break
-            head += more
-        self.connection.settimeout(_SECONDS)
+            head += received
+        self.connection.settimeout(_TIMEOUT_SECONDS)
         self.rfile = io.BufferedReader(io.BytesIO(head))
 
     def do_GET(self) -> None:
-        """Answers at any path."""
+        """Respond with the metrics, at any path."""
         from prometheus_client import generate_latest
 
         try:
             text = generate_latest(self.server.collector)
         except (EnvserveError, TimeoutError) as error:
-            self.send_error(503, str(error).partition("\n")[0] or "too late")
+            self.send_error(503, str(error).partition("\n")[0] or "timed out")
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -117,4 +120,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing of what is read."""
+        """Log nothing; the base class would print a line per request."""

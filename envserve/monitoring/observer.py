@@ -1,4 +1,4 @@
-"""Looks at a server, or at whatever speaks like one, without having envs of it."""
+"""A read-only client for the status and frames of a server; it needs no lease."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ __all__ = ["Observer"]
 
 
 class Observer:
-    """A connection for questions that need no lease. Of one thread at a time."""
+    """A connection for requests that need no lease. Not thread-safe."""
 
     def __init__(self, address: str, *, insecure: bool = False) -> None:
-        """Begins to connect; see `Connection`, also for what it raises."""
+        """Start to connect; see `Connection` for the arguments and errors."""
         self.address = address
         self._connection = Connection(address, insecure=insecure)
-        self._num_asked = 0
+        self._num_requests = 0
 
     def status(self, timeout_seconds: float = 2.0) -> ServerStatus:
-        """Asks what the server is doing.
+        """Request the status of the server.
 
         Raises:
           ConnectError: No server answered in time.
-          ProtocolMismatch: It is too old to know, or speaks other versions.
-          EnvStartError: It refuses, since this key is not good there any more.
-          RemoteProtocolError: What answers is no server of ours.
+          ProtocolMismatch: The server speaks other versions of the protocol, or a
+            version without STATUS.
+          EnvStartError: The server no longer accepts this key.
+          RemoteProtocolError: The peer is not an envserve server.
         """
         kinds = MessageType.STATUS, MessageType.STATUS_RESULT
-        return ServerStatus.decode(self.ask(*kinds, timeout_seconds).body)
+        return ServerStatus.decode(self.request(*kinds, timeout_seconds).body)
 
     def frames(
         self,
@@ -46,53 +47,54 @@ class Observer:
         timeout_seconds: float = 2.0,
         after: Sequence[int] = (),
     ) -> list[RenderedFrame]:
-        """Has pictures of envs be made for 3 s, and returns those there are by now.
+        """Render envs for the next 3 s, and return the frames rendered so far.
 
         Args:
-          lease: Its number, as of `LeaseStatus`.
-          rows: At most 64; see `FrameRequest` for these.
-          width: Pixels.
-          timeout_seconds: Longest to wait.
-          after: Serials that are known.
+          lease: Number of the lease, from `LeaseStatus`.
+          rows: Rows of the lease, at most 64.
+          width: Width of the frames in pixels.
+          timeout_seconds: Maximum time to wait for the answer.
+          after: Serial of the last received frame of each row; only newer frames are
+            returned. Empty to receive all.
 
         Raises:
-          LeaseLost: There is no such lease, or it is another user's.
+          LeaseLost: There is no such lease, or it belongs to another user.
           EnvserveError: As for `status`.
         """
         from envserve.wire.bodies import FrameResult
 
-        asked = {"rows": tuple(rows), "width": width, "after": tuple(after)}
-        answer = self._look(timeout_seconds, lease=lease, **asked)
+        wanted = {"rows": tuple(rows), "width": width, "after": tuple(after)}
+        answer = self._request_frames(timeout_seconds, lease=lease, **wanted)
         return [*FrameResult.decode(answer.body).pictures]
 
     def record(self, lease: int, row: int, timeout_seconds: float = 5.0) -> bytes:
-        """Returns the flight record of an env, a file for `envserve replay`.
+        """Return the flight record of an env, as a repro file for `envserve replay`.
 
         Raises:
-          LocalProtocolError: There is no such row, or it was never reset.
+          LocalProtocolError: There is no such row, or its env was never reset.
           EnvserveError: As for `frames`.
         """
         if self._connection.max_frame_bytes < MAX_RECORD_BYTES:
             self._connection.renew(MAX_RECORD_BYTES)
-        answer = self._look(timeout_seconds, lease=lease, rows=(row,), record=True)
-        return bytes(answer.payload)
+        wanted: dict[str, Any] = {"lease": lease, "rows": (row,), "record": True}
+        return bytes(self._request_frames(timeout_seconds, **wanted).payload)
 
-    def _look(self, timeout_seconds: float, **asked: Any) -> Message:
+    def _request_frames(self, timeout_seconds: float, **wanted: Any) -> Message:
         from envserve.wire.bodies import FrameRequest
 
         kinds = MessageType.FRAME, MessageType.FRAME_RESULT
-        return self.ask(*kinds, timeout_seconds, FrameRequest(**asked).encode())
+        return self.request(*kinds, timeout_seconds, FrameRequest(**wanted).encode())
 
-    def ask(
+    def request(
         self, kind: MessageType, answer: MessageType, timeout: float, body: bytes = b""
     ) -> Message:
-        """Send a request of some type and return its answer; see `probe.request`."""
-        self._num_asked += 1
-        question = Message(kind, request=self._num_asked, body=body)
-        return request(self._connection, question, answer, timeout)
+        """Send a request and return its answer; see `probe.request` for the errors."""
+        self._num_requests += 1
+        message = Message(kind, request=self._num_requests, body=body)
+        return request(self._connection, message, answer, timeout)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -102,4 +104,4 @@ class Observer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Observer {self.address}, {self._num_asked} questions>"
+        return f"<Observer {self.address}, {self._num_requests} requests>"

@@ -1,4 +1,4 @@
-"""Poll many servers concurrently; a silent server does not delay the others."""
+"""Poll many servers concurrently; an unresponsive server does not delay the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit
 from envserve.wire.status import Histogram, ServerStatus
 
-#: What servers that do not know STATUS report in their WELCOME.
+#: Fields that WELCOME has in common with STATUS, for servers too old for STATUS.
 _IN_WELCOME = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
 
 
@@ -27,37 +27,38 @@ class MonitoredServer:
     Attributes:
       address: Address of the server.
       name: The address without `tcp://`.
-      status: The latest status, None without an answer. That of a server too old for
-        STATUS has no version, and the fields of a WELCOME only.
-      error: Why there is no status.
-      is_known: Whether there is an address.
+      status: The answer to the last poll, None if there was none. If the server is too
+        old for STATUS, its `version` is empty and only the fields that WELCOME also has
+        are set.
+      error: The reason why the last poll got no answer; empty otherwise.
+      is_resolved: Whether the address could be resolved; if not, it is not polled.
     """
 
     def __init__(self, address: str, insecure: bool, error: str = "") -> None:
         self.name = address.removeprefix("tcp://")
         self.status: ServerStatus | None = None
-        self.error, self.is_known = error, not error
+        self.error, self.is_resolved = error, not error
         self.address, self._insecure = address, insecure
-        self._before: ServerStatus | None = None
+        self._previous: ServerStatus | None = None
         self._observer: Observer | None = None
 
     @property
     def steps_per_second(self) -> float | None:
-        """Env steps per second since the poll before; None at the first poll."""
-        now, before = self.status, self._before
+        """Env steps per second since the previous poll; None after the first one."""
+        now, before = self.status, self._previous
         if not (now and before and now.version and now.seconds > before.seconds):
             return None
         return (now.steps - before.steps) / (now.seconds - before.seconds)
 
     @property
     def env_step_seconds(self) -> Histogram:
-        """Durations of env steps since the poll before; of all if there were none."""
-        now = self.status or ServerStatus()
-        late = now.env_step_seconds - (self._before or ServerStatus()).env_step_seconds
-        return late if late.count else now.env_step_seconds
+        """Durations of the env steps since the previous poll; if none, of all steps."""
+        total = (self.status or ServerStatus()).env_step_seconds
+        recent = total - (self._previous or ServerStatus()).env_step_seconds
+        return recent if recent.count else total
 
-    def plain(self) -> dict[str, Any]:
-        """Return all of it as plain values, for JSON."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the address, error, speed and status as JSON-compatible values."""
         return {
             "address": self.address,
             "error": self.error or None,
@@ -66,8 +67,8 @@ class MonitoredServer:
         }
 
     def poll(self, timeout_seconds: float) -> None:
-        """Request the server's status."""
-        self._before, self.status, self.error = self.status, None, ""
+        """Request the server's status, and set `status` or `error`."""
+        self._previous, self.status, self.error = self.status, None, ""
         address, insecure = self.address, self._insecure
         try:
             try:
@@ -91,8 +92,11 @@ class MonitoredServer:
 def monitored_servers(
     words: Sequence[str], *, insecure: bool
 ) -> Iterator[list[MonitoredServer]]:
-    """Yield the servers that these words resolve to, none of them polled yet."""
-    raise_file_limit()  # a connection takes nine
+    """Resolve addresses, and yield their servers, which have not been polled yet.
+
+    An address that cannot be resolved becomes a server with `is_resolved` False.
+    """
+    raise_file_limit()  # each connection needs nine file descriptors
     servers: list[MonitoredServer] = []
     for word in words:
         try:
@@ -111,14 +115,21 @@ def poll_servers(
     timeout_seconds: float,
     gap_seconds: float | None = None,
 ) -> None:
-    """Poll all servers concurrently; after a gap once more those that have answered."""
+    """Poll all servers concurrently, once or twice.
+
+    Args:
+      servers: The servers; unresolved ones are skipped.
+      timeout_seconds: Maximum time to wait for each answer.
+      gap_seconds: Time after which servers that have answered are polled again, to
+        measure their speed; None for one poll.
+    """
 
     def poll(server: MonitoredServer) -> None:
         server.poll(timeout_seconds)
         if gap_seconds is not None and server.status is not None:
-            time.sleep(gap_seconds)  # over which speed is measured
+            time.sleep(gap_seconds)
             server.poll(timeout_seconds)
 
-    known = [server for server in servers if server.is_known]
-    with ThreadPoolExecutor(max(1, len(known))) as threads:
-        list(threads.map(poll, known))
+    resolved = [server for server in servers if server.is_resolved]
+    with ThreadPoolExecutor(max(1, len(resolved))) as threads:
+        list(threads.map(poll, resolved))

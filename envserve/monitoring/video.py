@@ -1,6 +1,6 @@
 """Write frames to MP4 and GIF files with ffmpeg.
 
-A file with its final name is complete: frames go to one that ends in `.partial`.
+Frames are written to a `.partial` file, which is renamed once the video is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 from envserve.errors import VideoError
 
 _FINISH_SECONDS: Final = 120.0
-#: By suffix. Players want yuv420p, which takes even sizes only.
+#: Output options of ffmpeg, by file suffix. Most players need yuv420p, which requires
+#: even sizes, so frames are padded.
 _FORMATS: Final = {
     ".mp4": "-vf pad=ceil(iw/2)*2:ceil(ih/2)*2 -c:v libx264 -preset veryfast "
     "-pix_fmt yuv420p -f mp4",
@@ -25,10 +26,10 @@ _FORMATS: Final = {
 
 
 def find_ffmpeg() -> str:
-    """Returns the ffmpeg to use: that of imageio-ffmpeg, else the system's.
+    """Return the path of ffmpeg: from imageio-ffmpeg, otherwise from PATH.
 
     Raises:
-      VideoError: There is none.
+      VideoError: ffmpeg was not found.
     """
     try:
         from imageio_ffmpeg import get_ffmpeg_exe
@@ -38,28 +39,28 @@ def find_ffmpeg() -> str:
         found = shutil.which("ffmpeg")
         if found is None:
             raise VideoError(
-                f"videos need ffmpeg ({error}): pip install 'envserve[video]', which "
-                "brings one, or install that of your system"
+                f"ffmpeg is needed to write videos, and was not found ({error}); pip "
+                "install 'envserve[video]', or install your system's ffmpeg"
             ) from error
         return found
 
 
 class VideoWriter:
-    """Writes one video; a context manager. Leaving it by an exception leaves no file.
+    """Writes one video; a context manager. An exception in its body removes the file.
 
     Attributes:
-      frames_per_second: How fast it plays; what holds is that at the first frame.
-      num_frames: How many it has got.
+      frames_per_second: Frame rate of the video; fixed once the first frame is added.
+      num_frames: Number of frames added so far.
     """
 
     def __init__(self, path: Path, frames_per_second: float = 30.0) -> None:
-        """Finds what writes it, and nothing else yet; a file that exists is replaced.
+        """Find ffmpeg, which starts with the first frame; existing files are replaced.
 
         Raises:
-          VideoError: It is no MP4 or GIF file, or there is no ffmpeg.
+          VideoError: The suffix is not .mp4 or .gif, or ffmpeg was not found.
         """
         if path.suffix not in _FORMATS:
-            raise VideoError(f"expected a file that ends in .mp4 or .gif; got {path}")
+            raise VideoError(f"expected a file name ending in .mp4 or .gif; got {path}")
         self.frames_per_second = frames_per_second
         self.num_frames = 0
         self._path = path
@@ -76,10 +77,10 @@ class VideoWriter:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        """Completes the file, if there were any frames, or removes it.
+        """Complete the file if there are frames, or discard it after an exception.
 
         Raises:
-          VideoError: ffmpeg could not write it; nothing is left of it.
+          VideoError: ffmpeg could not write the file; no partial file remains.
         """
         try:
             if exception_type is None and self._process is not None:
@@ -89,18 +90,19 @@ class VideoWriter:
             self._messages.close()
 
     def add(self, frame: np.ndarray[Any, Any]) -> None:
-        """Appends a frame, uint8 `[height, width, 3]`.
+        """Append a frame, uint8 `[height, width, 3]`.
 
         Raises:
-          VideoError: It has another size than the first one, or ffmpeg cannot write it.
+          VideoError: The frame's shape differs from that of the first one, or ffmpeg
+            failed.
         """
         if self._process is None:
             self._shape = frame.shape
             self._process = self._start(*frame.shape[:2])
         if frame.shape != self._shape:
             raise VideoError(
-                f"{self._path}: expected frames of one size, {self._shape}, got "
-                f"{frame.shape}; have the env render all alike"
+                f"{self._path}: expected a frame of shape {self._shape}, as before; "
+                f"got {frame.shape}; make the env render frames of one size"
             )
         assert self._process.stdin is not None
         try:
@@ -111,7 +113,7 @@ class VideoWriter:
         self.num_frames += 1
 
     def discard(self) -> None:
-        """Gives up the frames so far; nothing is left of them."""
+        """Stop ffmpeg and remove the partial file."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -132,8 +134,8 @@ class VideoWriter:
             )
         except OSError as error:
             raise VideoError(
-                f"{self._ffmpeg}: expected an ffmpeg that runs; {error.strerror}; "
-                "pip install 'envserve[video]' brings one"
+                f"{self._ffmpeg} cannot be run: {error.strerror}; pip install "
+                "'envserve[video]', which includes an ffmpeg"
             ) from error
 
     def _complete(self, process: subprocess.Popen[bytes]) -> None:
@@ -144,14 +146,14 @@ class VideoWriter:
             self._partial.replace(self._path)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise VideoError(
-                f"{self._path}: expected a video that can be completed; {error}"
+                f"{self._path}: the video cannot be completed: {error}"
             ) from error
 
     def _failure(self) -> VideoError:
         self._messages.seek(0)
         lines = self._messages.read().decode(errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
+        messages = [line.strip() for line in lines if line.strip()]
         return VideoError(
-            f"{self._path}: expected a video that ffmpeg can write; "
-            f"{said[-1] if said else 'it ended without a word'}"
+            f"{self._path}: ffmpeg cannot write the video: "
+            f"{messages[-1] if messages else 'it exited without a message'}"
         )

@@ -103,7 +103,7 @@ class StatusBoard:
             asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
             return asked.result(_PATIENCE_SECONDS)
 
-        port.show(ServerCollector(wait, attacks))
+        port.start_serving(ServerCollector(wait, attacks))
 
     def _refresh(self, now: float) -> None:
         """Sum up all leases, unless that was done a moment ago."""

@@ -10,7 +10,7 @@ import time
 from subprocess import PIPE, STDOUT, TimeoutExpired
 from typing import Any, Final
 
-from envserve.cli.program import Given
+from envserve.cli.program import GivenOptions
 from envserve.ray import connected, last_line
 from ppo.cli.run_setup import new_folder
 from ppo.cli.seeds import started
@@ -23,7 +23,7 @@ AGAIN: Final = "PPO_TRAIN_AGAIN"  # tells the first by which command all go on
 _ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3
 
 
-def train_on_ray(given: Given) -> int:
+def train_on_ray(given: GivenOptions) -> int:
     """Train with learners that are all placed again if one fails; return exit code.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from envserve.cli.options import Count, LogFormat, Port, Resources
-from envserve.cli.program import Given, Option
+from envserve.cli.program import GivenOptions, Option
 from envserve.cli.terminal import console, set_up_logs
 from envserve.errors import EnvserveError, SpaceError, WrapperError
 from envserve.worker.rendering import headless_variables
@@ -73,7 +73,7 @@ def train(
     log_format: LogFormat = "text",
     intra_op_threads: IntraOpThreads = 2,
     inter_op_threads: InterOpThreads = 1,
-    given: Given,
+    given: GivenOptions,
 ) -> int:
     """Train an agent with PPO, and evaluate it at the end.
 

@@ -1,4 +1,4 @@
-"""The command of the benchmarks, run in this process."""
+"""A fixture that runs a benchmark command in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for tests of the benchmark's harness; opened in processes of their own."""
+"""Cases for tests of the benchmark harness, which opens them in other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envserve.bench.interleaved import Measure
 
 @contextlib.contextmanager
 def counting(name: str, log: Path) -> Iterator[Measure]:
-    """Measures 1, 2, 3, ...; writes down every measurement, and its end."""
+    """Yield a measurement of 1, 2, 3, ..., and log every call and the end."""
     count = 0
 
     def write(line: str) -> None:

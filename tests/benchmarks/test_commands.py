@@ -1,4 +1,4 @@
-"""Every sub-command of the benchmarks once, as small as can be, in real processes."""
+"""Every benchmark command runs once, with minimal options, in real processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.benchmarks.conftest import Bench
 TINY = ("--seconds", "0.02", "--repetitions", "1")
 
 
-def test_step_measures_ours_and_every_peer_that_is_there(bench: Bench) -> None:
-    # Over ipc and from one server it runs in other tests.
+def test_step_measures_envserve_and_all_installed_peers(bench: Bench) -> None:
+    # Other tests cover ipc and a single server.
     cases = ("limit", "in-process", "2 servers", *peers.PEERS)
     only = [word for case in cases for word in ("--only", case)]
     result = bench("step", "--env", "CartPole-v1", "--num-envs", "2", *TINY, *only)
@@ -98,7 +98,7 @@ def test_slow_reset(bench: Bench) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_counts_a_process_and_what_it_has_started() -> None:
+def test_memory_includes_descendants_of_a_process() -> None:
     code = "print('ready', flush=True); input()"
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     with subprocess.Popen(
@@ -147,7 +147,9 @@ def test_a_peer_that_is_not_installed_is_skipped(
         pass
 
 
-def test_a_wrong_word_is_a_short_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_case_is_an_error_of_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["step", "--only", "udp"])
     assert caught.value.code == 1
@@ -157,7 +159,7 @@ def test_a_wrong_word_is_a_short_error(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "command", ["step", "scale", "guarantees", "profile", "simulate", "train"]
 )
-def test_a_wrong_env_name_is_one_line(
+def test_an_unknown_env_name_is_an_error_of_one_line(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -169,8 +171,11 @@ def test_a_wrong_env_name_is_one_line(
 
 
 def run_suite(folder: Path, *parts: str) -> tuple[int, list[Path | None]]:
-    """Returns the exit code and what was run, "train" in vain."""
-    asked = []
+    """Run parts of the suite; return the exit code and the folders of "overlap".
+
+    The command "train" always fails.
+    """
+    folders = []
 
     @sub_command
     def fails(run: Run) -> None:
@@ -178,7 +183,7 @@ def run_suite(folder: Path, *parts: str) -> tuple[int, list[Path | None]]:
 
     @sub_command
     def probe(run: Run) -> None:
-        asked.append(run.outdir)
+        folders.append(run.outdir)
 
     words = [word for part in parts for word in ("--part", part)]
     with pytest.raises(SystemExit) as caught:
@@ -186,7 +191,7 @@ def run_suite(folder: Path, *parts: str) -> tuple[int, list[Path | None]]:
             ["suite", *words, "--outdir", str(folder)],
             {"train": fails, "overlap": probe},
         )
-    return int(caught.value.code or 0), asked
+    return int(caught.value.code or 0), folders
 
 
 def test_the_suite_runs_a_part_into_its_folder(tmp_path: Path) -> None:
@@ -194,7 +199,7 @@ def test_the_suite_runs_a_part_into_its_folder(tmp_path: Path) -> None:
     assert (tmp_path / "tables.md").read_text() == ""
 
 
-def test_a_part_that_fails_leaves_the_suite_the_others(
+def test_the_suite_continues_after_a_part_that_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_suite(tmp_path, "train", "overlap") == (1, [tmp_path / "overlap"])

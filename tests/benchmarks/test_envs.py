@@ -1,4 +1,4 @@
-"""Envs of the benchmarks do what they are measured for."""
+"""The envs of the benchmarks sleep, compute and count as specified."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_staggered_first_episodes_have_different_lengths(
     assert count_until_end(env) == 10
 
 
-def test_a_busy_env_computes_for_so_long() -> None:
+def test_a_busy_env_computes_for_its_step_time() -> None:
     env = envs.BusyEnv(step_seconds=0.01)
     env.reset(seed=0)
     began = time.thread_time()
@@ -62,7 +62,7 @@ def test_a_busy_env_computes_for_so_long() -> None:
     assert time.thread_time() - began >= 0.01
 
 
-def test_a_request_env_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_env_reports_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = no_sleep(monkeypatch)
     env = envs.RequestEnv()
     assert env.reset(seed=0)[0].tolist() == [-1, 0]
@@ -71,7 +71,7 @@ def test_a_request_env_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch) ->
     assert slept == [0.002, 0.0]
 
 
-def test_a_timed_env_adds_up_the_time_of_the_env_within() -> None:
+def test_a_timed_env_adds_up_the_time_of_the_wrapped_env() -> None:
     env = make_env("envserve/Timed-v0", {"env_name": "CartPole-v1"})
     plain = make_env("CartPole-v1", {})
     expected, _ = plain.reset(seed=3)
@@ -83,7 +83,7 @@ def test_a_timed_env_adds_up_the_time_of_the_env_within() -> None:
     assert 0 < env.get_wrapper_attr("seconds") < elapsed
 
 
-def test_an_image_env_fills_its_space() -> None:
+def test_observations_of_an_image_env_are_in_its_space() -> None:
     env = make_env("envserve/Image-v0", {})
     observation, _ = env.reset(seed=0)
     assert (observation.shape, observation.dtype) == ((84, 84, 4), np.uint8)

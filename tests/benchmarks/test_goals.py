@@ -1,4 +1,4 @@
-"""Goals are read off from results as they are saved."""
+"""The values of goals are computed from saved results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_goal_belongs_to_a_part_of_the_suite() -> None:
     assert {goal.part for goal in GOALS} <= PARTS.keys()
 
 
-def test_the_table_says_what_is_met_and_what_was_skipped() -> None:
+def test_the_table_shows_which_goals_are_met_and_which_were_skipped() -> None:
     rows = goals_table({"step-cheetah-16": speeds(ours=8.0, limit=10.0)}).splitlines()
     assert rows[2:] == [
         "| step-cheetah-16 | in-process / limit | >= 0.75 | 0.8 | yes |",
@@ -51,14 +51,14 @@ def test_the_table_says_what_is_met_and_what_was_skipped() -> None:
     assert rows[3].endswith("| >= 4 | 3.5 | no |")
 
 
-def test_the_faster_loop_counts() -> None:
+def test_simulate_is_compared_with_the_fastest_loop() -> None:
     loops = {"Python loop, one": 300.0, "Python loop, other": 250.0}
     result = {"repetitions": microseconds(**loops, **{"simulate()": 100.0})}
     part, meaning = "simulate-cartpole-16", "faster Python loop / simulate()"
     assert value_of(part, meaning, result) == 2.5
 
 
-def test_overlap_is_the_best_by_what_was_measured() -> None:
+def test_overlap_is_the_ratio_of_best_possible_to_measured_time() -> None:
     result = {
         "repetitions": microseconds(**{"2 splits": 10_000.0}),
         "results": {"best_us": {"2 splits": 9_000.0}},
@@ -66,7 +66,7 @@ def test_overlap_is_the_best_by_what_was_measured() -> None:
     assert value_of("overlap", "best possible / measured, 2 splits", result) == 0.9
 
 
-def test_growth_is_the_worst_from_one_size_to_the_next() -> None:
+def test_growth_is_the_largest_from_one_size_to_the_next() -> None:
     values = {"4 envs": 100.0, "16 envs": 300.0, "64 envs": 200.0, "256 envs": 400.0}
     result = {
         "repetitions": {c: [{"steps_per_second": v}] for c, v in values.items()},
@@ -81,7 +81,7 @@ def test_growth_is_the_worst_from_one_size_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("part", sorted({goal.part for goal in GOALS}))
-def test_a_goal_whose_cases_are_missing_was_skipped(part: str) -> None:
+def test_a_goal_whose_cases_are_missing_is_skipped(part: str) -> None:
     results = {
         "best_us": {"2 splits": 9_000.0},
         "beyond_the_lane_us": {},
@@ -95,7 +95,7 @@ def test_a_goal_whose_cases_are_missing_was_skipped(part: str) -> None:
     assert all(row.endswith("| - | skipped |") for row in rows)
 
 
-def test_images_are_counted_in_bytes() -> None:
+def test_the_speed_of_images_is_in_bytes_per_second() -> None:
     result = {
         "repetitions": {"envserve tcp": [{"steps_per_second": 50_000.0}]},
         "results": {"image_bytes": 20_000},
@@ -103,7 +103,7 @@ def test_images_are_counted_in_bytes() -> None:
     assert value_of("images", "tcp, GB/s", result) == pytest.approx(1.0)
 
 
-def test_the_price_of_the_guarantees_is_a_share_of_the_bare_slab() -> None:
+def test_the_cost_of_the_guarantees_is_relative_to_the_bare_slab() -> None:
     case = "CartPole-v1, 16 envs"
     ways = {f"{case}: bare slab": 100.0, f"{case}: BatchEnv.local": 85.0}
     result = {

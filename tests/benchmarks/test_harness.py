@@ -1,4 +1,4 @@
-"""The benchmark's harness: turns, cases that are skipped, and cases that fail."""
+"""The benchmark harness: alternating cases, skipped cases and failing cases."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def raising(error: Exception) -> Case:
 ABSENT = raising(Skip("there is no simulator here"))
 
 
-def test_cases_take_turns_in_processes_of_their_own_and_are_closed(
+def test_cases_alternate_in_separate_processes_and_are_closed(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "log"
-    said: list[str] = []
+    progress: list[str] = []
     cases = [counting(name, log) for name in ("a", "b", "c")]
-    measured = measure_cases([*cases, ABSENT], 3, said.append)
+    measured = measure_cases([*cases, ABSENT], 3, progress.append)
     lines = log.read_text().split("\n")[:-1]
     assert lines[:9] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     assert sorted(lines[9:]) == ["end of a", "end of b", "end of c"]
     assert [measured.values(name, "value") for name in "abc"] == [[1.0, 2.0, 3.0]] * 3
-    assert said[:3] == [f"... starting {name}" for name in "abc"]
+    assert progress[:3] == [f"... starting {name}" for name in "abc"]
     pids = [pid for name in "abc" for pid in measured.values(name, "pid")]
     assert len({*pids, os.getpid()}) == 4
     assert measured.skipped == {"bad": "there is no simulator here"}
 
 
-def test_nothing_left_to_measure_is_an_error() -> None:
+def test_skipping_all_cases_is_an_error() -> None:
     with pytest.raises(BenchmarkError, match="bad: there is no simulator here"):
         measure_cases([ABSENT], 1)
 
@@ -63,7 +63,7 @@ def test_a_case_that_fails_ends_the_benchmark_and_closes_the_others(
     assert log.read_text().endswith("end of a\n")
 
 
-def test_cases_are_chosen_by_part_of_their_name() -> None:
+def test_cases_are_selected_by_a_part_of_their_name() -> None:
     names = ["limit", "envserve tcp", "envserve ipc"]
     cases = [Case(name, harness_cases.raising) for name in names]
 

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: result.json, tables."""
+"""The files that a benchmark writes: result.json and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def result() -> Result:
     )
 
 
-def test_the_folder_keeps_everything(
+def test_the_folder_contains_results_and_table(
     result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -55,12 +55,12 @@ def test_the_folder_keeps_everything(
 def test_columns_of_spreads_and_ratios() -> None:
     measured = Measurements(MEASURED)
     assert spread("speed", ".1f")(measured, "ours") == "6.0 - 8.0"
-    # Of 4, 2.4 and 7, each within one repetition.
+    # The median of the ratios 4, 2.4 and 7 of each repetition.
     assert ratio("theirs", "speed")(measured, "ours") == "4.00"
     assert ratio(lambda case: f"{case}: peer", "speed")(measured, "ours") == "-"
 
 
-def test_the_suite_gathers_the_tables_that_there_are(
+def test_the_suite_collects_existing_tables_in_order(
     result: Result, tmp_path: Path
 ) -> None:
     last, first = "profile-cheetah-16", "step-cheetah-16"

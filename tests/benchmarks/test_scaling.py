@@ -1,4 +1,4 @@
-"""What a large batch costs: the sum that is fitted, what follows, and the page."""
+"""The cost model of large batches: its fit, its predictions and its documentation."""
 
 import json
 from pathlib import Path
@@ -19,41 +19,42 @@ GRID = [
 ]
 
 
-def test_tables_of_the_page_are_those_of_its_numbers(tmp_path: Path) -> None:
-    """Else: python scripts/scaling.py document."""
+def test_the_tables_of_the_page_match_its_numbers(tmp_path: Path) -> None:
+    """If this fails, run python scripts/scaling.py document."""
     numbers = json.loads((DOCS / "scaling.json").read_text())
     copy = tmp_path / "scaling.md"
     copy.write_text((DOCS / "scaling.md").read_text("utf-8"), encoding="utf-8")
     write_document(copy, numbers)
     assert copy.read_text("utf-8") == (DOCS / "scaling.md").read_text("utf-8")
-    # And by other means, of the numbers as they are written.
+    # Check one value independently of the code that writes the tables.
     by_point = {tuple(found[:5]): found[8] for found in reversed(numbers["check"])}
     one, many = by_point[1, 1024, 16, False, 1], by_point[64, 16, 16, False, 1]
     assert f"thread | 15 | {(many - one) / 63:.0f} |" in tables(numbers)["goals"]
 
 
-def test_a_sum_is_found_again_and_says_what_a_batch_step_takes() -> None:
+def test_fitting_recovers_the_model_from_its_predictions() -> None:
     assert MODEL.predict(Point(4, 16, 1000, splits=2)) == 100 + 320 + 32 + 16
     measured = [p._replace(thread=MODEL.predict(p)) for p in GRID]
     assert fit(measured, "thread") == pytest.approx(MODEL)
     assert errors(MODEL, measured, "thread") == [0.0] * len(GRID)
 
 
-def test_nothing_costs_less_than_nothing() -> None:
-    free = MODEL._replace(env=-0.01)
-    found = fit([p._replace(process=free.predict(p)) for p in GRID], "process")
+def test_fitted_costs_are_not_negative() -> None:
+    negative = MODEL._replace(env=-0.01)
+    found = fit([p._replace(process=negative.predict(p)) for p in GRID], "process")
     assert found.env == 0.0
     assert found.server == pytest.approx(40.0, rel=0.05)
 
 
-def test_hosts_are_as_many_as_the_trainer_handles_while_one_split_is_stepped() -> None:
-    # 4 envs of a core take 4 ms, two round trips 400 us; the trainer takes 100 us for
-    # two splits, and for each host 80 us, 32 for its 64 envs and 16 for 64 kB.
+def test_the_plan_has_as_many_hosts_as_the_trainer_handles_during_a_split() -> None:
+    # The 4 envs of a core take 4 ms, and two round trips 400 us. The trainer takes
+    # 100 us for two splits, and for each host 80 us, 32 us for its 64 envs and 16 us
+    # for 64 kB.
     steps = 33 * 64 / 4.4e-3
     assert plan(MODEL, 1000.0, 1000) == pytest.approx((33, steps, steps * 8e-6))
-    # Twice as slow: (4400 - 200) / 256.
+    # With a trainer that is twice as slow: (4400 - 200) / 256.
     assert plan(MODEL, 1000.0, 1000, slowdown=2.0).hosts == 16
-    # Of cheap envs one host is too much: the trainer's 228 us are what a step takes.
+    # With cheap envs, the trainer needs longer than one host: a step takes its 228 us.
     found = plan(MODEL, 10.0, 1000, round_trip_us=0.0)
     assert found.hosts == 1
     assert found.steps == pytest.approx(64 / 228e-6)
@@ -72,11 +73,11 @@ def test_a_point_is_measured_on_servers(point: Point) -> None:
         found = measure(point, 0.01)
     assert found[:8] == point[:8]
     assert 0 < found.thread <= found.process
-    # A request of 44 bytes, an answer of as many and the observations, at least. What
-    # is on its way when a chunk of three steps begins or ends may be a step of these.
+    # At least a request of 44 bytes, an answer of 44 bytes, and the observations. Up to
+    # one of the three measured steps may be missing, because it was in flight.
     assert found.wire > 2 / 3 * (point.servers * 88 + point.num_envs * point.size)
 
 
-def test_what_stands_for_envs_takes_their_time() -> None:
+def test_simulated_envs_take_the_given_time() -> None:
     with own_keys():
         assert measure(Point(2, 1, 16, env_us=20_000.0), 0.01).wall >= 20_000

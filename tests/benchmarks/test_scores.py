@@ -1,4 +1,4 @@
-"""Runs of configs over seeds: what is run, and what is made of what they come to."""
+"""Scores of configs over several seeds: their runs, measures and document."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS
 (CHEETAH,) = (task for task in TASKS if task.name == "cheetah-1M")
 
 
-def test_what_is_expected_is_expected_of_a_config() -> None:
+def test_expected_returns_are_for_existing_configs() -> None:
     assert set(EXPECTED_RETURNS) <= set(CONFIGS)
 
 
@@ -52,7 +52,7 @@ def test_each_task_trains_its_config_for_its_budget(task: Task) -> None:
     assert task.anchors.startswith(f"{task.measure} ")
 
 
-def test_an_interval_is_as_wide_as_seeds_differ() -> None:
+def test_the_interval_reflects_the_differences_between_seeds() -> None:
     low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     # The mean of five draws from 1..5 has a standard deviation of sqrt(2 / 5).
     assert low == pytest.approx(3.0 - 1.96 * math.sqrt(0.4), abs=0.1)
@@ -60,7 +60,7 @@ def test_an_interval_is_as_wide_as_seeds_differ() -> None:
     assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (low, high)
 
 
-def test_measures_are_of_the_end_of_each_seeds_best_and_of_the_best_mean() -> None:
+def test_measures_use_the_final_return_each_seeds_best_or_the_best_mean() -> None:
     early = score(0, 900.0)._replace(final=100.0, curve=[(1, 900.0), (2, 0.0)])
     late = score(1, 800.0)._replace(
         final=300.0, curve=[(1, 10.0), (2, 800.0), (3, 9.0)]
@@ -70,7 +70,7 @@ def test_measures_are_of_the_end_of_each_seeds_best_and_of_the_best_mean() -> No
     assert measured("M", [early, late]) == [900.0, 10.0]  # 455, not 850
 
 
-def test_rows_say_whether_the_goal_is_reached_and_by_how_many_seeds() -> None:
+def test_rows_show_whether_the_goal_is_reached_and_by_how_many_seeds() -> None:
     reached = [score(seed, 6600.0 + seed) for seed in range(5)]
     (row,) = table_rows({"cheetah-1M": reached})
     assert row[:3] == ["HalfCheetah-v5", "1M", "E 6500"]
@@ -85,9 +85,7 @@ def test_rows_say_whether_the_goal_is_reached_and_by_how_many_seeds() -> None:
     assert table_rows({"cheetah-1M": missed})[0][-2] == "no"
 
 
-def test_rows_of_other_settings_are_marked_and_unknown_divergences_not_made_up() -> (
-    None
-):
+def test_rows_with_other_settings_are_marked_and_unknown_kl_is_a_dash() -> None:
     old = score(0, 6600.0)._replace(settings=None, max_kl=None)
     (row,) = table_rows({"cheetah-1M": [old, score(1, 6600.0)]})
     assert row[1] == "1M †"
@@ -95,23 +93,26 @@ def test_rows_of_other_settings_are_marked_and_unknown_divergences_not_made_up()
     settings = CHEETAH.settings
     other = old._replace(settings=settings | {"epochs": 3})
     assert table_rows({"cheetah-1M": [other]})[0][1] == "1M †"
-    # What has become on since makes a difference; a word that is new says how it was.
+    # A missing setting counts as off, and a missing text as having its current value.
     assert not CHEETAH.is_made_by({k: v for k, v in settings.items() if k != "epochs"})
     assert CHEETAH.is_made_by({k: v for k, v in settings.items() if k != "objective"})
-    # No seed, no budget, and nothing that is off.
+    # Settings contain no seed, no budget and no disabled features.
     assert {"discount": 0.99}.items() <= settings.items()
     assert not {"seed", "total_steps", "max_restarts", "recurrent_size"} & {*settings}
 
 
-def test_numbers_of_the_document_are_those_of_its_scores(tmp_path: Path) -> None:
-    """Else: python scripts/benchmark_scores.py --no-train --document docs/scores.md."""
+def test_the_document_matches_its_scores(tmp_path: Path) -> None:
+    """If this fails, run scripts/benchmark_scores.py.
+
+    The options are --no-train --document docs/scores.md.
+    """
     docs = Path(__file__).parents[2] / "docs"
     scores = _read([], docs / "scores.json")
     copy = tmp_path / "scores.md"
     copy.write_text((docs / "scores.md").read_text("utf-8"), encoding="utf-8")
     write_document(copy, scores)
     assert copy.read_text("utf-8") == (docs / "scores.md").read_text("utf-8")
-    # And by other means: each measure, of the numbers as they are written.
+    # Compute one row independently of the code that writes the table.
     raw = json.loads((docs / "scores.json").read_text())
     runs = [run for run in raw if run["task"] == "double_pendulum-1M"]
     curve = np.mean([[mean for _, mean in run["curve"]] for run in runs], axis=0)
@@ -120,7 +121,7 @@ def test_numbers_of_the_document_are_those_of_its_scores(tmp_path: Path) -> None
     assert copy.read_text("utf-8").count(f" | {expected} | ") == 1
 
 
-def test_scores_that_a_document_has_stay_and_newer_settings_replace_them(
+def test_saved_scores_are_kept_until_runs_with_newer_settings_replace_them(
     tmp_path: Path,
 ) -> None:
     old = [score(seed, 10.0)._replace(settings=None) for seed in range(2)]
@@ -136,12 +137,12 @@ def test_scores_that_a_document_has_stay_and_newer_settings_replace_them(
     assert scores["walker-1M"] == [walker]
 
 
-def test_the_document_keeps_what_is_around_its_tables(tmp_path: Path) -> None:
+def test_writing_the_tables_keeps_the_rest_of_the_document(tmp_path: Path) -> None:
     path = tmp_path / "scores.md"
     path.write_text(
         "# Before\n<!-- scores: begin -->\nold\n<!-- scores: end -->\nAfter"
     )
-    for _ in range(2):  # what it has written it replaces
+    for _ in range(2):  # the second time replaces the first tables
         write_document(path, {"cheetah-1M": [score(0, 6000.0)]})
         text = path.read_text()
         assert text.startswith("# Before\n")
@@ -159,7 +160,7 @@ def test_an_unknown_task_suggests_the_nearest(tmp_path: Path) -> None:
         main(["cheeta-1M"], runs=tmp_path)
 
 
-def test_what_has_ended_is_not_run_again(
+def test_finished_runs_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = Task(

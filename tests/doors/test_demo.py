@@ -80,7 +80,7 @@ def test_each_button_can_be_pressed_many_times_without_errors() -> None:
         for _ in range(TIMES):
             for name in ("worker", "env", "server", "network"):
                 status, text = page.press(name)
-                found = re.search(r": (\d+) envs back after ([\d,]+) ms", text)
+                found = re.search(r": (\d+) envs recovered after ([\d,]+) ms", text)
                 assert status == 200, text
                 assert found is not None, text
                 assert 1 <= int(found[1]) <= 8

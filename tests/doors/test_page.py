@@ -20,7 +20,7 @@ from tests.envserve.page_fakes import FakeObserver, FakeServer
 
 CHROMIUM = "/usr/bin/chromium"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
-AWAY = re.compile("away")
+ABSENT = re.compile("absent")
 #: Timeout in milliseconds; long, because a busy machine renders slowly.
 PATIENCE = 60_000
 
@@ -80,7 +80,7 @@ def page(
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(url)
-        expect(page.locator("#link")).to_have_text("live")
+        expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator(".server .soft:not(:empty)")).to_have_count(len(servers))
         expect(page.locator(".tile[aria-label]")).to_have_count(num_tiles)
         expect(page.locator("#curve .mark")).to_have_count(1)
@@ -153,14 +153,14 @@ def test_an_absent_env_is_grey_and_shows_how_long_it_was_absent(
     before = page.evaluate(boxes)
     server = servers["tcp://sim1:5555"]
     server.replace_lease(0, absent=(4, 5))
-    expect(tile).to_have_class(AWAY)
-    expect(tile).to_contain_text(AWAY)
-    expect(page.locator(".tile").nth(3)).not_to_have_class(AWAY)
+    expect(tile).to_have_class(ABSENT)
+    expect(tile).to_contain_text(ABSENT)
+    expect(page.locator(".tile").nth(3)).not_to_have_class(ABSENT)
     assert page.evaluate(boxes) == before
     back = ((1, 4, 83), (2, 5, 83))
     server.replace_lease(0, absent=(), recoveries=back, num_recoveries=2)
-    expect(tile).to_contain_text("back in 83 ms")
-    expect(tile).not_to_have_class(AWAY)
+    expect(tile).to_contain_text("recovered in 83 ms")
+    expect(tile).not_to_have_class(ABSENT)
     assert page.evaluate(boxes) == before
 
 
@@ -171,10 +171,10 @@ def test_the_envs_of_a_server_disappear_and_return_with_it(
     server.error = ConnectError("no server answered within 2 s")
     expect(page.locator(".server").first).to_contain_text("sim1 is gone")
     expect(page.locator(".server").first).to_contain_text("no server answered")
-    expect(page.locator(".tile").first).to_have_class(AWAY)
+    expect(page.locator(".tile").first).to_have_class(ABSENT)
     server.error = None
     expect(page.locator(".server").first).to_contain_text("sim1 is up")
-    expect(page.locator(".tile").first).to_contain_text("back in")
+    expect(page.locator(".tile").first).to_contain_text("recovered in")
 
 
 def test_a_lease_that_replaces_another_keeps_its_tiles(
@@ -218,13 +218,13 @@ def test_frames_are_requested_only_while_their_tile_is_visible(
     server = servers["tcp://sim1:5555"]
     first, last = (page.locator(".tile").nth(place) for place in (1, 319))
     expect(first.locator("img")).to_be_visible()
-    assert 319 not in {row for _, rows, _ in server.asked for row in rows}
+    assert 319 not in {row for _, rows, _ in server.frame_requests for row in rows}
     last.scroll_into_view_if_needed()
     expect(last.locator("img")).to_be_visible()
-    server.asked.clear()
+    server.frame_requests.clear()
     server.ticks = 77
     expect(last).to_contain_text("77")
-    assert 1 not in {row for _, rows, _ in server.asked for row in rows}
+    assert 1 not in {row for _, rows, _ in server.frame_requests for row in rows}
 
 
 def test_a_page_from_before_a_restart_says_so(
@@ -245,12 +245,14 @@ def test_a_page_from_before_a_restart_says_so(
         page = context.new_page()
         with served(build, port) as url:
             page.goto(url)
-            expect(page.locator("#link")).to_have_text("live")
-        expect(page.locator("#link")).to_contain_text("gone; trying again")
+            expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#connection")).to_contain_text(
+            "disconnected; reconnecting"
+        )
         with served(build, port) as again:
             assert again.partition("?")[0] == url.partition("?")[0]
-            text = "open the address that the command prints"
-            expect(page.locator("#link")).to_contain_text(text)
+            text = "open the URL that the command has printed"
+            expect(page.locator("#connection")).to_contain_text(text)
 
 
 def test_a_server_that_reports_endless_envs_does_not_fill_the_browser(

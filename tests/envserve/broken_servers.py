@@ -137,7 +137,7 @@ class DescribesASpaceThatNobodyKnows(Server):
         return message
 
 
-@found_by("asked_wrongly")
+@found_by("bad_attach")
 class SaysOnlyThatItFailed(Server):
     def says(self, message: Message) -> Message:
         if message.type is Kind.ERROR:
@@ -192,7 +192,7 @@ class WaitsForEver(Server):
         pass
 
 
-@found_by("apart")
+@found_by("separate_sessions")
 class MixesSessionsUp(Server):
     def hears(self, message: Message) -> Message:
         pools = list(self.pools.values())
@@ -235,7 +235,7 @@ class AnswersAnAttemptTwice(Server):
             self.said[bytes(frames[0])] = self.links[route][-1]
 
 
-@found_by("other_ways")
+@found_by("second_connection")
 class AnswersWhereItWasAskedFirst(Server):
     def receive(self, peer: Any, frames: Any, now: float) -> None:
         self.routes = getattr(self, "routes", {})

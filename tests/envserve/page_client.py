@@ -1,4 +1,4 @@
-"""A browser without a window: requests to a page on a real socket."""
+"""An HTTP client for the page, over a real socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 30.0
 
 @contextlib.contextmanager
 def served(build: Callable[[str], Starlette], port: int = 0) -> Iterator[str]:
-    """Serves a page; gives its URL."""
+    """Serve a page in a thread, and yield its URL."""
     server, listening, url = page_server(build, "127.0.0.1", port)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
@@ -32,7 +32,7 @@ def served(build: Callable[[str], Starlette], port: int = 0) -> Iterator[str]:
 
 
 class Browser:
-    """Asks as a browser would that was given the page's URL."""
+    """Sends requests like a browser that has opened the URL of the page."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -47,20 +47,20 @@ class Browser:
             "Origin": f"http://{name}",
         }
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
         body: str | bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, str, Mapping[str, str]]:
-        """Returns status, body and headers; `headers` takes the place of its own."""
+        """Return status, body and headers; `headers` replace the default headers."""
         connection = self._connect()
         with contextlib.closing(connection):
-            given = self.headers if headers is None else headers
-            connection.request(method, path, body, dict(given))
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(), dict(answer.headers)
+            sent = self.headers if headers is None else headers
+            connection.request(method, path, body, dict(sent))
+            response = connection.getresponse()
+            return response.status, response.read().decode(), dict(response.headers)
 
     def events(self) -> Events:
         return Events(self._connect(), self.headers)
@@ -70,33 +70,33 @@ class Browser:
 
 
 class Events:
-    """What the page is told, one after the other."""
+    """The server-sent events of the page, in order."""
 
     def __init__(
         self, connection: http.client.HTTPConnection, headers: Mapping[str, str]
     ) -> None:
         self._connection = connection
         connection.request("GET", "/events", headers=dict(headers))
-        self._answer = connection.getresponse()
-        assert self._answer.status == 200
-        self.reader = str(self.until("hello")["reader"])
+        self._response = connection.getresponse()
+        assert self._response.status == 200
+        self.subscriber = str(self.until("hello")["subscriber"])
 
     def until(
-        self, name: str, is_it: Callable[[dict[str, Any]], bool] = lambda _: True
+        self, name: str, matches: Callable[[dict[str, Any]], bool] = lambda _: True
     ) -> dict[str, Any]:
-        """Returns the next event of a name for which something holds."""
+        """Return the data of the next event with a name, and data that matches."""
         while True:
-            kind = self._answer.readline().decode().partition(": ")[2].strip()
-            data = self._answer.readline().decode().partition(": ")[2]
+            kind = self._response.readline().decode().partition(": ")[2].strip()
+            data = self._response.readline().decode().partition(": ")[2]
             assert data, "the page has closed the stream"
-            self._answer.readline()
-            said: dict[str, Any] = json.loads(data)
-            if kind == name and is_it(said):
-                return said
+            self._response.readline()
+            value: dict[str, Any] = json.loads(data)
+            if kind == name and matches(value):
+                return value
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._answer.close()
+        self._response.close()
         self._connection.close()

@@ -1,4 +1,4 @@
-"""Servers as the page sees them, invented: their envs, pictures and faults."""
+"""Fake servers for tests of the page, with envs, frames and faults."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
 class FakeServer:
-    """What one server says; a test moves it on, and breaks it.
+    """The state of one server, which tests change.
 
     Attributes:
-      error: What is raised instead of an answer.
-      asked: Rows of every request for pictures.
+      error: Exception that requests raise, if any.
+      frame_requests: Lease, rows and width of every request for frames.
+      has_pictures: Whether frames contain images.
+      ticks: Serial of the latest frames, minus one.
+      status: The status that the server reports.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class FakeServer:
         has_pictures: bool = True,
     ) -> None:
         self.error: EnvserveError | None = None
-        self.asked: list[tuple[int, tuple[int, ...], int]] = []
+        self.frame_requests: list[tuple[int, tuple[int, ...], int]] = []
         self.has_pictures = has_pictures
         self.ticks = 0
         self._lock = threading.Lock()
@@ -71,7 +74,7 @@ class FakeServer:
         )
 
     def replace(self, **fields: Any) -> None:
-        """Changes what is said of the server."""
+        """Change fields of the server's status."""
         import msgspec
 
         with self._lock:
@@ -105,7 +108,7 @@ def histogram(peak: int) -> Histogram:
 
 
 class FakeObserver:
-    """Asks a FakeServer as an Observer would ask a real one."""
+    """An `Observer` of a `FakeServer`."""
 
     def __init__(self, server: FakeServer) -> None:
         self.server = server
@@ -134,9 +137,9 @@ class FakeObserver:
             raise server.error
         if lease not in {each.number for each in server.status.leases}:
             raise LeaseLost(f"there is no lease {lease}")
-        server.asked.append((lease, tuple(rows), width))
+        server.frame_requests.append((lease, tuple(rows), width))
         return [
-            picture(row, server.ticks, width, has_jpeg=server.has_pictures)
+            draw_frame(row, server.ticks, width, has_jpeg=server.has_pictures)
             for row, serial in zip(rows, after, strict=True)
             if serial <= server.ticks
         ]
@@ -147,8 +150,8 @@ class FakeObserver:
         return b"record of %d %d" % (lease, row)
 
 
-def picture(row: int, tick: int, width: int, *, has_jpeg: bool) -> RenderedFrame:
-    """A cart with its pole, at some angle."""
+def draw_frame(row: int, tick: int, width: int, *, has_jpeg: bool) -> RenderedFrame:
+    """Draw a cart with a pole, whose position depends on row and tick."""
     angle, x = 0.3 * math.sin(tick / 7 + row), 0.2 * math.sin(tick / 11 + 2 * row)
     height = width * 2 // 3
     image = Image.new("RGB", (width, height), "white")

@@ -1,4 +1,4 @@
-"""`envserve bench`: one env, measured in turns, and where its time goes."""
+"""`envserve bench`: the table of all cases, and the advice about the bottleneck."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from gymnasium.error import DependencyNotInstalled
 
 from envserve.bench.cases import bare_loops
-from envserve.bench.command import REMEDIES, judge
+from envserve.bench.command import REMEDIES, bottleneck
 from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
 from envserve.cli.app import PROGRAM
@@ -21,7 +21,7 @@ from envserve.errors import EnvStartError, UnknownEnv
 from envserve.worker.orphans import child_processes
 from tests.command_line import invoke
 
-#: Its actions are a Dict, so that each way has to cut batches of them into rows.
+#: An env with Dict actions, so that each case has to split batches of them into rows.
 OWN_ENV = """
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -38,7 +38,7 @@ gymnasium.register("Own-v0", "own_env:OwnEnv")
 """
 
 
-def test_an_own_env_is_measured_in_every_way(tmp_path: Path) -> None:
+def test_all_cases_can_measure_a_user_env(tmp_path: Path) -> None:
     (tmp_path / "own_env.py").write_text(OWN_ENV)
     long = tmp_path / ("x" * 100)  # too long for a path to a socket
     long.mkdir()
@@ -67,14 +67,14 @@ def test_an_own_env_is_measured_in_every_way(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_its_servers_end_with_it(number: int) -> None:
+def test_servers_end_when_the_benchmark_ends(number: int) -> None:
     command = [sys.executable, "-m", "envserve", "bench", "--num-envs", "1"]
     with subprocess.Popen(
         [*command, "--rounds", "1000000"], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         while line := process.stderr.readline():
-            if line.startswith("... 1 of "):  # now all is started
+            if line.startswith("... 1 of "):  # all cases have started
                 break
         servers = [
             pid for pid, *_ in child_processes(process.pid) if b"tcp" in words_of(pid)
@@ -85,21 +85,21 @@ def test_its_servers_end_with_it(number: int) -> None:
         for each in watched:
             assert select.select([each], [], [], 200)[0]
             os.close(each)
-        said = process.stderr.read()
-    assert process.returncode == (130 if number == signal.SIGTERM else -number), said
-    assert "_step_alone" not in said
+        errors = process.stderr.read()
+    assert process.returncode == (130 if number == signal.SIGTERM else -number), errors
+    assert "_step_in_process" not in errors
 
 
 def words_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_a_wrong_env_name_is_one_line() -> None:
+def test_an_unknown_env_name_is_an_error_of_one_line() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         result = invoke(PROGRAM, ["bench", "--env", "CartPole-v9"])
     finally:
-        signal.signal(signal.SIGTERM, before)  # this process is not the command's own
+        signal.signal(signal.SIGTERM, before)  # the command has changed the handler
     assert result.exit_code == 1
     *_, line = result.stderr.splitlines()
     assert line.startswith("Error: no env named 'CartPole-v9' is registered")
@@ -127,7 +127,7 @@ def test_a_wrong_env_name_is_one_line() -> None:
         ),
     ],
 )
-def test_what_an_env_lacks_is_said_in_one_line(
+def test_a_missing_dependency_of_an_env_is_an_error_of_one_line(
     error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(*_: object, **__: object) -> None:
@@ -138,7 +138,7 @@ def test_what_an_env_lacks_is_said_in_one_line(
         Workload("CartPole-v1", 1, 1, 0).check()
 
 
-def test_the_limit_steps_every_env_with_the_same_actions_as_others() -> None:
+def test_bare_loops_step_every_env_with_the_same_actions_as_other_cases() -> None:
     load = Workload("CartPole-v1", 3, 2, 0.01)
     first, second = load.actions(), load.actions()
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
@@ -148,14 +148,14 @@ def test_the_limit_steps_every_env_with_the_same_actions_as_others() -> None:
         assert measure()[SPEED] > 0
 
 
-def test_the_limit_says_itself_that_there_is_no_such_env() -> None:
+def test_bare_loops_raise_if_the_env_is_unknown() -> None:
     load = Workload("CartPole-v9", 1, 1, 0.01)
     with pytest.raises(UnknownEnv), bare_loops(load):
         pass
 
 
-def test_cases_take_turns_to_and_fro() -> None:
-    said: list[str] = []
+def test_the_order_of_cases_alternates_between_turns() -> None:
+    lines: list[str] = []
     order: list[str] = []
 
     def measure(name: str) -> dict[str, float]:
@@ -163,10 +163,10 @@ def test_cases_take_turns_to_and_fro() -> None:
         return {"count": float(len(order))}
 
     cases = {name: lambda name=name: measure(name) for name in "abc"}
-    measured = interleave(cases, 3, said.append)
+    measured = interleave(cases, 3, lines.append)
     assert "".join(order) == "abccbaabc"
     assert measured.values("a", "count") == [1.0, 6.0, 7.0]
-    assert said[:4] == [
+    assert lines[:4] == [
         f"... {n} of 3: {c}" for n, c in zip("1112", "abcc", strict=True)
     ]
 
@@ -178,16 +178,16 @@ def test_medians_and_ratios_are_taken_over_the_turns() -> None:
     measured = Measurements({"us": turns(3, 10, 8), "them": turns(1, 5, 2)})
     assert measured.median("us", "speed") == 8
     assert measured.median("us", lambda numbers: 2 * numbers["speed"]) == 16
-    # Of 3, 2 and 4, each within one turn; not 8 / 2.
+    # The median of the ratios 3, 2 and 4 of each turn, not the ratio of medians.
     assert measured.ratio("us", "them", "speed") == 3
     assert measured.ratio("us", "nobody", "speed") is None
 
 
-def test_the_verdict_names_what_bounds_the_speed() -> None:
+def test_the_bottleneck_is_named_with_advice() -> None:
     parts = {"client": 10.0, "workers and wake-ups": 20.0, "envs": 70.0}
-    assert judge(parts, REMEDIES).startswith("env-bound: 70%")
+    assert bottleneck(parts, REMEDIES).startswith("env-bound: 70%")
     parts = {"client": 15.0, "workers and wake-ups": 45.0, "envs": 40.0}
-    verdict = judge(parts, REMEDIES)
+    verdict = bottleneck(parts, REMEDIES)
     assert verdict.startswith("overhead-bound: only 40%")
     assert "workers and wake-ups (45%)" in verdict
     assert verdict.endswith(REMEDIES["workers and wake-ups"])

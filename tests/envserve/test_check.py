@@ -1,4 +1,4 @@
-"""`envserve check` finds what is wrong with a server, and nothing else."""
+"""`envserve check` finds the defects of servers, and none in a correct server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.envserve.checked_server import MemoryLink, Server, findings
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 
-def test_nothing_is_found_in_a_server_that_keeps_the_rules() -> None:
+def test_a_correct_server_passes_all_rules() -> None:
     server = Server()
     found = list(findings(server))
     assert {(f.outcome, f.why) for f in found} == {("ok", "")}
@@ -29,19 +29,19 @@ def test_nothing_is_found_in_a_server_that_keeps_the_rules() -> None:
 
 
 @pytest.mark.parametrize("broken", DEFECTS, ids=lambda kind: kind.__name__)
-def test_a_defect_is_found(broken: type[Server]) -> None:
+def test_each_defect_fails_its_rule(broken: type[Server]) -> None:
     found = next(f for f in findings(broken()) if f.name == DEFECTS[broken])
     assert found.outcome == "fail", found
     assert "expected" in found.why or "required" in found.why
 
 
-def test_each_rule_stands_for_a_section_of_the_document() -> None:
+def test_each_rule_names_a_section_of_the_document() -> None:
     headings = re.findall(r"^##+ (.*)$", DOCUMENT.read_text(), re.MULTILINE)
     assert {finding.section for finding in RULES} <= {*headings}
 
 
 def check(server: Server, *options: str) -> Result:
-    """Runs the command on a server, and on nothing but the server."""
+    """Run the command on a server in this process, without a socket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "envserve.client.link.probe.request_welcome", lambda *_, **__: None
@@ -52,25 +52,27 @@ def check(server: Server, *options: str) -> Result:
 
 
 @pytest.mark.parametrize(("kind", "code"), [(Server, 0), (ClipsActions, 1)])
-def test_the_command_says_what_is_wrong(kind: type[Server], code: int) -> None:
+def test_the_command_prints_each_rule_with_its_outcome(
+    kind: type[Server], code: int
+) -> None:
     shown = check(kind())
     *lines, last = shown.output.splitlines()
     assert shown.exit_code == code
     assert last == f"{len(RULES) - code} ok, {code} fail, 0 skipped"
-    line = "STEP: An action outside its space is refused"
+    line = "STEP: Refuse an action outside its space"
     assert f"{'fail' if code else 'ok':8}{line}" in lines
-    told = check(kind(), "--json", "--env", "Fake-v0")
-    outcomes = [json.loads(line)["outcome"] for line in told.output.splitlines()]
-    assert outcomes.count("fail") == code == told.exit_code
+    result = check(kind(), "--json", "--env", "Fake-v0")
+    outcomes = [json.loads(line)["outcome"] for line in result.output.splitlines()]
+    assert outcomes.count("fail") == code == result.exit_code
 
 
-def test_an_env_that_is_not_there_fails_every_rule_that_needs_it() -> None:
+def test_an_unknown_env_fails_all_rules_that_need_it() -> None:
     absent = check(Server(), "--env", "no-such-env")
     assert absent.exit_code == 1
     assert "expected GRANTED; got ERROR UNKNOWN_ENV" in absent.output
 
 
-def test_nobody_is_asked_again_who_has_become_silent() -> None:
+def test_the_check_ends_if_the_server_stops_answering() -> None:
     ended = check(FallsSilentAtABadEncoding())
     assert ended.exit_code == 1
     assert "Error: expected an answer to HELLO; got none" in ended.output

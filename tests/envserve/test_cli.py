@@ -1,4 +1,4 @@
-"""The `envserve` command: exit codes, the ready line, short errors."""
+"""The `envserve` command: exit codes, the ready line and errors of one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def run(
     return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=cwd)
 
 
-def test_one_ready_line_and_the_address_file(serve: Serve) -> None:
+def test_a_server_prints_one_ready_line_and_writes_the_address_file(
+    serve: Serve,
+) -> None:
     server = serve("--env", "CartPole-v1")
     assert server.ready_line == (
         f"envserve: ready on {server.address} with 1 env name, "
@@ -40,7 +42,7 @@ def test_one_ready_line_and_the_address_file(serve: Serve) -> None:
     assert not server.address.endswith(":0")
 
 
-def test_the_log_tells_of_a_lease_in_two_lines(serve: Serve) -> None:
+def test_the_log_has_two_lines_per_lease(serve: Serve) -> None:
     server = serve("--log-format", "json", "--env", "CartPole-v1")
     with BatchEnv.connect("CartPole-v1", [server.address], 2, seed=1) as batch:
         batch.reset()
@@ -56,7 +58,7 @@ def test_the_log_tells_of_a_lease_in_two_lines(serve: Serve) -> None:
     assert (ended["env_steps"], ended["num_faults"], ended["why"]) == (6, 0, "detached")
 
 
-def test_health_of_a_server_that_serves_costs_little(serve: Serve) -> None:
+def test_health_of_a_server_imports_no_slow_modules(serve: Serve) -> None:
     timed = (sys.executable, "-X", "importtime", *PROGRAM[1:])
     result = run("health", serve().address, "--timeout", "60", program=timed)
     assert result.returncode == 0, result.stderr
@@ -64,46 +66,46 @@ def test_health_of_a_server_that_serves_costs_little(serve: Serve) -> None:
     assert result.stdout.count("\n") == 1
     loaded = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
     assert "zmq" in loaded
-    dear = {"asyncio", "gymnasium", "numpy", "pydantic", "rich", "typer"}
-    assert loaded & {*dear, "envserve.cli.app", "envserve.settings"} == set()
+    slow = {"asyncio", "gymnasium", "numpy", "pydantic", "rich", "typer"}
+    assert loaded & {*slow, "envserve.cli.app", "envserve.settings"} == set()
 
 
-def test_health_answers_each_probe_with_an_exit_code_of_its_own(
+def test_each_health_probe_has_its_exit_code(
     serve: Serve, join: Join, wait_until: WaitUntil
 ) -> None:
     server = serve("--envs-per-worker", "2", "--drain-grace", "60")
     probes = ("--startup", "--live", "--ready")
 
-    def ask(code: int, *asked: str) -> subprocess.CompletedProcess[str]:
-        """Asks until that is the answer: who was late is not live for 10 s."""
+    def health(code: int, *probes: str) -> subprocess.CompletedProcess[str]:
+        """Repeat until the code is right: after a late loop, --live fails for 10 s."""
         results: list[subprocess.CompletedProcess[str]] = []
 
-        def is_answer() -> bool:
-            results.append(run("health", server.address, "--timeout", "20", *asked))
+        def is_code() -> bool:
+            results.append(run("health", server.address, "--timeout", "20", *probes))
             return results[-1].returncode == code
 
-        wait_until(is_answer, 120.0)
+        wait_until(is_code, 120.0)
         return results[-1]
 
-    join(server, 1)  # so that a worker was started
-    ask(0, *probes)
+    join(server, 1)  # makes the server start a worker
+    health(0, *probes)
     rest = join(server, 3, session=6)
-    result = ask(6, *probes)
+    result = health(6, *probes)
     assert result.stdout == ""
-    text = f"Error: {server.address}: all of its 4 envs are leased\n"
+    text = f"Error: {server.address}: all 4 envs are leased\n"
     assert result.stderr == text
     rest.close()
     server.signal(signal.SIGTERM)
     wait_until(lambda: server.welcome().is_draining)
-    ask(5, "--ready")
-    ask(0, *probes[:2])
+    health(5, "--ready")
+    health(0, *probes[:2])
 
 
-def test_health_of_a_server_whose_imports_take_long(
+def test_a_server_whose_imports_are_running_is_starting(
     tmp_path: Path, serve: Serve, wait_until: WaitUntil
 ) -> None:
-    # The template process imports what the server has imported before: only there does
-    # this module wait until somebody opens the pipe.
+    # The server imports the module first, then the template process. Only there
+    # (argv[0] is "-c") does it wait until the test opens the pipe.
     (tmp_path / "slow_envs.py").write_text(
         "import sys\nif sys.argv[0] == '-c':\n    open('pipe').close()\n"
     )
@@ -117,20 +119,22 @@ def test_health_of_a_server_whose_imports_take_long(
         assert diagnose(welcome, live=True) is None
         assert diagnose(welcome, ready=True) is not None
     finally:
-        pipe = os.open(tmp_path / "pipe", os.O_RDWR)  # until the module has opened it
+        pipe = os.open(tmp_path / "pipe", os.O_RDWR)  # lets the module continue
     wait_until(lambda: not server.welcome().is_starting)
     os.close(pipe)
 
 
 @pytest.mark.parametrize(("lag_ms", "expected"), [(5000, None), (5001, 4)])
-def test_server_whose_loop_lags_is_not_live(lag_ms: int, expected: int | None) -> None:
+def test_a_server_whose_loop_lags_is_not_live(
+    lag_ms: int, expected: int | None
+) -> None:
     welcome = make_welcome(loop_lag_ms=lag_ms)
     assert diagnose(welcome, startup=True, ready=True) is None
     found = diagnose(welcome, startup=True, live=True, ready=True)
     assert (found and found[0].value) == expected
 
 
-def test_health_of_no_server_fails_with_one_line() -> None:
+def test_health_without_a_server_fails_with_one_line() -> None:
     result = run("health", "ipc:///nowhere/envs", "--timeout", "0.2")
     assert result.returncode == 1
     assert result.stderr == (
@@ -157,10 +161,11 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
     assert "My-v0" in result.stdout.split()
 
 
-def test_a_module_that_others_planted_is_not_imported(
+def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
     serve: Serve, join: Join, tmp_path: Path
 ) -> None:
-    (tmp_path / "jax.py").write_text("open('was_here', 'w')")  # an optional module
+    # The name is that of an optional dependency.
+    (tmp_path / "jax.py").write_text("open('was_here', 'w')")
     tmp_path.chmod(0o777)
     program = ("-P", *PROGRAM[1:])
     server = serve(cwd=tmp_path, program=program, imports=())
@@ -199,7 +204,9 @@ def test_a_module_that_others_planted_is_not_imported(
         (["--bind", "ipc:///no/where/envs"], 1, "cannot listen on ipc:///no/where"),
     ],
 )
-def test_bad_options_are_short_errors(options: list[str], code: int, text: str) -> None:
+def test_invalid_options_are_errors_without_a_traceback(
+    options: list[str], code: int, text: str
+) -> None:
     result = run("start", *options)
     assert result.returncode == code
     assert text in result.stderr
@@ -215,7 +222,7 @@ def test_bad_options_are_short_errors(options: list[str], code: int, text: str) 
         (["ipc:///x", "--timeout", "0"], "0.001"),
     ],
 )
-def test_a_wrong_command_line_is_no_server_that_is_ill(
+def test_a_wrong_command_line_has_another_exit_code_than_an_unhealthy_server(
     command: str, arguments: list[str], text: str
 ) -> None:
     result = run(command, *arguments)
@@ -224,38 +231,38 @@ def test_a_wrong_command_line_is_no_server_that_is_ill(
     assert not result.stdout
 
 
-def test_an_address_that_is_taken_is_an_error(serve: Serve) -> None:
+def test_an_address_in_use_is_an_error(serve: Serve) -> None:
     server = serve()
     result = run("start", "--bind", server.address)
     assert result.returncode == 1
     assert f"cannot listen on {server.address}" in result.stderr
 
 
-def test_to_use_no_keys_needs_consent_and_gives_a_warning(serve: Serve) -> None:
+def test_insecure_no_auth_logs_a_warning(serve: Serve) -> None:
     server = serve("--insecure-no-auth", bind=("tcp://0.0.0.0:0",))
     assert "WARNING no keys are used" in server.end(signal.SIGTERM)
 
 
-#: Runs a server whose router lets in whoever knocks.
+#: Runs a server whose self-test finds that unknown keys are accepted.
 _OPEN_TO_ALL = """
 import sys
 import envserve.server
 from envserve.cli.app import main
 from envserve.errors import SelfTestError
 async def check_refusal(*_):
-    raise SelfTestError("expected a key that nobody knows to be refused")
+    raise SelfTestError("expected an unknown key to be refused")
 sys.modules["envserve.server.serve"].check_refusal = check_refusal
 main()
 """
 
 
-def test_a_server_that_would_let_strangers_in_has_an_exit_code_of_its_own() -> None:
+def test_a_server_that_fails_its_self_test_exits_with_3() -> None:
     words = ("start", "--bind", "tcp://127.0.0.1:0", "--workers", "1")
     run = subprocess.run(
         [sys.executable, "-c", _OPEN_TO_ALL, *words], capture_output=True, text=True
     )
     assert run.returncode == 3
-    assert "Error: expected a key that nobody knows to be refused" in run.stderr
+    assert "Error: expected an unknown key to be refused" in run.stderr
     assert "ready" not in run.stdout
 
 
@@ -274,13 +281,15 @@ def test_a_server_that_would_let_strangers_in_has_an_exit_code_of_its_own() -> N
         ("tcp://localhost.example.org:1", False),
     ],
 )
-def test_only_loopback_and_ipc_are_private(address: str, expected: bool) -> None:
+def test_only_loopback_and_ipc_addresses_are_local(
+    address: str, expected: bool
+) -> None:
     assert is_local_address(address) is expected
 
 
 @pytest.mark.parametrize(
     "address", ["", "tcp://", "tcp://host", "tcp://host:x", "ipc://", "inproc://a"]
 )
-def test_other_addresses_are_errors(address: str) -> None:
+def test_invalid_bind_addresses_raise(address: str) -> None:
     with pytest.raises(ValueError, match="expected an address like"):
         HostSettings(binds=(address,))

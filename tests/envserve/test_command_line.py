@@ -1,4 +1,4 @@
-"""The command lines of both programs: help, errors, values, streams, exit codes."""
+"""The command lines of both programs: help, errors, values, streams and exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ppo.cli.app import PROGRAM as PPO
 Run = Callable[..., tuple[int, str, str]]
 
 PROGRAMS = {each.name: each for each in (ENVSERVE, PPO)}
-#: Programs, commands, and `envserve keys`, by their words.
+#: The words of both programs, of their commands, and of `envserve keys`.
 COMMANDS = [
     (program.name, *name.split())
     for program in PROGRAMS.values()
@@ -51,21 +51,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[HostSettings]:
-    """What `start` would serve with, in place of serving."""
-    seen: list[HostSettings] = []
+    """Make `start` append its settings to a list instead of serving."""
+    received: list[HostSettings] = []
 
     async def serve(host: HostSettings, *_: object) -> None:
-        seen.append(host)
+        received.append(host)
 
     monkeypatch.setattr("envserve.server.serve", serve)
     monkeypatch.setattr(start_command, "set_up_logs", lambda *_: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    return seen
+    return received
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_fits_and_cuts_no_name(
+def test_help_fits_the_terminal_and_truncates_no_name(
     command: Sequence[str], width: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -78,21 +78,19 @@ def test_help_fits_and_cuts_no_name(
             if each.flag and each.help:
                 assert re.search(rf"^  {each.flag}\b", out, re.MULTILINE)
     for line in out.splitlines():
-        is_name = re.match(r"  -", line)  # choices of an option stay whole
+        is_name = re.match(r"  -", line)  # the choices of an option are not wrapped
         assert len(line) <= width or is_name, line
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_usage_has_each_argument_that_may_be_given(
-    command: Sequence[str], run: Run
-) -> None:
+def test_usage_names_each_argument(command: Sequence[str], run: Run) -> None:
     usage = run(*command, "--help")[1].split("\n\n")[0]
     assert usage.startswith(f"usage: {' '.join(command)} ")
     assert "......" not in usage
-    assert "LINE" not in usage  # of `join`, which asks for it
+    assert "LINE" not in usage  # `join` reads its line from the terminal
 
 
-def test_defaults_are_shown_as_they_are(run: Run, monkeypatch: Any) -> None:
+def test_help_shows_defaults(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     text = " ".join(run("envserve", "start", "--help")[1].split())
     settings = HostSettings()
@@ -101,7 +99,7 @@ def test_defaults_are_shown_as_they_are(run: Run, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_says_its_version(program: str, run: Run) -> None:
+def test_a_program_prints_its_version(program: str, run: Run) -> None:
     expected = f"{program} {envserve.__version__}\n"
     assert run(program, "--version") == (0, expected, "")
 
@@ -145,13 +143,15 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
         ("ppo train --sead 1", "there is no option --sead; did you mean --seed"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(words: str, text: str, run: Run) -> None:
+def test_a_wrong_command_line_is_an_error_of_one_line(
+    words: str, text: str, run: Run
+) -> None:
     code, out, err = run(*words.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.lower().startswith(f"error: {text}".lower())
 
 
-def test_flags_win_over_variables_which_win_over_the_file(
+def test_the_command_line_overrides_variables_which_override_the_file(
     tmp_path: Path,
     settings: list[HostSettings],
     run: Run,
@@ -189,7 +189,7 @@ def test_flags_win_over_variables_which_win_over_the_file(
         (None, "expected a TOML file; [Errno 2] No such file or directory"),
     ],
 )
-def test_a_wrong_file_of_options_is_one_line(
+def test_a_wrong_file_of_options_is_an_error_of_one_line(
     text: str | None,
     error: str,
     tmp_path: Path,
@@ -205,7 +205,7 @@ def test_a_wrong_file_of_options_is_one_line(
     assert error in err
 
 
-def test_logs_as_json_have_an_object_a_line(
+def test_json_logs_have_one_object_per_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
@@ -240,10 +240,10 @@ def test_an_error_shows_its_notes_and_one_line_of_a_workers_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = CallError("call failed", remote_traceback="Traceback ...\nKeyError: 'x'\n")
-    error.add_note("Go on so.")
+    error.add_note("A note.")
     with pytest.raises(SystemExit):
         fail(error, 1)
-    assert capsys.readouterr().err == "Error: call failed: KeyError: 'x'\nGo on so.\n"
+    assert capsys.readouterr().err == "Error: call failed: KeyError: 'x'\nA note.\n"
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
@@ -256,7 +256,7 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_closed_pipe_is_not_reported_as_an_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     words = [sys.executable, "-m", "envserve", "--help"]
@@ -270,7 +270,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "num_lines"),
     [
         ("--version >/dev/full", 1, 1),
         (">/dev/full", 2, 1),
@@ -284,17 +284,17 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         ("health x://y 2>&-", 2, 0),
     ],
 )
-def test_what_cannot_be_written_costs_one_line(
-    words: str, code: int, said: int, unbuffered: str
+def test_an_unwritable_stream_causes_at_most_one_line(
+    words: str, code: int, num_lines: int, unbuffered: str
 ) -> None:
     shell = ["sh", "-c", f'"{sys.executable}" -m envserve {words}']
     variables = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(shell, capture_output=True, timeout=300, env=variables)
-    assert (done.returncode, done.stderr.count(b"\n")) == (code, said), done.stderr
-    assert done.stderr.startswith(b"Error: " * said)
+    assert (done.returncode, done.stderr.count(b"\n")) == (code, num_lines), done.stderr
+    assert done.stderr.startswith(b"Error: " * num_lines)
 
 
-def test_no_locale_is_worth_a_traceback() -> None:
+def test_characters_that_cannot_be_encoded_cause_no_traceback() -> None:
     result = python("-m", "envserve", "health", "\u2192", PYTHONIOENCODING="ascii")
     assert result.returncode == 2
     assert b"Traceback" not in result.stderr
@@ -309,7 +309,7 @@ def test_no_locale_is_worth_a_traceback() -> None:
 
 
 def complete(program: str, line: str, **variables: str) -> list[str]:
-    """The words that a shell is offered for the last one of a line."""
+    """Return the completions of the last word of a line."""
     variables |= {f"_{program.upper()}_COMPLETE": "1", "COMP_LINE": line}
     return python("-m", program, **variables).stdout.decode().split()
 
@@ -335,7 +335,7 @@ def test_a_shell_completes_commands_options_and_values() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_code_of_a_shell_is_shown_and_installed_once(
+def test_completion_code_is_shown_and_installed_once(
     shell: str, tmp_path: Path
 ) -> None:
     variables = {"SHELL": f"/bin/{shell}", "HOME": str(tmp_path)}
@@ -413,7 +413,7 @@ def test_a_field_with_a_docstring_is_an_option_with_help(
     assert not any("unseen" in line for line in lines)
 
 
-def test_arguments_may_stand_between_options() -> None:
+def test_arguments_may_be_between_options() -> None:
     words = ["--names", "x", "a", "--rate", '{"b": 2}', "c", "--names=y", "--", "--d"]
     assert parse(measure, words, "measure") == {
         "env": "a",
@@ -425,7 +425,7 @@ def test_arguments_may_stand_between_options() -> None:
 
 
 def exit_codes(program: Program) -> dict[str, set[int]]:
-    """Codes that the source of each command ends with, its own helpers included."""
+    """Return the exit codes in the source of each command's module."""
     found: dict[str, set[int]] = {}
     for name in {name.split()[0] for name in program.names}:
         module = importlib.import_module(f"{program.name}.cli.{name}")
@@ -439,7 +439,7 @@ def exit_codes(program: Program) -> dict[str, set[int]]:
 
 
 def codes_at(node: ast.AST, names: dict[str, Any], *, is_code: bool) -> set[int]:
-    """Codes that an expression or a return ends a command with."""
+    """Return the exit codes that a call of `fail` or a return statement sets."""
     match node:
         case (
             ast.Call(func=ast.Name(id="fail"), args=[_, code])
@@ -452,11 +452,11 @@ def codes_at(node: ast.AST, names: dict[str, Any], *, is_code: bool) -> set[int]
             return set()
     parts = [getattr(part, "value", None) for part in ast.walk(code)]
     parts += [names.get(n.id) for n in ast.walk(code) if isinstance(n, ast.Name)]
-    told = [v for p in parts for v in (p.values() if type(p) is dict else [p])]
-    return {value for value in told if type(value) is int}
+    values = [v for p in parts for v in (p.values() if type(p) is dict else [p])]
+    return {value for value in values if type(value) is int}
 
 
-def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
+def test_the_documented_exit_codes_match_the_code() -> None:
     text = Path("docs/exit-codes.md").read_text()
     rows = re.findall(r"^\| (\S+(?: \S+)?) \| (\d+) \| .+ \|$", text, re.MULTILINE)
     table = {(command, int(code)) for command, code in rows}
@@ -466,5 +466,5 @@ def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
     found = exit_codes(ENVSERVE) | exit_codes(PPO)
     found["envserve health"] |= {int(each) for each in HealthProblem}
     assert set().union(*found.values()) >= common
-    own = {(command, code) for command in found for code in found[command] - common}
-    assert own == {row for row in table if row[0] != "all"}
+    special = {(command, c) for command in found for c in found[command] - common}
+    assert special == {row for row in table if row[0] != "all"}

@@ -1,4 +1,4 @@
-"""The demo: faults cost no wrong transition, and all that it starts ends with it."""
+"""The demo: faults cause no wrong transition, and its processes end with it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import EnvserveError, ServerError, SpaceError, UnknownEnv
 from tests.left_behind import left_processes, running_processes
 
-#: All of it ends at once; a machine may stand still meanwhile.
+#: All processes end at once, but a loaded machine may delay that.
 END_SECONDS = 30.0
 
 
-def test_each_strike_is_told_and_costs_no_wrong_transition(tmp_path: Path) -> None:
+def test_each_fault_is_reported_and_causes_no_wrong_transition(tmp_path: Path) -> None:
     with Demo("CartPole-v1", 8, tmp_path) as demo:
         for name in ("network", "worker", "env", "server"):
             label, inject = demo.faults[name]
             text = inject()
-            num_hit = int(text.removeprefix(f"{label}: ").split()[0])
-            assert 1 <= num_hit <= 4, text
+            num_envs = int(text.removeprefix(f"{label}: ").split()[0])
+            assert 1 <= num_envs <= 4, text
     demo.check()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(lines[-1])
@@ -48,7 +48,7 @@ def test_each_strike_is_told_and_costs_no_wrong_transition(tmp_path: Path) -> No
         ("FrozenLake-v1", SpaceError, "FrozenLake-v1: expected Box observations"),
     ],
 )
-def test_an_env_that_cannot_be_shown_is_refused_at_once(
+def test_an_unsupported_env_raises_before_anything_is_started(
     env: str, error: type[EnvserveError], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=text):
@@ -58,7 +58,7 @@ def test_an_env_that_cannot_be_shown_is_refused_at_once(
 
 @pytest.fixture
 def ends() -> Iterator[tuple[TcpProxy, socket.socket, socket.socket]]:
-    """A proxy, and both ends of a connection through it."""
+    """A proxy, and the sockets at both ends of a connection through it."""
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         proxy = TcpProxy(listening.getsockname()[1])
@@ -71,7 +71,7 @@ def ends() -> Iterator[tuple[TcpProxy, socket.socket, socket.socket]]:
         yield proxy, near, far
 
 
-def test_a_cable_passes_on_both_ways_and_holds_back_while_it_is_cut(
+def test_the_proxy_forwards_in_both_directions_and_delays_data_during_a_cut(
     ends: tuple[TcpProxy, socket.socket, socket.socket],
 ) -> None:
     proxy, near, far = ends
@@ -89,7 +89,7 @@ def test_a_cable_passes_on_both_ways_and_holds_back_while_it_is_cut(
     assert far.recv(10) == b"late"
 
 
-def test_when_one_end_of_a_cable_goes_so_does_the_other(
+def test_the_proxy_closes_both_connections_when_either_peer_disconnects(
     ends: tuple[TcpProxy, socket.socket, socket.socket],
 ) -> None:
     _, near, far = ends
@@ -97,23 +97,23 @@ def test_when_one_end_of_a_cable_goes_so_does_the_other(
     assert near.recv(10) == b""
 
 
-def test_a_terminal_is_enough_and_nothing_outlives_a_demo_that_is_killed() -> None:
+def test_a_demo_in_the_terminal_leaves_no_processes_when_it_is_killed() -> None:
     before = running_processes()
     command = [sys.executable, "-m", "envserve", "demo", "--terminal", "--num-envs=2"]
     ours, theirs = os.openpty()
-    said = b""
+    output = b""
 
     def read_until(pattern: bytes) -> None:
-        nonlocal said
-        while not re.search(pattern, said):
-            said += os.read(ours, 1 << 16)
+        nonlocal output
+        while not re.search(pattern, output):
+            output += os.read(ours, 1 << 16)
 
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as demo:
-        read_until(rb"Starting two servers, and 2 envs")
+        read_until(rb"Starting two servers and 2 envs")
         read_until(rb"0 wrong of [1-9]")
         os.write(ours, b"w")
-        read_until(rb"Kill a worker: 1 envs back after [\d,]+ ms")
-        # Itself, two servers, a template each, and a worker each.
+        read_until(rb"Kill a worker: 1 envs recovered after [\d,]+ ms")
+        # The demo, two servers, their templates, and one worker per server.
         assert len(running_processes().keys() - before.keys()) >= 7
         demo.kill()
     for end in (ours, theirs):

@@ -1,4 +1,4 @@
-"""Why a connection fails: what is found, what is said, and that nothing is sent."""
+"""Diagnosis of failed connections: findings, errors, and that it sends nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.envserve.server_process import make_config
 
 SERVER, CLIENT, OTHER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
 KEYS: CurveKeys = (SERVER.public, CLIENT)
-#: A lane has to say it within 3 s; a loaded machine may need longer.
+#: A lane must raise the error within 3 s; a loaded machine may need longer.
 SECONDS = 3.0
 SLACK_SECONDS = 20.0
 
@@ -39,11 +39,11 @@ Listen = Callable[..., "Listener"]
 
 
 class Listener:
-    """A thread that listens as a test wants it, and notes what it is sent."""
+    """A thread with a listening socket, which records the data that it receives."""
 
     def __init__(self) -> None:
         self.address = ""
-        self.heard: list[bytes] = []  # messages, or bytes of TCP
+        self.received: list[bytes] = []  # messages, or bytes of TCP
         self.is_over = threading.Event()
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -63,7 +63,7 @@ class Listener:
 
 
 class Router(Listener):
-    """A ROUTER, with keys that a handler knows, or without."""
+    """A ROUTER without keys, or with keys and a ZAP handler."""
 
     def __init__(self, pair: KeyPair | None = None, status: bytes = b"200") -> None:
         self._pair, self._status = pair, status
@@ -88,12 +88,12 @@ class Router(Listener):
                 answer = [b"1.0", number, self._status, b"", b"user", b""]
                 handler.send_multipart(answer)
             if router in readable:
-                self.heard.append(router.recv_multipart()[1])
+                self.received.append(router.recv_multipart()[1])
         context.destroy(linger=0)
 
 
 class Publisher(Listener):
-    """A ZeroMQ socket of some other program."""
+    """A ZeroMQ socket of another program."""
 
     def _serve(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -104,7 +104,7 @@ class Publisher(Listener):
 
 
 class Tcp(Listener):
-    """A port of TCP that answers in some way: by nothing, or by what it is sent."""
+    """A TCP port that answers data by a function; None closes the connection."""
 
     def __init__(self, answer: Callable[[bytes], bytes | None]) -> None:
         self._answer = answer
@@ -127,12 +127,12 @@ class Tcp(Listener):
                             stream.close()
 
     def _answer_to(self, stream: socket.socket) -> bool:
-        """Tells whether the connection is to be kept."""
+        """Answer the received data; return whether to keep the connection."""
         try:
             part = stream.recv(4096)
         except ConnectionError:
             return False
-        self.heard.append(part)
+        self.received.append(part)
         answer = self._answer(part)
         if not part or answer is None:
             return False
@@ -170,7 +170,7 @@ FOREIGN = (
     "a ZeroMQ socket of another program listens there; is `envserve start` running "
     "there, at that port?"
 )
-#: What listens, the keys of who connects, what is found, and part of what is said.
+#: The listener, the client's keys, the finding, and a part of the error, by name.
 CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
     "its own": ((Router, SERVER), KEYS, Finding.OK, ""),
     "no keys, as agreed": ((Router,), None, Finding.OK, ""),
@@ -218,7 +218,9 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> None:
+def test_the_reason_of_a_failed_connection_is_found_and_explained(
+    listen: Listen, name: str
+) -> None:
     listener, keys, finding, text = CASES[name]
     address = listen(*listener).address
     never_ends = finding in (Finding.NOT_ZEROMQ, Finding.SILENT) or name == "doubts"
@@ -233,23 +235,23 @@ def test_why_nothing_connects_is_found_and_said(listen: Listen, name: str) -> No
 
 
 @pytest.mark.parametrize("address", ["ipc:///tmp/nobody", "x"])
-def test_nobody_is_found_where_nobody_is(address: str) -> None:
+def test_an_address_without_a_listener_is_found(address: str) -> None:
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.UNKNOWN
 
 
-def test_a_host_says_that_nobody_listens_there(tmp_path: Path) -> None:
+def test_a_refused_connection_is_found(tmp_path: Path) -> None:
     address = "tcp://127.0.0.1:1"
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "server"))
         listener.listen(0)
         address = f"ipc://{tmp_path}/server"
-        for _ in range(3):  # more than it has room for
+        for _ in range(3):  # more connections than its backlog holds
             assert diagnose_connection(address, KEYS, SECONDS) is Finding.UNKNOWN
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
 
 
-def test_a_name_of_no_host_is_said_but_may_be_one_soon(
+def test_an_unknown_host_name_is_reported_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unknown(*_: object, **__: object) -> None:
@@ -269,7 +271,7 @@ def test_a_name_of_no_host_is_said_but_may_be_one_soon(
     assert time.monotonic() - started >= 5.0
 
 
-def test_what_says_nothing_in_the_clear_is_told_from_nobody(listen: Listen) -> None:
+def test_a_listener_that_does_not_answer_is_reported(listen: Listen) -> None:
     address = listen(Router).address
     with pytest.raises(ConnectError, match=r"within 3 s; another program may"):
         probe.request_welcome(address, 3.0, insecure=True)
@@ -279,13 +281,13 @@ REFUSED = [name for name, case in CASES.items() if case[2].value in range(2, 7)]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_lane_says_so_soon_and_has_sent_nothing(
+def test_a_lane_raises_soon_and_has_sent_nothing(
     listen: Listen, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, keys, _, text = CASES[name]
     peer = listen(*listener)
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: keys)
-    # Who is not known may be invited meanwhile.
+    # An unknown client waits until the timeout, because it may be invited in between.
     connect_seconds = 6.0 if name == "refuses" else 60.0
     lane = RemoteLane(
         peer.address, make_config(), Timeouts(connect_seconds=connect_seconds)
@@ -295,16 +297,16 @@ def test_a_lane_says_so_soon_and_has_sent_nothing(
         lane.finish_start(started + 60.0)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
     assert text in str(error.value)
-    assert keys is None or not any(b"ENVS" in part for part in peer.heard)
+    assert keys is None or not any(b"ENVS" in part for part in peer.received)
 
 
-def test_who_waits_for_little_is_told_what_listens_too(listen: Listen) -> None:
+def test_a_request_also_reports_a_listener_that_does_not_answer(listen: Listen) -> None:
     address = listen(Tcp, nothing).address
     with pytest.raises(ConnectError, match="does not respond: it hangs, or does not"):
         probe.request_welcome(address, 20.0, insecure=True)
 
 
-def test_a_server_that_stands_still_has_as_long_as_one_that_is_not_there(
+def test_a_stopped_server_is_reported_only_after_the_timeout(
     serve: Serve,
 ) -> None:
     server = serve()
@@ -324,7 +326,7 @@ def test_a_server_that_stands_still_has_as_long_as_one_that_is_not_there(
         server.signal(signal.SIGCONT)
 
 
-def test_who_asks_how_a_server_is_is_told_as_well(
+def test_a_request_reports_a_server_with_another_key(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
@@ -333,7 +335,7 @@ def test_who_asks_how_a_server_is_is_told_as_well(
         probe.request_welcome(address, 20.0)
 
 
-def test_connections_that_work_are_not_looked_at(
+def test_working_connections_are_not_diagnosed(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -346,4 +348,4 @@ def test_connections_that_work_are_not_looked_at(
     lane = RemoteLane(peer.address, make_config(), Timeouts(connect_seconds=6.0))
     with pytest.raises(ConnectError, match="no server answered within 6 s"):
         lane.finish_start(time.monotonic() + 60.0)
-    assert peer.heard[0].startswith(b"ENVS")
+    assert peer.received[0].startswith(b"ENVS")

@@ -1,4 +1,4 @@
-"""`envserve doctor`: each finding has a level, and what is not well a remedy."""
+"""`envserve doctor`: the level of each finding, and the remedy of each problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.command_line import invoke
 
 @pytest.fixture(autouse=True)
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with keys, and nothing that draws: that takes a process each."""
+    """Provide a home folder with keys; skip rendering, which needs a process each."""
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ENVSERVE_HOME", str(home))
@@ -39,7 +39,7 @@ def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     return result.exit_code, {each["name"]: each for each in json.loads(result.stdout)}
 
 
-def test_a_host_that_is_well_is_told_what_it_has() -> None:
+def test_findings_of_a_host_without_problems() -> None:
     code, found = examine()
     assert code == 0
     assert set(found) == {
@@ -54,23 +54,23 @@ def test_a_host_that_is_well_is_told_what_it_has() -> None:
     assert all(each["level"] != "warn" or each["remedy"] for each in found.values())
 
 
-def test_an_extra_whose_one_package_is_for_some_platforms_can_be_absent(
+def test_an_extra_is_installed_if_only_packages_for_other_platforms_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needs = [
+    requirements = [
         "numpy>=2",
         "box2d>=2; (sys_platform != 'linux') and extra == \"box2d\"",
         "there-cpu; sys_platform == 'linux' and extra == \"train\"",
         "there; sys_platform != 'linux' and extra == \"train\"",
     ]
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: needs)
-    there = "there-cpu"
-    monkeypatch.setattr(doctor, "_version", lambda name: "1" if name == there else "")
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
+    installed = "there-cpu"
+    monkeypatch.setattr(doctor, "_version", lambda name: "1" * (name == installed))
     (text,) = [it["text"] for it in doctor._versions() if it["name"] == "extras"]
     assert text == "train; not installed: box2d"
 
 
-def test_tensorflow_is_named_and_not_imported() -> None:
+def test_the_version_of_tensorflow_is_found_without_importing_it() -> None:
     code = "from envserve.cli.doctor import _versions; import sys; "
     code += "print(*_versions()); assert 'tensorflow' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -78,7 +78,7 @@ def test_tensorflow_is_named_and_not_imported() -> None:
     assert "tensorflow" in done.stdout
 
 
-def test_few_open_files_a_quota_and_little_memory_are_seen(
+def test_low_limits_of_open_files_cores_and_memory_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
@@ -114,7 +114,7 @@ def test_a_port_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--bind" in found["remedy"]
 
 
-def test_what_others_can_read_or_change_fails(at_home: Path) -> None:
+def test_keys_that_others_can_read_or_change_fail(at_home: Path) -> None:
     (at_home / "client.key").chmod(0o644)
     code, found = examine()
     assert (code, found["keys"]["level"]) == (1, "fail")
@@ -126,7 +126,7 @@ def test_what_others_can_read_or_change_fails(at_home: Path) -> None:
     assert "chmod 700" in found["keys"]["text"]
 
 
-def test_what_the_system_refuses_fails_and_ends_nothing(
+def test_an_error_of_the_system_fails_one_check_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse() -> int:
@@ -139,7 +139,9 @@ def test_what_the_system_refuses_fails_and_ends_nothing(
     assert found["port"]["name"] == "port"
 
 
-def test_no_temporary_folder_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_temporary_folder_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
@@ -159,14 +161,14 @@ def test_no_temporary_folder_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
         ("import time; time.sleep(60)", "warn", "renders nothing within 0.3 s"),
     ],
 )
-def test_what_draws_is_tried_in_a_process_of_its_own(
+def test_rendering_is_tried_in_another_process(
     monkeypatch: pytest.MonkeyPatch, code: str, level: str, text: str
 ) -> None:
     monkeypatch.setattr(doctor, "_RENDERERS", {"mujoco": ("Env-v0", "install it")})
     monkeypatch.setattr(doctor, "_version", lambda _: "1")
-    monkeypatch.setattr(doctor, "_DRAW", f"import sys; {code}")
+    monkeypatch.setattr(doctor, "_RENDER_SCRIPT", f"import sys; {code}")
     if "sleep" in code:
-        monkeypatch.setattr(doctor, "_DRAW_SECONDS", 0.3)
+        monkeypatch.setattr(doctor, "_RENDER_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setenv("MUJOCO_GL", "egl")
     found = doctor._renderer("mujoco")
     assert found["level"] == level
@@ -188,7 +190,7 @@ def version() -> str:
     return doctor._version("envserve")
 
 
-def test_servers_are_asked_for_their_version(
+def test_a_server_of_another_release_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     status(monkeypatch, ServerStatus(version=version, total_envs=8, free_envs=5))
@@ -218,22 +220,22 @@ def test_servers_that_cannot_be_reached_fail(
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_lines_are_as_wide_as_the_terminal(
+def test_lines_are_wrapped_to_the_width_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     text = "can be read by others " * 9
     finding = doctor._finding("keys", text, "chmod 600 them", fails=True)
-    assert doctor._shown(finding).count("\n") == 0  # there is none
+    assert doctor._format(finding).count("\n") == 0  # stdout is not a terminal
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     size = os.terminal_size((width, 24))
-    # pytest asks for its own width, too.
+    # pytest calls this function with an argument.
     monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback=None: size)
-    lines = doctor._shown(finding).splitlines()
+    lines = doctor._format(finding).splitlines()
     assert " ".join(line[6:] for line in lines).endswith("; chmod 600 them")
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("fail  keys: can be read")
     assert all(line.startswith(" " * 6) for line in lines[1:])
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "xterm")
-    assert doctor._shown(finding).startswith("\033[31mfail  \033[0m")
+    assert doctor._format(finding).startswith("\033[31mfail  \033[0m")

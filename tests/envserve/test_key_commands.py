@@ -73,7 +73,7 @@ def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "Error: an invitation is a secret, and stdout is not a terminal; pass "
-        "--stdout if nobody else can read where stdout goes\n"
+        "--stdout if no other user can read stdout\n"
     )
     assert not home.exists()
     master, terminal = pty.openpty()
@@ -124,8 +124,8 @@ def test_join_does_not_accept_an_invitation_as_an_argument(
     result = run("join", "envserve-invite-1.abc", "more")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "Error: an invitation is a secret, and others can read command lines; run "
-        '"envserve join" without it, and paste it then\n'
+        "Error: an invitation is a secret, and other users can read command lines; run "
+        '"envserve join" without arguments, then paste the invitation\n'
     )
     result = run("join", input="envserve-invite-1.abc\n")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -177,7 +177,8 @@ def test_clients_can_be_listed_without_secrets_and_removed(
     assert run("clients", "remove", "ci").stdout == "removed ci\n"
     result = run("clients", "remove", "ci")
     assert result.exit_code == 2
-    assert result.stderr == "Error: there is no client ci; envserve clients lists all\n"
+    text = "Error: there is no client ci; envserve clients lists all clients\n"
+    assert result.stderr == text
     assert [grant.name for grant in folder.clients.grants()] == ["old", "trainer-1"]
 
 
@@ -189,7 +190,8 @@ def test_the_home_option_selects_the_key_folder(run: Run, tmp_path: Path) -> Non
     assert run("clients", *home).stdout == ""
     result = run("clients", "drop", "ci")
     assert result.exit_code == 2
-    assert result.stderr == ("Error: expected remove NAME, or nothing; got drop ci\n")
+    text = "Error: expected no arguments or remove NAME; got drop ci\n"
+    assert result.stderr == text
 
 
 def test_a_key_file_that_others_can_read_fails_with_exit_code_2(

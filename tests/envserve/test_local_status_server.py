@@ -1,4 +1,4 @@
-"""A trainer's own envs, looked at as a server's are."""
+"""The local status server: status, frames and records of a local batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def observer(status_server: LocalStatusServer) -> Iterator[Observer]:
         yield observer
 
 
-def test_it_says_what_a_server_would(observer: Observer) -> None:
+def test_the_status_reports_the_batch_as_a_lease(observer: Observer) -> None:
     status = observer.status()
     (lease,) = status.leases
     assert (status.num_workers, status.total_envs, status.num_leases) == (2, 4, 1)
@@ -59,32 +59,34 @@ def test_steps_and_episodes_are_counted(batch: BatchEnv, observer: Observer) -> 
     assert after.num_episodes > before.num_episodes
 
 
-def test_its_envs_are_seen_and_recorded(batch: BatchEnv, observer: Observer) -> None:
-    pictures: dict[int, Any] = {}
-    observer.status()  # from then on rewards are added up
+def test_frames_and_flight_records_can_be_requested(
+    batch: BatchEnv, observer: Observer
+) -> None:
+    frames: dict[int, Any] = {}
+    observer.status()  # starts to add up rewards
     batch.reset()
-    while len(pictures) < 4:
+    while len(frames) < 4:
         batch.step(np.zeros(4, np.int64))
-        pictures |= {p.row: p for p in observer.frames(1, range(4))}
-    assert all(picture.jpeg for picture in pictures.values())
-    assert all(isinstance(p.episode_return, float) for p in pictures.values())
+        frames |= {frame.row: frame for frame in observer.frames(1, range(4))}
+    assert all(frame.jpeg for frame in frames.values())
+    assert all(isinstance(f.episode_return, float) for f in frames.values())
     assert decode_repro(observer.record(1, 3)).env_index == 3
 
 
 @pytest.mark.parametrize("lease", [0, 2])
-def test_there_is_a_lease_for_each_pool(observer: Observer, lease: int) -> None:
+def test_an_unknown_lease_raises_lease_lost(observer: Observer, lease: int) -> None:
     with pytest.raises(LeaseLost, match=f"no lease {lease}"):
         observer.frames(lease, [0])
 
 
-def test_what_it_cannot_do_is_said(observer: Observer) -> None:
+def test_unknown_rows_and_other_message_types_raise(observer: Observer) -> None:
     with pytest.raises(LocalProtocolError, match="a row of an env that was ever"):
         observer.record(1, 4)
     with pytest.raises(LocalProtocolError, match="FrameRequest: "):
-        observer.ask(MessageType.PING, MessageType.PONG, 5.0)
+        observer.request(MessageType.PING, MessageType.PONG, 5.0)
 
 
-def test_bytes_that_are_no_message_are_passed_over(
+def test_invalid_messages_are_ignored(
     status_server: LocalStatusServer, observer: Observer
 ) -> None:
     with contextlib.closing(Connection(status_server.address)) as connection:
@@ -93,7 +95,7 @@ def test_bytes_that_are_no_message_are_passed_over(
         assert observer.status().num_leases == 1
 
 
-def test_only_this_user_reaches_it_and_nothing_is_left(batch: BatchEnv) -> None:
+def test_its_socket_is_private_and_close_removes_it(batch: BatchEnv) -> None:
     with LocalStatusServer(batch) as status_server:
         folder = Path(status_server.address.removeprefix("ipc://")).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -105,7 +107,7 @@ def test_only_this_user_reaches_it_and_nothing_is_left(batch: BatchEnv) -> None:
         late.status(0.1)
 
 
-def test_it_is_reached_where_temporary_files_have_long_paths(
+def test_a_long_path_of_the_temporary_folder_does_not_prevent_connections(
     batch: BatchEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("x" * 100)
@@ -115,7 +117,7 @@ def test_it_is_reached_where_temporary_files_have_long_paths(
         assert observer.status(60.0).total_envs == 4
 
 
-def test_a_batch_that_was_closed_is_said_to_be_idle(monkeypatch: Any) -> None:
+def test_a_closed_batch_is_reported_as_idle(monkeypatch: Any) -> None:
     batch = BatchEnv.local(LEDGER, 2, 1, seed=3, import_modules=[MODULE])
     with LocalStatusServer(batch) as server, Observer(server.address) as observer:
         batch.reset()

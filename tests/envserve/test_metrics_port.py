@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what is shown, and what readers can do to who shows it."""
+"""Metrics for Prometheus: their values, and resistance to slow or hostile clients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STATUS = ServerStatus(
 
 
 def samples(text: str) -> dict[str, float]:
-    """Values by name and labels, as Prometheus understands them."""
+    """Return values by name and labels, parsed like Prometheus does."""
     return {
         name + "".join(f" {key}={value}" for key, value in labels.items()): number
         for family in text_string_to_metric_families(text)
@@ -69,8 +69,8 @@ def read(address: str) -> str:
         return str(answer.read().decode())
 
 
-def read_soon(address: str) -> str:
-    """The same of who is late, and says so or hangs up: it is asked again."""
+def read_with_retries(address: str) -> str:
+    """Read the metrics, and retry for a minute after timeouts and other errors."""
     give_up_at = time.monotonic() + 60
     while True:
         try:
@@ -88,16 +88,18 @@ def port() -> Iterator[MetricsPort]:
         yield port
 
 
-def test_a_status_is_shown_under_names_as_prometheus_asks_for(
+def test_metrics_of_a_status_follow_the_conventions_of_prometheus(
     port: MetricsPort,
 ) -> None:
-    port.show(ServerCollector(lambda: STATUS))
+    port.start_serving(ServerCollector(lambda: STATUS))
     text = read(port.address)
     found = samples(text)
     assert found["envserve_env_steps_total"] == 70
     assert found["envserve_rows_total status=TIMEOUT"] == 4
     assert found["envserve_faults_total kind=TIMEOUT"] == 2
-    assert found["envserve_faults_total kind=WORKER_DIED"] == 0  # known from the start
+    assert (
+        found["envserve_faults_total kind=WORKER_DIED"] == 0
+    )  # present before the first fault
     assert found["envserve_refusals_total code=ENVS_BUSY"] == 3
     assert found["envserve_batch_seconds_bucket le=0.1"] == 7
     assert found["envserve_batch_seconds_bucket le=+Inf"] == 8
@@ -117,34 +119,36 @@ class Broken:
         raise TimeoutError
 
 
-def test_a_loop_that_does_not_answer_is_said_to_be_late(port: MetricsPort) -> None:
-    port.show(Broken())
+def test_a_collector_that_times_out_gets_status_503(port: MetricsPort) -> None:
+    port.start_serving(Broken())
     with pytest.raises(urllib.error.HTTPError) as caught:
         read(port.address)
     assert caught.value.code == 503
     caught.value.close()
 
 
-def test_readers_that_say_or_read_nothing_keep_others_waiting_for_a_second(
+def test_clients_that_send_or_read_nothing_delay_others_by_only_a_second(
     port: MetricsPort,
 ) -> None:
-    port.show(ServerCollector(lambda: STATUS))
+    port.start_serving(ServerCollector(lambda: STATUS))
     host, number = port.address.split("/")[2].split(":")
     with (
         socket.create_connection((host, int(number))) as silent,
         socket.create_connection((host, int(number))) as deaf,
     ):
         deaf.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert samples(read_soon(port.address))["envserve_env_steps_total"] == 70
+        assert (
+            samples(read_with_retries(port.address))["envserve_env_steps_total"] == 70
+        )
         silent.settimeout(20)
-        assert silent.recv(1) == b""  # it was closed
+        assert silent.recv(1) == b""  # the port has closed the connection
 
 
-def test_who_asks_byte_by_byte_keeps_others_waiting_for_a_second(
+def test_a_client_that_sends_byte_by_byte_delays_others_by_only_a_second(
     port: MetricsPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.monitoring.metrics_port._SECONDS", 0.2)
-    port.show(ServerCollector(lambda: STATUS))
+    monkeypatch.setattr("envserve.monitoring.metrics_port._TIMEOUT_SECONDS", 0.2)
+    port.start_serving(ServerCollector(lambda: STATUS))
     host, number = port.address.split("/")[2].split(":")
     with socket.create_connection((host, int(number))) as slow:
         slow.settimeout(0.05)
@@ -159,43 +163,47 @@ def test_who_asks_byte_by_byte_keeps_others_waiting_for_a_second(
                 continue
             except ConnectionResetError:
                 break
-        assert samples(read_soon(port.address))["envserve_env_steps_total"] == 70
+        assert (
+            samples(read_with_retries(port.address))["envserve_env_steps_total"] == 70
+        )
 
 
-def test_a_port_in_use_is_said(port: MetricsPort) -> None:
+def test_a_port_in_use_raises(port: MetricsPort) -> None:
     number = int(port.address.split(":")[-1].split("/")[0])
     with pytest.raises(ServerError, match=rf"127.0.0.1:{number}: Address already in"):
         MetricsPort(number)
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_missing_packages_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ServerError, match=r"pip install 'envserve\[metrics\]'"):
         MetricsPort(0)
 
 
-def test_a_server_shows_what_it_has_counted(serve: Serve, join: Any) -> None:
+def test_a_server_provides_its_counters(serve: Serve, join: Any) -> None:
     server = serve("--metrics-port", "0")
     address = server.log.rpartition("metrics are at ")[2].split()[0]
     assert address.startswith("http://127.0.0.1:")
-    before = samples(read_soon(address))
+    before = samples(read_with_retries(address))
     assert before["envserve_env_steps_total"] == 0
     assert before["envserve_received_messages_total"] == 0
     server.welcome()
     give_up_at = time.monotonic() + 60
-    while not (found := samples(read_soon(address)))[
+    while not (found := samples(read_with_retries(address)))[
         "envserve_received_messages_total"
     ]:
-        assert time.monotonic() < give_up_at  # what is shown may be a moment old
+        assert time.monotonic() < give_up_at  # the status is cached for a moment
     assert found["envserve_sent_bytes_total"] > found["envserve_received_bytes_total"]
 
 
-def test_faults_and_rows_are_counted_as_by_the_ledger(
+def test_counts_of_faults_and_rows_match_the_ledger(
     serve: Serve, random_generator: np.random.Generator
 ) -> None:
     server = serve("--metrics-port", "0", *OPENINGS)
     address = server.log.rpartition("metrics are at ")[2].split()[0]
-    # What raises costs its own row, what ends its worker costs two.
+    # An exception invalidates one row; the end of a worker invalidates its two rows.
     kinds = {997: ("ENV_ERROR", 1), 998: ("WORKER_DIED", 2)}
     env_kwargs = {
         "breakdowns": {"raise": {"actions": [997]}, "kill": {"actions": [998]}}
@@ -216,10 +224,10 @@ def test_faults_and_rows_are_counted_as_by_the_ledger(
                 lost[kind] += cost
             ledger.step(actions, batch.step(actions))
         give_up_at = time.monotonic() + 60
-        found = samples(read_soon(address))
+        found = samples(read_with_retries(address))
         while found["envserve_env_steps_total"] != ledger.num_valid:
             assert time.monotonic() < give_up_at, found
-            found = samples(read_soon(address))
+            found = samples(read_with_retries(address))
     assert {status.name: n for status, n in ledger.losses.items()} == lost
     for kind in ("ENV_ERROR", "WORKER_DIED", "TIMEOUT", "SERVER_LOST"):
         assert found.get(f"envserve_faults_total kind={kind}", 0) == faults[kind]
@@ -228,7 +236,7 @@ def test_faults_and_rows_are_counted_as_by_the_ledger(
     assert found["envserve_worker_restarts_total"] == faults["WORKER_DIED"] == 5
 
 
-def test_who_knocks_in_vain_and_who_has_all_cut_off_is_counted(
+def test_refused_keys_and_reopened_sockets_are_counted(
     serve: Serve, wait_until: WaitUntil
 ) -> None:
     server = serve("--metrics-port", "0")
@@ -237,31 +245,31 @@ def test_who_knocks_in_vain_and_who_has_all_cut_off_is_counted(
     assert keys is not None
 
     def count(short: str) -> float:
-        return samples(read_soon(address))[f"envserve_{short}_total"]
+        return samples(read_with_retries(address))[f"envserve_{short}_total"]
 
     assert (count("refused_keys"), count("reopened")) == (0, 0)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         use_keys(stranger, keys.public, KeyPair.generate())
         stranger.connect(server.address)
         wait_until(lambda: count("refused_keys") == 1)
-    with contextlib.closing(Connection(server.address)) as own:
-        own.wait(PATIENCE, for_writing=True)
-        assert own.send([b""] * 60_000)
+    with contextlib.closing(Connection(server.address)) as connection:
+        connection.wait(PATIENCE, for_writing=True)
+        assert connection.send([b""] * 60_000)
         wait_until(lambda: count("reopened") == 1)
     assert count("refused_keys") == 1
 
 
-def test_a_server_whose_metrics_port_is_in_use_ends_before_it_serves(
+def test_a_server_whose_metrics_port_is_in_use_does_not_start(
     serve: Serve, port: MetricsPort
 ) -> None:
     number = port.address.split(":")[-1].split("/")[0]
     with pytest.raises(
-        RuntimeError, match=r"exit code 1:\n(.*\n)*.*name another --met"
+        RuntimeError, match=r"exit code 1:\n(.*\n)*.*pass another --met"
     ):
         serve("--metrics-port", number)
 
 
-def test_dashboard_alerts_and_documents_name_what_there_is() -> None:
+def test_the_dashboard_alerts_and_documents_name_only_existing_metrics() -> None:
     root = Path(__file__).parents[2]
     families = [*ServerCollector(lambda: STATUS).collect()]
     names = {f.name + ("_total" if f.type == "counter" else "") for f in families}
@@ -273,8 +281,8 @@ def test_dashboard_alerts_and_documents_name_what_there_is() -> None:
     used = set(re.findall(r"\benvserve_\w+", "".join(texts)))
     assert used <= names, used - names
     document = (root / "docs" / "metrics-of-servers.md").read_text()
-    told = set(re.findall(r"`(envserve_\w+)", document))
-    assert told == {name for name in names if not name.endswith("_bucket")} - {
+    documented = set(re.findall(r"`(envserve_\w+)", document))
+    assert documented == {name for name in names if not name.endswith("_bucket")} - {
         "envserve"
     } | {"envserve_info"}
     rows = (root / "docs" / "metrics.md").read_text()
@@ -285,16 +293,16 @@ def test_dashboard_alerts_and_documents_name_what_there_is() -> None:
     json.loads(texts[0])
 
 
-def test_a_server_whose_metrics_are_read_all_the_time_ends_at_once(
+def test_a_server_whose_metrics_are_read_continuously_still_ends_at_once(
     serve: Serve,
 ) -> None:
     server = serve("--metrics-port", "0")
     address = server.log.rpartition("metrics are at ")[2].split()[0]
     have_read = threading.Barrier(5)
 
-    def read_on() -> int:
-        """Returns 503 if an answer was waited for that could not come any more."""
-        read_soon(address)
+    def read_until_closed() -> int:
+        """Return 503 if a request timed out because the server was ending, else 0."""
+        read_with_retries(address)
         have_read.wait(60)
         try:
             while True:
@@ -303,10 +311,10 @@ def test_a_server_whose_metrics_are_read_all_the_time_ends_at_once(
             error.close()
             return error.code
         except (OSError, http.client.HTTPException):
-            return 0  # it has ended
+            return 0  # the port was closed
 
     with ThreadPoolExecutor(4) as readers:
-        codes = [readers.submit(read_on) for _ in range(4)]
+        codes = [readers.submit(read_until_closed) for _ in range(4)]
         have_read.wait(60)
         server.signal(signal.SIGINT)
         server.wait()

@@ -1,4 +1,4 @@
-"""The page: who may see it, and what readers are told."""
+"""The page: its access control, its buttons and records, and its events."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.envserve.page_fakes import FakeObserver, FakeServer
 ADDRESS = NamedAddress("tcp://10.0.0.2:5555", "tcp://sim1:5555")
 
 
-def press() -> str:
-    raise ServerError("no worker is there to kill")
+def kill() -> str:
+    raise ServerError("there is no worker to kill")
 
 
 BUTTONS = {
     "greet": ("Greet", lambda: "hello"),
-    "kill": ("Kill a worker", press),
+    "kill": ("Kill a worker", kill),
 }
 
 
@@ -60,29 +60,31 @@ def server() -> FakeServer:
 
 @pytest.fixture
 def watching(server: FakeServer, tmp_path: Path) -> Iterator[Browser]:
-    """A browser of the page of a server, and of a run, that are this test's own."""
+    """A browser with the page of a server and a run that no other test uses."""
     with served(build_over(server, tmp_path)) as url:
         yield Browser(url)
 
 
-def look(browser: Browser, reader: str, *tiles: tuple[int, int, int, int]) -> int:
-    body = json.dumps({"reader": reader, "tiles": tiles})
-    return browser.ask("POST", "/look", body)[0]
+def set_tiles(browser: Browser, name: str, *tiles: tuple[int, int, int, int]) -> int:
+    body = json.dumps({"subscriber": name, "tiles": tiles})
+    return browser.request("POST", "/tiles", body)[0]
 
 
-# Who may see it.
+# Access control.
 
 
-def test_the_token_is_given_once_and_is_a_cookie_of_this_page_alone_then(
+def test_the_token_in_the_url_becomes_a_cookie_of_this_page_alone(
     browser: Browser,
 ) -> None:
-    status, page, headers = browser.ask("GET", f"/?token={browser.token}", headers={})
+    status, page, headers = browser.request(
+        "GET", f"/?token={browser.token}", headers={}
+    )
     assert status == 200
     assert "<title>envserve</title>" in page
     cookie, *rest = headers["set-cookie"].split("; ")
     assert cookie == browser.headers["Cookie"]
     assert {"HttpOnly", "SameSite=Strict"} <= {*rest}
-    assert browser.ask("GET", "/", headers={"Cookie": cookie})[0] == 200
+    assert browser.request("GET", "/", headers={"Cookie": cookie})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -94,16 +96,18 @@ def test_the_token_is_given_once_and_is_a_cookie_of_this_page_alone_then(
         ("GET", "/events?token={token}"),
         ("GET", "/record/0/1/2"),
         ("GET", "/nothing"),
-        ("POST", "/look"),
+        ("POST", "/tiles"),
         ("POST", "/press/greet"),
     ],
 )
-def test_strangers_are_turned_away(browser: Browser, method: str, path: str) -> None:
+def test_requests_without_the_token_are_rejected(
+    browser: Browser, method: str, path: str
+) -> None:
     headers = {"Origin": browser.headers["Origin"]}
     path = path.format(token=browser.token)
-    status, text, answered = browser.ask(method, path, headers=headers)
+    status, text, answered = browser.request(method, path, headers=headers)
     assert status == 403
-    assert "expected the address with its token" in text.lower()
+    assert "expected the url with its token" in text.lower()
     assert "set-cookie" not in answered
 
 
@@ -111,36 +115,38 @@ def test_strangers_are_turned_away(browser: Browser, method: str, path: str) -> 
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Host": "localhost:1234"}, 403),  # not the cookie's page
+        ({"Host": "localhost:1234"}, 403),  # the cookie is for another port
         ({"Host": "evil.example"}, 403),
         ({"Host": "127.0.0.1.evil.example:80"}, 403),
         ({"Host": ""}, 403),
         ({"Host": "[::1"}, 403),
     ],
 )
-def test_the_page_has_no_other_names(
+def test_requests_for_other_host_names_are_rejected(
     browser: Browser, headers: dict[str, str], status: int
 ) -> None:
-    assert browser.ask("GET", "/", headers=browser.headers | headers)[0] == status
+    assert browser.request("GET", "/", headers=browser.headers | headers)[0] == status
     path = f"/?token={browser.token}"
     if headers.get("Host", "localhost").startswith("localhost"):
         status = 200
-    assert browser.ask("GET", path, headers=headers)[0] == status
+    assert browser.request("GET", path, headers=headers)[0] == status
 
 
 @pytest.mark.parametrize(
     "origin", [None, "null", "http://evil.example", "http://127.0.0.1:1"]
 )
-def test_pages_of_other_sites_press_no_button(
+def test_pages_of_other_sites_cannot_press_a_button(
     browser: Browser, origin: str | None
 ) -> None:
     headers = {"Cookie": browser.headers["Cookie"]}
     headers |= {} if origin is None else {"Origin": origin}
-    assert browser.ask("POST", "/press/greet", headers=headers)[0] == 403
+    assert browser.request("POST", "/press/greet", headers=headers)[0] == 403
 
 
-def test_nothing_but_the_page_itself_runs_in_it(browser: Browser) -> None:
-    _, page, headers = browser.ask("GET", "/")
+def test_the_page_allows_only_its_own_script_and_loads_nothing(
+    browser: Browser,
+) -> None:
+    _, page, headers = browser.request("GET", "/")
     policy = headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
@@ -151,51 +157,51 @@ def test_nothing_but_the_page_itself_runs_in_it(browser: Browser) -> None:
     assert headers["referrer-policy"] == "no-referrer"
 
 
-# What may be done.
+# Buttons and flight records.
 
 
-def test_buttons_say_what_came_of_it(watching: Browser) -> None:
-    assert watching.ask("POST", "/press/greet")[:2] == (200, "hello")
-    assert watching.ask("POST", "/press/kill")[:2] == (
+def test_a_button_returns_the_result_of_its_function(watching: Browser) -> None:
+    assert watching.request("POST", "/press/greet")[:2] == (200, "hello")
+    assert watching.request("POST", "/press/kill")[:2] == (
         502,
-        "no worker is there to kill",
+        "there is no worker to kill",
     )
-    assert watching.ask("POST", "/press/other")[0] == 404
-    assert watching.ask("GET", "/press/greet")[0] == 405
+    assert watching.request("POST", "/press/other")[0] == 404
+    assert watching.request("GET", "/press/greet")[0] == 405
 
 
 def test_a_flight_record_is_downloaded(watching: Browser) -> None:
-    *answer, headers = watching.ask("GET", "/record/0/1/2")
+    *answer, headers = watching.request("GET", "/record/0/1/2")
     assert answer == [200, "record of 1 2"]
-    assert headers["content-type"] == "application/octet-stream"  # no page, ever
-    status, text, _ = watching.ask("GET", "/record/0/1/13")
+    assert headers["content-type"] == "application/octet-stream"  # not shown as HTML
+    status, text, _ = watching.request("GET", "/record/0/1/13")
     assert (status, text.partition(":")[0]) == (502, "env 13 has no flight record")
-    assert watching.ask("GET", "/record/7/1/2")[0] == 502
+    assert watching.request("GET", "/record/7/1/2")[0] == 502
 
 
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        ('{"reader": "nobody", "tiles": []}', 404),
+        ('{"subscriber": "nobody", "tiles": []}', 404),
         ("", 400),
         ("[" * 1000, 400),
-        ('{"reader": "x", "tiles": [[0, 1, 2]]}', 400),
-        ('{"reader": "x", "tiles": [[0, 1, -2, 160]]}', 400),
-        ('{"reader": "x", "tiles": [[0, 1, 2, 4096]]}', 400),
-        (json.dumps({"reader": "x", "tiles": [[0, 1, 2, 80]] * 513}), 400),
+        ('{"subscriber": "x", "tiles": [[0, 1, 2]]}', 400),
+        ('{"subscriber": "x", "tiles": [[0, 1, -2, 160]]}', 400),
+        ('{"subscriber": "x", "tiles": [[0, 1, 2, 4096]]}', 400),
+        (json.dumps({"subscriber": "x", "tiles": [[0, 1, 2, 80]] * 513}), 400),
         (" " * 70_000, 413),
     ],
 )
-def test_what_a_browser_says_it_sees_is_checked(
+def test_the_tiles_that_a_browser_sends_are_validated(
     browser: Browser, body: str, status: int
 ) -> None:
-    assert browser.ask("POST", "/look", body)[0] == status
+    assert browser.request("POST", "/tiles", body)[0] == status
 
 
-# What readers are told.
+# Events.
 
 
-def test_a_reader_is_told_how_servers_and_run_are(
+def test_browsers_receive_the_state_of_servers_and_run(
     watching: Browser, server: FakeServer, tmp_path: Path
 ) -> None:
     rows = [{"steps": k, "mean_return": 2.0 * k, "kl": None} for k in range(3)]
@@ -203,74 +209,75 @@ def test_a_reader_is_told_how_servers_and_run_are(
     (tmp_path / "metrics.jsonl").write_text(text + '{"steps": 3, "mean')
     server.end_episodes(0, 21.0, 22.0)
     with watching.events() as events:
-        said = events.until("run", lambda run: bool(run["row"]))
-        assert said["mean_return"] == [[0, 0], [1, 2], [2, 4]]
-        assert said["name"] == tmp_path.name
-        said = events.until(
-            "server", lambda said: said["status"]["leases"][0]["episodes"] != []
+        run = events.until("run", lambda run: bool(run["row"]))
+        assert run["mean_return"] == [[0, 0], [1, 2], [2, 4]]
+        assert run["name"] == tmp_path.name
+        state = events.until(
+            "server", lambda state: state["status"]["leases"][0]["episodes"] != []
         )
-        assert (said["address"], said["error"]) == (ADDRESS, "")
-        assert said["status"]["host"] == "sim1"
-        assert said["status"]["faults"] == {"WORKER_DIED": 2, "TIMEOUT": 1}
-        (lease,) = said["status"]["leases"]
+        assert (state["address"], state["error"]) == (ADDRESS, "")
+        assert state["status"]["host"] == "sim1"
+        assert state["status"]["faults"] == {"WORKER_DIED": 2, "TIMEOUT": 1}
+        (lease,) = state["status"]["leases"]
         assert [each[2] for each in lease["episodes"]] == [21.0, 22.0]
 
 
-def test_a_server_that_is_gone_is_shown_as_it_was_and_comes_back(
+def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(
     watching: Browser, server: FakeServer
 ) -> None:
     with watching.events() as events:
-        events.until("server", lambda said: said["status"] is not None)
+        events.until("server", lambda state: state["status"] is not None)
         server.error = ConnectError("no server answered within 2 s")
-        gone = events.until("server", lambda said: said["error"] != "")
-        assert gone["error"] == "no server answered within 2 s"
-        assert gone["status"]["host"] == "sim1"
+        lost = events.until("server", lambda state: state["error"] != "")
+        assert lost["error"] == "no server answered within 2 s"
+        assert lost["status"]["host"] == "sim1"
         server.error = None
-        events.until("server", lambda said: said["error"] == "")
+        events.until("server", lambda state: state["error"] == "")
 
 
-def test_pictures_are_asked_for_once_for_all_who_see_them_and_for_nobody_else(
+def test_frames_are_requested_once_for_all_browsers_that_show_them(
     watching: Browser, server: FakeServer
 ) -> None:
     with watching.events() as one, watching.events() as other:
         one.until("server")
-        assert server.asked == []
-        assert look(watching, one.reader, (0, 1, 3, 160)) == 204
-        picture = one.until("picture")
-        assert picture["tile"] == [0, 1, 3]
-        assert picture["jpeg"].startswith("/9j/")
-        assert picture["seed"] == str(2**60 + 3)
-        # It is known by now, and so given without being asked for.
-        assert look(watching, other.reader, (0, 1, 3, 160), (0, 1, 4, 160)) == 204
-        assert other.until("picture")["tile"] == [0, 1, 3]
-        assert other.until("picture")["tile"] == [0, 1, 4]
+        assert server.frame_requests == []
+        assert set_tiles(watching, one.subscriber, (0, 1, 3, 160)) == 204
+        frame = one.until("frame")
+        assert frame["tile"] == [0, 1, 3]
+        assert frame["jpeg"].startswith("/9j/")
+        assert frame["seed"] == str(2**60 + 3)
+        # The latest frame of tile 3 is cached, so it is sent without a request.
+        tiles = ((0, 1, 3, 160), (0, 1, 4, 160))
+        assert set_tiles(watching, other.subscriber, *tiles) == 204
+        assert other.until("frame")["tile"] == [0, 1, 3]
+        assert other.until("frame")["tile"] == [0, 1, 4]
         server.ticks += 1
-        both = {tuple(other.until("picture")["tile"]) for _ in range(2)}
+        both = {tuple(other.until("frame")["tile"]) for _ in range(2)}
         assert both == {(0, 1, 3), (0, 1, 4)}
-        assert one.until("picture")["serial"] == 2
-    rows = [rows for _, rows, _ in server.asked]
+        assert one.until("frame")["serial"] == 2
+    rows = [rows for _, rows, _ in server.frame_requests]
     assert {*rows} == {(3,), (3, 4)}
 
 
-async def test_a_reader_who_does_not_read_is_dropped_and_others_are_not(
+async def test_a_browser_that_does_not_read_is_disconnected_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("envserve.monitoring.page.app._MAX_STUCK_SECONDS", 0.1)
+    monkeypatch.setattr("envserve.monitoring.page.app._MAX_UNREAD_SECONDS", 0.1)
     observe = cast(Any, lambda _: FakeObserver(FakeServer("CartPole-v1")))
     feed = DataFeed([ADDRESS], None, observe)
     app = build_app(feed, token="secret")
     async with app.router.lifespan_context(app):
-        slow, patient = Stuck(), feed.subscribe()
+        slow, other = SlowBrowser(), feed.subscribe()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(app(slow.scope, slow.receive, slow.send))
             await slow.is_stuck.wait()
             assert len(feed.subscribers) == 2
         assert len(feed.subscribers) == 1
-        await anext(patient.events())
+        await anext(other.events())
 
 
-class Stuck:
-    """A browser that takes the beginning of its events, and no more."""
+class SlowBrowser:
+    """A browser that reads the beginning of its events and then stops reading."""
 
     scope: Final = {
         "type": "http",
@@ -297,47 +304,47 @@ class Stuck:
             await asyncio.Event().wait()
 
 
-async def test_a_late_reader_is_told_what_is_newest_and_nothing_else() -> None:
-    feed = DataFeed([], None, never)
-    reader = feed.subscribe()
-    assert feed.set_tiles(reader.name, {(0, 1, 2): 160})
+async def test_newer_events_replace_unsent_ones_with_the_same_key() -> None:
+    feed = DataFeed([], None, observe_nothing)
+    subscriber = feed.subscribe()
+    assert feed.set_tiles(subscriber.name, {(0, 1, 2): 160})
     for number in range(1000):
-        feed.publish((0, 1, 2), b"picture %d" % number)
-        feed.publish((0, 1, 3), b"of another tile")
+        feed.publish((0, 1, 2), b"frame %d" % number)
+        feed.publish((0, 1, 3), b"of a tile that is not shown")
         feed.publish(0, b"status %d" % number)
-    texts = reader.events()
-    assert [await anext(texts) for _ in range(2)] == [b"picture 999", b"status 999"]
+    texts = subscriber.events()
+    assert [await anext(texts) for _ in range(2)] == [b"frame 999", b"status 999"]
     feed.publish("run", b"run")
     assert await anext(texts) == b"run"
 
 
-def never(address: str) -> Observer:
+def observe_nothing(address: str) -> Observer:
     raise AssertionError
 
 
-def test_a_port_in_use_is_passed_over() -> None:
+def test_the_next_free_port_is_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         with served(build_over(FakeServer()), port) as url:
             browser = Browser(url)
             assert browser.port > port
-            assert browser.ask("GET", "/")[0] == 200
+            assert browser.request("GET", "/")[0] == 200
 
 
-def test_a_place_that_is_none_of_ours_is_an_error() -> None:
+def test_an_address_of_another_host_raises() -> None:
     with pytest.raises(ServerError, match=r"cannot listen at 192\.0\.2\.1:80"):
         page_server(build_over(FakeServer()), "192.0.2.1", 80)
 
 
-def test_a_process_of_its_own_says_what_is_wrong_and_ends_with_its_starter(
+def test_a_page_process_serves_errors_and_ends_when_its_stdin_is_closed(
     browser: Browser, tmp_path: Path
 ) -> None:
     at_http = f"127.0.0.1:{browser.port}"
     process, url = page_process([at_http], tmp_path, insecure=True)
     with process:
         with Browser(url).events() as events:
-            text = "does not speak ZeroMQ"  # where it answers in time
-            events.until("server", lambda said: text in said["error"])
+            text = "does not speak ZeroMQ"
+            events.until("server", lambda state: text in state["error"])
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(TIMEOUT_SECONDS) == 0
@@ -349,11 +356,14 @@ def test_a_process_of_its_own_says_what_is_wrong_and_ends_with_its_starter(
         (["nosuchhost.invalid"], "cannot resolve nosuchhost.invalid"),
         (["sim 1"], "expected an address like sim1"),
         (["127.0.0.1", "--host", "192.0.2.1"], "--host to be an address of this host"),
-        ([], "expected the argument ADDRESS"),
-        (["127.0.0.1", "--run", __file__], "is a file"),
+        ([], "the following arguments are required: ADDRESS"),
+        (
+            ["127.0.0.1", "--run", __file__],
+            "expected the folder of a run; got the file",
+        ),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_a_line(
+def test_a_page_that_cannot_be_served_is_an_error_of_one_line(
     arguments: list[str], text: str
 ) -> None:
     result = invoke(PROGRAM, ["page", *arguments])
@@ -361,7 +371,7 @@ def test_what_cannot_be_shown_is_said_in_a_line(
     assert text in " ".join(result.output.split())
 
 
-async def test_while_nobody_looks_nothing_is_done() -> None:
+async def test_the_feed_uses_little_cpu_time_without_browsers() -> None:
     server = FakeServer("CartPole-v1")
     feed = DataFeed([ADDRESS], None, cast(Any, lambda _: FakeObserver(server)))
     await feed.start()
@@ -369,4 +379,4 @@ async def test_while_nobody_looks_nothing_is_done() -> None:
     await asyncio.sleep(1.0)
     spent = time.process_time() - before
     await feed.close()
-    assert spent < 0.25, "expected threads to rest; they took a core's time"
+    assert spent < 0.25, "expected at most 0.25 s of CPU time per second"

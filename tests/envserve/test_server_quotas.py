@@ -23,7 +23,7 @@ from envserve.wire.sockets import use_keys
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HELLO, KeyedStranger, honest_client
-from tests.envserve.test_metrics_port import read_soon, samples
+from tests.envserve.test_metrics_port import read_with_retries, samples
 
 OPENINGS = ("--metrics-port", "0", "--drain-grace", "0", "--allow-kwarg", "length")
 
@@ -120,7 +120,7 @@ def connect(server: ServerProcess, folder: KeyFolder) -> KeyedPeer:
 def counter(server: ServerProcess, short: str) -> Callable[[], float]:
     """Returns what reads a metric."""
     address = server.log.rpartition("metrics are at ")[2].split()[0]
-    return lambda: samples(read_soon(address)).get(f"envserve_{short}", 0.0)
+    return lambda: samples(read_with_retries(address)).get(f"envserve_{short}", 0.0)
 
 
 def test_who_attaches_without_end_leaves_envs_and_processes_to_others(

@@ -1,4 +1,4 @@
-"""`envserve status` and `top`: many servers at once, silent and old ones, any width."""
+"""`envserve status` and `top`, with many, silent and old servers, at any width."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ STATUS = ServerStatus(
 
 
 class Servers:
-    """Servers that answer questions, one an ipc socket; in one thread."""
+    """Servers that answer STATUS and HELLO, in one thread with one socket each."""
 
     def __init__(self, folder: Path, answering: int, silent: int = 0, old: int = 0):
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.addresses: list[str] = []
-        self.num_asked = 0
+        self.num_requests = 0
         self._poller = zmq.Poller()
         self._old: set[zmq.Socket[bytes]] = set()
         self._silent: list[zmq.Socket[bytes]] = []
@@ -80,44 +80,49 @@ class Servers:
                 self._silent.append(socket)
             else:
                 self._poller.register(socket, zmq.POLLIN)
-        self._ends = threading.Event()
+        self._must_end = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ends.is_set():
+        while not self._must_end.is_set():
             for socket, _ in self._poller.poll(20):
                 route, *frames = socket.recv_multipart()
                 answer = self._answer(decode(frames), socket in self._old)
                 socket.send_multipart([route, *encode(answer)])
 
-    def _answer(self, asked: Message, is_old: bool) -> Message:
+    def _answer(self, request: Message, is_old: bool) -> Message:
         kind, body = MessageType.STATUS_RESULT, b""
-        if asked.type is MessageType.HELLO:
+        if request.type is MessageType.HELLO:
             kind, body = MessageType.WELCOME, make_welcome(total_envs=4).encode()
         elif is_old:
             error = ErrorBody(code=ErrorCode.UNSUPPORTED, text="of type 9 are unknown")
             kind, body = MessageType.ERROR, error.encode()
         else:
-            self.num_asked += 1
-            fields = {"steps": 1000 * self.num_asked, "seconds": 1.0 * self.num_asked}
+            self.num_requests += 1
+            fields = {
+                "steps": 1000 * self.num_requests,
+                "seconds": 1.0 * self.num_requests,
+            }
             body = ServerStatus(version="1.2.3", leases=(LEASE,), **fields).encode()  # type: ignore[arg-type]
-        return Message(kind, request=asked.request, body=body)
+        return Message(kind, request=request.request, body=body)
 
     def close(self) -> None:
-        self._ends.set()
+        self._must_end.set()
         self._thread.join()
         self.context.destroy(linger=0)
 
 
 @contextlib.contextmanager
 def servers(folder: Path, *counts: int) -> Iterator[Servers]:
-    with contextlib.closing(Servers(folder, *counts)) as made:
-        yield made
+    with contextlib.closing(Servers(folder, *counts)) as running:
+        yield running
 
 
-def look(found: Servers) -> contextlib.AbstractContextManager[list[MonitoredServer]]:
-    return monitored_servers(found.addresses, insecure=False)
+def monitor(
+    running: Servers,
+) -> contextlib.AbstractContextManager[list[MonitoredServer]]:
+    return monitored_servers(running.addresses, insecure=False)
 
 
 def shown(monitored: list[MonitoredServer], width: int) -> list[str]:
@@ -126,14 +131,14 @@ def shown(monitored: list[MonitoredServer], width: int) -> list[str]:
     return screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def seen(address: str = "tcp://sim1:5555", **changes: Any) -> MonitoredServer:
+def polled(address: str = "tcp://sim1:5555", **changes: Any) -> MonitoredServer:
     server = MonitoredServer(address, False, changes.pop("error", ""))
     server.status = changes.get("status", STATUS)
     return server
 
 
-def test_silent_servers_are_waited_for_at_the_same_time(tmp_path: Path) -> None:
-    with servers(tmp_path, 61, 3) as found, look(found) as monitored:
+def test_silent_servers_are_polled_concurrently(tmp_path: Path) -> None:
+    with servers(tmp_path, 61, 3) as running, monitor(running) as monitored:
         began = time.monotonic()
         poll_servers(monitored, 12.0)
         seconds = time.monotonic() - began
@@ -143,8 +148,8 @@ def test_silent_servers_are_waited_for_at_the_same_time(tmp_path: Path) -> None:
     assert "no server answered within 12 s" in monitored[-1].error
 
 
-def test_speed_is_that_between_two_looks(tmp_path: Path) -> None:
-    with servers(tmp_path, 1) as found, look(found) as monitored:
+def test_the_speed_is_measured_between_two_polls(tmp_path: Path) -> None:
+    with servers(tmp_path, 1) as running, monitor(running) as monitored:
         poll_servers(monitored, 20.0)
         (server,) = monitored
         assert server.steps_per_second is None
@@ -152,8 +157,10 @@ def test_speed_is_that_between_two_looks(tmp_path: Path) -> None:
         assert server.steps_per_second == 1000.0
 
 
-def test_a_server_that_does_not_know_status_tells_its_envs(tmp_path: Path) -> None:
-    with servers(tmp_path, 0, 0, 1) as found, look(found) as monitored:
+def test_servers_without_status_are_shown_with_the_fields_of_welcome(
+    tmp_path: Path,
+) -> None:
+    with servers(tmp_path, 0, 0, 1) as running, monitor(running) as monitored:
         poll_servers(monitored, 20.0)
         header, line, *_ = shown(monitored, 150)
     cells = dict(zip(header.split(), line.replace(" of ", "/").split(), strict=False))
@@ -162,41 +169,42 @@ def test_a_server_that_does_not_know_status_tells_its_envs(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_nothing_is_cut_at_any_usual_width(width: int) -> None:
-    lines = shown([seen(), seen("tcp://sim2:5555", status=None, error="away")], width)
+def test_no_cell_is_truncated_at_usual_widths(width: int) -> None:
+    lost = polled("tcp://sim2:5555", status=None, error="lost")
+    lines = shown([polled(), lost], width)
     text = "\n".join(lines)
     for part in (
         *("sim1:5555", "16 of 64", "1.04 d", "7 ms", "2 died", "1 raised"),
         *("ann (trainer-17)", "16 HalfCheetah-v5", "1,234,567", "1 hung"),
-        *("62.5 us", "sim2:5555: away"),
+        *("62.5 us", "sim2:5555: lost"),
     ):
         assert part in text, text
     assert max(map(len, lines)) <= width
     assert ("1.2.3" in text) == (width == 120)
 
 
-def test_a_narrow_terminal_gets_a_list(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.strip() for line in shown([seen()], 40)]
+def test_a_narrow_terminal_shows_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.strip() for line in shown([polled()], 40)]
     assert {"sim1:5555", "envs: 16 of 64", "p99: 9.51 ms"} <= {*lines}
     assert "faults: 2 died, 1 raised" in lines
 
 
-def test_names_of_others_cannot_write_markup_or_colours() -> None:
+def test_names_from_servers_are_not_interpreted_as_markup_or_colours() -> None:
     lease = LeaseStatus(number=1, client="[red]\x1b[31mann", env_name="[/]")
-    text = "\n".join(shown([seen(status=ServerStatus(leases=(lease,)))], 120))
+    text = "\n".join(shown([polled(status=ServerStatus(leases=(lease,)))], 120))
     assert "[red]" in text
     assert "[/]" in text
     assert "\x1b" not in text
 
 
-def test_json_has_all_of_it_and_the_exit_code_who_is_silent(
+def test_json_contains_the_whole_status_and_unresolved_addresses_exit_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "_GAP_SECONDS", 0.0)
     odd = replace(LEASE, episodes=((1, 0, math.nan, 5),))
     monkeypatch.setitem(globals(), "LEASE", odd)
-    with servers(tmp_path, 1) as found:
-        words = ["status", "--json", "--timeout", "20", *found.addresses]
+    with servers(tmp_path, 1) as running:
+        words = ["status", "--json", "--timeout", "20", *running.addresses]
         result = invoke(PROGRAM, words)
         with_lost = invoke(PROGRAM, [*words, "nobody.invalid"])
     assert result.exit_code == 0
@@ -209,27 +217,27 @@ def test_json_has_all_of_it_and_the_exit_code_who_is_silent(
     assert "cannot resolve nobody.invalid" in json.loads(with_lost.stdout)[1]["error"]
 
 
-def test_of_a_file_of_servers_each_is_looked_at_and_the_first_unwell_one_is_told(
+def test_all_servers_of_a_file_are_polled_and_health_reports_the_first_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "_GAP_SECONDS", 0.0)
     word = f"file://{tmp_path}/servers"
-    with servers(tmp_path, 2) as found:
-        first, second = found.addresses
+    with servers(tmp_path, 2) as running:
+        first, second = running.addresses
         (tmp_path / "servers").write_text(f"{first}\n{second}")
         result = invoke(PROGRAM, ["status", "--json", "--timeout", "20", word])
-        well = probe(word, timeout=20.0)
-        # Nobody is asked there: their keys are not known.
+        healthy = probe(word, timeout=20.0)
+        # No key is known for these addresses, so no connection is made.
         (tmp_path / "servers").write_text(f"{first}\n192.0.2.1:7\n192.0.2.2:7")
-        unwell = probe(word, timeout=20.0)
-    assert [each["address"] for each in json.loads(result.stdout)] == found.addresses
-    assert well[0] == 0
-    assert re.findall(r"^(\S+): serving", well[1], re.MULTILINE) == found.addresses
-    assert unwell[0] == 1
-    assert unwell[1].startswith("tcp://192.0.2.1:7: ")
+        unhealthy = probe(word, timeout=20.0)
+    assert [each["address"] for each in json.loads(result.stdout)] == running.addresses
+    assert healthy[0] == 0
+    assert re.findall(r"^(\S+): serving", healthy[1], re.MULTILINE) == running.addresses
+    assert unhealthy[0] == 1
+    assert unhealthy[1].startswith("tcp://192.0.2.1:7: ")
 
 
-def test_top_that_is_piped_writes_a_table_for_each_interval(
+def test_top_prints_a_table_per_interval_if_stdout_is_a_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -245,22 +253,22 @@ def test_top_that_is_piped_writes_a_table_for_each_interval(
         yield wait
 
     monkeypatch.setattr(top, "keyboard", keys)
-    with servers(tmp_path, 1) as found:
-        words = ["top", "--interval", "20", *found.addresses]
+    with servers(tmp_path, 1) as running:
+        words = ["top", "--interval", "20", *running.addresses]
         result = invoke(PROGRAM, words)
     assert result.exit_code == 0
     assert result.stdout.count("steps/s") == 3
-    assert result.stdout.count("1,000 ") == 2  # there is no speed at first
+    assert result.stdout.count("1,000 ") == 2  # the first table has no speed
     assert waits == [20.0] * 3
 
 
-def test_top_of_hosts_that_nobody_knows_ends_at_once() -> None:
+def test_top_exits_at_once_if_no_host_can_be_resolved() -> None:
     result = invoke(PROGRAM, ["top", "nobody.invalid", "sims.invalid"])
     assert result.exit_code == 2
     assert "Error: cannot resolve nobody.invalid" in result.output
 
 
-def test_looking_at_many_servers_runs_out_of_no_descriptors() -> None:
+def test_monitoring_raises_the_limit_of_open_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
     try:

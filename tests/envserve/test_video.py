@@ -1,4 +1,4 @@
-"""Videos: every frame, at even sizes, and no file that is not complete."""
+"""Videos contain every frame, and incomplete files are removed."""
 
 import ctypes.util
 import sys
@@ -14,7 +14,7 @@ from envserve.worker.rendering import headless_variables
 from tests.ppo.film_env import read_video
 
 
-def test_all_frames_are_there_in_order(tmp_path: Path) -> None:
+def test_a_video_contains_all_frames_in_order(tmp_path: Path) -> None:
     path = tmp_path / "film.mp4"
     with VideoWriter(path, 12.5) as video:
         for brightness in range(0, 250, 10):
@@ -22,8 +22,8 @@ def test_all_frames_are_there_in_order(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [path.with_name("film.mp4.partial")]
     assert list(tmp_path.iterdir()) == [path]
     frames = read_video(path, 34, 48)  # odd sizes are padded
-    seen = frames[:, :33, :47].mean(axis=(1, 2, 3))
-    np.testing.assert_allclose(seen, np.arange(0, 250, 10), atol=4)
+    brightness_read = frames[:, :33, :47].mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(brightness_read, np.arange(0, 250, 10), atol=4)
 
 
 def test_a_frame_is_upright_and_keeps_its_colours(tmp_path: Path) -> None:
@@ -47,30 +47,32 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ffmpeg_complains_of_is_the_error(tmp_path: Path) -> None:
+def test_the_error_contains_the_message_of_ffmpeg(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "film.mp4"
-    for count in (10**9, 1):  # it ends while frames are written, or after the last one
+    for count in (10**9, 1):  # ffmpeg exits during, or after, the writing of frames
         with (  # noqa: PT012
-            pytest.raises(VideoError, match=r"ffmpeg can write; .*No such file"),
+            pytest.raises(
+                VideoError, match=r"ffmpeg cannot write the video: .*No such file"
+            ),
             VideoWriter(path, 30) as video,
         ):
             for _ in range(count):
                 video.add(np.zeros((480, 480, 3), np.uint8))
 
 
-def test_an_ffmpeg_that_does_not_run_is_an_error(
+def test_an_ffmpeg_that_cannot_be_run_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = str(tmp_path / "none")
     monkeypatch.setattr("envserve.monitoring.video.find_ffmpeg", lambda: none)
     with (
         VideoWriter(tmp_path / "film.mp4") as video,
-        pytest.raises(VideoError, match="none: expected an ffmpeg that runs; No such"),
+        pytest.raises(VideoError, match="none cannot be run: No such"),
     ):
         video.add(np.zeros((16, 16, 3), np.uint8))
 
 
-def test_without_imageio_ffmpeg_that_of_the_system_is_used(
+def test_the_ffmpeg_in_path_is_used_without_imageio_ffmpeg(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
@@ -83,23 +85,23 @@ def test_without_imageio_ffmpeg_that_of_the_system_is_used(
     assert find_ffmpeg() == str(program)
 
 
-def test_a_gif_has_its_frames_too(tmp_path: Path) -> None:
+def test_a_gif_contains_all_frames(tmp_path: Path) -> None:
     path = tmp_path / "film.gif"
     with VideoWriter(path) as video:
         video.frames_per_second = 10
         for brightness in (0, 100, 200):
             video.add(np.full((33, 47, 3), brightness, np.uint8))
     assert video.num_frames == 3
-    seen = read_video(path, 33, 47).mean(axis=(1, 2, 3))
-    np.testing.assert_allclose(seen, [0, 100, 200], atol=4)
+    brightness_read = read_video(path, 33, 47).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(brightness_read, [0, 100, 200], atol=4)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(VideoError, match=r"ends in \.mp4 or \.gif; got .*film\.avi"):
+def test_other_file_suffixes_raise(tmp_path: Path) -> None:
+    with pytest.raises(VideoError, match=r"ending in \.mp4 or \.gif; got .*film\.avi"):
         VideoWriter(tmp_path / "film.avi")
 
 
-def test_where_no_screen_is_pygame_seeks_none_and_mujoco_draws_by_what_is_there(
+def test_headless_rendering_needs_no_display_and_uses_the_installed_opengl_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed = {"EGL", "OSMesa"}
@@ -107,15 +109,15 @@ def test_where_no_screen_is_pygame_seeks_none_and_mujoco_draws_by_what_is_there(
         ctypes.util, "find_library", lambda name: name if name in installed else None
     )
     monkeypatch.setattr(sys, "platform", "linux")
-    quiet = {"SDL_VIDEODRIVER": "dummy"}
-    assert headless_variables({}) == quiet | {"MUJOCO_GL": "egl"}
+    dummy = {"SDL_VIDEODRIVER": "dummy"}
+    assert headless_variables({}) == dummy | {"MUJOCO_GL": "egl"}
     assert headless_variables({"DISPLAY": ":0"}) == {}
-    assert headless_variables({"MUJOCO_GL": "osmesa"}) == quiet
+    assert headless_variables({"MUJOCO_GL": "osmesa"}) == dummy
     installed.remove("EGL")
-    assert headless_variables({}) == quiet | {"MUJOCO_GL": "osmesa"}
+    assert headless_variables({}) == dummy | {"MUJOCO_GL": "osmesa"}
     installed.clear()
-    assert headless_variables({}) == quiet
+    assert headless_variables({}) == dummy
     monkeypatch.setattr(
         ctypes.util, "find_library", mock.Mock(side_effect=FileNotFoundError)
     )
-    assert headless_variables({}) == quiet
+    assert headless_variables({}) == dummy

@@ -1,1 +1,1 @@
-"""A page in the browser about servers, their envs and a run."""
+"""The web page that shows servers, their envs and a training run."""

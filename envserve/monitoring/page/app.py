@@ -1,7 +1,8 @@
 """The page's web application, and its access control.
 
-A browser needs the token: once in the address, then in a cookie. Pages of other sites
-can neither read this page under another name of the host nor press a button.
+A browser needs the token: once in the URL, afterwards in a cookie. Requests for other
+host names are rejected, which prevents DNS rebinding, and so are POST requests from
+pages of other sites, which prevents cross-site request forgery.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from envserve.errors import EnvserveError
 from envserve.monitoring.page.data_feed import DataFeed, encode_event
 
-#: What is shown on a button, and what it does, in a thread; that returns what came of
-#: it, or raises EnvserveError.
+#: The label of a button, and the function that it calls. The function runs in a thread,
+#: and returns a text to show or raises EnvserveError.
 Button = tuple[str, Callable[[], str]]
 
 _HTML: Final = Path(__file__).with_name("index.html").read_bytes()
 _MAX_BODY_BYTES: Final = 1 << 16
-_MAX_STUCK_SECONDS: Final = 20.0
-_REFUSAL: Final = (
-    "Expected the address with its token, as the command printed it that serves this "
-    "page; each start has a token of its own.\n"
+_MAX_UNREAD_SECONDS: Final = 20.0
+_TOKEN_EXPECTED: Final = (
+    "Expected the URL with its token: open the URL that the command has printed. Each "
+    "start of the command has another token.\n"
 )
 
 
-def _allowed(tag: str) -> str:
-    """Returns what allows the page's one inline script or style, and no other."""
+def _csp_hash(tag: str) -> str:
+    """Return the CSP source that allows only the page's own inline script or style."""
     pattern = rf"<{tag}>(.*?)</{tag}>".encode()
     (text,) = re.findall(pattern, _HTML, re.DOTALL)
     return f"'sha256-{b64encode(sha256(text).digest()).decode()}'"
 
 
 _HEADERS: Final = {
-    "Content-Security-Policy": f"default-src 'none'; script-src {_allowed('script')}; "
-    f"style-src {_allowed('style')}; img-src data:; connect-src 'self'; "
+    "Content-Security-Policy": f"default-src 'none'; script-src {_csp_hash('script')}; "
+    f"style-src {_csp_hash('style')}; img-src data:; connect-src 'self'; "
     f"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -69,13 +70,14 @@ def build_app(
     buttons: Mapping[str, Button] | None = None,
     host: str = "127.0.0.1",
 ) -> Starlette:
-    """Return the page as an ASGI application; the feed runs while it is served.
+    """Return the page as an ASGI application; its lifespan starts and closes the feed.
 
     Args:
-      feed: What the page shows.
-      token: What a browser has to know.
-      buttons: The buttons of the page, by a part of their URL.
-      host: Where it is served: a name by which browsers may ask for it.
+      feed: Source of the events that the page shows.
+      token: Token that browsers must present.
+      buttons: Buttons of the page, by their name in the URL.
+      host: Host name or address of the page. Requests may contain it, localhost or the
+        name of this host.
     """
 
     @contextlib.asynccontextmanager
@@ -90,7 +92,7 @@ def build_app(
     routes = [
         Route("/", page.index),
         Route("/events", page.events),
-        Route("/look", page.look, methods=["POST"]),
+        Route("/tiles", page.set_tiles, methods=["POST"]),
         Route("/press/{name}", page.press, methods=["POST"]),
         Route("/record/{index:int}/{lease:int}/{row:int}", page.record),
     ]
@@ -98,13 +100,16 @@ def build_app(
     return Starlette(
         routes=routes,
         middleware=[Middleware(_AccessControl, token=token, names=names)],
-        exception_handlers={EnvserveError: _refuse, msgspec.DecodeError: _refuse},
+        exception_handlers={
+            EnvserveError: _error_response,
+            msgspec.DecodeError: _error_response,
+        },
         lifespan=running_feed,
     )
 
 
 class _AccessControl:
-    """Reject requests without the token, and those of another site's page."""
+    """Reject requests without the token and requests from pages of other sites."""
 
     def __init__(self, app: ASGIApp, token: str, names: set[str]) -> None:
         self._app, self._token, self._names = app, token.encode(), names
@@ -114,29 +119,30 @@ class _AccessControl:
             return await self._app(scope, receive, send)
         request = Request(scope)
         host = request.headers.get("host", "")
-        # Cookies know no ports: each page of a host has a name of its own.
+        # Browsers share cookies among all ports of a host, so the name has the port.
         cookie = f"envserve_page{''.join(filter(str.isdigit, host))}"
-        given = request.query_params.get("token") if scope["path"] == "/" else None
-        known = given or request.cookies.get(cookie, "")
-        may = hmac.compare_digest(known.encode(), self._token)
-        may = may and self._is_ours(request, host)
+        in_url = request.query_params.get("token") if scope["path"] == "/" else None
+        token = in_url or request.cookies.get(cookie, "")
+        is_allowed = hmac.compare_digest(token.encode(), self._token)
+        is_allowed = is_allowed and self._is_same_origin(request, host)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(_HEADERS)
-                if given and may:
+                if in_url and is_allowed:
                     rest = "Path=/; HttpOnly; SameSite=Strict"
-                    headers["Set-Cookie"] = f"{cookie}={given}; {rest}"
+                    headers["Set-Cookie"] = f"{cookie}={in_url}; {rest}"
             await send(message)
 
-        app = self._app if may else PlainTextResponse(_REFUSAL, 403)
+        app = self._app if is_allowed else PlainTextResponse(_TOKEN_EXPECTED, 403)
         await app(scope, receive, send_with_headers)
 
-    def _is_ours(self, request: Request, host: str) -> bool:
-        """Tells whether the page's own address is asked, and by the page itself.
+    def _is_same_origin(self, request: Request, host: str) -> bool:
+        """Return whether a request is for a known host, and not from another site.
 
-        A name that another site has pointed here is none of ours; a number is no name.
+        Another site can make its host name resolve to this host, but it cannot do that
+        with an IP address, so IP addresses are allowed.
         """
         name = re.sub(r":\d+$", "", host).strip("[]")
         with contextlib.suppress(ValueError):
@@ -152,9 +158,9 @@ _Width = Annotated[int, msgspec.Meta(ge=8, le=1024)]
 
 
 class _ShownTiles(msgspec.Struct):
-    """The tiles that a browser shows: server's index, lease, row, and width."""
+    """The tiles that a browser shows: server index, lease, row, and width in pixels."""
 
-    reader: str
+    subscriber: str
     tiles: Annotated[
         list[tuple[_Number, _Number, _Number, _Width]], msgspec.Meta(max_length=512)
     ]
@@ -173,13 +179,13 @@ class _Page:
         buttons = [(name, label) for name, (label, _) in self._buttons.items()]
         return _EventStream(self._feed, {"buttons": buttons})
 
-    async def look(self, request: Request) -> Response:
+    async def set_tiles(self, request: Request) -> Response:
         length = request.headers.get("content-length", "")
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
             raise HTTPException(413, f"expected at most {_MAX_BODY_BYTES} bytes")
         shown = msgspec.json.decode(await request.body(), type=_ShownTiles)
         tiles = {(index, lease, row): width for index, lease, row, width in shown.tiles}
-        is_known = self._feed.set_tiles(shown.reader, tiles)
+        is_known = self._feed.set_tiles(shown.subscriber, tiles)
         return Response(status_code=204 if is_known else 404)
 
     async def record(self, request: Request) -> Response:
@@ -193,13 +199,13 @@ class _Page:
         return PlainTextResponse(await asyncio.to_thread(self._buttons[name][1]))
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    is_ours = isinstance(error, EnvserveError)
-    return PlainTextResponse(str(error), 502 if is_ours else 400)
+async def _error_response(request: Request, error: Exception) -> Response:
+    status = 502 if isinstance(error, EnvserveError) else 400
+    return PlainTextResponse(str(error), status)
 
 
 class _EventStream(StreamingResponse):
-    """Events to one browser, until it disconnects or reads nothing for too long."""
+    """Server-sent events for a browser, until it disconnects or stops reading."""
 
     def __init__(self, feed: DataFeed, hello: dict[str, Any]) -> None:
         super().__init__(self._events(), media_type="text/event-stream")
@@ -207,7 +213,7 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(_MAX_STUCK_SECONDS):
+            async with asyncio.timeout(_MAX_UNREAD_SECONDS):
                 await send(message)
 
         self._subscriber = self._feed.subscribe()
@@ -218,6 +224,7 @@ class _EventStream(StreamingResponse):
             self._feed.unsubscribe(self._subscriber)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        yield encode_event("hello", self._hello | {"reader": self._subscriber.name})
+        name = self._subscriber.name
+        yield encode_event("hello", self._hello | {"subscriber": name})
         async for event in self._subscriber.events():
             yield event

@@ -1,8 +1,10 @@
 """Poll servers, follow a run's metrics, and send both to all browsers.
 
-Observers block, so each server is polled in a thread of its own; the event loop sends
-what the threads find. Frames are requested only for tiles that a browser shows. A slow
-browser delays nobody: a newer event replaces an unsent older one of the same key.
+Observers block, so each server has a polling thread, and another thread reads the
+metrics. The threads pass encoded events to the event loop, which owns the subscribers
+and queues the events for them. Frames are requested only for tiles that a browser
+shows, once for all browsers. A slow browser does not delay others and its queue is
+bounded, because an event replaces an unsent one with the same key.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from envserve.monitoring.observer import Observer
 _STATUS_SECONDS: Final = 0.25
 _FRAME_SECONDS: Final = 0.2
 _CURVE_SECONDS: Final = 0.5
-#: Without any browser: often enough for servers to keep recording episodes.
+#: Polling interval without browsers. It must be short enough that servers continue to
+#: record episodes for this observer.
 _IDLE_SECONDS: Final = 4.0
 _TIMEOUT_SECONDS: Final = 1.5
 _RETRY_SECONDS: Final = 0.5
@@ -37,21 +40,26 @@ _MAX_POINTS: Final = 600
 _MAX_READ_BYTES: Final = 4 << 20
 _CURVES: Final = ("mean_return", "evaluation_return")
 
-#: Index of the address, number of the lease, row.
+#: Index of the server, number of the lease, row.
 Tile = tuple[int, int, int]
-#: What an event is about: the run, a server, or a tile. Its latest event counts.
+#: Subject of an event: "run", the index of a server, or a tile.
 Key = str | int | Tile
 Observe = Callable[[str], Observer]
 _Publish = Callable[[Key, bytes], object]
 
 
 def encode_event(name: str, value: object) -> bytes:
-    """Return a server-sent event; bytes in it are Base64."""
+    """Return a server-sent event with JSON data, in which bytes become Base64."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 class Subscriber:
-    """A browser, with the tiles that it shows and their widths in pixels."""
+    """A browser with an event queue.
+
+    Attributes:
+      name: Random name by which the browser refers to this subscription.
+      tiles: Tiles that the browser shows, with their widths in pixels.
+    """
 
     def __init__(self) -> None:
         self.name = secrets.token_urlsafe(9)
@@ -65,7 +73,7 @@ class Subscriber:
         self._has_unsent.set()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield events to send, without end."""
+        """Yield queued events, and wait for further ones; never ends."""
         while await self._has_unsent.wait():
             self._has_unsent.clear()
             while self._unsent:
@@ -76,9 +84,9 @@ class DataFeed:
     """Keep all subscribers, and the latest event of each server, tile and run.
 
     Args:
-      addresses: Addresses of servers, or of trainers with a local status server.
-      run: Folder of a `metrics.jsonl`, which need not exist yet.
-      observe: Return a connected observer of an address.
+      addresses: Addresses of servers or of `LocalStatusServer`s.
+      run: Run folder with a `metrics.jsonl`, which need not exist yet.
+      observe: Function that returns an observer of an address.
     """
 
     def __init__(
@@ -92,7 +100,7 @@ class DataFeed:
         self._threads: list[threading.Thread] = []
 
     async def start(self) -> None:
-        """Start all threads; subscribers belong to the running event loop."""
+        """Start all threads. Call other methods only from the running event loop."""
         loop = asyncio.get_running_loop()
 
         def publish(key: Key, event: bytes) -> None:
@@ -104,7 +112,7 @@ class DataFeed:
             self._threads.append(thread)
 
     async def close(self) -> None:
-        """End all threads, within some seconds."""
+        """Stop all threads and wait for them, at most a few seconds."""
         self._has_ended.set()
         for poller in self._pollers:
             poller.has_ended = True
@@ -128,7 +136,7 @@ class DataFeed:
         self._update_pollers()
 
     def set_tiles(self, name: str, tiles: Mapping[Tile, int]) -> bool:
-        """Set the tiles that a subscriber shows; return False if it is unknown."""
+        """Set the tiles that a subscriber shows; return False for an unknown name."""
         subscriber = self.subscribers.get(name)
         if subscriber is None:
             return False
@@ -139,26 +147,27 @@ class DataFeed:
         return True
 
     def publish(self, key: Key, event: bytes) -> None:
-        """Send an event to all subscribers; a tile's only to those that show it."""
+        """Queue an event for all subscribers, or for those that show the tile."""
         self._latest[key] = event
         for subscriber in self.subscribers.values():
             if not isinstance(key, tuple) or key in subscriber.tiles:
                 subscriber.put(key, event)
 
     def record(self, tile: Tile) -> bytes:
-        """Return the flight record of an env, as a repro file; blocks.
+        """Return the flight record of an env, as a repro file; may run in any thread.
 
         Raises:
-          EnvserveError: There is no record, or the server does not answer.
+          EnvserveError: There is no such env, or the server does not answer.
         """
         index, lease, row = tile
         if index >= len(self._pollers):
-            raise ServerError(f"expected one of {len(self._pollers)} servers")
+            servers = len(self._pollers)
+            raise ServerError(f"expected a server index below {servers}; got {index}")
         with self._pollers[index].observer() as observer:
             return observer.record(lease, row, _TIMEOUT_SECONDS)
 
     def _update_pollers(self) -> None:
-        """Poll the tiles that any subscriber shows, each at the largest width."""
+        """Let the threads poll all shown tiles, each at its largest shown width."""
         wanted: dict[Tile, int] = {}
         for subscriber in self.subscribers.values():
             for tile, width in subscriber.tiles.items():
@@ -180,11 +189,14 @@ class DataFeed:
 
 
 class _ServerPoller:
-    """Poll one server in a thread; the event loop sets the tiles, and wakes it.
+    """Polls one server in a thread. The event loop sets the attributes and wakes it.
 
     Attributes:
-      tiles: The tiles of this server that browsers show, with widths in pixels.
+      observer: Function that returns an observer of the server.
+      tiles: Tiles of this server that browsers show, with widths in pixels.
       has_subscribers: Whether there is any browser.
+      has_ended: Whether the thread must end.
+      wake: Event that ends the pause between two polls.
     """
 
     def __init__(self, index: int, address: str, observe: Observe) -> None:
@@ -196,7 +208,7 @@ class _ServerPoller:
         self.wake = threading.Event()
 
     def run(self, publish: _Publish) -> None:
-        """Poll until the end; on an error, publish it and connect again."""
+        """Poll until `has_ended`; after an error, publish it and reconnect."""
         while not self.has_ended:
             try:
                 with self.observer() as observer:
@@ -217,7 +229,7 @@ class _ServerPoller:
             pause = _STATUS_SECONDS if self.has_subscribers else _IDLE_SECONDS
             if now >= status_at + pause:
                 status_at, status = now, observer.status(_TIMEOUT_SECONDS)
-                if status.pid != pid:  # the server has restarted, with new serials
+                if status.pid != pid:  # a restarted server counts serials from 1
                     pid, serials = status.pid, {}
                 leases = [
                     asdict(lease) | {"episodes": lease.episodes[-_MAX_EPISODES:]}
@@ -236,32 +248,32 @@ class _ServerPoller:
     def _poll_frames(
         self, observer: Observer, serials: Mapping[Tile, int], publish: _Publish
     ) -> dict[Tile, int]:
-        """Publish the frames that are newer than these serials; return theirs."""
+        """Publish frames newer than these serials; return the latest serials."""
         tiles = self.tiles
-        known = {tile: serials.get(tile, 0) for tile in tiles}
+        latest = {tile: serials.get(tile, 0) for tile in tiles}
         groups: dict[tuple[int, int], list[Tile]] = {}
         for tile, width in tiles.items():
             groups.setdefault((tile[1], width), []).append(tile)
         for (lease, width), group in groups.items():
             for start in range(0, len(group), _MAX_ROWS):
-                asked = group[start : start + _MAX_ROWS]
-                rows, after = [each[2] for each in asked], [known[e] for e in asked]
-                with contextlib.suppress(LeaseLost):  # the next status says so
-                    for picture in observer.frames(
+                part = group[start : start + _MAX_ROWS]
+                rows, after = [each[2] for each in part], [latest[e] for e in part]
+                with contextlib.suppress(LeaseLost):  # the next status lacks the lease
+                    for frame in observer.frames(
                         lease, rows, width, _TIMEOUT_SECONDS, after
                     ):
-                        tile = (self._index, lease, picture.row)
-                        if tile not in known:  # it was not requested
+                        tile = (self._index, lease, frame.row)
+                        if tile not in latest:  # the server sent an unrequested row
                             continue
-                        known[tile] = picture.serial
-                        seed = "" if picture.seed is None else str(picture.seed)
-                        value = asdict(picture) | {"tile": tile, "seed": seed}
-                        publish(tile, encode_event("picture", value))
-        return known
+                        latest[tile] = frame.serial
+                        seed = "" if frame.seed is None else str(frame.seed)
+                        value = asdict(frame) | {"tile": tile, "seed": seed}
+                        publish(tile, encode_event("frame", value))
+        return latest
 
 
 class _MetricsTail:
-    """Follow a `metrics.jsonl`: rows of JSON objects with `steps` and other numbers."""
+    """Follows a `metrics.jsonl`: one JSON object with `steps` and metrics per line."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "metrics.jsonl"
@@ -273,10 +285,10 @@ class _MetricsTail:
         self._points: dict[str, list[tuple[float, float]]] = {n: [] for n in _CURVES}
 
     def read(self) -> bool:
-        """Read the lines written since; return whether there were any."""
+        """Read the lines written since the last call; return whether there were any."""
         try:
             with self._path.open("rb") as file:
-                # A run that is resumed cuts off what it will report again.
+                # Resuming a run truncates its file to the checkpoint's iteration.
                 if file.seek(0, 2) < self._offset:
                     self._restart()
                 file.seek(self._offset)
@@ -290,7 +302,7 @@ class _MetricsTail:
                 row = json.loads(line)
                 steps = float(row["steps"])
             except (ValueError, TypeError, KeyError) as error:
-                self._error = f"{self._path} has a line that is no row: {error}"
+                self._error = f"{self._path} contains an invalid line: {error}"
                 continue
             self._row = {k: n for k, n in row.items() if isinstance(n, int | float)}
             for name, points in self._points.items():
@@ -301,6 +313,6 @@ class _MetricsTail:
         return bool(text)
 
     def summary(self) -> dict[str, Any]:
-        """Return the last row, and points `(steps, return)` of each curve."""
+        """Return the run's name, last row, and points `(steps, return)` by curve."""
         name = self._path.parent.name
         return {"name": name, "row": self._row, "error": self._error, **self._points}

@@ -1,7 +1,4 @@
-"""Serves the page: on loopback, at the next free port, to whoever has its token.
-
-Here, or in a process of its own, which ends with whoever started it.
-"""
+"""Serve the page over HTTP, in this process or in a child process."""
 
 from __future__ import annotations
 
@@ -25,36 +22,40 @@ from envserve.errors import ServerError
 _NUM_PORTS: Final = 50
 _START_SECONDS: Final = 60.0
 _MAX_CONNECTIONS: Final = 500
-#: A browser that takes nothing for so long is gone, whatever its connection says.
-_MAX_STUCK_MS: Final = 30_000
-#: Who asks for nothing within so long, without a token too, leaves its place to others.
-_MAX_SILENT_SECONDS: Final = 10.0
+#: The kernel closes a connection if the browser accepts no data within this time.
+_MAX_UNREAD_MS: Final = 30_000
+#: A connection without a request within this time is closed, so that clients without a
+#: token cannot occupy all connections.
+_MAX_IDLE_SECONDS: Final = 10.0
 
 
 class _Protocol(H11Protocol):
-    """HTTP that waits neither for a first request nor for the rest of one."""
+    """HTTP protocol that closes connections which send no complete request in time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._look()
+        self._close_if_idle()
 
-    def _look(self, before: object = ...) -> None:
-        if before is self.cycle and (before is None or self.cycle.response_complete):
+    def _close_if_idle(self, last: object = ...) -> None:
+        """Close the connection if no request has arrived since the last check."""
+        if last is self.cycle and (last is None or self.cycle.response_complete):
             self.transport.abort()
         elif not self.transport.is_closing():
-            self.loop.call_later(_MAX_SILENT_SECONDS, self._look, self.cycle)
+            self.loop.call_later(_MAX_IDLE_SECONDS, self._close_if_idle, self.cycle)
 
 
 def page_server(
     build: Callable[[str], Starlette], host: str, port: int
 ) -> tuple[uvicorn.Server, socket.socket, str]:
-    """Returns a server, the socket to run it with, and the URL with the token.
+    """Return an HTTP server, the socket to run it with, and the URL with the token.
 
-    `build` makes the page, given its token. The port may be the next one that is free;
-    0 is any.
+    Args:
+      build: Function that returns the application for a token.
+      host: Address to listen on.
+      port: Port; if it is in use, the next free one is used. 0 chooses any free port.
 
     Raises:
-      ServerError: It can listen nowhere.
+      ServerError: The address cannot be used, or all ports that were tried are in use.
     """
     listening = _listen(host, port)
     token = secrets.token_urlsafe(24)
@@ -68,8 +69,8 @@ def page_server(
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=1,
     )
-    place = f"[{host}]" if ":" in host else host
-    url = f"http://{place}:{listening.getsockname()[1]}/?token={token}"
+    url_host = f"[{host}]" if ":" in host else host
+    url = f"http://{url_host}:{listening.getsockname()[1]}/?token={token}"
     return uvicorn.Server(config), listening, url
 
 
@@ -85,24 +86,25 @@ def _listen(host: str, port: int) -> socket.socket:
                 f"the page cannot listen at {host}:{each}: {error.strerror}; expected "
                 f"--host to be an address of this host, and a --port that you may use"
             ) from None
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
             option = socket.TCP_USER_TIMEOUT
-            listening.setsockopt(socket.IPPROTO_TCP, option, _MAX_STUCK_MS)
+            listening.setsockopt(socket.IPPROTO_TCP, option, _MAX_UNREAD_MS)
         return listening
     raise ServerError(
-        f"{_NUM_PORTS} ports from {port} on are in use; name another by --port"
+        f"{_NUM_PORTS} ports starting at {port} are in use; pass another --port"
     )
 
 
 def page_process(
     addresses: Sequence[str], run: Path, *, insecure: bool = False
 ) -> tuple[subprocess.Popen[str], str]:
-    """Starts a page, and returns its process, a context manager, and its URL.
+    """Start a process that serves the page; return it, and the URL of the page.
 
-    It ends when this process does, and is left alone by Ctrl-C.
+    The process ends when this process ends. Ctrl-C does not reach it, because it runs
+    in a new session.
 
     Raises:
-      ServerError: It did not start; what it says goes to stderr.
+      ServerError: The page did not start; the process has printed the error to stderr.
     """
     command = [sys.executable, "-m", "envserve", "page", *addresses]
     command += ["--run", str(run), "--end-with-stdin"]
@@ -114,10 +116,10 @@ def page_process(
         start_new_session=True,
     )
     assert process.stdout is not None
-    said = select.select([process.stdout], [], [], _START_SECONDS)[0]
-    url = process.stdout.readline().rpartition(" ")[2].strip() if said else ""
+    ready = select.select([process.stdout], [], [], _START_SECONDS)[0]
+    url = process.stdout.readline().rpartition(" ")[2].strip() if ready else ""
     if not url:
         process.kill()
         with process:
-            raise ServerError("the page did not start; `envserve page` alone says why")
+            raise ServerError("the page did not start; run `envserve page` for details")
     return process, url
