@@ -134,4 +134,4 @@ async def test_a_full_disk_is_said_once_and_costs_nothing_else(
         for _ in range(3):
             audit.write(Audit("attached", "ann"))
     audit.close()
-    assert caplog.text.count("the audit cannot be written") == 1
+    assert caplog.text.count("the audit log cannot be written") == 1

@@ -194,7 +194,7 @@ def test_a_module_that_others_planted_is_not_imported(
         (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),
         (["--env", "CartPole-v9"], 2, "did you mean CartPole-v"),
         (["CartPole-v1", "--vector", "Cartpole-v1"], 2, "did you mean CartPole-v1?"),
-        (["--vector", "Nope-v0"], 2, "--vector: expected an env on offer; got 'Nope-"),
+        (["--vector", "Nope-v0"], 2, "--vector: expected an offered env; got 'Nope-"),
         (["--import", "no_such_module"], 2, "no_such_module"),
         (["--bind", "ipc:///no/where/envs"], 1, "cannot listen on ipc:///no/where"),
     ],
@@ -242,9 +242,9 @@ import sys
 import envserve.server
 from envserve.cli.app import main
 from envserve.errors import SelfTestError
-async def check_refusal(*_):
-    raise SelfTestError("expected a key that nobody knows to be refused")
-sys.modules["envserve.server.serve"].check_refusal = check_refusal
+async def fail(*_):
+    raise SelfTestError("expected an unknown key to be refused")
+sys.modules["envserve.server.serve"].check_unknown_key_refused = fail
 main()
 """
 
@@ -255,7 +255,7 @@ def test_a_server_that_would_let_strangers_in_has_an_exit_code_of_its_own() -> N
         [sys.executable, "-c", _OPEN_TO_ALL, *words], capture_output=True, text=True
     )
     assert run.returncode == 3
-    assert "Error: expected a key that nobody knows to be refused" in run.stderr
+    assert "Error: expected an unknown key to be refused" in run.stderr
     assert "ready" not in run.stdout
 
 

@@ -120,7 +120,7 @@ def test_an_invitation_may_do_nothing_but_join(
         answer = exchange(connection, joining)
         assert answer is not None
         text = ErrorBody.decode(answer.body).text
-        assert text == "expected the key of an invitation that is good"
+        assert text == "expected the key of a valid invitation"
         hello = Message(type=MessageType.HELLO)
         assert exchange(connection, hello, SHORT) is None
 

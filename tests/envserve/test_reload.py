@@ -69,7 +69,7 @@ def test_clients_go_on_with_what_was_saved(
 
         assert step().observation.tolist() == [[1]] * 4
         save(folder / "my_env.py", SOURCE + "\nthis is no Python")
-        wait_until(lambda: "my_env.py: saved, but the server stays" in server.log)
+        wait_until(lambda: "my_env.py changed; the old server continues" in server.log)
         assert "SyntaxError: invalid syntax (my_env.py, line " in server.log
         steps = [step()]
         assert steps[0].valid.all()
@@ -85,7 +85,7 @@ def test_clients_go_on_with_what_was_saved(
         assert ((told == Status.OK) | (told == Status.SERVER_LOST)).all()
         assert num_reattaches() == 2
     log = server.end(signal.SIGTERM)
-    assert "saved; the server begins anew" in log
+    assert "changed; restarting the server" in log
     assert "Traceback" not in log
 
 
@@ -104,7 +104,7 @@ def test_a_server_goes_when_who_watches_for_it_is_killed(
     [
         ("import nothing_like_it", "No module named 'nothing_like_it'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import os; os._exit(3)", "it ends the process that imports the envs"),
+        ("import os; os._exit(3)", "importing the envs ends the process"),
     ],
 )
 def test_envs_that_cannot_be_imported_are_an_error_at_the_start(
@@ -113,9 +113,9 @@ def test_envs_that_cannot_be_imported_are_an_error_at_the_start(
     save(folder / "shared_by_envs.py", text)
     host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
     with pytest.raises(EnvStartError, match=error):
-        reload.serve_anew(host, lambda host, tell: 0)
+        reload.serve_with_reload(host, lambda host, tell: 0)
 
 
 def test_the_code_of_a_server_that_ends_by_itself_is_the_end(folder: Path) -> None:
     host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
-    assert reload.serve_anew(host, lambda host, tell: 5) == 5
+    assert reload.serve_with_reload(host, lambda host, tell: 5) == 5

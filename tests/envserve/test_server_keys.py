@@ -188,7 +188,7 @@ def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
             homes.become("ann")
             with pytest.raises(ConnectError):
                 request_welcome(server.address, SHORT)
-    assert "all connections are closed and can be made anew: keys" in server.log
+    assert "all connections are closed, clients can reconnect: keys" in server.log
     assert (tmp_path / "audit").read_text().count('"event": "revoked"') == 1
 
 

@@ -208,7 +208,7 @@ def test_who_floods_with_what_is_no_message_is_shut_out(
     def is_shut_out() -> bool:
         with contextlib.suppress(zmq.Again):
             peer.flood(bytes(1 << 20))
-        return "a flood, by mallory; mallory is not let in for 60 s" in server.log
+        return "a flood, by mallory; mallory is rejected for 60 s" in server.log
 
     with honest_client(server) as client:
         wait_until(is_shut_out)

@@ -138,7 +138,7 @@ def test_idle_strangers_leave_descriptors_for_others(
         assert not any(outcome.faults for outcome in step(lane, 1))
         step(attach(server), 1)
         # A worker that came at once took those of the one before: then it is not yet.
-        wait_until(lambda: "they have taken all descriptors" in server.log)
+        wait_until(lambda: "connections use all descriptors" in server.log)
     assert "could not be started" not in server.log
 
 

@@ -180,7 +180,7 @@ def test_what_is_no_message_counts_by_its_bytes_alone(
     shares.begin_turn(100.0)
     for _ in range(10_000):
         assert shares.admits((1, b"r", "mallory"), num_bytes)
-        shares.note_dropped(0, num_bytes)
+        shares.record_dropped(0, num_bytes)
     shares.charge(100.02)
     shares.end_turn(is_drained=False)
     assert (shares.flooder == "mallory") is is_flood

@@ -12,7 +12,7 @@ import pytest
 
 from envserve.keys.grant import Grant
 from envserve.pool.pool_metrics import PoolMetrics
-from envserve.server.status import Counters, StatusBoard
+from envserve.server.status import Counters, StatusReporter
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
@@ -46,7 +46,7 @@ class Board:
         self.loop.time = lambda: 0.0  # type: ignore[method-assign]
         self.pools: dict[Any, Any] = {}
         self.counters = Counters(resends=1, dropped=2)
-        self.board = StatusBoard(
+        self.board = StatusReporter(
             self.server.policy,
             self.server.session,
             self.pools,
@@ -131,7 +131,7 @@ def test_asking_watches_episodes_and_metrics_do_not(
     watched: list[float] = []
     monkeypatch.setattr(tally, "watch", watched.append)
     port = SimpleNamespace(show=lambda collector: list(ask_in_thread(board, collector)))
-    board.board.show_at(cast(Any, port))
+    board.board.serve_metrics(cast(Any, port))
     assert watched == []
     board.ask("ann", 1.0)
     assert len(watched) == 1
@@ -210,7 +210,7 @@ def test_who_has_no_good_key_is_told_nothing(board: Board) -> None:
 def test_what_leases_have_counted_stays_when_they_are_gone(board: Board) -> None:
     board.attach("ann", 11).steps[0] = 5
     leased = board.pools.pop(("ann", 11))
-    board.board.add_past(leased.pool.metrics.counts)
+    board.board.add_closed(leased.pool.metrics.counts)
     assert board.status("local", 1.0).steps == 5
 
 

@@ -78,7 +78,7 @@ async def test_a_server_without_a_free_descriptor_for_a_while_is_alive_after_it(
             notifier.stopping()
         told = [message.partition(": ")[0] for message in caplog.messages]
         assert told == [
-            f"systemd was not told {text!r}"
+            f"cannot notify systemd of {text!r}"
             for text in ("READY=1\nSTATUS=here", "WATCHDOG=1", "STOPPING=1")
         ]
         assert await asyncio.to_thread(systemd.recv, 999) == b"WATCHDOG=1"

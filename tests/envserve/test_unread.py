@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envserve.server.zmq_guards.send_budget import LONG_BYTES, SendBudget
+from envserve.server.zmq_guards.send_budget import LARGE_FRAME_BYTES, SendBudget
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, encode
 
@@ -65,4 +65,4 @@ def test_long_frames_are_sent_from_where_they_are_wherever_they_stand() -> None:
     assert isinstance(rows, memoryview)
     assert rows.obj is frames[1]
     assert [head, report] == [frames[0], frames[2]]
-    assert len(rows) >= LONG_BYTES
+    assert len(rows) >= LARGE_FRAME_BYTES

@@ -15,7 +15,7 @@ from envserve.errors import SelfTestError
 from envserve.keys import formats
 from envserve.keys.grant import Grant
 from envserve.keys.key_pair import KeyPair
-from envserve.server.access import check_refusal
+from envserve.server.access import check_unknown_key_refused
 from envserve.server.router import Router
 from envserve.server.zmq_guards import connection_watch
 from envserve.server.zmq_guards.connection_watch import ConnectionWatch
@@ -55,7 +55,7 @@ class Door:
             door = self.sockets
             self.zap = Zap(door.context, find, self.loop, door.is_shut_out)
         self.sockets.listen()
-        self.sockets.read_with(self._read)
+        self.sockets.start_reading(self._read)
 
     def _read(self) -> None:
         while (received := self.router.receive()) is not None:
@@ -243,12 +243,12 @@ async def test_a_server_that_would_let_strangers_in_does_not_begin(
 ) -> None:
     door = open_door()
     assert door.zap is not None
-    await check_refusal(door.sockets, door.zap, SERVER.public)
+    await check_unknown_key_refused(door.sockets, door.zap, SERVER.public)
     assert not door.zap.counts
     careless = open_door(lambda public: GRANT)
     assert careless.zap is not None
-    with pytest.raises(SelfTestError, match="expected a key that nobody knows to be"):
-        await check_refusal(careless.sockets, careless.zap, SERVER.public)
+    with pytest.raises(SelfTestError, match="expected an unknown key to be"):
+        await check_unknown_key_refused(careless.sockets, careless.zap, SERVER.public)
 
 
 async def test_that_no_keys_are_used_is_said_again_and_again(
@@ -280,7 +280,7 @@ async def test_whose_messages_close_all_connections_is_kept_out_for_a_while(
                 door._read()
         door.come.clear()
         socket.close()
-    assert "ann is not let in for 60 s" in caplog.text
+    assert "ann is rejected for 60 s" in caplog.text
     assert door.sockets.is_shut_out("ann")
     door.heard.clear()
     knock(door.address, FRIEND)
@@ -297,14 +297,14 @@ async def test_who_makes_most_of_many_connections_is_to_blame_for_their_number(
 ) -> None:
     zap = open_door().zap
     assert zap is not None
-    zap.entered.update({"ann": 100, "bob": 9})
+    zap.num_admitted.update({"ann": 100, "bob": 9})
     assert zap.take_suspect(50) == "ann"
     assert zap.take_suspect(50) == ""
-    zap.entered.update({"ann": 100, "bob": 100})
+    zap.num_admitted.update({"ann": 100, "bob": 100})
     assert zap.take_suspect(50) == ""
-    zap.entered.update({"ann": 9})
+    zap.num_admitted.update({"ann": 9})
     assert zap.take_suspect(50) == ""
-    zap.entered.update({"ann": 60})
+    zap.num_admitted.update({"ann": 60})
     assert zap.take_suspect(100) == ""
 
 
@@ -316,14 +316,14 @@ async def test_nobody_is_to_blame_by_connections_for_what_is_not_their_number(
 ) -> None:
     door = open_door()
     assert door.zap is not None
-    monkeypatch.setattr(connection_watch, "_SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(connection_watch, "_MIN_SHORTAGE_SECONDS", 0.0)
     monkeypatch.setattr(connection_watch, "_has_free_descriptor", lambda: False)
     most = 1 << 60 if is_of_number else -1
     watch = ConnectionWatch(door.loop, door.sockets, door.zap, lambda: most, 50)
     for count in range(1, 4):
-        door.zap.entered.update({"ann": 60})
+        door.zap.num_admitted.update({"ann": 60})
         watch._check()
         assert door.sockets.num_reopened == count
-        assert not door.zap.entered
+        assert not door.zap.num_admitted
     watch.stop()
     assert door.sockets.is_shut_out("ann") is is_of_number
