@@ -1,4 +1,4 @@
-"""Shares of the loop: who floods is dropped while others wait, and nobody else ever."""
+"""Fair shares of the event loop: only flooders' messages are dropped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COST = 1e-4
 
 
 def make_shares(weight: float) -> FairShare:
-    """Gives mallory so many times the share of others."""
+    """Create a FairShare in which mallory's key has this share; others have 1."""
     grants = {"mallory": Grant(name="mallory", public=bytes(32), share=weight)}
     return FairShare(Quotas(HostSettings(), grants.get))
 
 
 @dataclass
 class Loop:
-    """A loop in virtual time, whose turns end after so many messages or seconds."""
+    """A simulated event loop that reads messages in virtual time."""
 
     shares: FairShare = field(default_factory=lambda: make_shares(1.0))
     now: float = 100.0
@@ -36,9 +36,10 @@ class Loop:
     def turn(
         self, users: list[str], cost: Callable[[str], float], due: float
     ) -> list[str]:
-        """Reads until the turn is over; returns what is left unread.
+        """Read until the turn is over; return the users of the unread messages.
 
-        It does not read on at once if told so, unless an honest message is due.
+        After a throttled turn, pause as requested, but not beyond time `due`, when the
+        next honest message arrives.
         """
         is_over = False
         self.shares.begin_turn(self.now)
@@ -47,8 +48,8 @@ class Loop:
             is_admitted = self.shares.admits((1, b"r", user), 100)
             self.now += cost(user) if is_admitted else COST / 10
             is_over = self.shares.charge(self.now, is_step=user in self.steppers)
-            kept = self.handled if is_admitted else self.dropped
-            kept[user] = kept.get(user, 0) + 1
+            counts = self.handled if is_admitted else self.dropped
+            counts[user] = counts.get(user, 0) + 1
         pause = self.shares.end_turn(is_drained=not users)
         self.now = max(self.now + 1e-5, min(self.now + pause, due))
         return users
@@ -61,7 +62,15 @@ class Loop:
         cost: Callable[[str], float] = lambda user: COST,
         pace: float = 1e-3,
     ) -> None:
-        """Lets some flood, and others send so many messages at a pace."""
+        """Simulate flooders beside honest users.
+
+        Args:
+          seconds: Virtual duration.
+          flooders: Users whose messages never end.
+          honest: Messages that each honest user sends every `pace` seconds.
+          cost: Returns the seconds that a message of a user takes.
+          pace: Seconds between two rounds of honest messages.
+        """
         until, due = self.now + seconds, self.now
         unread: list[str] = []
         while self.now < until:
@@ -77,13 +86,13 @@ class Loop:
                 self.now = max(self.now, due)
 
 
-def test_who_floods_alone_is_served() -> None:
+def test_a_flooder_is_served_if_no_other_user_waits() -> None:
     loop = Loop()
     loop.run(3.0, ("mallory",), {})
     assert not loop.dropped
 
 
-def test_who_floods_while_another_waits_is_dropped_but_for_a_small_share() -> None:
+def test_a_flooder_keeps_a_small_share_while_another_user_waits() -> None:
     loop = Loop()
     loop.run(1.0, ("mallory",), {"ann": 1})
     assert loop.shares.throttled == "mallory"
@@ -104,8 +113,8 @@ def test_a_few_long_messages_weigh_as_much_as_many_short_ones() -> None:
     assert loop.handled["mallory"] * 2e-3 < 1.0
 
 
-def test_who_waits_for_answers_is_never_dropped_however_much_it_uses() -> None:
-    """Nothing of its own stands in the queue."""
+def test_a_client_that_waits_for_answers_is_never_dropped() -> None:
+    """It leaves no messages unread, however much time they take."""
     loop = Loop()
     costs = {"ann": 5e-3, "bob": COST}
     loop.run(3.0, (), {"ann": 1, "bob": 1}, costs.__getitem__, pace=7e-3)
@@ -113,8 +122,8 @@ def test_who_waits_for_answers_is_never_dropped_however_much_it_uses() -> None:
     assert loop.handled["ann"] > 300
 
 
-def test_a_turn_that_took_long_after_a_lull_is_no_queue() -> None:
-    """Another process may have had the core in between."""
+def test_a_long_turn_after_an_idle_time_is_no_backlog() -> None:
+    """Another process may have used the core in between."""
     loop = Loop()
     loop.run(1.0, (), {"ann": 8, "bob": 1}, pace=5e-3)
     for _ in range(100):
@@ -124,21 +133,21 @@ def test_a_turn_that_took_long_after_a_lull_is_no_queue() -> None:
         loop.turn(["bob"], lambda user: COST, math.inf)
 
 
-def test_steps_of_hundreds_of_blocks_are_no_flood() -> None:
-    """All of them may stand in the queue: each is the only one of its block."""
+def test_steps_of_hundreds_of_blocks_are_not_a_flood() -> None:
+    """All of them may be unread, because each block has one step in flight."""
     loop = Loop(steppers=frozenset({"ann", "bob"}))
     loop.run(3.0, ("ann",), {"bob": 1})
     assert not loop.dropped
 
 
-def test_steps_of_hundreds_of_blocks_hide_no_flood() -> None:
+def test_steps_of_hundreds_of_blocks_do_not_hide_a_flood() -> None:
     loop = Loop(steppers=frozenset({"ann", "bob"}))
     cost = {"mallory": 4 * COST}
     loop.run(3.0, ("ann", "mallory"), {"bob": 1}, lambda user: cost.get(user, COST))
     assert loop.dropped.keys() == {"mallory"}
 
 
-def test_frames_that_are_thrown_away_are_charged_to_their_sender() -> None:
+def test_discarded_frames_are_charged_to_their_sender() -> None:
     shares, now = make_shares(1.0), 100.0
     for _ in range(200):
         shares.begin_turn(now)
@@ -154,12 +163,12 @@ def test_frames_that_are_thrown_away_are_charged_to_their_sender() -> None:
     [
         ("mallory", 5_100, 44, True),
         ("mallory", 70, 1 << 20, True),
-        ("mallory", 4_000, 44, False),  # thousands of lanes, once a second
-        ("local", 9_000, 44, False),  # has no key
+        ("mallory", 4_000, 44, False),  # thousands of lanes that resend once a second
+        ("local", 9_000, 44, False),  # without a key to shut out
         ("", 9_000, 44, False),
     ],
 )
-def test_who_goes_on_as_if_nothing_were_dropped_is_to_be_shut_out(
+def test_a_user_who_continues_to_flood_is_shut_out(
     user: str, count: int, num_bytes: int, is_flood: bool
 ) -> None:
     shares = make_shares(1.0)
@@ -173,7 +182,7 @@ def test_who_goes_on_as_if_nothing_were_dropped_is_to_be_shut_out(
 
 
 @pytest.mark.parametrize(("num_bytes", "is_flood"), [(100, False), (1 << 14, True)])
-def test_what_is_no_message_counts_by_its_bytes_alone(
+def test_invalid_messages_count_by_their_bytes_only(
     num_bytes: int, is_flood: bool
 ) -> None:
     shares = make_shares(1.0)
@@ -186,14 +195,14 @@ def test_what_is_no_message_counts_by_its_bytes_alone(
     assert (shares.flooder == "mallory") is is_flood
 
 
-def test_many_equal_users_of_a_busy_loop_are_not_dropped() -> None:
+def test_many_equal_users_of_a_busy_loop_are_not_throttled() -> None:
     loop = Loop()
     names = {f"user-{index}": 1 for index in range(20)}
     loop.run(3.0, (), names, lambda user: 3e-4, pace=7e-3)
     assert not loop.dropped
 
 
-def test_a_flood_that_has_ended_is_forgiven() -> None:
+def test_a_user_is_not_throttled_after_its_flood_has_ended() -> None:
     loop = Loop()
     loop.run(1.0, ("mallory",), {"ann": 1})
     assert loop.dropped["mallory"]
@@ -204,7 +213,7 @@ def test_a_flood_that_has_ended_is_forgiven() -> None:
     assert loop.dropped["mallory"] == dropped
 
 
-def test_a_share_can_be_larger() -> None:
+def test_a_larger_share_allows_more_messages() -> None:
     used = {}
     for weight in (1.0, 4.0):
         loop = Loop(make_shares(weight))

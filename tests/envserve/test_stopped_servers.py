@@ -1,4 +1,4 @@
-"""A server that does nothing for a while and then goes on: that costs time only."""
+"""A server that is stopped for a while and then continues costs only time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NUM_SHORT_STOPS = 100
 SHORT_SECONDS = 0.005
 #: Long enough for a request to be sent a second time.
 LONG_SECONDS = 2.0
-#: An `envserve` whose event loop hangs for a while at a signal; libzmq's threads and
-#: the workers go on.
+#: `envserve` with signals that block its event loop for a while; libzmq's threads and
+#: the workers continue.
 HANGING_PROGRAM = (
     "-c",
     "import signal, time\n"

@@ -1,4 +1,4 @@
-"""What a server still holds of long answers, as far as frames tell."""
+"""`SendBudget` bounds the bytes of large replies that clients have not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 PEER = (1, b"route", "")
 
 
-def answer(
+def reply(
     num_bytes: int, *, session: int = 1, block: int = 0, report: bytes = b""
 ) -> list[Buffer]:
     return encode(
@@ -24,41 +24,41 @@ def answer(
     )
 
 
-def test_what_has_left_makes_room_again() -> None:
-    unread = SendBudget(4 * MIB, 100 * MIB)
-    waiting = [unread.admit(PEER, answer(MIB)) for _ in range(5)]
+def test_a_sent_reply_frees_its_share_of_the_budget() -> None:
+    budget = SendBudget(4 * MIB, 100 * MIB)
+    waiting = [budget.admit(PEER, reply(MIB)) for _ in range(5)]
     assert [frames is None for frames in waiting] == [False] * 4 + [True]
     waiting.pop(1)
-    assert unread.admit(PEER, answer(MIB)) is not None
+    assert budget.admit(PEER, reply(MIB)) is not None
 
 
-def test_who_has_no_answer_gets_one_of_any_length() -> None:
-    unread = SendBudget(MIB, MIB)
-    kept = [unread.admit(PEER, answer(9 * MIB, block=block)) for block in range(3)]
-    kept += [unread.admit(PEER, answer(9 * MIB, session=2))]
-    assert None not in kept
-    assert unread.admit(PEER, answer(9 * MIB, block=1)) is None
+def test_a_block_without_an_unread_reply_gets_one_of_any_size() -> None:
+    budget = SendBudget(MIB, MIB)
+    admitted = [budget.admit(PEER, reply(9 * MIB, block=block)) for block in range(3)]
+    admitted += [budget.admit(PEER, reply(9 * MIB, session=2))]
+    assert None not in admitted
+    assert budget.admit(PEER, reply(9 * MIB, block=1)) is None
 
 
-def test_a_user_is_one_whatever_sessions_it_has() -> None:
-    unread = SendBudget(4 * MIB, 100 * MIB)
-    strangers = [unread.admit(PEER, answer(3 * MIB, session=n)) for n in range(4)]
-    assert unread.admit(PEER, answer(MIB, session=3)) is not None
-    known = (1, b"route", "trainer-1")
-    users = [unread.admit(known, answer(3 * MIB, session=n)) for n in range(2)]
-    assert unread.admit(known, answer(MIB, session=1)) is None
-    assert None not in strangers + users
+def test_the_limit_of_a_user_covers_all_of_its_sessions() -> None:
+    budget = SendBudget(4 * MIB, 100 * MIB)
+    keyless = [budget.admit(PEER, reply(3 * MIB, session=n)) for n in range(4)]
+    assert budget.admit(PEER, reply(MIB, session=3)) is not None
+    with_key = (1, b"route", "trainer-1")
+    users = [budget.admit(with_key, reply(3 * MIB, session=n)) for n in range(2)]
+    assert budget.admit(with_key, reply(MIB, session=1)) is None
+    assert None not in keyless + users
 
 
-def test_there_is_a_bound_for_all_together() -> None:
-    unread = SendBudget(4 * MIB, 8 * MIB)
-    kept = [unread.admit(PEER, answer(2 * MIB, session=n // 2)) for n in range(10)]
-    assert [frames is None for frames in kept[:4]] == [False] * 4
-    assert [frames is None for frames in kept[4:]] == [False, True] * 3
+def test_all_users_share_a_total_limit() -> None:
+    budget = SendBudget(4 * MIB, 8 * MIB)
+    admitted = [budget.admit(PEER, reply(2 * MIB, session=n // 2)) for n in range(10)]
+    assert [frames is None for frames in admitted[:4]] == [False] * 4
+    assert [frames is None for frames in admitted[4:]] == [False, True] * 3
 
 
-def test_long_frames_are_sent_from_where_they_are_wherever_they_stand() -> None:
-    frames = answer(MIB, report=b"r" * 100)
+def test_large_frames_are_not_copied_at_any_position() -> None:
+    frames = reply(MIB, report=b"r" * 100)
     admitted = SendBudget(MIB, MIB).admit(PEER, frames)
     assert admitted is not None
     head, rows, report = admitted
