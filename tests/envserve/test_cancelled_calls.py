@@ -11,7 +11,7 @@ import pytest
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvTimeout
-from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
 
@@ -43,7 +43,7 @@ def alarm() -> Iterator[None]:
 def player(tmp_path: Path, random_generator: np.random.Generator) -> Iterator[Player]:
     """Checks in the end that each action was applied that ought to be."""
     kwargs = {"journal": str(tmp_path / "journal")}
-    with ServerProcess(tmp_path, *LEDGER_OPENINGS) as server:
+    with ServerProcess(tmp_path, *LEDGER_OPTIONS) as server:
         with BatchEnv.connect(
             LEDGER,
             [server.address],

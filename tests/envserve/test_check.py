@@ -14,7 +14,7 @@ from tests.command_line import Result, invoke
 from tests.envserve.broken_servers import (
     DEFECTS,
     ClipsActions,
-    FallsSilentAtABadEncoding,
+    StopsAfterABadEncoding,
 )
 from tests.envserve.checked_server import MemoryLink, Server, findings
 
@@ -71,7 +71,7 @@ def test_an_env_that_is_not_there_fails_every_rule_that_needs_it() -> None:
 
 
 def test_nobody_is_asked_again_who_has_become_silent() -> None:
-    ended = check(FallsSilentAtABadEncoding())
+    ended = check(StopsAfterABadEncoding())
     assert ended.exit_code == 1
     assert "Error: expected an answer to HELLO; got none" in ended.output
     assert "GRANTED" not in ended.output

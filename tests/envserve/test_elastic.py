@@ -16,7 +16,7 @@ from envserve.client import BatchEnv
 from envserve.errors import AddressError, ConnectError, ServerLost, SpaceError
 from envserve.slab import Status
 from tests.envserve.conftest import Serve, WaitUntil
-from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
@@ -51,7 +51,7 @@ class Source:
     ) -> ServerProcess:
         """Starts one whose lanes have two blocks each."""
         each = ("--envs-per-worker", str(room // 2))
-        server = self._serve(*LEDGER_OPENINGS, *each, *options, **more)
+        server = self._serve(*LEDGER_OPTIONS, *each, *options, **more)
         if is_listed:
             self.list(server)
         return server
@@ -289,10 +289,10 @@ def test_a_batch_begins_with_few_servers_and_takes_in_those_that_come(
 
         for _ in range(2 * LENGTH):
             assert step().tolist() == list(range(8, 16))
-        servers[3].start_again()
+        servers[3].restart()
         while len(step()) > 4:
             pass
-        servers[2].start_again()
+        servers[2].restart()
         while len(step()):
             pass
         assert {lane.name for lane in batch.lanes} == {s.address for s in servers}

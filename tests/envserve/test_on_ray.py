@@ -98,12 +98,18 @@ def test_servers_get_no_options_by_default(started: list[Any]) -> None:
     assert started == [1, [], {"resources": None, "ray_address": "ray://default/envs"}]
 
 
-@pytest.mark.parametrize("text", ["3", "[]", "CPU", '{"CPU": "x"}'])
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        *(("3", "--resources"), ("[]", "--resources"), ("CPU", "--resources")),
+        ('{"CPU": "x"}', "--resources[...]"),
+    ],
+)
 def test_resources_must_be_numbers_by_name(
-    started: list[Any], text: str, capsys: pytest.CaptureFixture[str]
+    started: list[Any], text: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start("--on", "ray", "--resources", text) == 2
-    assert capsys.readouterr().err.startswith("Error: --resources: ")
+    assert capsys.readouterr().err.startswith(f"Error: {option}: ")
     assert started == []
 
 

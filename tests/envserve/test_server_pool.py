@@ -1,4 +1,4 @@
-"""Looks at the servers of a batch: how long they last, and what ends well anyhow."""
+"""The polls of a batch's servers: their concurrency, their end and their failures."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.envserve.conftest import WaitUntil
 from tests.envserve.session_fakes import attach_and_step, state_of
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
-#: Longer than any test may last.
+#: Longer than the time limit of any test.
 FOREVER_SECONDS = 3600.0
 
 
-def silence(*_: object, **__: object) -> NoReturn:
+def no_answer(*_: object, **__: object) -> NoReturn:
     raise ConnectError("no server answered")
 
 
@@ -45,20 +45,20 @@ def welcome(free_envs: int) -> Welcome:
 
 @pytest.fixture
 def server_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPool]:
-    """One of servers that do not answer."""
-    monkeypatch.setattr(module, "request_welcome", silence)
+    """A ServerPool whose servers do not answer."""
+    monkeypatch.setattr(module, "request_welcome", no_answer)
     server_pool = ServerPool(ADDRESSES, insecure=True)
     yield server_pool
     server_pool.leave(None, time.monotonic() + 120)
 
 
-def test_silent_servers_are_asked_at_the_same_time(
+def test_silent_servers_are_diagnosed_concurrently(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
-    all_are_asked = threading.Barrier(len(ADDRESSES))
+    all_have_started = threading.Barrier(len(ADDRESSES))
 
     def diagnose(address: str, keys: object, seconds: float) -> Finding:
-        all_are_asked.wait(120)
+        all_have_started.wait(120)
         return Finding.NOBODY if address == ADDRESSES[0] else Finding.REFUSED
 
     monkeypatch.setattr(module, "diagnose_connection", diagnose)
@@ -69,11 +69,11 @@ def test_silent_servers_are_asked_at_the_same_time(
     assert gone == [False, True, True, True]
 
 
-def test_a_silent_server_is_gone_once_its_source_lists_it_no_more(
+def test_a_silent_server_is_gone_when_its_source_no_longer_lists_it(
     monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, tmp_path: Path
 ) -> None:
-    """As of a host that has vanished: nobody says that nobody listens there."""
-    monkeypatch.setattr(module, "request_welcome", silence)
+    """A vanished host cannot refuse connections, so a diagnosis finds nothing."""
+    monkeypatch.setattr(module, "request_welcome", no_answer)
     monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.NOBODY)
     listed, vanished = ADDRESSES[:2]
     source = tmp_path / "servers"
@@ -90,24 +90,24 @@ def test_a_silent_server_is_gone_once_its_source_lists_it_no_more(
     assert gone() == [False, False]
     source.write_text(listed)
     assert gone() == [False, True]
-    source.unlink()  # that tells of nobody
+    source.unlink()  # a missing source is no evidence
     assert gone() == [False, False]
     server_pool.locations = {}
     server_pool.leave(None, time.monotonic() + 120)
 
 
-def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
+def test_only_the_last_lane_waits_for_a_running_poll_until_its_deadline(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
 
     def wait(*_: object, **__: object) -> NoReturn:
         may_end.wait()
-        silence()
+        no_answer()
 
     monkeypatch.setattr(module, "request_welcome", wait)
-    for who, address in enumerate(ADDRESSES):
-        server_pool.locations[who] = address
+    for user, address in enumerate(ADDRESSES):
+        server_pool.locations[user] = address
     since = time.monotonic()
     server_pool.is_gone(ADDRESSES[0], since)
     *others, last = list(server_pool.locations)
@@ -121,18 +121,18 @@ def test_only_the_last_lane_waits_for_a_look_and_not_for_longer_than_it_may(
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
+def test_a_failed_poll_is_logged_once_and_repeated_after_a_pause(
     server_pool: ServerPool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     wait_until: WaitUntil,
     has_thread: bool,
 ) -> None:
-    """The system gives no more threads, for a look or for those that it needs."""
-    tried: list[float] = []
+    """The system can start no threads, for the poll itself or within it."""
+    attempts: list[float] = []
 
     def fail(*_: object, **__: object) -> None:
-        tried.append(time.monotonic())
+        attempts.append(time.monotonic())
         raise RuntimeError("can't start new thread")
 
     if has_thread:
@@ -143,29 +143,29 @@ def test_a_look_that_fails_is_told_once_and_tried_on_after_a_pause(
 
     def has_failed_twice() -> bool:
         assert not server_pool.is_gone(ADDRESSES[0], since)
-        return len(tried) > 1
+        return len(attempts) > 1
 
     wait_until(has_failed_twice, 240)
     server_pool.leave(None, time.monotonic() + 120)
     assert server_pool.polled_at >= since
-    assert tried[1] > tried[0] + module._PAUSE_SECONDS
+    assert attempts[1] > attempts[0] + module._PAUSE_SECONDS
     assert caplog.text.count("expected to look at the servers; got RuntimeError") == 1
 
 
-def test_a_server_whose_keys_cannot_be_read_is_excluded_and_the_lane_goes_on(
+def test_a_server_with_unreadable_keys_is_excluded_and_the_lane_continues(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
-    old, unreadable, fit, _ = ADDRESSES
-    have = {unreadable: welcome(free_envs=8), fit: welcome(free_envs=4)}
+    old, unreadable, usable, _ = ADDRESSES
+    welcomes = {unreadable: welcome(free_envs=8), usable: welcome(free_envs=4)}
 
-    def ask(address: str, seconds: float, *, insecure: bool) -> Welcome:
-        return have[address] if address in have else silence()
+    def answer(address: str, seconds: float, *, insecure: bool) -> Welcome:
+        return welcomes[address] if address in welcomes else no_answer()
 
     def keys_for(folder: KeyFolder, address: str, *, insecure: bool) -> None:
         if address == unreadable:
             raise KeyFileError("cannot read servers: Too many open files")
 
-    monkeypatch.setattr(module, "request_welcome", ask)
+    monkeypatch.setattr(module, "request_welcome", answer)
     monkeypatch.setattr(KeyFolder, "keys_for", keys_for)
     monkeypatch.setattr(module, "_EXCLUDE_SECONDS", FOREVER_SECONDS)
     session, now = attach_and_step(), 3.0
@@ -181,6 +181,6 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_and_the_lane_goes_on(
         assert server_pool.locations[driver] == old
         driver.run(now)
         assert state_of(session) is ClientState.HELLO_SENT
-        assert session.address == connection.address == fit
-        assert server_pool.locations[driver] == fit
+        assert session.address == connection.address == usable
+        assert server_pool.locations[driver] == usable
         server_pool.leave(driver, time.monotonic() + 120)

@@ -39,7 +39,7 @@ def test_what_calls_have_given_is_kept_within_a_bound() -> None:
     client.send(frames)
     picture = codec.encode([bytes(300_000)])
     for block in range(8):
-        (given,) = client.end([Outcome(block, result=picture)])
+        (given,) = client.deliver_outcomes([Outcome(block, result=picture)])
         assert bytes(given.payload) == picture
     (lease,) = [record.lease for record in client.server.session.leases.values()]
     assert lease is not None
@@ -62,7 +62,7 @@ def test_each_block_answers_for_itself(client: RawClient) -> None:
     assert (first.type, blocks_of(first)) == (MessageType.CALL_RESULT, [0])
     assert client.send(changed(frames, attempt=1)) == [changed_attempt(first)]
     error = CallError("it died, during a call")
-    (second,) = client.end([Outcome(1, error=error)])
+    (second,) = client.deliver_outcomes([Outcome(1, error=error)])
     assert blocks_of(second) == [1]
     assert ResultReport.decode(second.report).errors[1].code is ErrorCode.CALL_FAILED
     assert client.pool.executed == [(1, None), (0, None)]

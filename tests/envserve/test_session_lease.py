@@ -72,7 +72,7 @@ def test_a_copy_of_a_running_request_joins_it(client: RawClient) -> None:
     assert len(client.pool.executed) == 2  # two blocks, each once
     (reply,) = server.replies
     assert reply.peer == (b"new route", "")
-    (result,) = client.take()
+    (result,) = client.take_replies()
     assert result.attempt == 1
 
 
@@ -125,7 +125,7 @@ def test_an_older_copy_does_not_take_a_newer_ones_answer(client: RawClient) -> N
     client.server.finish_all(0.0)
     (reply,) = client.server.replies
     assert reply.peer == (b"new route", "")
-    (result,) = client.take()
+    (result,) = client.take_replies()
     assert result.attempt == 2
 
 
@@ -288,7 +288,9 @@ def test_faults_and_errors_of_blocks_come_with_the_result(client: RawClient) -> 
     faults = [Fault(row, Status.WORKER_DIED, "was killed", False) for row in (0, 1)]
     error = EnvStartError("gave up", remote_traceback="Traceback: boom")
     pool = client.pool
-    (result,) = client.end([pool.finish(0, faults=faults), pool.finish(1, error=error)])
+    (result,) = client.deliver_outcomes(
+        [pool.finish(0, faults=faults), pool.finish(1, error=error)]
+    )
     report = ResultReport.decode(result.report)
     assert list(report.faults) == faults
     assert list(report.errors) == [1]

@@ -17,7 +17,7 @@ from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.conftest import Join, Serve
-from tests.envserve.server_process import ServerProcess, use_own_keys
+from tests.envserve.server_process import ServerProcess, use_user_keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -60,7 +60,7 @@ class SlowReader:
         socket.setsockopt(zmq.RCVHWM, 1)
         socket.setsockopt(zmq.RCVBUF, 1 << 16)
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        use_own_keys(socket, self._server.address)
+        use_user_keys(socket, self._server.address)
         socket.connect(self._server.address)
         return socket
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
 from tests.oracle.ledger import Ledger
 from tests.oracle.player import Player
 
@@ -60,7 +60,7 @@ def test_a_server_that_stops_for_a_while_costs_only_time(
         stop(server, LONG_SECONDS)
 
     with (
-        ServerProcess(tmp_path, *LEDGER_OPENINGS, program=HANGING_PROGRAM) as server,
+        ServerProcess(tmp_path, *LEDGER_OPTIONS, program=HANGING_PROGRAM) as server,
         BatchEnv.connect(
             LEDGER,
             [server.address],

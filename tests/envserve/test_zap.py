@@ -24,7 +24,7 @@ from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap, user_of
 from envserve.settings import HostSettings
 from envserve.wire.sockets import use_keys
-from tests.envserve.strangers import UNKEYED, Stranger
+from tests.envserve.strangers import KEYLESS_COMMANDS, Stranger
 
 SERVER, FRIEND, STRANGER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
 GRANT = Grant(name="ann", public=FRIEND.public)
@@ -143,14 +143,14 @@ async def test_only_a_client_with_a_known_key_is_admitted(
     ]
 
 
-@pytest.mark.parametrize("mechanism", UNKEYED)
+@pytest.mark.parametrize("mechanism", KEYLESS_COMMANDS)
 async def test_no_client_is_admitted_by_a_mechanism_without_keys(
     open_router: Callable[..., KeyedRouter], mechanism: str
 ) -> None:
     router = open_router()
     with Stranger(router.address, None) as peer:
-        peer.greet_by(mechanism)
-        assert not await asyncio.to_thread(peer.gets_in)
+        peer.greet_with(mechanism)
+        assert not await asyncio.to_thread(peer.is_admitted)
     assert not router.sockets.has_unread()
 
 

@@ -58,7 +58,7 @@ def kill_and_restart(server: ServerProcess, driver: Driver, rows: Array) -> None
     """Kills a server that has these rows, and starts it at the same address."""
     driver.recoveries.strike(rows, time.monotonic())
     server.kill()
-    server.start_again()
+    server.restart()
     server.wait_until_ready()
 
 
