@@ -39,7 +39,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         options: Sequence[str] = (),
         *,
         resources: Mapping[str, float] | None = None,
-        ray_address: str = "ray://default/envs",
+        address: str = "ray://default/envs",
         start_timeout: float = 300.0,
     ) -> None:
         """Start the servers, spread over the nodes, and wait until all are ready.
@@ -49,16 +49,16 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
           options: Arguments of `envserve start`, like ["CartPole-v1", "--workers",
             "8"]. Each server listens on its node's address, at a free port.
           resources: Ray resources to reserve for each server; by default {"CPU": 1}.
-          ray_address: Address ray://namespace/name by which clients find them.
+          address: Address ray://namespace/name by which clients find them.
           start_timeout: Seconds within which all servers must be ready.
 
         Raises:
-          AddressError: There is no Ray cluster, or `ray_address` is malformed.
+          AddressError: There is no Ray cluster, or `address` is malformed.
           ServerError: A server does not start, or Ray has no capacity for it.
         """
         ray, custom = connect_to_cluster(), {"CPU": 1, **(resources or {})}
         builtin = {"num_cpus": custom.pop("CPU"), "num_gpus": custom.pop("GPU", 0)}
-        namespace, name = self._place = parse(ray_address)
+        namespace, name = self._place = parse(address)
         self._actors: list[Any] = []
         placed = {"namespace": namespace, "scheduling_strategy": "SPREAD", **builtin}
         actor = ray.remote(max_restarts=-1, resources=custom, **placed)(_Server)
@@ -66,15 +66,15 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
             for i in range(num_servers):
                 self._actors += [actor.options(name=f"{name}/{i}").remote([*options])]
             waiting = [actor.address.remote() for actor in self._actors]
-            for address, output in ray.get(waiting, timeout=start_timeout):
-                if not address:
-                    raise ServerError(f"{ray_address}: {output}")
+            for found, output in ray.get(waiting, timeout=start_timeout):
+                if not found:
+                    raise ServerError(f"{address}: {output}")
         except BaseException as error:
             self.stop(10)
             if not isinstance(error, ray.exceptions.RayError | ValueError):
                 raise
             text = f"{last_line(error)} (ray status, ray list actors)"
-            raise ServerError(f"{ray_address}: {text}") from None
+            raise ServerError(f"{address}: {text}") from None
 
     def addresses(self) -> list[str]:
         """Return the addresses of the servers that are ready; raise AddressError."""
@@ -172,7 +172,8 @@ def addresses(namespace: str, name: str) -> list[str]:
 
 
 def _find(namespace: str, name: str) -> list[str]:
-    ray, requests, found = connect_to_cluster(), [], []
+    ray, address = connect_to_cluster(), f"ray://{namespace}/{name}"
+    requests, found = [], []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == namespace and actor["name"].startswith(f"{name}/"):
             with contextlib.suppress(ValueError):  # the actor has exited meanwhile
@@ -183,18 +184,16 @@ def _find(namespace: str, name: str) -> list[str]:
         with contextlib.suppress(ray.exceptions.RayError):  # the actor is restarting
             found.append(str(ray.get(request)[0]))
     if not any(found):
-        raise AddressError(
-            f"ray://{namespace}/{name}: none of {num} servers is ready in Ray; see its "
-            f"logs, or start some: envserve start --on ray://{namespace}/{name}"
-        )
+        text = f"none of {num} servers is ready in Ray; see its logs, or start some"
+        raise AddressError(f"{address}: {text}: envserve start --on {address}")
     return sorted(filter(None, found))
 
 
-def parse(ray_address: str) -> tuple[str, str]:
+def parse(address: str) -> tuple[str, str]:
     """Return namespace and name of ray://namespace/name; raise AddressError."""
-    namespace, _, name = ray_address.removeprefix("ray://").partition("/")
-    if not (ray_address.startswith("ray://") and namespace and name):
-        raise AddressError(f"expected ray://namespace/name, got {ray_address!r:.200}")
+    namespace, _, name = address.removeprefix("ray://").partition("/")
+    if not (address.startswith("ray://") and namespace and name):
+        raise AddressError(f"expected ray://namespace/name, got {address!r:.200}")
     return namespace, name
 
 

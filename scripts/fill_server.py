@@ -33,12 +33,7 @@ from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import raise_file_limit, use_keys
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.strangers import (
-    HELLO,
-    KeyedStranger,
-    honest_client,
-    predictable_routing_ids,
-)
+from tests.envserve.strangers import HELLO, KeyedStranger, honest_client, predicted_ids
 
 OPENINGS: Final = ("--allow-kwarg", "length", "--drain-grace", "0")
 MAX_GROWTH_MIB: Final = 300.0
@@ -96,7 +91,7 @@ def send_endless(address: str, home: Path) -> None:
 
 def announce(address: str, keys: CurveKeys, count: int) -> int:
     """Announce some routing ids; return how many new clients were rejected."""
-    foreseen, num_shut_out = predictable_routing_ids(count), 0
+    foreseen, num_shut_out = predicted_ids(count), 0
     for start in range(0, count, _AT_ONCE):
         with contextlib.ExitStack() as stack:
             ids = foreseen[start : start + _AT_ONCE]

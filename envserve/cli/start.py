@@ -183,9 +183,7 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int
 
     word = "ray://default/envs" if on == "ray" else on
     try:
-        with EnvServers(
-            number, words, resources=resources, ray_address=word
-        ) as servers:
+        with EnvServers(number, words, resources=resources, address=word) as servers:
             for each in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(each, lambda *_: sys.exit(0))
             print(f"envserve: ready on {word}:", *servers.addresses(), flush=True)

@@ -128,9 +128,7 @@ class Access:
         self._revoked.clear()
 
 
-async def check_unknown_key_refused(
-    sockets: ServerSockets, zap: Zap, server_public: bytes
-) -> None:
+async def run_self_test(sockets: ServerSockets, zap: Zap, server_public: bytes) -> None:
     """Connect with an unknown key; raise SelfTestError unless it is refused."""
     zap.is_quiet = True
     with sockets.listening_on_loopback() as address:

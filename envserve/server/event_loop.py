@@ -166,9 +166,7 @@ class ServerLoop:
             async with asyncio.timeout(timeout_seconds):
                 await self._has_ended.wait()
         except TimeoutError:
-            _LOGGER.warning(
-                "stopped before all clients acknowledged the end, or all workers exited"
-            )
+            _LOGGER.warning("stopped before all clients acknowledged or workers exited")
         finally:
             self._lag.stop()
             self._router.sockets.stop_reading()
@@ -179,10 +177,7 @@ class ServerLoop:
                 leased.release()
             for number, text in (
                 (self.dropped_replies, "replies could not be sent"),
-                (
-                    self._session.num_dropped_messages,
-                    "unanswerable messages were dropped",
-                ),
+                (self._session.num_dropped_messages, "messages were not answerable"),
                 (self.counters.failures, "failures"),
             ):
                 if number:
@@ -256,7 +251,7 @@ class ServerLoop:
             reason = "it uses too much of the loop's time; its messages are dropped"
             self._audit(Audit("over quota", shares.throttled, reason=reason))
         if shares.flooder is not None:
-            self._router.sockets.reopen("a flood", shares.flooder, shut_out_now=True)
+            self._router.sockets.reopen("a flood", shares.flooder, shut_out=True)
         return pause
 
     def _receive(
@@ -408,9 +403,7 @@ class ServerLoop:
         """End a session immediately after an unexpected exception."""
         self.counters.failures += 1
         _LOGGER.error(
-            "%s ends because of a failure of the server",
-            self._session.leases.name_of(session),
-            exc_info=error,
+            "%s: server failure", self._session.leases.name_of(session), exc_info=error
         )
         try:
             if session in self.pools:

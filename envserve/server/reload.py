@@ -59,9 +59,7 @@ def serve_with_reload(host: HostSettings, serve: _Work) -> int:
     """
     times = _modification_times(_probe(host))
     if not times:
-        _LOGGER.warning(
-            "--reload has no effect: the envs import only installed modules"
-        )
+        _LOGGER.warning("--reload has no effect: envs import only installed modules")
     signals: list[int] = []
     server, addresses = _fork(serve, host)
 

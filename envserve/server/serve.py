@@ -19,7 +19,7 @@ from envserve.keys import formats
 from envserve.keys.key_folder import KeyFolder
 from envserve.monitoring.metrics_port import MetricsPort
 from envserve.pool.launcher import Launcher
-from envserve.server.access import Access, check_unknown_key_refused
+from envserve.server.access import Access, run_self_test
 from envserve.server.audit import AuditLog
 from envserve.server.event_loop import ServerLoop
 from envserve.server.router import Router
@@ -109,9 +109,7 @@ async def serve(
             config, router, session, launcher, signals.requested, access, audit
         )
         if metrics is not None:
-            server.status.serve_metrics(
-                metrics, partial(_connection_counts, sockets, zap)
-            )
+            server.status.export_to(metrics, partial(_connection_counts, sockets, zap))
         watch = _close_revoked(access, server) if access else _warn_of_no_keys(config)
         stack.callback(asyncio.create_task(watch).cancel)
         cut_short = ""
@@ -204,7 +202,7 @@ async def _open_sockets(
     if access is not None:
         zap = Zap(sockets.context, access.find_grant, loop, sockets.is_shut_out, audit)
         stack.callback(zap.close)
-        await check_unknown_key_refused(sockets, zap, access.keys.public)
+        await run_self_test(sockets, zap, access.keys.public)
     sockets.listen()
     return sockets, access, zap, audit
 

@@ -179,9 +179,8 @@ def serve(name: str, scripted_type: str) -> None:
     router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     router.setsockopt(zmq.SNDHWM, 64)
     router.setsockopt(zmq.SNDTIMEO, 50)
-    router.setsockopt(
-        zmq.ROUTER_MANDATORY, 1
-    )  # sends block while a client's queue is full
+    # Sends block while a client's queue is full.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     print(
         f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}", flush=True
     )
@@ -198,10 +197,7 @@ def serve(name: str, scripted_type: str) -> None:
                     router.send_multipart([route, *next(stream)], copy=False)
                 except zmq.Again:
                     break
-                except (
-                    StopIteration,
-                    zmq.ZMQError,
-                ):  # the script has ended, or the client has left
+                except (StopIteration, zmq.ZMQError):  # end of script, or no client
                     del streams[route]
                     break
 

@@ -41,7 +41,7 @@ KEYLESS_COMMANDS = {
 HELLO = encode(Message(MessageType.HELLO, body=Hello().encode()))
 
 
-def predictable_routing_ids(count: int) -> list[bytes]:
+def predicted_ids(count: int) -> list[bytes]:
     """Return the routing ids that a server would assign if it did not seed `rand()`."""
     libc = ctypes.CDLL(None)
     libc.srand(1)  # the state of a process that has not called it
@@ -93,9 +93,7 @@ class Stranger:
     def greet_with(self, mechanism: str) -> None:
         """Send all of a handshake that ZMTP 3.1 allows before the server's reply."""
         version = b"\x03\x01" + mechanism.encode().ljust(52, b"\0")
-        with contextlib.suppress(
-            ConnectionError
-        ):  # the server may have closed the connection
+        with contextlib.suppress(ConnectionError):  # the server may have disconnected
             self.socket.sendall(
                 _SIGNATURE + version + _frame(KEYLESS_COMMANDS[mechanism], _COMMAND)
             )

@@ -244,7 +244,7 @@ from envserve.cli.app import main
 from envserve.errors import SelfTestError
 async def fail(*_):
     raise SelfTestError("expected an unknown key to be refused")
-sys.modules["envserve.server.serve"].check_unknown_key_refused = fail
+sys.modules["envserve.server.serve"].run_self_test = fail
 main()
 """
 

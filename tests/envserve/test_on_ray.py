@@ -87,7 +87,7 @@ def test_servers_get_all_options_and_settings(
     assert start(*words, *place) == 2
     number, options, named = started
     assert number == 3
-    assert named == {"resources": {"CPU": 8.0}, "ray_address": "ray://lab/sims"}
+    assert named == {"resources": {"CPU": 8.0}, "address": "ray://lab/sims"}
     words = [f"{tmp_path}/my_env.py:Walk", "CartPole-v1", "--reload"]
     words += ["--step-timeout", "7", "--expose", "a", "--expose", "b"]
     assert options == [*words, "--drain-grace", "0"]
@@ -95,7 +95,7 @@ def test_servers_get_all_options_and_settings(
 
 def test_servers_get_no_options_by_default(started: list[Any]) -> None:
     assert start("--on", "ray") == 2
-    assert started == [1, [], {"resources": None, "ray_address": "ray://default/envs"}]
+    assert started == [1, [], {"resources": None, "address": "ray://default/envs"}]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def check_that_envs_can_be_leased_again(server: ServerProcess, join: Join) -> No
     assert server.process.poll() is None
 
 
-def test_no_descriptor_is_left(serve: Serve, join: Join, refused: Refused) -> None:
+def test_descriptors_can_run_out(serve: Serve, join: Join, refused: Refused) -> None:
     limit = ("sh", "-c", 'ulimit -n 48 && exec "$@"', "sh")
     options = ("--workers", "32", "--max-processes", "64")
     client = join(server := serve(*options, prefix=limit), 2)
@@ -70,7 +70,7 @@ def test_no_descriptor_is_left(serve: Serve, join: Join, refused: Refused) -> No
     assert [outcome.faults for outcome in again.reset()] == [(), ()]
 
 
-def test_no_memory_is_left_for_rows(serve: Serve, join: Join, refused: Refused) -> None:
+def test_shared_memory_can_run_out(serve: Serve, join: Join, refused: Refused) -> None:
     client = join(server := serve("--allow-kwarg", "space:any"))
     client.reset()
     images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
@@ -96,7 +96,7 @@ if sys.argv[0] == "-c":
 """
 
 
-def test_no_process_is_left(
+def test_processes_can_run_out(
     tmp_path: Path, serve: Serve, join: Join, refused: Refused
 ) -> None:
     (tmp_path / "unprivileged_envs.py").write_text(_UNPRIVILEGED)
@@ -122,7 +122,7 @@ gymnasium.register("Allocating-v0", AllocatingEnv)
 """
 
 
-def test_no_memory_is_left_in_a_worker(
+def test_memory_of_a_worker_can_run_out(
     tmp_path: Path, serve: Serve, join: Join
 ) -> None:
     (tmp_path / "allocating_envs.py").write_text(_ALLOCATING)
@@ -149,7 +149,9 @@ _WITHOUT_DISK_SPACE = (
 )
 
 
-def test_no_space_is_left_for_the_address_file(tmp_path: Path) -> None:
+def test_disk_space_can_run_out(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "addresses"
     result = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""Quotas and shares of a real server: one user cannot use up what others need."""
+"""Quotas and shares of a real server: no user can use up the resources of others."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ class KeyedPeer:
         """Wait until `count` sessions were refused; repeat requests as clients do."""
         errors: dict[int, ErrorBody] = {}
         while len(errors) < count:
-            if sessions and not self._socket.poll(
-                1000
-            ):  # messages of a throttled user are dropped
+            # Messages of a throttled user are dropped, so repeat them.
+            if sessions and not self._socket.poll(1000):
                 self.attach(set(sessions) - errors.keys())
             answer = self.receive()
             if answer.type is MessageType.ERROR:

@@ -29,9 +29,8 @@ def test_a_restart_costs_each_row_one_lost_transition(
             hashes = 0
             for action in (1, 2):
                 result = batch.step(np.full(4, action))
-                hashes = ledger_hash(
-                    hashes, action
-                )  # the lost step's action, 77, was not applied
+                # 77, the action of the lost step, was not applied.
+                hashes = ledger_hash(hashes, action)
                 assert result.valid.all()
                 np.testing.assert_array_equal(result.observation[:, 3], hashes)
             server.kill()
@@ -96,9 +95,7 @@ def test_with_padding_other_rows_are_stepped_until_the_server_is_back(
 ) -> None:
     with Pair(tmp_path, serve, server_lost_after=1.2, on_server_lost="pad") as pair:
         lane = pair.batch.lanes[1]
-        while "HELLO_SENT" not in repr(
-            lane
-        ):  # the client reconnects after `server_lost_after`
+        while "HELLO_SENT" not in repr(lane):  # until `server_lost_after` is over
             result = pair.step()
             assert result.status[2:].tolist() == [Status.PENDING] * 2
         pair.servers[1].restart()

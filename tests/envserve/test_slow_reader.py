@@ -96,9 +96,8 @@ class SlowReader:
         """Send the next request, and wait until it is done; leave its reply unread."""
         self.seq += 1
         for number in itertools.count():
-            if (
-                number % 100 == 0
-            ):  # the server disconnects peers that read nothing for 3 s
+            # Repeated, because the server disconnects peers that do not read for 3 s.
+            if number % 100 == 0:
                 self.request(kind, self.seq)
             entries = self._entries(self.seq + 1)  # the next step, but without actions
             self._send(self._reading, type=MessageType.STEP, entries=entries)

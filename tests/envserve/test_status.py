@@ -131,7 +131,7 @@ def test_asking_watches_episodes_and_metrics_do_not(
     watched: list[float] = []
     monkeypatch.setattr(tally, "watch", watched.append)
     port = SimpleNamespace(show=lambda collector: list(ask_in_thread(board, collector)))
-    board.board.serve_metrics(cast(Any, port))
+    board.board.export_to(cast(Any, port))
     assert watched == []
     board.ask("ann", 1.0)
     assert len(watched) == 1

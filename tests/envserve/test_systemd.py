@@ -21,9 +21,8 @@ from tests.envserve.limits import resource_limit
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
-        datagrams.bind(
-            str(tmp_path / "user@1000")
-        )  # an @ that does not mark an abstract socket
+        # An @ marks an abstract socket only at the beginning of an address.
+        datagrams.bind(str(tmp_path / "user@1000"))
         datagrams.settimeout(120)
         yield datagrams
 

@@ -15,7 +15,7 @@ from envserve.errors import SelfTestError
 from envserve.keys import formats
 from envserve.keys.grant import Grant
 from envserve.keys.key_pair import KeyPair
-from envserve.server.access import check_unknown_key_refused
+from envserve.server.access import run_self_test
 from envserve.server.router import Router
 from envserve.server.zmq_guards import connection_watch
 from envserve.server.zmq_guards.connection_watch import ConnectionWatch
@@ -248,12 +248,12 @@ async def test_a_server_that_would_admit_unknown_keys_does_not_start(
 ) -> None:
     router = open_router()
     assert router.zap is not None
-    await check_unknown_key_refused(router.sockets, router.zap, SERVER.public)
+    await run_self_test(router.sockets, router.zap, SERVER.public)
     assert not router.zap.counts
     careless = open_router(lambda public: GRANT)
     assert careless.zap is not None
     with pytest.raises(SelfTestError, match="expected an unknown key to be"):
-        await check_unknown_key_refused(careless.sockets, careless.zap, SERVER.public)
+        await run_self_test(careless.sockets, careless.zap, SERVER.public)
 
 
 async def test_a_server_without_keys_logs_repeated_warnings(

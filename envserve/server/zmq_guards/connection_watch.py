@@ -39,7 +39,7 @@ class ConnectionWatch:
         sockets: ServerSockets,
         zap: Zap | None,
         max_growth_bytes: Callable[[], int],
-        min_suspect_connections: int,
+        min_connections: int,
     ) -> None:
         """Begin to check.
 
@@ -49,13 +49,13 @@ class ConnectionWatch:
           zap: Counts the connections of each user; None without keys.
           max_growth_bytes: Returns by how much memory may grow above its minimum since
             connections were last closed.
-          min_suspect_connections: Minimum number of connections with which a user is
+          min_connections: Minimum number of connections with which a user is
             blamed if no descriptor is free.
         """
         self._loop = loop
         self._sockets, self._zap = sockets, zap
         self._max_growth_bytes = max_growth_bytes
-        self._min_suspect_connections = min_suspect_connections
+        self._min_connections = min_connections
         self._min_bytes = self._shortage_since = math.inf
         self._shortage_limit = _MIN_SHORTAGE_SECONDS
         self._reopened_at = -math.inf
@@ -82,9 +82,7 @@ class ConnectionWatch:
         is_short = not _has_free_descriptor()
         self._shortage_since = min(self._shortage_since, now) if is_short else math.inf
         if growth > self._max_growth_bytes():
-            reason = (
-                f"memory has grown by {growth / 2**20:.0f} MiB (--max-buffered-mib)"
-            )
+            reason = f"memory grew by {growth / 2**20:.0f} MiB (--max-buffered-mib)"
             is_shortage = False
         elif now - self._shortage_since >= self._shortage_limit:
             reason = "connections use all descriptors (ulimit -n)"
@@ -96,9 +94,7 @@ class ConnectionWatch:
             return
         self._min_bytes = self._shortage_since = math.inf
         self._reopened_at = now
-        user = (
-            self._zap.take_suspect(self._min_suspect_connections) if self._zap else ""
-        )
+        user = self._zap.take_suspect(self._min_connections) if self._zap else ""
         self._sockets.reopen(reason, user if is_shortage else "")
 
     def _private_bytes(self) -> int:

@@ -222,19 +222,17 @@ class ServerSockets:
         since = self._loop.time() - _BLAMED_SECONDS
         return sum(at > since for at in self._blamed.get(user, ())) >= _MAX_BLAMED
 
-    def reopen(
-        self, reason: str, user: str = "", *, shut_out_now: bool = False
-    ) -> None:
+    def reopen(self, reason: str, user: str = "", *, shut_out: bool = False) -> None:
         """Close all connections, and accept new ones.
 
         Args:
           reason: The reason, for the log.
           user: The user who caused it, if known; shut out after `_MAX_BLAMED` times.
-          shut_out_now: Whether to shut out the user the first time.
+          shut_out: Whether to shut out the user immediately.
         """
         if user:
             recent = self._blamed.setdefault(user, [])
-            recent += [self._loop.time()] * (_MAX_BLAMED if shut_out_now else 1)
+            recent += [self._loop.time()] * (_MAX_BLAMED if shut_out else 1)
             del recent[:-_MAX_BLAMED]
             reason += f", by {user}"
             if self.is_shut_out(user):

@@ -62,7 +62,7 @@ class Loop:
         cost: Callable[[str], float] = lambda user: COST,
         pace: float = 1e-3,
     ) -> None:
-        """Simulate flooders beside honest users.
+        """Simulate flooders and honest users.
 
         Args:
           seconds: Virtual duration.
