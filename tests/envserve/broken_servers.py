@@ -116,9 +116,9 @@ class StopsAfterABadEncoding(Server):
 
 @found_by("lengths")
 class IgnoresLongBodies(Server):
-    def listen(self, route: bytes, frames: Any) -> None:
+    def receive_frames(self, route: bytes, frames: Any) -> None:
         if len(frames[0]) < 5000:
-            super().listen(route, frames)
+            super().receive_frames(route, frames)
 
 
 @found_by("granted")
@@ -227,8 +227,8 @@ class IgnoresCopies(Server):
 class AnswersAnAttemptTwice(Server):
     num_welcomes = 0
 
-    def listen(self, route: bytes, frames: Any) -> None:
-        super().listen(route, frames)
+    def receive_frames(self, route: bytes, frames: Any) -> None:
+        super().receive_frames(route, frames)
         self.sent = getattr(self, "sent", {})
         if bytes(frames[0]) in self.sent:
             self.links[route].append(self.sent[bytes(frames[0])])

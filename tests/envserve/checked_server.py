@@ -25,7 +25,7 @@ from tests.envserve.session_fakes import FakePool, FakeServer
 from tests.worlds.pool import Operation
 
 #: A short lease, because tests check that it expires; time is simulated.
-POLICY = HostSettings(num_workers=1, lease_seconds=2.0)
+HOST = HostSettings(num_workers=1, lease_seconds=2.0)
 
 
 class Envs(FakePool):
@@ -83,7 +83,7 @@ class Server(FakeServer):
     envs: type[Envs] = Envs
 
     def __init__(self) -> None:
-        super().__init__(POLICY, pool=self.envs)
+        super().__init__(HOST, pool=self.envs)
         self.now = 0.0
         self.links: dict[bytes, deque[list[Buffer]]] = {}
 
@@ -100,8 +100,8 @@ class Server(FakeServer):
         record = self.session.leases.get(("", message.session))
         return record.lease if record else None
 
-    def listen(self, route: bytes, frames: Sequence[Buffer]) -> None:
-        if max(map(len, frames)) > POLICY.max_message_bytes:
+    def receive_frames(self, route: bytes, frames: Sequence[Buffer]) -> None:
+        if max(map(len, frames)) > HOST.max_message_bytes:
             return  # ZeroMQ closes such a connection
         try:
             message = self.change_request(decode(frames))
@@ -137,7 +137,7 @@ class MemoryLink:
         self._inbox = server.links[self._route] = deque()
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        self._server.listen(self._route, frames)
+        self._server.receive_frames(self._route, frames)
 
     def receive(self, seconds: float) -> Sequence[Buffer] | None:
         if not self._inbox:

@@ -86,7 +86,7 @@ def correct_replies(request: Message, num_rows: int) -> Replies:
     elif request.type is MessageType.ATTACH:
         yield granted(request)
     elif request.type in (MessageType.RESET, MessageType.STEP):
-        yield result(request, len(request.entries))  # a row each
+        yield result(request, len(request.entries))  # one row per block
     elif request.type is MessageType.PING:
         yield reply(request, MessageType.PONG, body=Pong(running={}).encode())
     elif request.type is MessageType.DETACH:
@@ -118,7 +118,7 @@ LONG_REPORT: Final = report_of(*[b"\xff" * (1 << 13)] * 7)
 #: 700 KiB: longer than a text may be, but not than a body may be.
 _LONG_TEXT: Final = "\x1b]0;" * (MAX_BODY_BYTES // 5)
 
-#: Functions that take a request and its number of rows and return replies, by name.
+#: Functions from a request and its number of rows to replies, by name.
 SCRIPTS: Final[dict[str, Callable[[Message, int], Replies]]] = {
     "nothing": lambda request, rows: (),
     "pongs": lambda request, rows: _endless(
