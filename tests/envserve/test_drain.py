@@ -70,9 +70,9 @@ def test_the_command_waits_until_the_server_has_exited(
     homes.become("server")
     code, text = drain(server.address, "--timeout", "2")
     assert code == 3
-    assert "it drains, but is still there after 2 s" in text
+    assert "the server drains, but is still running after 2 s" in text
     code, text = drain(server.address)  # until its grace period is over
-    assert (code, text) == (0, f"{server.address}: it has drained, and is gone\n")
+    assert (code, text) == (0, f"{server.address}: the server has drained and exited\n")
     assert "stopping" in server.end()
     assert server.process.returncode == 0
 
