@@ -133,7 +133,7 @@ class ServerSockets:
         self._reopen_timer: asyncio.TimerHandle | None = None
         self._listeners: list[socketlib.socket] = []
         self._num_created = self.num_reopened = 0
-        self._blamed: dict[str, list[float]] = {}  # when connections were closed
+        self._blamed: dict[str, list[float]] = {}  # times of closures by user
         self._create_sockets()
 
     def _create_sockets(self) -> None:

@@ -29,7 +29,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 DOMAIN: Final = b"envserve"
 _ADDRESS: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
-_NUM_FRAMES: Final = 7  # of a CURVE request; the last is the raw public key
+#: Frames of a CURVE request; the last one is the raw public key.
+_NUM_FRAMES: Final = 7
 _KEY_BYTES: Final = 32
 _MAX_REQUESTS_PER_TURN: Final = 64
 
