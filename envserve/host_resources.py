@@ -1,4 +1,4 @@
-"""CPU and memory that the operating system allows this process to use."""
+"""Finds the CPU and memory limits of this process: affinity and cgroups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that affinity and cgroups leave to this process."""
+    """Return the number of cores that affinity and cgroups allow this process."""
     pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return max(1, min(pinned or 1, _cgroup_cores(root)))
 

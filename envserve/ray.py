@@ -1,7 +1,8 @@
-"""Servers on a Ray cluster: an actor each, placed by Ray, elsewhere if its node dies.
+"""Runs servers on a Ray cluster, and finds their addresses by name.
 
-They are found by a name, in Ray's directory. Ray ends a process that is connected when
-the cluster's head dies; so no trainer is: a process of its own asks for addresses.
+Each server is a child process of a named Ray actor. If a node fails, Ray restarts its
+actors on other nodes, at other addresses. Ray kills its clients when the head node
+fails, so a trainer does not connect to Ray: a subprocess looks up the addresses.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from envserve.worker.orphans import code_tied_to_parent
 
 __all__ = ["EnvServers"]
 
-#: What an actor runs.
+#: Python code of a server process, which exits with its actor.
 _RUN: Final = code_tied_to_parent("envserve.__main__")
 _READY: Final = "envserve: ready on "
 
 
 class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
-    """Servers on the nodes of a Ray cluster, which end with this process.
+    """Servers on the nodes of a Ray cluster, which exit with this process.
 
-    One that fails, or whose node dies, is started again where there is room; one that
-    was told to end is not. No key passes through Ray: those of its node are used.
+    A server that fails, or whose node fails, is restarted where Ray has capacity; one
+    that was stopped is not. Keys are not sent through Ray: each server uses those of
+    its node.
     """
 
     def __init__(
@@ -37,56 +39,56 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         options: Sequence[str] = (),
         *,
         resources: Mapping[str, float] | None = None,
-        word: str = "ray://default/envs",
+        address: str = "ray://default/envs",
         start_timeout: float = 300.0,
     ) -> None:
-        """Starts them, spread over the nodes, and waits until all are ready.
+        """Start the servers, spread over the nodes, and wait until all are ready.
 
         Args:
-          num_servers: How many.
-          options: Of `envserve start`, like ["CartPole-v1", "--workers", "8"]. Each
-            listens on its node's address, at a free port.
-          resources: What Ray sets aside for each; by default {"CPU": 1}.
-          word: ray://namespace/name, which stands for their addresses.
-          start_timeout: Seconds until all must be ready.
+          num_servers: Number of servers.
+          options: Arguments of `envserve start`, like ["CartPole-v1", "--workers",
+            "8"]. Each server listens on its node's address, at a free port.
+          resources: Ray resources to reserve for each server; by default {"CPU": 1}.
+          address: Address ray://namespace/name by which clients find them.
+          start_timeout: Seconds within which all servers must be ready.
 
         Raises:
-          AddressError: There is no Ray cluster, or the word is none.
-          ServerError: A server does not start, or Ray has no room for it.
+          AddressError: There is no Ray cluster, or `address` is malformed.
+          ServerError: A server does not start, or Ray has no capacity for it.
         """
-        ray, rest = connected(), {"CPU": 1, **(resources or {})}
-        known = {"num_cpus": rest.pop("CPU"), "num_gpus": rest.pop("GPU", 0)}
-        namespace, name = self._place = parse(word)
+        ray, custom = connect_to_cluster(), {"CPU": 1, **(resources or {})}
+        builtin = {"num_cpus": custom.pop("CPU"), "num_gpus": custom.pop("GPU", 0)}
+        namespace, name = self._place = parse(address)
         self._actors: list[Any] = []
-        placed = {"namespace": namespace, "scheduling_strategy": "SPREAD", **known}
-        actor = ray.remote(max_restarts=-1, resources=rest, **placed)(_Server)
+        placed = {"namespace": namespace, "scheduling_strategy": "SPREAD", **builtin}
+        actor = ray.remote(max_restarts=-1, resources=custom, **placed)(_Server)
         try:
             for i in range(num_servers):
                 self._actors += [actor.options(name=f"{name}/{i}").remote([*options])]
             waiting = [actor.address.remote() for actor in self._actors]
-            for address, why in ray.get(waiting, timeout=start_timeout):
-                if not address:
-                    raise ServerError(f"{word}: {why}")
+            for found, output in ray.get(waiting, timeout=start_timeout):
+                if not found:
+                    raise ServerError(f"{address}: {output}")
         except BaseException as error:
             self.stop(10)
             if not isinstance(error, ray.exceptions.RayError | ValueError):
                 raise
             text = f"{last_line(error)} (ray status, ray list actors)"
-            raise ServerError(f"{word}: {text}") from None
+            raise ServerError(f"{address}: {text}") from None
 
     def addresses(self) -> list[str]:
-        """Returns the addresses of those that are ready now; raises AddressError."""
+        """Return the addresses of the servers that are ready; raise AddressError."""
         return addresses(*self._place)
 
     def stop(self, timeout: float = 60.0) -> None:
-        """Ends them as SIGTERM does, which lets episodes end.
+        """Stop the servers with SIGTERM, so that running episodes can end.
 
         Args:
-          timeout: Seconds until they are killed; more for a longer --drain-grace.
+          timeout: Seconds until servers are killed; it should exceed --drain-grace.
         """
         actors, self._actors = self._actors, []
         if ended := [actor.end.remote() for actor in actors]:
-            ray = connected()
+            ray = connect_to_cluster()
             ray.wait(ended, num_returns=len(ended), timeout=timeout)
             for actor in actors:
                 ray.kill(actor)
@@ -96,14 +98,15 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
 
 
 class _Server:
-    """An actor: has an `envserve start` on its node, and ends when that does."""
+    """Ray actor that runs `envserve start` on its node, and exits with it."""
 
     def __init__(self, options: Sequence[str]) -> None:
         import ray
 
         host = ray.util.get_node_ip_address()
         bind = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
-        # By the main thread, whose end is the actor's: that is what the kernel tells.
+        # Started in the main thread, because the kernel signals the child when the
+        # thread that started it exits, and the main thread lives as long as the actor.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _RUN, "start", "--bind", bind, *options],
             stdin=subprocess.DEVNULL,
@@ -112,34 +115,38 @@ class _Server:
             text=True,
             errors="replace",
         )
-        self._said = "its server has ended"
-        self._address = self._pass_on()
+        self._last_output = "its server exited without output"
+        self._address = self._forward_output()
         if self._address:
             threading.Thread(target=self._watch, daemon=True).start()
-        else:  # it says why, and is placed anew
+        else:  # exit after `address` could be called; Ray then restarts the actor
             threading.Timer(10, os._exit, (1,)).start()
 
-    def _pass_on(self) -> str:
-        """Has Ray log what the server says; returns its address, or "" at its end."""
+    def _forward_output(self) -> str:
+        """Forward the server's output to Ray's log until it is ready, or exits.
+
+        Returns:
+          Its address; "" if it has exited.
+        """
         for line in self._process.stdout or ():
             print(line, end="", file=sys.stderr, flush=True)
             if line.startswith(_READY):
                 return line.removeprefix(_READY).split()[0]
-            self._said = line.strip().removeprefix("Error: ")
+            self._last_output = line.strip().removeprefix("Error: ")
         return ""
 
     def _watch(self) -> None:
         import ray
 
-        while self._pass_on():  # again after a --reload
+        while self._forward_output():  # again after a --reload
             pass
         if self._process.wait():
-            os._exit(1)  # and Ray starts another, unless it was told to end
+            os._exit(1)  # Ray restarts the actor unless it was stopped
         ray.kill(ray.get_runtime_context().current_actor)
 
     def address(self) -> tuple[str, str]:
-        """Returns its server's, or "", and what that has said last."""
-        return self._address, self._said
+        """Return the server's address, or "", and its last line of output."""
+        return self._address, self._last_output
 
     def end(self) -> None:
         self._process.terminate()
@@ -147,10 +154,10 @@ class _Server:
 
 
 def addresses(namespace: str, name: str) -> list[str]:
-    """Returns the addresses of servers that are ready now, by `ray://namespace/name`.
+    """Return the addresses of the servers ray://namespace/name that are ready.
 
     Raises:
-      AddressError: There are none, no cluster, or no Ray; says what to do.
+      AddressError: No server is ready, there is no cluster, or Ray is not installed.
     """
     if getattr(sys.modules.get("ray"), "is_initialized", bool)():
         return _find(namespace, name)
@@ -158,40 +165,44 @@ def addresses(namespace: str, name: str) -> list[str]:
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        raise AddressError("Ray has been silent for 60 s (ray status)") from None
+        raise AddressError("Ray did not answer within 60 s (ray status)") from None
     if found.returncode:
         raise AddressError(last_line(found.stdout or found.stderr))
     return found.stdout.split()
 
 
 def _find(namespace: str, name: str) -> list[str]:
-    ray, word, asked, found = connected(), f"ray://{namespace}/{name}", [], []
+    ray, address = connect_to_cluster(), f"ray://{namespace}/{name}"
+    requests, found = [], []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == namespace and actor["name"].startswith(f"{name}/"):
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
-                asked.append(ray.get_actor(**actor).address.remote())
-    ready = ray.wait(asked, num_returns=len(asked), timeout=5)[0] if asked else []
-    for answer in ready:
-        with contextlib.suppress(ray.exceptions.RayError):  # it is being started again
-            found.append(str(ray.get(answer)[0]))
+            with contextlib.suppress(ValueError):  # the actor has exited meanwhile
+                requests.append(ray.get_actor(**actor).address.remote())
+    num = len(requests)
+    ready = ray.wait(requests, num_returns=num, timeout=5)[0] if requests else []
+    for request in ready:
+        with contextlib.suppress(ray.exceptions.RayError):  # the actor is restarting
+            found.append(str(ray.get(request)[0]))
     if not any(found):
-        text = f"none of {len(asked)} servers is ready in Ray; see its logs, or start "
-        raise AddressError(f"{word}: {text}some: envserve start --on {word}")
+        text = f"none of {num} servers is ready in Ray; see its logs, or start some"
+        raise AddressError(f"{address}: {text}: envserve start --on {address}")
     return sorted(filter(None, found))
 
 
-def parse(word: str) -> tuple[str, str]:
-    """Returns namespace and name of ray://namespace/name; raises AddressError."""
-    namespace, _, name = word.removeprefix("ray://").partition("/")
-    if not (word.startswith("ray://") and namespace and name):
-        raise AddressError(f"expected ray://namespace/name, got {word!r:.200}")
+def parse(address: str) -> tuple[str, str]:
+    """Return namespace and name of ray://namespace/name; raise AddressError."""
+    namespace, _, name = address.removeprefix("ray://").partition("/")
+    if not (address.startswith("ray://") and namespace and name):
+        raise AddressError(f"expected ray://namespace/name, got {address!r:.200}")
     return namespace, name
 
 
-def connected(*, log_to_driver: bool = __name__ != "__main__") -> Any:
-    """Returns Ray, connected to a cluster that runs; raises AddressError."""
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # else a quarter of an hour
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # who waits is told
+def connect_to_cluster(*, log_to_driver: bool = __name__ != "__main__") -> Any:
+    """Connect to a running cluster; return the `ray` module; raise AddressError."""
+    # By default, Ray retries for a quarter of an hour if there is no cluster.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
+    # Callers handle the errors of their tasks; Ray need not log them.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         import ray
     except ImportError:
@@ -199,13 +210,13 @@ def connected(*, log_to_driver: bool = __name__ != "__main__") -> Any:
     try:
         if not ray.is_initialized():
             ray.init("auto", log_to_driver=log_to_driver)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # `ray.init` documents no exceptions
         raise AddressError(f"no Ray cluster (ray start): {last_line(error)}") from None
     return ray
 
 
 def last_line(error: object) -> str:
-    """Returns the last line of what was said, which says most."""
+    """Return the last line of a text or error, which has the cause of Ray's errors."""
     return str(error).strip().rpartition("\n")[2]
 
 

@@ -1,8 +1,9 @@
-"""Every setting of envs and their hosts, said and checked once.
+"""Settings of envs and of the hosts that run them, validated when they are created.
 
-`EnvRequest` is what a client asks for, `HostSettings` what a host allows and limits,
-`PoolSettings` what a pool is built from. Bounds stand in the types; who builds one of
-these gets a ValueError that names the setting, what was expected, and what came.
+A client sends an `EnvRequest`; `HostSettings` are the limits and permissions of a host;
+`PoolSettings` combine both for one pool of workers. Types are annotated with their
+bounds. A value that does not fit raises a ValueError with the setting's name, the
+expected value and the value that was found.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ _KWARG: Final = (
     rf"^[A-Za-z_]\w{{0,63}}(:(any|bool|int(\[-?\d+,-?\d+\])?|"
     rf"float(\[{_NUMBER},{_NUMBER}\])?|[^\s,|\[\]]+(\|[^\s,|\[\]]+)*))?$"
 )
-#: Which attributes clients may use in which way; see `session.policy.check_call`.
+#: An attribute that clients may get, set or call; see
+#: `session.server.policy.check_call`.
 ExposeRule = Annotated[str, Meta(pattern=_EXPOSE)]
-#: Which values an argument of an env may have; see `session.policy.check_kwargs`.
+#: A constructor argument that clients may set, and its values; see
+#: `session.server.policy.check_kwargs`.
 KwargRule = Annotated[str, Meta(pattern=_KWARG)]
 
-#: What msgspec's names of types are called here.
-_WORDS: Final = {
+#: Names of types in error messages, by msgspec's name.
+_TYPE_DESCRIPTIONS: Final = {
     f"`str` matching regex {_EXPOSE!r}": "NAME, get:NAME, set:NAME or call:NAME",
     f"`str` matching regex {_KWARG!r}": (
         "NAME, NAME:int[0,10], NAME:float[0,1], NAME:bool, NAME:a|b or NAME:any"
@@ -68,12 +71,12 @@ _WORDS: Final = {
     "`object`": "a map",
 }
 
-#: When an ended episode's env is reset, as in Gymnasium's `AutoresetMode`.
+#: When an env is reset after its episode has ended, as in Gymnasium's `AutoresetMode`.
 Autoreset = Literal["same_step", "next_step", "disabled"]
-#: Which info dicts are reported: of all rows, of rows whose episode ended, or none.
+#: Rows whose info dicts are reported: all, those whose episode ended, or none.
 Infos = Literal["all", "episode_end", "none"]
-#: What NaN and infinity in observations and rewards do: `EnvError`; a row that is lost,
-#: with `valid` False; or nothing, and they are handed on.
+#: Handling of NaN and infinity in observations and rewards: raise `EnvError`, mark the
+#: row as lost (`valid` is False), or pass them to the caller.
 NonFinite = Literal["raise", "mask", "pass"]
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -82,31 +85,32 @@ _Seconds = Annotated[float, Meta(gt=0)]
 
 
 def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
-    """Brings a plain value to a type, within the bounds that are annotated.
+    """Convert a plain value to a type, and check the annotated bounds.
 
     Args:
-      value: Plain value.
+      value: Value of plain types, for example from JSON.
       kind: Type to convert it to.
-      is_strict: Whether text stays text; otherwise "3" is converted to a number, and
-        to any class that takes text, such as Path.
+      is_strict: Whether strings are only converted to strings. If False, "3" can become
+        a number, and any string an instance of a class like Path.
 
     Raises:
-      ValueError: It is not of that type; says what was expected, and where.
+      ValueError: The value does not fit; the message has the expected type and the
+        position within the value.
     """
     construct = None if is_strict else lambda each, text: each(text)
     try:
         return msgspec.convert(value, kind, strict=is_strict, dec_hook=construct)
     except msgspec.ValidationError as error:
         text = str(error)
-        for word, words in _WORDS.items():
+        for word, words in _TYPE_DESCRIPTIONS.items():
             text = text.replace(word, words)
         raise ValueError(text[0].lower() + text[1:]) from None
-    except AttributeError:  # msgspec takes an array for a map
-        raise ValueError("expected no array where a map belongs") from None
+    except AttributeError:  # a bug of msgspec if it finds an array instead of a map
+        raise ValueError("expected a map, got an array") from None
 
 
 def check_ranges(rules: Iterable[KwargRule]) -> None:
-    """Raises ValueError for a range that no number is in."""
+    """Raise ValueError if the range of a rule is empty."""
     for rule in rules:
         low, comma, high = rule.partition("[")[2].rstrip("]").partition(",")
         if comma and float(low) > float(high):
@@ -117,8 +121,8 @@ def convert_field(name: str, value: Any, hint: Any, *, is_strict: bool = True) -
     """Return the value of a field, converted to its annotated type.
 
     Raises:
-      ValueError: It does not fit; the message has the name, what was expected, and what
-        was found.
+      ValueError: The value does not fit; the message has the name, the expected type
+        and the value.
     """
     try:
         return convert(value, hint, is_strict=is_strict)
@@ -171,9 +175,9 @@ def field_docs(kind: type) -> dict[str, str]:
     return docs
 
 
-class _Checked:
+class _Validated:
     def __post_init__(self) -> None:
-        """Checks every field, and brings it to its type; raises ValueError."""
+        """Convert and validate all fields; raise ValueError for the first bad one."""
         for error in convert_fields(self)[:1]:
             raise ValueError(error)
 
@@ -182,52 +186,54 @@ _hints_of: Final = cache(partial(get_type_hints, include_extras=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvRequest(_Checked):
-    """What a client asks for: equal envs, one a row."""
+class EnvRequest(_Validated):
+    """Request for a number of equal envs, one for each row of a batch."""
 
     env_name: Name
     """Registered name, like "HalfCheetah-v5"."""
     num_envs: Annotated[int, Meta(ge=1, le=1 << 16)]
     """Number of rows."""
     num_splits: Annotated[int, Meta(ge=1, le=1 << 12)] = 1
-    """Groups of blocks that can be stepped apart."""
+    """Number of groups of rows that can be stepped separately."""
     blocks_per_split: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
-    """How many blocks a group is cut into, whoever steps them; 0: one per worker."""
+    """Number of blocks per group, independent of the number of workers; 0 is one per
+    worker."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    """Root seed, from which every env's seed follows; see `seeding.env_seed`."""
+    """Root seed, from which the seed of each env is derived; see `seeding.env_seed`."""
     seeded: bool = True
-    """Whether an env's first reset gets its seed; else None reaches it, as in
+    """Whether the first reset of each env gets its seed; otherwise it gets None, as in
     Gymnasium."""
     first_env_index: _U32 = 0
     """Row of the first env in the whole batch, over all lanes."""
     first_incarnation: _U32 = 0
-    """How often every env has been built before, here or elsewhere."""
+    """Number of times that every env was built before, on this host or another."""
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the env's constructor."""
     wrappers: Wrappers = ()
-    """What each env is wrapped in, the innermost first."""
+    """Wrappers of each env, the innermost first."""
     autoreset: Autoreset = "same_step"
-    """When an ended episode's env is reset, as in Gymnasium."""
+    """When an env is reset after its episode has ended, as in Gymnasium."""
     infos: Infos = "episode_end"
-    """Which info dicts are reported."""
+    """Rows whose info dicts are reported."""
     spare_envs: bool = False
-    """Whether each row has a second env that is reset while the first is stepped."""
+    """Whether each row has a second env, which is reset while the first is stepped."""
     nonfinite: NonFinite = "raise"
-    """What NaN and infinity in observations and rewards do."""
+    """Handling of NaN and infinity in observations and rewards."""
     strict_spaces: bool = False
-    """Whether observations must have the very dtypes of their space, or may be cast."""
+    """Whether observations must have exactly the dtypes of their space; otherwise they
+    are cast."""
     vectorized: bool = False
     """Whether each block is one vector env, made by the env's vector_entry_point."""
 
     @property
     def num_hosted(self) -> int:
-        """How many envs the host has to hold."""
+        """The number of envs on the host, spare envs included."""
         return 2 * self.num_envs if self.spare_envs else self.num_envs
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(_Checked):
-    """What the workers of a host are, and what limits them."""
+class WorkerSettings(_Validated):
+    """Number and limits of a host's workers."""
 
     num_workers: _Count = field(default_factory=num_cores)
     """Maximum number of worker processes for one client; by default, one per core."""
@@ -252,10 +258,10 @@ class WorkerSettings(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings(WorkerSettings):
-    """What a host offers its clients, and how it serves them.
+    """Permissions and limits of the clients of a host.
 
     Envs, arguments and attributes that are not named here are refused. The docstring
-    below each field is the help of its option of `envserve start`.
+    below each field is also the help text of its `envserve start` option.
     """
 
     envs_per_worker: _Count = 64
@@ -284,8 +290,7 @@ class HostSettings(WorkerSettings):
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""
-    # What follows takes less than 2 s more, and whoever runs a container kills it
-    # after 10 s by default.
+    # Stopping takes up to 2 s more, and Docker kills a container 10 s after SIGTERM.
     drain_grace_seconds: Annotated[float, Meta(ge=0, lt=2.0**63)] = 8.0
     """Seconds after SIGTERM in which running episodes may end."""
     max_message_mib: _Count = 1
@@ -326,13 +331,14 @@ class HostSettings(WorkerSettings):
     read and change its traffic."""
 
     def __post_init__(self) -> None:
-        """Checks everything; raises ValueError."""
+        """Validate all fields; add user envs to `import_modules`; raise ValueError."""
         super().__post_init__()
         names = tuple(map(with_absolute_path, self.env_names or ()))
-        own = filter(is_user_env, (*names, *map(with_absolute_path, self.vector_envs)))
-        words = (*map(with_absolute_path, self.import_modules), *own)
+        vector_names = map(with_absolute_path, self.vector_envs)
+        user_envs = filter(is_user_env, (*names, *vector_names))
+        modules = (*map(with_absolute_path, self.import_modules), *user_envs)
         vars(self)["env_names"] = names or self.env_names
-        vars(self)["import_modules"] = tuple(dict.fromkeys(words))
+        vars(self)["import_modules"] = tuple(dict.fromkeys(modules))
         try:
             check_ranges(self.allowed_kwargs)
         except ValueError as error:
@@ -342,7 +348,7 @@ class HostSettings(WorkerSettings):
                 is_local_address(address)
             except ValueError as error:
                 raise ValueError(f"binds: {error}") from None
-        home = os.path.expanduser(f"~{self.worker_user}")  # found, if there is one
+        home = os.path.expanduser(f"~{self.worker_user}")  # unchanged without the user
         if self.worker_user and (home.startswith("~") or os.geteuid() != 0):
             raise ValueError(
                 f"worker_user: expected a user of this host, and root to start the "
@@ -351,34 +357,34 @@ class HostSettings(WorkerSettings):
 
     @property
     def total_envs(self) -> int:
-        """How many envs all leases may have together."""
+        """The maximum number of envs of all leases together."""
         return self.num_workers * self.envs_per_worker
 
     @property
     def max_message_bytes(self) -> int:
-        """Longest frame that is accepted from a client."""
+        """The maximum bytes of a frame from a client."""
         return self.max_message_mib << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings(WorkerSettings, EnvRequest):
-    """What a pool is built from: what was asked for, on a host's workers."""
+    """Settings of a pool: a client's request, and those of the host's workers."""
 
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:
-        """Puts a request and a host's settings together."""
-        asked = {f.name for f in fields(EnvRequest)}
+        """Combine a request with the settings of a host."""
+        requested = {f.name for f in fields(EnvRequest)}
         names = [f.name for f in fields(cls)]
-        given = {n: getattr(request if n in asked else host, n) for n in names}
+        values = {n: getattr(request if n in requested else host, n) for n in names}
         if isinstance(host, HostSettings) and request.env_name in map(
             env_name_of, host.vector_envs
         ):
-            given["vectorized"] = True
-        return cls(**given)
+            values["vectorized"] = True
+        return cls(**values)
 
 
 class EnvOptions(TypedDict, total=False):
-    """What `BatchEnv.connect` takes of `EnvRequest`, by the same names."""
+    """Keyword arguments of `BatchEnv.connect` that are fields of `EnvRequest`."""
 
     seed: int | None
     seeded: bool
@@ -395,7 +401,10 @@ class EnvOptions(TypedDict, total=False):
 
 
 class LocalOptions(EnvOptions, total=False):
-    """What `BatchEnv.local` takes besides of `WorkerSettings`, timeouts in seconds."""
+    """Keyword arguments of `BatchEnv.local`, including those of `WorkerSettings`.
+
+    Timeouts are in seconds.
+    """
 
     import_modules: Sequence[str]
     step_timeout: float

@@ -61,7 +61,7 @@ class Knocker:
         self.socket.connect(address)
         self._until = time.monotonic() + 1.0
 
-    def is_cut_off(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Return whether the server has rejected the client by now."""
         return time.monotonic() > self._until
 
@@ -73,7 +73,7 @@ def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> N
     peers: list[Stranger | Knocker | None] = [None] * len(kinds)
     for place, kind in itertools.cycle(enumerate(kinds)):
         peer = peers[place]
-        if peer is not None and not peer.is_cut_off():
+        if peer is not None and not peer.is_disconnected():
             time.sleep(1 / len(kinds))
             continue
         if peer is not None:

@@ -33,7 +33,7 @@ from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import raise_file_limit, use_keys
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.strangers import HELLO, KeyedStranger, foreseen_ids, honest_client
+from tests.envserve.strangers import HELLO, KeyedStranger, honest_client, predicted_ids
 
 OPENINGS: Final = ("--allow-kwarg", "length", "--drain-grace", "0")
 MAX_GROWTH_MIB: Final = 300.0
@@ -91,13 +91,13 @@ def send_endless(address: str, home: Path) -> None:
 
 def announce(address: str, keys: CurveKeys, count: int) -> int:
     """Announce some routing ids; return how many new clients were rejected."""
-    foreseen, num_shut_out = foreseen_ids(count), 0
+    foreseen, num_shut_out = predicted_ids(count), 0
     for start in range(0, count, _AT_ONCE):
         with contextlib.ExitStack() as stack:
             ids = foreseen[start : start + _AT_ONCE]
             for routing_id in (*ids, *[b""] * _NEWCOMERS):
                 peer = KeyedStranger(address, *keys, HELLO, routing_id)
-                num_shut_out += not stack.enter_context(peer).gets_in()
+                num_shut_out += not stack.enter_context(peer).is_admitted()
         zmq.Context.instance().term()  # wait until all are closed; few fit at once
     return num_shut_out
 

@@ -43,7 +43,7 @@ from envserve.wire.constants import MessageType
 from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.pool_driver import FAULTY, LEDGER, attach_lane, step
-from tests.envserve.server_process import ServerProcess, use_own_keys
+from tests.envserve.server_process import ServerProcess, use_user_keys
 from tests.envserve.strangers import Stranger, honest_client
 from tests.envserve.test_fuzz_server import (
     Attacker,
@@ -158,7 +158,7 @@ def announce(address: str, routing_id: bytes) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, routing_id)
         dealer.setsockopt(zmq.LINGER, 0)
-        use_own_keys(dealer, address)
+        use_user_keys(dealer, address)
         dealer.connect(address)
         hello = Message(MessageType.HELLO, body=Hello().encode())
         dealer.send_multipart(encode(hello))

@@ -38,7 +38,7 @@ from envserve.wire.message import Message, encode
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import (
     HELLO,
-    UNKEYED,
+    KEYLESS_COMMANDS,
     KeyedStranger,
     Stranger,
     honest_client,
@@ -56,7 +56,7 @@ _QUIET_SECONDS: Final = 1.5
 def without_keys(address: str, mechanism: str) -> Stranger:
     """Return a peer that greets with another mechanism than keys."""
     peer = Stranger(address, None)
-    peer.greet_by(mechanism)
+    peer.greet_with(mechanism)
     return peer
 
 
@@ -71,7 +71,7 @@ def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ..
         grant = Grant(name=name, public=pair.public, until=until)
         clients.add(grant, now)
         with KeyedStranger(*does[name]) as peer:
-            assert peer.gets_in(), f"expected a valid key: {name}"
+            assert peer.is_admitted(), f"expected a valid key: {name}"
             assert peer.socket.poll(_PATIENCE_MS), "expected an answer"
         if name == "expired":
             clients.add(replace(grant, expires=now), now)
@@ -90,7 +90,7 @@ def knock_often(make: Callable[..., Stranger | KeyedStranger], tries: int) -> in
         peers = [make() for _ in range(min(_AT_ONCE, tries - start))]
         for peer in peers:
             with peer:
-                count += peer.gets_in()
+                count += peer.is_admitted()
         zmq.Context.instance().term()  # wait until all are closed; few fit at once
     return count
 
@@ -127,7 +127,7 @@ def main(
         does |= {"another server's": (address, other.public, own, HELLO)}
         does |= {"unknown": (address, public, other, HELLO)}
         kinds: dict[str, Callable[..., Stranger | KeyedStranger]] = {}
-        for name in UNKEYED:
+        for name in KEYLESS_COMMANDS:
             kinds[f"{name} greeting"] = partial(without_keys, address, name)
         for name, given in does.items():
             kinds[f"{name} key"] = partial(KeyedStranger, *given)

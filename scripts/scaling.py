@@ -134,7 +134,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
                         prefix=hosts.command(name),
                         imports=(envs.MODULE,),
                         environment=home,
-                        is_awaited=False,
+                        waits_until_ready=False,
                     )
                 )
             )
@@ -208,7 +208,7 @@ def attach(changes: int = 100, servers: int = 4) -> None:
             for _ in range(servers):
                 place = Path(tempfile.mkdtemp(dir=folder))
                 server = ServerProcess(
-                    place, *SLEEPING, imports=(envs.MODULE,), is_awaited=False
+                    place, *SLEEPING, imports=(envs.MODULE,), waits_until_ready=False
                 )
                 started.append(stack.enter_context(server))
             for server in started:

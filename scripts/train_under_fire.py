@@ -76,7 +76,7 @@ def under_fire(
             if time.monotonic() >= next_server:
                 server = random.choice(servers)
                 server.kill()
-                server.start_again()
+                server.restart()
                 killed["servers killed"] += 1
                 next_server += SERVER_SECONDS
 

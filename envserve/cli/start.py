@@ -123,10 +123,10 @@ def start(
     serve = partial(_serve, address_file)
     if not reload:
         return serve(host)
-    from envserve.server.reload import serve_anew
+    from envserve.server.reload import serve_with_reload
 
     try:
-        return serve_anew(host, serve)
+        return serve_with_reload(host, serve)
     except EnvserveError as error:
         fail(error, 1)
 
@@ -189,7 +189,7 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int
 
     word = "ray://default/envs" if on == "ray" else on
     try:
-        with EnvServers(number, words, resources=resources, word=word) as servers:
+        with EnvServers(number, words, resources=resources, address=word) as servers:
             for each in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(each, lambda *_: sys.exit(0))
             print(f"envserve: ready on {word}:", *servers.addresses(), flush=True)

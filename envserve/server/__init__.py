@@ -1,4 +1,4 @@
-"""The env server: an asyncio loop over one pool of workers per lease."""
+"""The env server: one asyncio event loop, and one pool of workers per lease."""
 
 from envserve.server.serve import serve
 

@@ -1,6 +1,7 @@
-"""Who may use a server's tcp addresses: its keys, its clients, and who was revoked.
+"""Manages the keys of a server and of its authorised clients.
 
-Closed in doubt: nothing is served if a key that nobody knows was not refused.
+Authorisation fails closed: the server serves nothing unless its socket has refused an
+unknown key.
 """
 
 from __future__ import annotations
@@ -30,28 +31,30 @@ _SELF_TEST_SECONDS: Final = 5.0
 
 
 class Access:
-    """The keys of a server and of its clients, as files say now.
+    """The keys of a server and of its clients, read from their files.
 
     Attributes:
-      keys: The server's own.
+      keys: The server's key pair.
+      clients: The file of authorised clients.
     """
 
     def __init__(self, folder: KeyFolder) -> None:
-        """Reads all, and makes the keys of this user that are missing.
+        """Read all key files; create the key pairs of this user that are missing.
 
         Raises:
-          KeyFileError: A file cannot be read, or others can.
+          KeyFileError: A file cannot be read, or other users can read it.
         """
-        self._now = time.time  # keys end on dates
+        self._now = time.time  # the wall clock, because keys expire on dates
         folder.ensure_key("client")
         self.keys = folder.ensure_key("server")
         self.clients = folder.clients
         self.clients.read()
-        self._admitted: set[tuple[str, bytes]] = set()  # users and keys
+        # Users and public keys.
+        self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
 
     def check_binds(self, binds: Sequence[str]) -> None:
-        """Raises KeyFileError if others could reach it, and none of them has a key."""
+        """Raise KeyFileError if no client can use an address that is not local."""
         for address in binds:
             if not (is_local_address(address) or self.clients.grants(self._now())):
                 raise KeyFileError(
@@ -60,12 +63,12 @@ class Access:
                     f"tcp://127.0.0.1"
                 )
 
-    def find(self, public: bytes) -> Grant | None:
-        """Returns what a key may; None if it surely is not known.
+    def find_grant(self, public: bytes) -> Grant | None:
+        """Return the grant of a key; None if the key is certainly unknown.
 
         Raises:
-          KeyFileError: It is not known, but the file cannot be read now. Or it is of a
-            name that was let in with another key, which is about to be shut out.
+          KeyFileError: The key may be valid later: either the file of clients cannot
+            be read now, or the user's previous key is still being revoked.
         """
         grant = self.clients.find(public, self._now())
         if grant is None and not self.clients.is_current:
@@ -73,25 +76,29 @@ class Access:
         if grant is not None and not grant.is_invitation:
             entry = grant.name, public
             if any(name == grant.name for name, _ in self._admitted - {entry}):
-                raise KeyFileError(f"{grant.name} has had another key until now")
+                raise KeyFileError(f"{grant.name}: a previous key is still in use")
             self._admitted.add(entry)
         return grant
 
     def grant_of(self, user: str) -> Grant | None:
-        """Returns what the key of a user may; None if it is not good any more."""
+        """Return the grant of a user; None if its key has expired or was revoked."""
         for grant in self.clients.grants(self._now()):
             if grant.name == user and not grant.is_invitation:
                 return grant
         return None
 
     def enrol(self, user: str, public: bytes) -> str:
-        """Replace an invitation by the key of the client that was invited.
+        """Replace an invitation by the invited client's public key.
+
+        Args:
+          user: The invitation, with whose key the client has connected.
+          public: The client's public key.
 
         Returns:
           The name of the user.
 
         Raises:
-          RemoteProtocolError: It came by none that is good now.
+          RemoteProtocolError: The invitation is invalid, used or has expired.
           KeyFileError: The file of clients cannot be changed.
         """
         grant = None
@@ -99,12 +106,12 @@ class Access:
             invitation = formats.decode(formats.INVITATION, user)
             grant = self.clients.enrol(invitation, public, self._now())
         if grant is None:
-            raise RemoteProtocolError("expected the key of an invitation that is good")
+            raise RemoteProtocolError("expected the key of a valid invitation")
         _LOGGER.info("%s joined, key %s", grant.name, formats.fingerprint(public))
         return grant.name
 
     def find_revoked(self) -> set[str]:
-        """Returns users who were let in with a key that is not theirs any more."""
+        """Return users who were admitted with a key that is no longer valid."""
         now = self._now()
         for user, public in self._admitted:
             grant = self.clients.find(public, now)
@@ -113,28 +120,31 @@ class Access:
         return {user for user, _ in self._revoked}
 
     def forget_revoked(self) -> None:
-        """Notes that nothing of them is left: they may come back with other keys."""
+        """Forget revoked users, so that they can connect with new keys.
+
+        Call it once their sessions have ended and their connections are closed.
+        """
         self._admitted -= self._revoked
         self._revoked.clear()
 
 
-async def check_refusal(sockets: ServerSockets, zap: Zap, server_public: bytes) -> None:
+async def run_self_test(sockets: ServerSockets, zap: Zap, server_public: bytes) -> None:
     """Connect with an unknown key; raise SelfTestError unless it is refused."""
     zap.is_quiet = True
     with sockets.listening_on_loopback() as address:
-        found = await asyncio.to_thread(_knock, address, server_public)
+        found = await asyncio.to_thread(_try_unknown_key, address, server_public)
     zap.is_quiet = False
     zap.counts.clear()
     if found or sockets.has_unread():
         raise SelfTestError(
-            f"expected a key that nobody knows to be refused; "
-            f"{found or 'it was read'}; nothing is served, since anybody could get in; "
-            f"please report this"
+            f"expected an unknown key to be refused; "
+            f"{found or 'its message was received'}; the server does not start, "
+            f"because everyone could connect; please report this bug"
         )
 
 
-def _knock(address: str, server_public: bytes) -> str:
-    """Connects with a new key; returns "" if that was refused, else what happened."""
+def _try_unknown_key(address: str, server_public: bytes) -> str:
+    """Connect with a new key; return "" if it is refused, otherwise what happened."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     use_keys(socket, server_public, KeyPair.generate())
@@ -143,7 +153,7 @@ def _knock(address: str, server_public: bytes) -> str:
     )
     try:
         socket.connect(address)
-        with suppress(zmq.Again):  # it was refused before it could say a word
+        with suppress(zmq.Again):  # the key may be refused already
             socket.send(b"?", zmq.NOBLOCK)
         if not monitor.poll(int(1000 * _SELF_TEST_SECONDS)):
             return f"there was no answer within {_SELF_TEST_SECONDS:g} s"
@@ -152,7 +162,9 @@ def _knock(address: str, server_public: bytes) -> str:
             event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
             and event["value"] == UNKNOWN_KEY
         )
-        return "" if is_refused else f"ZeroMQ said {event['event']!r}, {event['value']}"
+        if is_refused:
+            return ""
+        return f"ZeroMQ reported {event['event']!r} with value {event['value']}"
     finally:
         socket.disable_monitor()
         context.destroy(linger=0)

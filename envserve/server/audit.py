@@ -1,7 +1,7 @@
-"""An audit log: a line of JSON for everything that users were granted, refused or lost.
+"""Writes the audit log: a JSON line for each thing that users get, are refused or lose.
 
-Refusals of one user within a second are two lines: the first, and the last with their
-number. A file that cannot be written is reported in the log, and has no other effect.
+Repeated refusals of one user within a second take two lines: the first one, and the
+last one with a count. A failure to write is logged and has no other effect.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from envserve.errors import ServerError
 from envserve.session.server.decisions import Audit
 
 _LOGGER: Final = logging.getLogger(__name__)
-_OFTEN: Final = frozenset({"refused", "over quota"})
-_OFTEN_SECONDS: Final = 1.0
-_MAX_TEXT: Final = 300
+_REPEATING_EVENTS: Final = frozenset({"refused", "over quota"})
+_REPEAT_SECONDS: Final = 1.0
+_MAX_TEXT_CHARS: Final = 300
 
 
 class AuditLog:
-    """Appends events to a file, until it is closed."""
+    """Appends events to a file."""
 
     def __init__(
         self,
@@ -34,20 +34,20 @@ class AuditLog:
         describe: Callable[[str], tuple[str, str]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Open the file for this user alone; create it if there is none.
+        """Open the file, create it if necessary, and restrict it to this user.
 
         Args:
-          path: The file.
-          describe: Returns a user's key fingerprint and address; "" if not known.
-          loop: Event loop that writes repeated refusals.
+          path: Path of the file.
+          describe: Returns a user's key fingerprint and address; "" if unknown.
+          loop: Event loop whose timer writes the counts of repeated refusals.
 
         Raises:
-          ServerError: It cannot be opened.
+          ServerError: The file cannot be opened.
         """
         self._describe = describe
         self._loop = loop
         self._flush_timer: asyncio.TimerHandle | None = None
-        #: The latest line of what was repeated within a second, by event and user.
+        # By event and user: the last line of a repeated event; None after one event.
         self._repeated: dict[tuple[str, str], dict[str, Any] | None] = {}
         self._described: dict[str, tuple[str, str]] = {}
         self._has_failed = False
@@ -56,21 +56,21 @@ class AuditLog:
             self._file = os.open(path, flags, 0o600)
             if not stat.S_ISREG(os.fstat(self._file).st_mode):  # never chmod a device
                 os.close(self._file)
-                raise OSError(errno.EINVAL, "it is no regular file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             os.fchmod(self._file, 0o600)
         except OSError as error:
             raise ServerError(
                 f"--audit {path} cannot be written: {error.strerror}; name a file of "
-                f"your own, in a folder that exists"
+                f"yours, in a folder that exists"
             ) from None
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the pending counts, and close the file."""
         self._write_repeated()
         os.close(self._file)
 
     def write(self, event: Audit) -> None:
-        """Append an event, or count it if it is repeated within a second."""
+        """Append an event, or count it if it is a repetition within a second."""
         user = event.user
         fingerprint, address = described = self._describe(user)
         if fingerprint:
@@ -84,19 +84,19 @@ class AuditLog:
             "name": user,
             "fingerprint": fingerprint,
             "address": address,
-            "env": event.env_name[:_MAX_TEXT],
+            "env": event.env_name[:_MAX_TEXT_CHARS],
             "count": event.num_envs,
-            "reason": event.reason[:_MAX_TEXT],
+            "reason": event.reason[:_MAX_TEXT_CHARS],
             "times": 1,
         }
         key = event.event, user
-        if event.event not in _OFTEN:
+        if event.event not in _REPEATING_EVENTS:
             self._write(line)
         elif key not in self._repeated:
             self._repeated[key] = None
             self._write(line)
             if self._flush_timer is None:
-                wait = _OFTEN_SECONDS
+                wait = _REPEAT_SECONDS
                 self._flush_timer = self._loop.call_later(wait, self._write_repeated)
         else:
             before = self._repeated[key]
@@ -112,12 +112,12 @@ class AuditLog:
             self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
-        # ASCII only, so that no text of a peer can control a terminal.
+        # `json` escapes all but ASCII, so texts of peers cannot control a terminal.
         data = json.dumps(line).encode() + b"\n"
         try:
             os.write(self._file, data)
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                _LOGGER.error("the audit cannot be written: %s", error)
+                _LOGGER.error("the audit log cannot be written: %s", error)
             self._has_failed = True

@@ -1,9 +1,20 @@
-"""The server's event loop: a Router, a pool per lease, and timers; nothing blocks.
+"""The server's event loop, which connects a Router, a ServerSession and the pools.
 
-It works off a list of decisions of the session; the decisions that follow from one of
-them are appended. A reply that cannot be sent is dropped: the client asks again, and
-the answer is still in the rows. An unexpected exception is logged and costs one
-session; the server continues to read.
+Everything here runs in the thread of one asyncio loop, and no call blocks. The loop
+calls back on three events: messages have arrived (`_on_messages`), a pool has news or
+its deadline has passed (`_on_pool_event`), or a lease expires (`_expire_leases`). Each
+event is passed to the session, which does no I/O and returns decisions. `_carry_out`
+carries out each decision before the next callback runs; a decision can lead to others,
+which are appended to the same queue.
+
+ZeroMQ's descriptor is edge-triggered, and a send may consume the edge. Therefore
+callbacks that send end with `_schedule_read`, and `_on_messages` reads until the
+sockets are empty or its turn is over. A turn is limited in messages and in time, so
+that floods cannot starve pools and timers.
+
+A reply that cannot be sent is dropped, because the client repeats its request and the
+answer is still in the slab. An unexpected exception is logged and ends one session at
+most; the server continues to serve the others.
 """
 
 from __future__ import annotations
@@ -31,7 +42,7 @@ from envserve.server.access import Access
 from envserve.server.fair_share import FairShare
 from envserve.server.leased_pool import LeasedPool
 from envserve.server.router import Router
-from envserve.server.status import Counters, StatusBoard
+from envserve.server.status import Counters, StatusReporter
 from envserve.server.watchdogs import LoopLag
 from envserve.session.server.decisions import (
     Audit,
@@ -56,20 +67,21 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: How long workers may take to end, unless the server is about to.
+#: Seconds in which the workers of an ended lease must exit while the server runs.
 _CLOSE_SECONDS: Final = 1.0
-#: Messages handled before pools and timers have their turn, see also `FairShare`.
-_MESSAGES_AT_ONCE: Final = 64
+#: Messages to handle before pools and timers get their turn; `FairShare` limits the
+#: seconds.
+_MAX_MESSAGES_PER_TURN: Final = 64
 
 
 class ServerLoop:
-    """Moves messages between a Router, a session and its pools.
+    """Passes messages and events between a Router, a session and the leases' pools.
 
     Attributes:
-      pools: The pools of leases, by session.
+      pools: The leases' pools, by session.
       counters: Counts since the server started.
-      dropped_replies: Replies that could not be sent.
-      status: Sums up the counts, for STATUS and for metrics.
+      dropped_replies: Number of replies that could not be sent.
+      status: Summary of all counts, for STATUS requests and for metrics.
     """
 
     def __init__(
@@ -82,16 +94,16 @@ class ServerLoop:
         access: Access | None = None,
         audit: Callable[[Audit], None] = lambda event: None,
     ) -> None:
-        """Start to serve; nothing else may read from the router from now on.
+        """Start to serve in the running event loop.
 
         Args:
           host: Limits and permissions.
-          router: Receives and sends messages.
+          router: Receives and sends messages; no other code may read from it.
           session: The server's half of all sessions.
           launcher: Starts workers.
-          drain_requested: Set when a client asks for a drain.
-          access: Keys of clients; None if no keys are used.
-          audit: Takes events for the audit log.
+          drain_requested: Event that is set when a client requests a drain.
+          access: Keys of clients; None if the server uses no keys.
+          audit: Callback that records an event in the audit log.
         """
         self._loop = asyncio.get_running_loop()
         self._router = router
@@ -104,36 +116,36 @@ class ServerLoop:
         self.counters = Counters()
         self.dropped_replies = 0
         self._lag = LoopLag(self._loop)
-        self.status = StatusBoard(
+        self.status = StatusReporter(
             host, session, self.pools, self.counters, self._welcome, self._loop
         )
-        self._defects = LogThrottle()
+        self._failure_throttle = LogThrottle()
         self._lease_timer: asyncio.TimerHandle | None = None
-        self._planned_read: asyncio.Handle | None = None
-        self._shares = FairShare(session.quotas)
-        self._is_ending = False
+        self._scheduled_read: asyncio.Handle | None = None
+        self._fair_share = FairShare(session.quotas)
+        self._is_stopping = False
         self._has_ended = asyncio.Event()
         self._close_seconds = _CLOSE_SECONDS
-        router.sockets.read_with(self._on_messages)
-        self._plan_read()
+        router.sockets.start_reading(self._on_messages)
+        self._schedule_read()
 
     def __repr__(self) -> str:
         return f"<ServerLoop {len(self.pools)} pools>"
 
-    # Its end.
+    # Drain and stop.
 
     async def drain(self, grace_seconds: float) -> None:
         """Grant no more leases, and wait until all leases have ended.
 
         Args:
-          grace_seconds: Seconds until `stop` will be called, for the clients.
+          grace_seconds: Seconds until the caller will call `stop`; sent to the clients.
         """
-        self._is_ending = True
+        self._is_stopping = True
         self._carry_out(self._session.begin_drain(grace_seconds))
-        self._plan_read()
+        self._schedule_read()
         await self._has_ended.wait()
 
-    async def stop(self, timeout_seconds: float, why: str = "") -> None:
+    async def stop(self, timeout_seconds: float, reason: str = "") -> None:
         """End all sessions and their workers, and notify the clients.
 
         The socket must stay open until the clients have acknowledged, because messages
@@ -142,63 +154,66 @@ class ServerLoop:
 
         Args:
           timeout_seconds: Time limit; workers are killed after half of it.
-          why: What has cut a drain short, for the clients; "" without a drain.
+          reason: Why a drain was cut short, sent to the clients; "" without a drain.
         """
-        self._is_ending = True
+        self._is_stopping = True
         self._close_seconds = timeout_seconds / 2
-        self._carry_out(self._session.stop(why))
+        self._carry_out(self._session.stop(reason))
         for leased in self.pools.values():  # also those that are closing already
             leased.begin_close(self._close_seconds)
-        self._plan_read()
+        self._schedule_read()
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._has_ended.wait()
         except TimeoutError:
-            _LOGGER.warning("stopped before all clients knew, or all workers ended")
+            _LOGGER.warning("stopped before all clients acknowledged or workers exited")
         finally:
             self._lag.stop()
             self._router.sockets.stop_reading()
-            for handle in (self._lease_timer, self._planned_read):
+            for handle in (self._lease_timer, self._scheduled_read):
                 if handle is not None:
                     handle.cancel()
             for leased in self.pools.values():
                 leased.release()
-            for number, what in (
+            for number, text in (
                 (self.dropped_replies, "replies could not be sent"),
-                (self._session.num_dropped_messages, "messages were none of ours"),
+                (self._session.num_dropped_messages, "messages were not answerable"),
                 (self.counters.failures, "failures"),
             ):
                 if number:
-                    _LOGGER.warning("%s: %d", what, number)
+                    _LOGGER.warning("%s: %d", text, number)
 
-    def end_leases(self, users: Collection[str]) -> None:
+    def end_sessions(self, users: Collection[str]) -> None:
         """End the sessions of users whose keys were revoked."""
         for user in users:
             self._audit(Audit("revoked", user))
         self._carry_out(self._session.leases.close_users(users))
 
-    def shut_out(self, users: Collection[str]) -> None:
-        """End sessions that they have begun since, and close all connections."""
-        if not self._is_ending:
+    def disconnect(self, users: Collection[str]) -> None:
+        """Close all connections, because ZeroMQ cannot close those of some users.
+
+        Sessions that the users started after `end_sessions` end as well.
+        """
+        if not self._is_stopping:
             self._carry_out(self._session.leases.close_users(users))
-            text = f"keys were taken away of {', '.join(sorted(users))}"
-            self._router.sockets.recycle(text)
+            text = f"keys were revoked: {', '.join(sorted(users))}"
+            self._router.sockets.reopen(text)
 
     # Messages.
 
     def _on_messages(self) -> None:
-        """Handle messages that have arrived."""
-        if self._planned_read is not None:
-            self._planned_read.cancel()
-            self._planned_read = None
-        may_be_more, shares, counters = True, self._shares, self.counters
+        """Read and handle messages for one turn."""
+        if self._scheduled_read is not None:
+            self._scheduled_read.cancel()
+            self._scheduled_read = None
+        may_be_more, shares, counters = True, self._fair_share, self.counters
         now = time.monotonic()
         shares.begin_turn(now)
         try:
-            for _ in range(_MESSAGES_AT_ONCE):
+            for _ in range(_MAX_MESSAGES_PER_TURN):
                 received = self._router.receive()
                 if received is None:
-                    user = self._router.sockets.discarding
+                    user = self._router.sockets.discarding_user
                     may_be_more = user is not None
                     if may_be_more:
                         shares.charge(time.monotonic(), user)
@@ -212,7 +227,7 @@ class ServerLoop:
                     decisions = self._receive(peer, message, now)
                     if num_wrong != self._session.num_dropped_messages:
                         counters.dropped += 1
-                        shares.note_dropped(0, num_bytes)
+                        shares.record_dropped(0, num_bytes)
                     self._carry_out(decisions)
                 else:
                     counters.dropped += 1
@@ -223,20 +238,20 @@ class ServerLoop:
         finally:
             pause = self._end_turn(is_drained=not may_be_more)
             if pause:
-                self._planned_read = self._loop.call_later(pause, self._on_messages)
+                self._scheduled_read = self._loop.call_later(pause, self._on_messages)
             elif may_be_more:
-                self._plan_read()
+                self._schedule_read()
 
     def _end_turn(self, *, is_drained: bool) -> float:
-        """Limit users who take too much of the loop; return how long not to read."""
-        shares = self._shares
+        """Limit users who take too much of the loop; return seconds not to read."""
+        shares = self._fair_share
         before = shares.throttled
         pause = shares.end_turn(is_drained)
         if shares.throttled not in (None, before):
-            why = "it takes too much of the server's time, and its messages are dropped"
-            self._audit(Audit("over quota", shares.throttled, reason=why))
+            reason = "it uses too much of the loop's time; its messages are dropped"
+            self._audit(Audit("over quota", shares.throttled, reason=reason))
         if shares.flooder is not None:
-            self._router.sockets.recycle("a flood", shares.flooder, is_sure=True)
+            self._router.sockets.reopen("a flood", shares.flooder, shut_out=True)
         return pause
 
     def _receive(
@@ -249,15 +264,15 @@ class ServerLoop:
             return self._session.receive_failed(peer, message)
 
     def _log_failure(self, text: str) -> None:
-        """Count and log an unexpected exception, at most one of a kind per second."""
+        """Count an unexpected exception; log each `text` at most once a second."""
         self.counters.failures += 1
-        more = self._defects.admit(text, time.monotonic())
+        more = self._failure_throttle.admit(text, time.monotonic())
         if more is not None:
             _LOGGER.exception("%s%s", text, more)
 
-    def _plan_read(self) -> None:
-        if self._planned_read is None and self._router.sockets.has_unread():
-            self._planned_read = self._loop.call_soon(self._on_messages)
+    def _schedule_read(self) -> None:
+        if self._scheduled_read is None and self._router.sockets.has_unread():
+            self._scheduled_read = self._loop.call_soon(self._on_messages)
 
     # Decisions.
 
@@ -270,7 +285,7 @@ class ServerLoop:
                 self._send(decision)
             elif isinstance(decision, PoolDecision):
                 try:
-                    work.extend(self._use_pool(decision))
+                    work.extend(self._apply_to_pool(decision))
                 except Exception as error:
                     work.extend(self._abandon(decision.session, error))
             elif isinstance(decision, RequestDecision):
@@ -279,7 +294,7 @@ class ServerLoop:
                 self._audit(decision)
             else:  # BeginDrain
                 self._drain_requested.set()
-        if self._is_ending and self._session.has_ended:
+        if self._is_stopping and self._session.has_ended:
             self._has_ended.set()
 
     def _send(self, reply: Reply) -> None:
@@ -290,7 +305,7 @@ class ServerLoop:
                 counters.bytes_out += sum(map(len, reply.frames))
                 counters.resends += reply.limiter is not None
                 return
-        except Exception:  # of ZeroMQ: other replies need not fail
+        except Exception:  # other replies can still be sent
             self._log_failure("a reply could not be sent")
         counters.dropped += 1
         self.dropped_replies += 1
@@ -298,7 +313,7 @@ class ServerLoop:
             reply.limiter.num_copies -= 1
 
     def _answer(self, decision: RequestDecision) -> Sequence[Decision]:
-        """Answer a request with something that only the server has."""
+        """Answer a request whose answer the session cannot compute."""
         request, now = decision.request, time.monotonic()
         user, payload = request.peer[-1], b""
         try:
@@ -311,7 +326,7 @@ class ServerLoop:
                 result, payload = inspector.read_frames(decision.frame_request)
                 body = result.encode()
             else:
-                assert self._access is not None, "the session checks that keys are used"
+                assert self._access is not None, "a session without keys refuses JOIN"
                 name, body = self._access.enrol(user, decision.public_key), b""
                 self._audit(Audit("joined", name))
             return self._session.answer(request, body, payload)
@@ -329,13 +344,13 @@ class ServerLoop:
             loop_lag_ms=int(1000 * self._lag.seconds),
         )
 
-    def _use_pool(self, decision: PoolDecision) -> Sequence[Decision]:
+    def _apply_to_pool(self, decision: PoolDecision) -> Sequence[Decision]:
         """Carry out a decision about a pool; return the decisions that follow."""
         session = decision.session
         if isinstance(decision, StartPool):
             return self._start_pool(decision)
         if isinstance(decision, EndPool):
-            if session not in self.pools:  # it is closed, or could not be started
+            if session not in self.pools:  # the pool is closed or did not start
                 return self._session.pool_closed(session)
             self.pools[session].begin_close(self._close_seconds)
             return ()
@@ -350,7 +365,7 @@ class ServerLoop:
                 pool.submit_call(decision.calls)
         except EnvserveError as error:
             return self._fail_pool(session, error)
-        leased.plan()
+        leased.schedule()
         absent = pool.absent
         return self._session.pool_finished(session, (), absent) if absent else ()
 
@@ -361,7 +376,7 @@ class ServerLoop:
     def _start_pool(self, decision: StartPool) -> Sequence[Decision]:
         session = decision.session
         if self._lease_timer is None:
-            self._plan_lease_end()
+            self._schedule_lease_expiry()
         try:
             label = self._session.leases.name_of(session)
             with self._launcher.reserve:
@@ -371,13 +386,13 @@ class ServerLoop:
                     label=label,
                     owner=session[0] or label,
                 )
-            leased = LeasedPool(pool, self._loop, partial(self._on_pool, session))
-            self.pools[session] = leased  # if anything fails from here on, it is closed
+            leased = LeasedPool(pool, self._loop, partial(self._on_pool_event, session))
+            self.pools[session] = leased  # so that `_abandon` closes it after a failure
             leased.watch()
             return ()
         except EnvserveError as error:
             return self._session.pool_failed(session, error)
-        except OSError as error:  # of descriptors, processes, or memory
+        except OSError as error:  # no descriptor, process or memory is left
             failure = EnvStartError(
                 f"no workers can be started now: {error}; end other sessions, or raise "
                 f"the server's limits (ulimit -n, ulimit -u)"
@@ -385,10 +400,10 @@ class ServerLoop:
             return self._fail_pool(session, failure)
 
     def _abandon(self, session: SessionId, error: Exception) -> list[Decision]:
-        """End a session at once, because something that it needs has failed here."""
+        """End a session immediately after an unexpected exception."""
         self.counters.failures += 1
         _LOGGER.error(
-            "%s is given up", self._session.leases.name_of(session), exc_info=error
+            "%s: server failure", self._session.leases.name_of(session), exc_info=error
         )
         try:
             if session in self.pools:
@@ -401,53 +416,53 @@ class ServerLoop:
     # Pools.
 
     def _release(self, session: SessionId) -> None:
-        """Close a pool, but keep its counts."""
+        """Close a pool, and add its counts to the server's."""
         leased = self.pools.pop(session)
         if (record := self._session.leases.get(session)) is not None:
             record.statistics = leased.statistics()
-        self.status.add_past(leased.pool.metrics.counts)
+        self.status.add_closed(leased.pool.metrics.counts)
         leased.release()
 
-    def _on_pool(self, session: SessionId) -> None:
+    def _on_pool_event(self, session: SessionId) -> None:
         """Pass events of a pool to the session."""
         leased = self.pools[session]
         pool = leased.pool
         try:
             try:
                 outcomes, error = pool.collect(0), pool.error
-            except EnvserveError as failure:  # no process can be started any more
+            except EnvserveError as failure:  # the launcher can start no processes
                 outcomes, error = [], failure
             if error is not None:
                 decisions = self._session.pool_failed(session, error)
-            elif leased.is_announced:  # the usual case
+            elif leased.is_ready_reported:  # by far the most frequent case
                 decisions = self._session.pool_finished(session, outcomes, pool.absent)
             else:
                 decisions = []
                 if pool.is_ready:
-                    leased.is_announced, now = True, time.monotonic()
+                    leased.is_ready_reported, now = True, time.monotonic()
                     ready = pool.spec, pool.blocks, pool.rows
                     decisions = self._session.pool_ready(session, *ready, now)
-            if leased.is_ending and pool.is_closed:
+            if leased.is_closing and pool.is_closed:
                 self._release(session)
                 decisions += self._session.pool_closed(session)
             else:
-                leased.plan()
+                leased.schedule()
         except Exception as defect:
             decisions = self._abandon(session, defect)
         if decisions:
             self._carry_out(decisions)
-            self._plan_read()
+            self._schedule_read()
 
-    def _plan_lease_end(self) -> None:
+    def _schedule_lease_expiry(self) -> None:
         deadline = self._session.next_deadline()
         if deadline != math.inf:
-            self._lease_timer = self._loop.call_at(deadline, self._end_leases)
+            self._lease_timer = self._loop.call_at(deadline, self._expire_leases)
 
-    def _end_leases(self) -> None:
+    def _expire_leases(self) -> None:
         self._lease_timer = None
         try:
             self._carry_out(self._session.expire_leases(self._loop.time()))
         finally:
             if self._lease_timer is None:
-                self._plan_lease_end()
-            self._plan_read()
+                self._schedule_lease_expiry()
+            self._schedule_read()

@@ -1,148 +1,175 @@
-"""Who takes more than its share of the loop, while others wait.
+"""Finds users whose messages take more than a fair share of the event loop's time.
 
-A share is milliseconds of the loop: one message can take as long as thousands. Who
-waits for answers before it asks for more leaves nothing unread for long. Whose messages
-stand in the queue, and who has had more than others, has them dropped unread. They are
-not lost: clients send again what is not answered. Who goes on as if nothing had been
-dropped is no such client, and is to be shut out: even to drop takes time.
+The server measures seconds, not messages, because one message can take as long as
+thousands. A client that waits for answers leaves nothing unread for long. A user is
+throttled, so that its messages are dropped unread, only if three conditions hold:
 
-Steps do not count against their user: of each leased block there is one at a time.
+* The sockets have not been empty for a while, so other users wait.
+* Messages of this user are among the unread ones.
+* The user has used more than half as much time as the others on average, weighted by
+  the shares of their keys. Its steps do not count, because each leased block has at
+  most one running.
+
+A client repeats requests that are not answered, so dropped messages are not lost. A
+user who continues to send as fast as before does not wait for answers. It is reported
+as a flooder, because even dropping messages takes time (docs/decisions.md: "A flood is
+recognised by its loop time and its unread messages").
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Final
 
 from envserve.session.server.quotas import KEYLESS_USERS, Quotas
 from envserve.wire.message import Peer
 
-#: How long messages are read before the loop turns to pools and timers.
+#: Seconds to read messages before the loop turns to pools and timers.
 _TURN_SECONDS: Final = 0.002
-#: How soon it is forgotten what was used.
-_MEMORY_SECONDS: Final = 1.0
-_NOTHING: Final = 1e-5
-#: How often users are judged.
-_JUDGE_SECONDS: Final = 0.01
-#: A queue that stands so long is not of clients that wait for answers.
-_STANDING_SECONDS: Final = 0.02
-#: What anybody may use within a second, and how many times as much as others: hardly
-#: any client asks for more than steps.
+#: Time constant with which all counts decay.
+_DECAY_SECONDS: Final = 1.0
+_NEGLIGIBLE: Final = 1e-5
+#: Seconds between two updates of `throttled` and `flooder`.
+_UPDATE_SECONDS: Final = 0.01
+#: Clients that wait for answers do not leave messages unread for this long.
+_BACKLOG_SECONDS: Final = 0.02
+#: Seconds, apart from steps, that every user may use within `_DECAY_SECONDS`. Clients
+#: seldom need more, because they mostly send steps.
 _FREE_SECONDS: Final = 0.05
-_TOLERANCE: Final = 0.5
-#: More than is dropped of who sends again what is not answered, within _MEMORY_SECONDS.
+#: Above `_FREE_SECONDS`, a user may use this fraction of the other users' mean.
+_MAX_RELATIVE_SECONDS: Final = 0.5
+#: Dropped messages and bytes within `_DECAY_SECONDS` that make a user a flooder. A
+#: client that repeats unanswered requests stays below.
 _FLOOD_MESSAGES: Final = 5_000
 _FLOOD_BYTES: Final = 64 << 20
-#: How long not to read while all that waits is to be dropped. A message of another user
-#: ends that at once: it makes the socket readable anew.
+#: Seconds not to read while a user is throttled. A message of another user ends the
+#: pause, because it makes the socket readable again.
 _PAUSE_SECONDS: Final = 0.002
 
 
 class FairShare:
-    """Counts what each user takes of the loop, turn by turn, and judges it.
+    """Measures each user's time in the event loop, and finds users to limit.
+
+    In each turn call `begin_turn`, then `admits` and `charge` for each message, then
+    `end_turn`.
 
     Attributes:
       throttled: The user whose messages are dropped unread, if there is one.
-      flooder: The user to be shut out, if this turn has found one.
+      flooder: The user to shut out, if this turn has found one.
     """
 
     def __init__(self, quotas: Quotas) -> None:
-        """Starts with nothing used; `quotas` know how users' shares compare."""
+        """Start with empty counts; `quotas` has the weights of the users' shares."""
         self.throttled: str | None = None
         self.flooder: str | None = None
         self._quotas = quotas
-        #: Seconds of the loop by user, in all and but for steps; and how often it left
-        #: something unread.
-        self._used: dict[str, float] = {}
-        self._unearned: dict[str, float] = {}
-        self._left: dict[str, float] = {}
-        #: What was dropped, where 1 is a flood.
-        self._dropped: dict[str, float] = {}
-        self._judged_at = 0.0
-        #: Since when something is left unread at every turn's end.
-        self._standing_at = math.inf
-        #: Of the turn: its latest instant and user, its end, and whom it dropped first.
-        self._now = self._ends_at = 0.0
+        # Decaying counts by user: seconds of the loop, the same without steps, and the
+        # number of turns that ended with this user's message while more were unread.
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._billed: defaultdict[str, float] = defaultdict(float)
+        self._unread: defaultdict[str, float] = defaultdict(float)
+        # Dropped messages and bytes by user, as a fraction of a flood.
+        self._dropped: defaultdict[str, float] = defaultdict(float)
+        self._updated_at = 0.0
+        # Since when every turn has ended with unread messages.
+        self._backlog_since = math.inf
+        # State of the current turn: the latest time, the time at which the turn is
+        # over, the sender of the latest message, and the first peer whose message was
+        # dropped.
+        self._now = self._turn_ends_at = 0.0
         self._user = ""
         self._is_step = False
         self._first_dropped: Peer | None = None
 
     def begin_turn(self, now: float) -> None:
-        """Begins to read messages."""
-        self._now, self._ends_at = now, now + _TURN_SECONDS
+        """Begin a turn, in which messages are read until `charge` returns True."""
+        self._now, self._turn_ends_at = now, now + _TURN_SECONDS
         self._first_dropped = self.flooder = None
 
     def admits(self, peer: Peer, num_bytes: int) -> bool:
-        """Tells whether a peer's message is to be handled."""
+        """Return whether to handle a message; False if it must be dropped."""
         self._user = peer[-1]
         if self._user != self.throttled:
             self._first_dropped = None
             return True
-        self.note_dropped(1, num_bytes)
+        self.record_dropped(1, num_bytes)
         if self._first_dropped is None:
             self._first_dropped = peer
-        elif self._first_dropped == peer:  # since then, whoever waits was heard
-            self._ends_at = 0.0
+        elif self._first_dropped == peer:  # all other waiting peers had their turn
+            self._turn_ends_at = 0.0
         return False
 
-    def note_dropped(self, num_messages: int, num_bytes: int) -> None:
-        """Notes what was dropped of the latest one's user; bytes may be no message."""
-        if self._user not in KEYLESS_USERS:  # else there is none to shut out
+    def record_dropped(self, num_messages: int, num_bytes: int) -> None:
+        """Count dropped messages of the latest sender.
+
+        Args:
+          num_messages: Number of messages; 0 if the bytes are not a valid message.
+          num_bytes: Their size.
+        """
+        if self._user not in KEYLESS_USERS:  # these cannot be shut out by their key
             part = num_messages / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
-            self._dropped[self._user] = self._dropped.get(self._user, 0.0) + part
+            self._dropped[self._user] += part
 
     def charge(
         self, now: float, user: str | None = None, *, is_step: bool = False
     ) -> bool:
-        """Notes what was done with a message; tells whether the turn is over.
+        """Charge the time since the last call to a user.
 
         Args:
-          now: The instant.
-          user: Whose it is, unless that of the message that was admitted last.
-          is_step: Whether it began a step, which no other message had asked for.
+          now: Current time.
+          user: The user to charge; by default, the sender of the latest message.
+          is_step: Whether the message has begun a step and is not a repetition.
+
+        Returns:
+          Whether the turn is over.
         """
         self._user = user = user or self._user
         seconds, self._now, self._is_step = now - self._now, now, is_step
-        self._used[user] = self._used.get(user, 0.0) + seconds
+        self._seconds[user] += seconds
         if not is_step:
-            self._unearned[user] = self._unearned.get(user, 0.0) + seconds
-        return now >= self._ends_at
+            self._billed[user] += seconds
+        return now >= self._turn_ends_at
 
     def end_turn(self, is_drained: bool) -> float:
-        """Judges users now and then; returns for how long not to read.
+        """End a turn, and update `throttled` and `flooder` if that is due.
 
-        It is drained if nothing is left unread.
+        Args:
+          is_drained: Whether no messages are left unread.
+
+        Returns:
+          Seconds not to read.
         """
         if is_drained:
-            self._standing_at, self.throttled = math.inf, None
+            self._backlog_since, self.throttled = math.inf, None
         else:
-            self._standing_at = min(self._standing_at, self._now)
+            self._backlog_since = min(self._backlog_since, self._now)
             if not self._is_step:
-                self._left[self._user] = self._left.get(self._user, 0.0) + 1.0
-        if self._now >= self._judged_at + _JUDGE_SECONDS:
-            self._judge(self._now)
+                self._unread[self._user] += 1.0
+        if self._now >= self._updated_at + _UPDATE_SECONDS:
+            self._update(self._now)
         return 0.0 if is_drained or self.throttled is None else _PAUSE_SECONDS
 
-    def _judge(self, now: float) -> None:
-        kept = math.exp((self._judged_at - now) / _MEMORY_SECONDS)
-        self._judged_at = now
+    def _update(self, now: float) -> None:
+        decay = math.exp((self._updated_at - now) / _DECAY_SECONDS)
+        self._updated_at = now
         flooder = next((u for u, part in self._dropped.items() if part > 1), None)
         if flooder is not None:
             self.flooder = flooder
-            del self._dropped[flooder]  # it is reported once
-        for counts in (self._used, self._unearned, self._left, self._dropped):
+            del self._dropped[flooder]  # so that it is reported only once
+        for counts in (self._seconds, self._billed, self._unread, self._dropped):
             for user in list(counts):
-                counts[user] *= kept
-                if counts[user] < _NOTHING:
+                counts[user] *= decay
+                if counts[user] < _NEGLIGIBLE:
                     del counts[user]
         self.throttled = None
-        is_standing = now >= self._standing_at + _STANDING_SECONDS
-        if not (is_standing and self._left) or len(self._used) < 2:
+        has_backlog = now >= self._backlog_since + _BACKLOG_SECONDS
+        if not (has_backlog and self._unread) or len(self._seconds) < 2:
             return
-        user = max(self._left, key=self._left.__getitem__)
-        used = {u: t / self._quotas.weight_of(u) for u, t in self._used.items()}
-        own = self._unearned.get(user, 0.0) / self._quotas.weight_of(user)
+        user = max(self._unread, key=self._unread.__getitem__)
+        used = {u: t / self._quotas.weight_of(u) for u, t in self._seconds.items()}
+        billed = self._billed.get(user, 0.0) / self._quotas.weight_of(user)
         used.pop(user, 0.0)
-        share = _TOLERANCE * sum(used.values()) / len(used)
-        if own > max(_FREE_SECONDS, share):
+        limit = _MAX_RELATIVE_SECONDS * sum(used.values()) / len(used)
+        if billed > max(_FREE_SECONDS, limit):
             self.throttled = user

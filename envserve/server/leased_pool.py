@@ -1,4 +1,4 @@
-"""The pool of one lease, looked after in the server's event loop."""
+"""The pool of one lease, watched by the server's event loop."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from envserve.pool.pool import Pool
 
 
 class LeasedPool:
-    """A lease's pool in the event loop.
+    """A lease's pool, with its file descriptor and its timer in the event loop.
 
     Attributes:
       pool: The pool.
-      is_announced: Whether its being ready was reported.
-      is_ending: Whether it was told to close.
-      timer_at: When to look after it though it has said nothing; maybe infinity.
+      is_ready_reported: Whether the session was notified that the pool is ready.
+      is_closing: Whether `begin_close` was called.
+      timer_at: Time of the next call of `on_event` without an event of the pool, on
+        the loop's clock; infinity without a timer.
     """
 
     def __init__(
         self, pool: Pool, loop: asyncio.AbstractEventLoop, on_event: Callable[[], None]
     ) -> None:
         self.pool = pool
-        self.is_announced = self.is_ending = False
+        self.is_ready_reported = self.is_closing = False
         self._timer: asyncio.TimerHandle | None = None
         self.timer_at = math.inf
-        self._begun_at = time.monotonic()
+        self._started_at = time.monotonic()
         self._loop = loop
         self._on_event = on_event
 
     def watch(self) -> None:
-        """Begins to look after it."""
+        """Start to call `on_event` for events and deadlines of the pool."""
         self._loop.add_reader(self.pool.fileno(), self._on_event)
         self._set_timer(time.monotonic())
 
-    def plan(self) -> None:
+    def schedule(self) -> None:
         """Set the timer for the pool's next deadline, unless it is set earlier."""
         deadline = self.pool.next_deadline()
         if deadline is not None and deadline < self.timer_at:
@@ -53,23 +54,23 @@ class LeasedPool:
         self._on_event()
 
     def statistics(self) -> dict[str, float]:
-        """Return counts of its envs, for the log line at its end."""
-        tally, seconds = self.pool.metrics, time.monotonic() - self._begun_at
+        """Return the counts of its envs that are logged when the lease ends."""
+        metrics, seconds = self.pool.metrics, time.monotonic() - self._started_at
         return {
-            "env_steps": tally.num_env_steps,
+            "env_steps": metrics.num_env_steps,
             "seconds": seconds,
-            "steps_per_second": tally.num_env_steps / seconds,
-            "num_faults": sum(tally.faults),
+            "steps_per_second": metrics.num_env_steps / seconds,
+            "num_faults": sum(metrics.faults),
         }
 
-    def begin_close(self, seconds: float) -> None:
-        """Has the pool close, within so many seconds."""
-        self.is_ending = True
-        self.pool.begin_close(seconds)
+    def begin_close(self, timeout_seconds: float) -> None:
+        """Begin to close the pool; workers are killed after the timeout."""
+        self.is_closing = True
+        self.pool.begin_close(timeout_seconds)
         self._set_timer(time.monotonic())
 
     def release(self) -> None:
-        """Watch the pool no more; end a pool that is not closed yet by force."""
+        """Stop watching the pool, and kill its workers if they have not exited."""
         self._loop.remove_reader(self.pool.fileno())
         if self._timer is not None:
             self._timer.cancel()

@@ -1,7 +1,8 @@
-"""A server that begins anew when a file of its envs is saved.
+"""Restarts a server when a source file of its envs changes (`--reload`).
 
-This process serves nothing. The server is a child, which has imported the envs; another
-child finds out before each start whether they can be imported, and what that reads.
+This process serves nothing. The server is a child process, which imports the envs.
+Before each start another child, the probe, imports them, too: it shows whether the
+import succeeds, and which files it reads.
 """
 
 from __future__ import annotations
@@ -24,67 +25,70 @@ from envserve.errors import EnvStartError
 from envserve.settings import HostSettings
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: watchfiles would save five lines here, but it cannot wait for the server's end as
-#: well, and its threads would run in a process that forks.
-_LOOK_SECONDS: Final = 0.5
+#: Seconds between two checks of the files. `watchfiles` would not be simpler: it cannot
+#: also wait for the exit of the server, and its threads would run in a process that
+#: forks.
+_POLL_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-#: What a child does: takes what to tell this process with, returns an exit code.
+#: The main function of a child: takes a function that sends an object to this process,
+#: and returns an exit code.
 _Work = Callable[[HostSettings, Callable[[Any], None]], int]
 _INSTALLED: Final = tuple(
     sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")
 )
 
 
-def serve_anew(host: HostSettings, serve: _Work) -> int:
-    """Serves, and again at the same addresses whenever a file of the envs is saved.
+def serve_with_reload(host: HostSettings, serve: _Work) -> int:
+    """Serve, and restart at the same addresses whenever a file of the envs is saved.
 
-    Clients attach anew, and are told of a lost transition in each row. Envs that cannot
-    be imported leave the server as it is, until a file is saved again.
+    Clients attach again, and lose one transition in each row. If the envs cannot be
+    imported, the old server continues until a file is saved again.
 
     Args:
-      host: Set-up.
-      serve: Serves until it is told to end; is told what to call with its addresses
-        once it can be reached; returns an exit code.
+      host: Settings.
+      serve: Serves until a signal stops it, and returns an exit code. It calls its
+        second argument with its addresses once clients can connect.
 
     Returns:
-      The last exit code: it has ended by itself, or by a signal to this process.
+      The exit code of the last server, which stopped by itself or after a signal to
+      this process.
 
     Raises:
       EnvStartError: The envs cannot be imported at the start.
     """
-    times = _times(_probe(host))
+    times = _modification_times(_probe(host))
     if not times:
-        _LOGGER.warning("--reload: no file of yours is imported, so none is looked at")
-    told: list[int] = []
+        _LOGGER.warning("--reload has no effect: envs import only installed modules")
+    signals: list[int] = []
     server, addresses = _fork(serve, host)
 
-    def pass_on(number: int, _: object) -> None:
-        told.append(number)
+    def forward(number: int, _: object) -> None:
+        signals.append(number)
         if server.pid is not None and server.exitcode is None:
             os.kill(server.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
     try:
         while server.exitcode is None:
-            server.join(_LOOK_SECONDS)
-            now = _times(times)
-            if now == times or told or server.exitcode is not None:
+            server.join(_POLL_SECONDS)
+            now = _modification_times(times)
+            if now == times or signals or server.exitcode is not None:
                 continue
             names = ", ".join(os.path.basename(f) for f in now if now[f] != times[f])
             times = now
             try:
-                times = {**_times(_probe(host)), **times}
+                times = {**_modification_times(_probe(host)), **times}
             except EnvStartError as error:
-                _LOGGER.error("%s: saved, but the server stays: %s", names, error)
+                _LOGGER.error("%s changed; the old server continues: %s", names, error)
                 continue
-            _LOGGER.info("%s: saved; the server begins anew", names)
+            _LOGGER.info("%s changed; restarting the server", names)
             if addresses.poll():
                 host = replace(host, binds=addresses.recv())
-            pass_on(signal.SIGINT, None)
+            forward(signal.SIGINT, None)
             server.join()
-            if told == [signal.SIGINT]:  # nobody has told us to end meanwhile
-                told.clear()
+            if signals == [signal.SIGINT]:  # this process got no signal meanwhile
+                signals.clear()
                 server, addresses = _fork(serve, host)
         return server.exitcode
     finally:
@@ -93,53 +97,61 @@ def serve_anew(host: HostSettings, serve: _Work) -> int:
 
 
 def _fork(work: _Work, host: HostSettings) -> tuple[ForkProcess, Connection]:
-    """Starts a process that ends with this one; returns it, and what it tells."""
+    """Start a child that exits with this process.
+
+    Returns:
+      The child, and the connection with the objects that it sends.
+    """
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(work, host, theirs))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, host, sender))
     process.start()
-    theirs.close()
-    return process, ours
+    sender.close()
+    return process, receiver
 
 
-def _run(work: _Work, host: HostSettings, told: Connection) -> None:
+def _run(work: _Work, host: HostSettings, connection: Connection) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-    sys.exit(work(host, told.send))
+    sys.exit(work(host, connection.send))
 
 
 def _probe(host: HostSettings) -> list[str]:
-    """Imports the envs in a process of its own; returns the files that it has read."""
-    probe, found = _fork(_import, host)
+    """Import the envs in a child; return the files that this reads.
+
+    Raises:
+      EnvStartError: The envs cannot be imported.
+    """
+    probe, connection = _fork(_import, host)
     error: str
     files: list[str]
     try:
-        error, files = found.recv()
+        error, files = connection.recv()
     except EOFError:
-        error, files = "it ends the process that imports the envs", []
+        error, files = "importing the envs ends the process", []
     probe.join()
     if error:
         raise EnvStartError(error)
     return files
 
 
-def _import(host: HostSettings, tell: Callable[[Any], None]) -> int:
+def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
     before = set(sys.modules)
     try:
         registry = Registry(host.env_names, host.import_modules)
         for name in registry.names if host.env_names else ():
             preload(name)
     except Exception as error:
-        tell((str(error) or repr(error), []))
+        send((str(error) or repr(error), []))
     else:
         modules = (m for name, m in [*sys.modules.items()] if name not in before)
         files = filter(None, (getattr(m, "__file__", None) for m in modules))
-        tell(("", [f for f in files if not f.startswith(_INSTALLED)]))
+        send(("", [f for f in files if not f.startswith(_INSTALLED)]))
     return 0
 
 
-def _times(files: Iterable[str]) -> dict[str, int]:
-    """Returns when each was saved; 0 while an editor has put it aside."""
+def _modification_times(files: Iterable[str]) -> dict[str, int]:
+    """Return each file's time of modification; 0 while an editor is replacing it."""
     return {f: os.stat(f).st_mtime_ns if os.path.exists(f) else 0 for f in files}

@@ -1,7 +1,8 @@
-"""Receives and sends the messages of a server, over all of its sockets.
+"""Receives and sends messages over all sockets of a server.
 
-A peer is (socket, route, user). On tcp the user is the owner of the key that a message
-was sent with, which ZeroMQ reports for each message; on ipc it is this user, "local".
+A peer is a tuple (socket number, route, user). On tcp, ZeroMQ reports for each message
+the user whose key the connection uses; without keys, the user is "". On ipc the user
+is "local", because only processes of the server's user can connect.
 """
 
 from __future__ import annotations
@@ -11,23 +12,19 @@ from typing import Final
 
 import zmq
 
-from envserve.server.zmq_guards.send_budget import LONG_BYTES, SendBudget
+from envserve.server.zmq_guards.send_budget import LARGE_FRAME_BYTES, SendBudget
 from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.wire.message import Buffer, Peer
 from envserve.wire.sockets import NOBLOCK, Frames
 
 _MORE: Final = NOBLOCK | int(zmq.SNDMORE)
-#: Frames of one message that are discarded before all connections are closed. While
-#: libzmq receives such a message, no other client is heard.
+#: Maximum number of discarded frames of one message; beyond it, all connections are
+#: closed, because messages of other clients cannot be received meanwhile.
 _MAX_DISCARDED: Final = 50_000
 
 
 class Router:
-    """All sockets of a server, as if they were one.
-
-    Attributes:
-      sockets: The sockets.
-    """
+    """Reads from a server's sockets in turn, and sends over the right one."""
 
     def __init__(self, sockets: ServerSockets, budget: SendBudget) -> None:
         self.sockets = sockets
@@ -35,27 +32,31 @@ class Router:
 
     def receive(self) -> tuple[Peer, Frames] | None:
         """Return the sender and the frames of the next message, if there is one."""
-        in_turn = self.sockets.in_turn
-        for _ in range(len(in_turn)):
-            socket = in_turn[0]
-            in_turn.rotate()
+        rotation = self.sockets.rotation
+        for _ in range(len(rotation)):
+            socket = rotation[0]
+            rotation.rotate()
             while (frames := socket.receive()) is not None:
                 user = socket.sender
                 if socket.has_keys and not user:
                     continue
                 return (socket.number, bytes(frames[0]), user), frames[1:]
             if socket.receiver.num_discarded > _MAX_DISCARDED:
-                self.sockets.recycle("a message had too many frames", socket.sender)
+                self.sockets.reopen("a message had too many frames", socket.sender)
                 break
         return None
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> bool:
-        """Pass a message to ZeroMQ; return False if the peer is gone or too slow."""
+        """Pass a message to ZeroMQ.
+
+        Returns:
+          Whether it was accepted; False if the peer is gone or too slow.
+        """
         number, route, _ = peer
         socket = self.sockets.by_number.get(number)
         if socket is None:
             return False
-        if max(map(len, frames)) >= LONG_BYTES:
+        if max(map(len, frames)) >= LARGE_FRAME_BYTES:
             admitted = self._budget.admit(peer, frames)
             if admitted is None:
                 return False
@@ -64,8 +65,8 @@ class Router:
         try:
             send(route, _MORE)
             for frame in frames[:-1]:
-                send(frame, _MORE, len(frame) < LONG_BYTES)
-            send(frames[-1], NOBLOCK, len(frames[-1]) < LONG_BYTES)
+                send(frame, _MORE, len(frame) < LARGE_FRAME_BYTES)
+            send(frames[-1], NOBLOCK, len(frames[-1]) < LARGE_FRAME_BYTES)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

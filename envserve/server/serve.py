@@ -1,4 +1,4 @@
-"""Sets a server up, runs it until it is told to stop, and takes it down."""
+"""Starts all parts of a server, runs it until a signal, and stops it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envserve.keys import formats
 from envserve.keys.key_folder import KeyFolder
 from envserve.monitoring.metrics_port import MetricsPort
 from envserve.pool.launcher import Launcher
-from envserve.server.access import Access, check_refusal
+from envserve.server.access import Access, run_self_test
 from envserve.server.audit import AuditLog
 from envserve.server.event_loop import ServerLoop
 from envserve.server.router import Router
@@ -37,42 +37,46 @@ from envserve.wire.sockets import raise_file_limit
 
 _LOGGER: Final = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 1.5
-#: How often it is looked whose key was taken away; and how often is warned of no keys.
-_WATCH_SECONDS: Final = 1.0
-_WARN_SECONDS: Final = 60.0
-#: How long the last words to who was revoked may take.
-_FAREWELL_SECONDS: Final = 0.25
-#: How often an answer may stand in memory until it has left.
-_COPIES: Final = 4
-#: Descriptors that are kept for workers: a quarter, but never more.
-_MAX_RESERVED: Final = 1024
+#: Seconds between two checks for revoked keys.
+_REVOCATION_CHECK_SECONDS: Final = 1.0
+#: Seconds between two warnings that no keys are used.
+_NO_KEYS_WARNING_SECONDS: Final = 60.0
+#: Seconds in which revoked clients can receive the notice before they are disconnected.
+_REVOCATION_NOTICE_SECONDS: Final = 0.25
+#: Maximum number of copies of one reply in memory before it is sent.
+_MAX_REPLY_COPIES: Final = 4
+#: Maximum number of descriptors that are reserved for workers; otherwise a quarter.
+_MAX_RESERVED_DESCRIPTORS: Final = 1024
 _PR_SET_DUMPABLE: Final = 4
-#: The process should be gone a second after the grace period.
+#: Seconds for `stop` after a drain that was cut short: the process should exit within a
+#: second after the grace period.
 _AFTER_DRAIN_SECONDS: Final = 0.8
 
 
 async def serve(
     config: HostSettings, on_ready: Callable[[tuple[str, ...], int], None]
 ) -> None:
-    """Serves until SIGINT or SIGTERM, or until it is cancelled.
+    """Serve until SIGINT or SIGTERM, or until the task is cancelled.
 
-    SIGTERM lets running episodes end first; a second one, or SIGINT, does not wait.
+    After SIGTERM, running episodes may end first; SIGINT or a second SIGTERM stops the
+    server immediately.
 
     Args:
-      config: Set-up.
+      config: Settings.
       on_ready: Called with the real addresses and the number of env names, once
         clients can connect.
 
     Raises:
-      KeyFileError: A file of keys cannot be used, or nobody would have a key.
-      SelfTestError: Somebody would get in who should not.
-      ServerError: An address, or a port for metrics, cannot be listened on.
-      UnknownEnv: A name to offer is not registered, or a vector env not on offer.
+      KeyFileError: A key file cannot be used, or no client has a key.
+      SelfTestError: The server does not refuse an unknown key.
+      ServerError: The server cannot listen on an address or on the metrics port.
+      UnknownEnv: A name in `env_names` is not registered, or one in `vector_envs` is
+        not offered.
       EnvStartError: A module cannot be imported.
     """
     loop = asyncio.get_running_loop()
     num_descriptors = raise_file_limit()
-    _keep_from_envs(config.worker_user)
+    _protect_memory_from_envs(config.worker_user)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(ShutdownSignals(loop))
         metrics = None
@@ -82,11 +86,11 @@ async def serve(
             )
         notifier = Notifier(loop)
         stack.callback(notifier.close)
-        # Early, so that it imports while this process does.
+        # Started early, so that its imports run in parallel with those below.
         launcher = Launcher(
             config.import_modules,
             config.env_names or (),
-            num_reserved=min(num_descriptors // 4, _MAX_RESERVED),
+            num_reserved=min(num_descriptors // 4, _MAX_RESERVED_DESCRIPTORS),
             host=config,
         )
         stack.callback(launcher.close)
@@ -95,39 +99,40 @@ async def serve(
         boot = secrets.randbits(64) | 1
         grant_of = None if access is None else access.grant_of
         session = ServerSession(config, registry.names, boot, grant_of)
-        most = partial(_most_buffered, config, session)
-        # A user with fewer connections has not taken all descriptors.
-        many = num_descriptors // 4
-        stack.callback(ConnectionWatch(loop, sockets, zap, most, many).stop)
+        most = partial(_max_buffered_bytes, config, session)
+        # A user with fewer connections has not used up all descriptors.
+        suspect = num_descriptors // 4
+        stack.callback(ConnectionWatch(loop, sockets, zap, most, suspect).stop)
         limits = config.max_unread_mib << 20, config.max_total_unread_mib << 20
         router = Router(sockets, SendBudget(*limits))
         server = ServerLoop(
-            config, router, session, launcher, signals.asked, access, audit
+            config, router, session, launcher, signals.requested, access, audit
         )
         if metrics is not None:
-            server.status.show_at(metrics, partial(_attacks, sockets, zap))
-        watch = _warn_of_no_keys(config) if access is None else _watch(access, server)
+            server.status.export_to(metrics, partial(_connection_counts, sockets, zap))
+        watch = _close_revoked(access, server) if access else _warn_of_no_keys(config)
         stack.callback(asyncio.create_task(watch).cancel)
         cut_short = ""
         try:
             on_ready(tuple(sockets.addresses), len(registry.names))
             notifier.ready(f"serving on {' '.join(sockets.addresses)}")
-            await signals.asked.wait()
+            await signals.requested.wait()
             notifier.stopping()
-            if config.drain_grace_seconds and not signals.at_once.is_set():
+            if config.drain_grace_seconds and not signals.immediate.is_set():
                 cut_short = await _drain(server, signals, config.drain_grace_seconds)
             _LOGGER.info("stopping")
         finally:
-            if metrics is not None:  # not in this thread, for which its own may wait
+            if metrics is not None:
+                # In another thread, because a scrape may be waiting for this loop.
                 await asyncio.to_thread(metrics.server_close)
             seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
             await server.stop(seconds, cut_short)
 
 
-def _keep_from_envs(worker_user: str) -> None:
-    """Keep other processes of this user from our memory, and log what envs can read."""
+def _protect_memory_from_envs(worker_user: str) -> None:
+    """Protect this process's memory, and log which files envs can read."""
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0):
-        _LOGGER.warning("envs can read this process's memory: prctl has failed")
+        _LOGGER.warning("envs can read this process's memory, because prctl failed")
     text = f"{worker_user}: envs cannot read the key files of this server's user"
     if not worker_user:
         text = (
@@ -138,31 +143,35 @@ def _keep_from_envs(worker_user: str) -> None:
 
 
 def _registry_of(config: HostSettings) -> Registry:
-    """Imports what is offered; raises UnknownEnv for a vector env that is not."""
+    """Import the offered envs; raise UnknownEnv if a vector env is not among them."""
     registry = Registry(config.env_names, config.import_modules)
     for name in map(env_name_of, config.vector_envs):
         if name not in registry.names:
             hint = did_you_mean(name, registry.names)
-            raise UnknownEnv(f"--vector: expected an env on offer; got {name!r}{hint}")
+            raise UnknownEnv(f"--vector: expected an offered env; got {name!r}{hint}")
     return registry
 
 
-def _most_buffered(config: HostSettings, session: ServerSession) -> int:
-    """Returns how many bytes may be on their way: answers are copied, and encrypted."""
+def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
+    """Return by how many bytes buffers may grow memory.
+
+    Legitimate growth is added to the setting: copies of replies, some of them
+    encrypted, and cached results.
+    """
     leases = [record.lease for record in session.leases.values() if record.lease]
-    answers = sum(_COPIES * lease.max_result_bytes for lease in leases)
-    kept = sum(lease.result_cache.num_bytes for lease in leases)
-    return (config.max_buffered_mib << 20) + answers + kept
+    replies = sum(_MAX_REPLY_COPIES * lease.max_result_bytes for lease in leases)
+    cached = sum(lease.result_cache.num_bytes for lease in leases)
+    return (config.max_buffered_mib << 20) + replies + cached
 
 
 async def _drain(
     server: ServerLoop, signals: ShutdownSignals, grace_seconds: float
 ) -> str:
-    """Let running episodes end; return what has cut that short, or ""."""
-    if await signals.wait_for(server.drain(grace_seconds), grace_seconds):
+    """Let running episodes end; return why the drain was cut short, or ""."""
+    if await signals.run_unless_immediate(server.drain(grace_seconds), grace_seconds):
         return ""
-    if signals.at_once.is_set():
-        return "it was told not to wait"
+    if signals.immediate.is_set():
+        return "a second signal requested an immediate stop"
     return f"its grace period of {grace_seconds:g} s was over"
 
 
@@ -191,44 +200,44 @@ async def _open_sockets(
     sockets = ServerSockets(config.binds, config.max_message_bytes, loop, secret, audit)
     stack.callback(sockets.close)
     if access is not None:
-        zap = Zap(sockets.context, access.find, loop, sockets.is_shut_out, audit)
+        zap = Zap(sockets.context, access.find_grant, loop, sockets.is_shut_out, audit)
         stack.callback(zap.close)
-        await check_refusal(sockets, zap, access.keys.public)
+        await run_self_test(sockets, zap, access.keys.public)
     sockets.listen()
     return sockets, access, zap, audit
 
 
 def _no_audit(event: Audit) -> None:
-    """Ignore an event, because there is no audit log."""
+    """Ignore an event because there is no audit log."""
 
 
-def _attacks(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
-    """Return how often keys were refused, and all connections were closed."""
+def _connection_counts(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
+    """Return how often keys were refused, and how often all connections were closed."""
     refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
     return {"refused_keys_total": refused, "reopened_total": sockets.num_reopened}
 
 
-async def _watch(access: Access, server: ServerLoop) -> None:
-    """End the sessions of users whose keys were revoked."""
+async def _close_revoked(access: Access, server: ServerLoop) -> None:
+    """Check for revoked keys once a second; end sessions, then close connections."""
     while True:
-        await asyncio.sleep(_WATCH_SECONDS)
+        await asyncio.sleep(_REVOCATION_CHECK_SECONDS)
         try:
             if revoked := access.find_revoked():
-                server.end_leases(revoked)
-                # Not at once: what a client has not read is lost with its connection.
-                await asyncio.sleep(_FAREWELL_SECONDS)
-                server.shut_out(revoked)
+                server.end_sessions(revoked)
+                # A client loses messages that it has not read with its connection.
+                await asyncio.sleep(_REVOCATION_NOTICE_SECONDS)
+                server.disconnect(revoked)
                 access.forget_revoked()
         except Exception:
-            _LOGGER.exception("whose key was taken away could not be found out")
+            _LOGGER.exception("the check for revoked keys failed; it is repeated")
 
 
 async def _warn_of_no_keys(config: HostSettings) -> None:
     addresses = [a for a in config.binds if a.startswith("tcp:")]
     while addresses:
         _LOGGER.warning(
-            "no keys are used (--insecure-no-auth): whoever reaches %s can use this "
-            "server, and read and change its traffic",
+            "no keys are used (--insecure-no-auth): everyone who can reach %s can use "
+            "this server, and read and change its traffic",
             " or ".join(addresses),
         )
-        await asyncio.sleep(_WARN_SECONDS)
+        await asyncio.sleep(_NO_KEYS_WARNING_SECONDS)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT of a server: a drain, or an end at once."""
+"""Handles SIGTERM and SIGINT: a drain, or an immediate stop."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any, Self
 
 
 class ShutdownSignals:
-    """While entered, notes SIGTERM and SIGINT instead of dying of them.
+    """Context manager that turns SIGTERM and SIGINT into events.
 
-    SIGTERM asks for a drain, once; SIGINT, or a second SIGTERM, for an end at once.
+    The first SIGTERM requests a drain; SIGINT or a second SIGTERM requests an immediate
+    stop.
 
     Attributes:
-      asked: Set by the first signal.
-      at_once: Set by one that leaves no time for a drain.
+      requested: Set by the first signal of either kind.
+      immediate: Set when the server should stop without a drain.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.asked = asyncio.Event()
-        self.at_once = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.immediate = asyncio.Event()
         self._loop = loop
 
     def __enter__(self) -> Self:
@@ -32,16 +33,16 @@ class ShutdownSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
-    async def wait_for(
+    async def run_unless_immediate(
         self, work: Coroutine[Any, Any, None], timeout_seconds: float
     ) -> bool:
-        """Waits for work; cancels it at the timeout, or when there is no time left.
+        """Run a coroutine; cancel it at the timeout, or when `immediate` is set.
 
         Returns:
-          Whether the work was done.
+          Whether the coroutine has finished.
         """
         task = asyncio.create_task(work)
-        signalled = asyncio.create_task(self.at_once.wait())
+        signalled = asyncio.create_task(self.immediate.wait())
         try:
             await asyncio.wait(
                 (task, signalled),
@@ -57,10 +58,10 @@ class ShutdownSignals:
         return is_done
 
     def _on_terminate(self) -> None:
-        if self.asked.is_set():
-            self.at_once.set()
-        self.asked.set()
+        if self.requested.is_set():
+            self.immediate.set()
+        self.requested.set()
 
     def _on_interrupt(self) -> None:
-        self.at_once.set()
-        self.asked.set()
+        self.immediate.set()
+        self.requested.set()

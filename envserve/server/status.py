@@ -1,7 +1,7 @@
-"""Sums up what a server has counted, for STATUS and for readers of its metrics.
+"""Sums up the counts of a server, for STATUS requests and for Prometheus.
 
-The sum is computed at most ten times a second, however often it is asked for, and then
-once for each user who asks: no user sees the leases of another.
+The totals are computed at most ten times a second. The report of each user is encoded
+from them, because users may only see their leases, and cached until the next totals.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from envserve.settings import HostSettings
 from envserve.wire.handshake import Welcome
 from envserve.wire.status import ServerStatus
 
-#: Seconds between two fresh answers.
-_SECONDS: Final = 0.1
-#: Seconds that a reader of metrics waits for the server's event loop.
-_PATIENCE_SECONDS: Final = 5.0
-#: Most episodes in an answer, of all leases together.
+#: Minimum seconds between two computations.
+_REFRESH_SECONDS: Final = 0.1
+#: Seconds that a scrape of the metrics waits for the server's event loop.
+_METRICS_TIMEOUT_SECONDS: Final = 5.0
+#: Maximum number of episodes in one report, over all leases.
 _MAX_EPISODES: Final = 512
 
 
 @dataclass
 class Counters:
-    """Counts of a server's event loop; see `ServerStatus`, which has the same names."""
+    """Counts of a server's event loop, named as the fields of `ServerStatus`."""
 
     failures: int = 0
     messages_in: int = 0
@@ -47,8 +47,8 @@ class Counters:
     dropped: int = 0
 
 
-class StatusBoard:
-    """Sums up what a server's event loop, session and pools have counted."""
+class StatusReporter:
+    """Sums up the counts of a server's event loop, session and pools."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class StatusBoard:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._loop = loop
-        self._known: dict[str, Any] = {
+        self._constant_fields: dict[str, Any] = {
             "version": version("envserve"),
             "host": platform.node(),
             "pid": os.getpid(),
@@ -70,16 +70,16 @@ class StatusBoard:
         self._welcome = welcome
         self._past = sum_counts(())  # counts of pools that are closed
         self._started_at = loop.time()
-        self._made_at = -math.inf
+        self._refreshed_at = -math.inf
         self._totals = ServerStatus()
         self._bodies: dict[str, bytes] = {}
 
-    def add_past(self, counts: Counts) -> None:
-        """Keep what a pool has counted that is about to be closed."""
+    def add_closed(self, counts: Counts) -> None:
+        """Add the counts of a pool that is about to be closed."""
         self._past = sum_counts((self._past, counts))
 
     def report(self, user: str, now: float) -> bytes:
-        """Return the body of a STATUS_RESULT for a user; it may be 0.1 s old."""
+        """Return the body of a STATUS_RESULT for a user; it is at most 0.1 s old."""
         self._refresh(now)
         body = self._bodies.get(user)
         if body is None:
@@ -89,32 +89,34 @@ class StatusBoard:
             body = self._bodies[user] = self._status_for(user, now).encode()
         return body
 
-    def show_at(
-        self, port: MetricsPort, attacks: Callable[[], Mapping[str, int]] = dict
+    def export_to(
+        self,
+        port: MetricsPort,
+        connection_counts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """Serve metrics at a port; `attacks` is the argument of `ServerCollector`."""
+        """Serve metrics at a port; `connection_counts` is for `ServerCollector`."""
         from envserve.server.metrics import ServerCollector
 
-        async def ask() -> ServerStatus:
+        async def compute() -> ServerStatus:
             self._refresh(now := self._loop.time())
             return self._status_for("local", now)
 
-        def wait() -> ServerStatus:
-            asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
-            return asked.result(_PATIENCE_SECONDS)
+        def get_status() -> ServerStatus:  # in the thread of the metrics port
+            future = asyncio.run_coroutine_threadsafe(compute(), self._loop)
+            return future.result(_METRICS_TIMEOUT_SECONDS)
 
-        port.start_serving(ServerCollector(wait, attacks))
+        port.start_serving(ServerCollector(get_status, connection_counts))
 
     def _refresh(self, now: float) -> None:
-        """Sum up all leases, unless that was done a moment ago."""
-        if now < self._made_at + _SECONDS:
+        """Compute the totals over all leases, unless they are recent."""
+        if now < self._refreshed_at + _REFRESH_SECONDS:
             return
-        self._made_at = now
+        self._refreshed_at = now
         self._bodies.clear()
         pools = [leased.pool for leased in self._pools.values()]
         counts = sum_counts([self._past, *(pool.metrics.counts for pool in pools)])
         self._totals = ServerStatus(
-            **self._known,
+            **self._constant_fields,
             **status_fields(counts),
             seconds=now - self._started_at,
             in_flight=sum(pool.inspector.num_in_flight for pool in pools),
@@ -123,17 +125,17 @@ class StatusBoard:
         )
 
     def _status_for(self, user: str, now: float) -> ServerStatus:
-        """Return what one user may see."""
-        pools, seen = self._pools, self._session.leases.visible_to(user)
+        """Return the totals and the leases that a user may see."""
+        pools, visible = self._pools, self._session.leases.visible_to(user)
         leases = [
             pools[record.session].pool.inspector.status(
-                max(1, _MAX_EPISODES // len(seen)),
+                max(1, _MAX_EPISODES // len(visible)),
                 number=record.number,
                 user=record.user,
                 client=record.client,
                 seconds=now - record.attached_at,
             )
-            for record in seen
+            for record in visible
             if record.session in pools
         ]
         welcome = self._welcome(user)

@@ -1,4 +1,7 @@
-"""Tells systemd how a server is: ready, alive, stopping (Type=notify, WatchdogSec)."""
+"""Notifies systemd that a server is ready, alive or stopping.
+
+This is the protocol of `Type=notify` and `WatchdogSec`, see sd_notify(3).
+"""
 
 from __future__ import annotations
 
@@ -13,47 +16,51 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Writes to the socket that systemd names; without one, nothing happens.
+    """Sends datagrams to systemd's socket; does nothing if systemd did not start us.
 
-    The loop that serves also says that it is alive, so one that hangs is restarted.
+    The event loop that serves clients also sends the watchdog's messages, so systemd
+    restarts a server whose loop hangs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Takes systemd's variables out of the environment: workers must not speak."""
+        """Read systemd's environment variables, and remove them.
+
+        Workers inherit the environment and must not notify systemd themselves.
+        """
         self._loop = loop
         names = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
         address, microseconds, watched = (os.environ.pop(n, "") for n in names)
-        self._address = re.sub("^@", "\0", address)  # an abstract one
+        self._address = re.sub("^@", "\0", address)  # an abstract socket
         is_watched = address and watched in ("", str(os.getpid()))
-        # Twice as often as it is asked for.
-        self._seconds = int(microseconds or 0) / 2e6 if is_watched else 0.0
+        # Twice per watchdog interval, as sd_watchdog_enabled(3) recommends.
+        self._interval_seconds = int(microseconds or 0) / 2e6 if is_watched else 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def ready(self, status: str) -> None:
-        """Says that clients can connect, and where; then, now and then, still so."""
+        """Notify that clients can connect, and start to send watchdog messages."""
         self._send(f"READY=1\nSTATUS={status}")
-        if self._seconds:
-            self._say_alive()
+        if self._interval_seconds:
+            self._send_alive()
 
     def stopping(self) -> None:
-        """Says that it is about to end; a drain goes on being alive."""
+        """Notify that the server is stopping; watchdog messages continue in a drain."""
         self._send("STOPPING=1")
 
     def close(self) -> None:
-        """Says no more."""
+        """Stop sending watchdog messages."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _say_alive(self) -> None:
-        self._timer = self._loop.call_later(self._seconds, self._say_alive)
+    def _send_alive(self) -> None:
+        self._timer = self._loop.call_later(self._interval_seconds, self._send_alive)
         self._send("WATCHDOG=1")
 
     def _send(self, text: str) -> None:
         if not self._address:
             return
-        try:  # with no free descriptor there is no socket either
+        try:  # creating the socket fails, too, if no descriptor is free
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
                 datagrams.setblocking(False)
                 datagrams.sendto(text.encode(), self._address)
         except OSError as error:
-            _LOGGER.warning("systemd was not told %r: %s", text, error)
+            _LOGGER.warning("cannot notify systemd of %r: %s", text, error)

@@ -1,4 +1,4 @@
-"""Watches the server's event loop."""
+"""Measures how late the server's event loop runs its callbacks."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ _NUM_TICKS: Final = 20
 
 
 class LoopLag:
-    """How late the event loop has been lately, which who asks now and then cannot see.
+    """The lag of an event loop over the last 10 s.
 
-    Looks twice a second how late it is called; remembers 10 s.
+    A callback every 0.5 s records how late it was called. Requests that arrive now and
+    then could not measure this, because they are not answered while the loop hangs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lags: deque[float] = deque(maxlen=_NUM_TICKS)
-        self._timer = self._plan()
+        self._timer = self._schedule()
 
     @property
     def seconds(self) -> float:
-        """The longest lag of late, or of the look that is overdue."""
+        """The largest recorded lag, or that of the pending callback if it is larger."""
         overdue = self._loop.time() - self._timer.when()
         return max(0.0, overdue, *self._lags)
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stop measuring."""
         self._timer.cancel()
 
-    def _plan(self) -> asyncio.TimerHandle:
+    def _schedule(self) -> asyncio.TimerHandle:
         return self._loop.call_later(_TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
         self._lags.append(self._loop.time() - self._timer.when())
-        self._timer = self._plan()
+        self._timer = self._schedule()

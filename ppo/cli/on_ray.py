@@ -11,7 +11,7 @@ from subprocess import PIPE, STDOUT, TimeoutExpired
 from typing import Any, Final
 
 from envserve.cli.program import GivenOptions
-from envserve.ray import connected, last_line
+from envserve.ray import connect_to_cluster, last_line
 from ppo.cli.run_setup import new_folder
 from ppo.cli.seeds import started
 from ppo.cli.stop_signals import StopSignals
@@ -39,7 +39,7 @@ def train_on_ray(given: GivenOptions) -> int:
             "--run-dir DIR, and no --seeds, --resume, --distribute or --page."
         )
     needs = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
-    ray = connected(log_to_driver=False)
+    ray = connect_to_cluster(log_to_driver=False)
     run = RunFolder(run_dir or new_folder(values["config"]))
     words = given.words("on", "learners", "resources", "run_dir")
     place = ["--run-dir", str(run.path)]

@@ -112,5 +112,5 @@ def running_server(trial: Trial, num_envs: int, *options: str) -> ServerProcess:
         *("--crash-dir", str(folder / "crashes")),
         *(part for name in _KWARGS for part in ("--allow-kwarg", f"{name}:any")),
         *options,
-        is_awaited=False,
+        waits_until_ready=False,
     )

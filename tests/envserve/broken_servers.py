@@ -20,29 +20,30 @@ Kind = MessageType
 
 
 def found_by(rule: str) -> Callable[[type[Any]], type[Any]]:
-    """Notes a server, or envs for one."""
+    """Register a broken server, or broken envs, as a defect that a rule finds."""
 
-    def note(broken: type[Any]) -> type[Any]:
-        own = {} if issubclass(broken, Server) else {"envs": broken}
-        DEFECTS[type(broken.__name__, (Server,), own) if own else broken] = rule
+    def register(broken: type[Any]) -> type[Any]:
+        attributes = {} if issubclass(broken, Server) else {"envs": broken}
+        server = type(broken.__name__, (Server,), attributes) if attributes else broken
+        DEFECTS[server] = rule
         return broken
 
-    return note
+    return register
 
 
 def changed(message: Message, **fields: Any) -> Message:
     return dataclasses.replace(message, **fields)
 
 
-# What it says.
+# Contents of replies.
 
 
 @found_by("welcome")
-class SaysMoreIsFreeThanThereIs(Server):
-    def says(self, message: Message) -> Message:
+class ReportsTooManyFreeEnvs(Server):
+    def change_reply(self, message: Message) -> Message:
         if message.type is Kind.WELCOME:
-            told = vars_of(Welcome.decode(message.body))
-            message.body = Welcome(**{**told, "free_envs": 999}).encode()
+            fields = vars_of(Welcome.decode(message.body))
+            message.body = Welcome(**{**fields, "free_envs": 999}).encode()
         return message
 
 
@@ -51,150 +52,150 @@ def vars_of(body: Any) -> dict[str, Any]:
 
 
 @found_by("welcome")
-class ForgetsTheAttempt(Server):
-    def says(self, message: Message) -> Message:
+class OmitsTheAttempt(Server):
+    def change_reply(self, message: Message) -> Message:
         return changed(message, attempt=0)
 
 
 @found_by("welcome")
-class ForgetsTheSession(Server):
-    def says(self, message: Message) -> Message:
+class OmitsTheSessionOfCopies(Server):
+    def change_reply(self, message: Message) -> Message:
         return changed(message, session=message.session * (message.attempt == 0))
 
 
 @found_by("welcome")
-class HasAnotherBootIdEachTime(Server):
-    num_said = 0
+class ChangesItsBootId(Server):
+    num_welcomes = 0
 
-    def says(self, message: Message) -> Message:
-        self.num_said += message.type is Kind.WELCOME
-        return changed(message, boot=message.boot + self.num_said)
+    def change_reply(self, message: Message) -> Message:
+        self.num_welcomes += message.type is Kind.WELCOME
+        return changed(message, boot=message.boot + self.num_welcomes)
 
 
 @found_by("versions")
-class WelcomesEveryVersion(Server):
-    def hears(self, message: Message) -> Message:
+class AcceptsEveryVersion(Server):
+    def change_request(self, message: Message) -> Message:
         is_hello = message.type is Kind.HELLO
         return changed(message, body=codec.encode({})) if is_hello else message
 
 
 @found_by("versions")
-class SaysErrorsInItsOwnVersion(Server):
-    def says(self, message: Message) -> Message:
+class SendsErrorsInAnotherVersion(Server):
+    def change_reply(self, message: Message) -> Message:
         return changed(message, version=2)
 
 
 @found_by("versions")
-class SaysNoCode(Server):
-    def says(self, message: Message) -> Message:
+class OmitsTheErrorCode(Server):
+    def change_reply(self, message: Message) -> Message:
         if message.type is Kind.ERROR:
             message.body = codec.encode({"text": "it is broken"})
         return message
 
 
 @found_by("types")
-class IsSilentAboutUnknownTypes(Server):
-    def hears(self, message: Message) -> Message | None:
+class IgnoresUnknownTypes(Server):
+    def change_request(self, message: Message) -> Message | None:
         return message if isinstance(message.type, Kind) else None
 
 
 @found_by("types")
-class AnswersAnswers(Server):
-    def hears(self, message: Message) -> Message:
+class AnswersReplies(Server):
+    def change_request(self, message: Message) -> Message:
         return changed(message, type=100) if message.type >= 128 else message
 
 
 @found_by("encodings")
-class FallsSilentAtABadEncoding(Server):
+class StopsAfterABadEncoding(Server):
     is_dead = False
 
-    def hears(self, message: Message) -> Message | None:
+    def change_request(self, message: Message) -> Message | None:
         self.is_dead |= message.body == b"\xc1"
         return None if self.is_dead else message
 
 
 @found_by("lengths")
-class PassesOverTooLongABody(Server):
-    def listen(self, route: bytes, frames: Any) -> None:
+class IgnoresLongBodies(Server):
+    def receive_frames(self, route: bytes, frames: Any) -> None:
         if len(frames[0]) < 5000:
-            super().listen(route, frames)
+            super().receive_frames(route, frames)
 
 
 @found_by("granted")
 class GrantsRowsTwice(Server):
-    def says(self, message: Message) -> Message:
+    def change_reply(self, message: Message) -> Message:
         if message.type is Kind.GRANTED:
-            told = codec.decode(message.body)
-            told["blocks"][-1][0] -= 1
-            message.body = codec.encode(told)
+            fields = codec.decode(message.body)
+            fields["blocks"][-1][0] -= 1
+            message.body = codec.encode(fields)
         return message
 
 
 @found_by("granted")
-class DescribesASpaceThatNobodyKnows(Server):
-    def says(self, message: Message) -> Message:
+class DescribesAnUnknownSpace(Server):
+    def change_reply(self, message: Message) -> Message:
         message.body = message.body.replace(b"discrete", b"discreet")
         return message
 
 
 @found_by("bad_attach")
-class SaysOnlyThatItFailed(Server):
-    def says(self, message: Message) -> Message:
+class SendsOnlyInternalErrors(Server):
+    def change_reply(self, message: Message) -> Message:
         if message.type is Kind.ERROR:
-            told = vars_of(ErrorBody.decode(message.body))
-            message.body = ErrorBody(**told | {"code": ErrorCode.INTERNAL}).encode()
+            fields = vars_of(ErrorBody.decode(message.body))
+            message.body = ErrorBody(**fields | {"code": ErrorCode.INTERNAL}).encode()
         return message
 
 
-# Whose it is.
+# Sessions and leases.
 
 
 @found_by("fenced")
-class AnswersForItsPredecessor(Server):
-    def hears(self, message: Message) -> Message:
+class AnswersForAnotherBootId(Server):
+    def change_request(self, message: Message) -> Message:
         is_other = message.type in (Kind.PING, Kind.STEP) and message.boot
         return changed(message, boot=self.boot) if is_other else message
 
 
 @found_by("fenced")
-class LooksAtNoEpoch(Server):
-    def hears(self, message: Message) -> Message:
+class IgnoresEpochs(Server):
+    def change_request(self, message: Message) -> Message:
         lease = self.lease_of(message)
         return changed(message, epoch=lease.epoch) if lease else message
 
 
 @found_by("attached_again")
-class IgnoresWhatAnotherAttachAsks(Server):
-    def hears(self, message: Message) -> Message:
+class IgnoresAChangedAttach(Server):
+    def change_request(self, message: Message) -> Message:
         record = self.session.leases.get(("", message.session))
         is_again = record is not None and message.type is Kind.ATTACH
         return changed(message, body=record.attach_body) if is_again else message  # type: ignore[union-attr]
 
 
 @found_by("detached")
-class RevivesASession(Server):
-    def hears(self, message: Message) -> Message:
+class RevivesEndedSessions(Server):
+    def change_request(self, message: Message) -> Message:
         self.session.leases.ended_sessions.clear()
         return message
 
 
 @found_by("detached")
-class KeepsWhatIsGivenBack(Server):
-    def hears(self, message: Message) -> Message:
+class IgnoresDetach(Server):
+    def change_request(self, message: Message) -> Message:
         return (
             changed(message, type=Kind.PING) if message.type is Kind.DETACH else message
         )
 
 
 @found_by("silence")
-class WaitsForEver(Server):
+class NeverExpiresLeases(Server):
     def poll(self, now: float) -> None:
         pass
 
 
 @found_by("separate_sessions")
-class MixesSessionsUp(Server):
-    def hears(self, message: Message) -> Message:
+class MixesSessions(Server):
+    def change_request(self, message: Message) -> Message:
         pools = list(self.pools.values())
         seeds = {pool.config.seed for pool in pools}
         if message.type is Kind.STEP and len(seeds) > 1:
@@ -202,12 +203,12 @@ class MixesSessionsUp(Server):
         return message
 
 
-# At most once.
+# Each request is carried out at most once.
 
 
 @found_by("copies")
-class CarriesCopiesOut(Server):
-    def hears(self, message: Message) -> Message:
+class StepsForCopies(Server):
+    def change_request(self, message: Message) -> Message:
         if message.type is Kind.STEP and message.attempt:
             for pool in self.pools.values():
                 for row in range(pool.config.num_envs):
@@ -217,26 +218,26 @@ class CarriesCopiesOut(Server):
 
 @found_by("copies")
 class IgnoresCopies(Server):
-    def hears(self, message: Message) -> Message | None:
+    def change_request(self, message: Message) -> Message | None:
         is_copy = message.type is Kind.STEP and message.attempt
         return None if is_copy else message
 
 
 @found_by("copies")
 class AnswersAnAttemptTwice(Server):
-    num_said = 0
+    num_welcomes = 0
 
-    def listen(self, route: bytes, frames: Any) -> None:
-        super().listen(route, frames)
-        self.said = getattr(self, "said", {})
-        if bytes(frames[0]) in self.said:
-            self.links[route].append(self.said[bytes(frames[0])])
+    def receive_frames(self, route: bytes, frames: Any) -> None:
+        super().receive_frames(route, frames)
+        self.sent = getattr(self, "sent", {})
+        if bytes(frames[0]) in self.sent:
+            self.links[route].append(self.sent[bytes(frames[0])])
         elif self.links[route] and frames[0][5] == Kind.STEP:
-            self.said[bytes(frames[0])] = self.links[route][-1]
+            self.sent[bytes(frames[0])] = self.links[route][-1]
 
 
 @found_by("second_connection")
-class AnswersWhereItWasAskedFirst(Server):
+class RepliesToTheFirstRoute(Server):
     def receive(self, peer: Any, frames: Any, now: float) -> None:
         self.routes = getattr(self, "routes", {})
         first = self.routes.setdefault(bytes(frames[0][8:16]), peer)
@@ -244,8 +245,8 @@ class AnswersWhereItWasAskedFirst(Server):
 
 
 @found_by("seqs")
-class StepsAcrossAGap(Server):
-    def hears(self, message: Message) -> Message:
+class AcceptsGaps(Server):
+    def change_request(self, message: Message) -> Message:
         lease = self.lease_of(message)
         if message.type is Kind.STEP and lease:
             for block, seq in message.entries:
@@ -255,8 +256,8 @@ class StepsAcrossAGap(Server):
 
 
 @found_by("seqs")
-class StepsWhatIsOld(Server):
-    def hears(self, message: Message) -> Message:
+class AcceptsOldSteps(Server):
+    def change_request(self, message: Message) -> Message:
         lease = self.lease_of(message)
         if message.type is Kind.STEP and not message.attempt and lease:
             for block, seq in message.entries:
@@ -266,8 +267,8 @@ class StepsWhatIsOld(Server):
 
 
 @found_by("bad_steps")
-class UsesUpTheSeqOfWhatItRefuses(Server):
-    def says(self, message: Message) -> Message:
+class CountsRefusedSteps(Server):
+    def change_reply(self, message: Message) -> Message:
         lease = self.lease_of(message)
         if message.type is Kind.ERROR and message.entries and lease:
             lease._last_seq[:] = [seq + 1 for seq in lease._last_seq]
@@ -275,15 +276,15 @@ class UsesUpTheSeqOfWhatItRefuses(Server):
 
 
 @found_by("bad_steps")
-class FillsUpWhatIsTooShort(Server):
-    def hears(self, message: Message) -> Message:
+class PadsShortActions(Server):
+    def change_request(self, message: Message) -> Message:
         short = message.type is Kind.STEP and len(message.body) % 8 == 7
         return changed(message, body=message.body + b"\0") if short else message
 
 
 @found_by("bad_actions")
 class ClipsActions(Server):
-    def hears(self, message: Message) -> Message:
+    def change_request(self, message: Message) -> Message:
         if message.type is Kind.STEP and len(message.body) % 8 == 0:
             actions = np.frombuffer(message.body, np.int64)
             message.body = actions.clip(0, 2).tobytes()
@@ -294,43 +295,43 @@ class ClipsActions(Server):
 
 
 class Results(Server):
-    """Spoils its results: four rewards, flags and statuses, then observations."""
+    """Corrupts results: four rewards, flags and statuses, then observations."""
 
-    def spoil(self, rows: bytes) -> bytes:
+    def corrupt(self, rows: bytes) -> bytes:
         raise NotImplementedError
 
-    def says(self, message: Message) -> Message:
+    def change_reply(self, message: Message) -> Message:
         if message.type is Kind.RESULT:
-            message.body = self.spoil(message.body)
+            message.body = self.corrupt(message.body)
         return message
 
 
 @found_by("granted")
-class LosesAByte(Results):
-    def spoil(self, rows: bytes) -> bytes:
+class SendsShortRows(Results):
+    def corrupt(self, rows: bytes) -> bytes:
         return rows[:-1]
 
 
 @found_by("granted")
-class HasAStatusOfItsOwn(Results):
-    def spoil(self, rows: bytes) -> bytes:
+class SendsAnUnknownStatus(Results):
+    def corrupt(self, rows: bytes) -> bytes:
         return rows[:40] + b"\7" + rows[41:]
 
 
 @found_by("granted")
-class SaysWithoutAWordThatAnEnvFailed(Results):
-    def spoil(self, rows: bytes) -> bytes:
+class ReportsAFaultWithoutText(Results):
+    def corrupt(self, rows: bytes) -> bytes:
         return rows[:40] + b"\1" + rows[41:]
 
 
 @found_by("equal_seeds")
-class LooksAtNoSeed(Envs):
+class IgnoresAllSeeds(Envs):
     def _reset(self, row: int, seed: Any = None, options: bytes = b"") -> Any:
         return super()._reset(row, draw_root_seed())
 
 
 @found_by("first_seeds")
-class SeedsRowsInItsOwnWay(Envs):
+class DerivesSeedsDifferently(Envs):
     def seed_of(self, row: int) -> int:
         return self.config.seed + self.config.first_env_index + row
 
@@ -345,13 +346,13 @@ class ResetsAllRows(Envs):
 
 
 @found_by("given_seeds")
-class PassesOverSeeds(Envs):
+class IgnoresGivenSeeds(Envs):
     def _reset(self, row: int, seed: Any = None, options: bytes = b"") -> Any:
         return super()._reset(row)
 
 
 @found_by("next_step")
-class AlwaysResetsAtOnce(Envs):
+class AlwaysResetsInTheSameStep(Envs):
     def end_episode(self, row: int) -> None:
         super().end_episode(row)
         if self.config.autoreset != "same_step":
@@ -359,7 +360,7 @@ class AlwaysResetsAtOnce(Envs):
 
 
 @found_by("next_step")
-class ShowsTheNextEpisodeAsTheLast(Envs):
+class SendsWrongFinalObservations(Envs):
     def end_episode(self, row: int) -> None:
         super().end_episode(row)
         self.rows.final_observation[0][row] = self.rows.observation[0][row]
@@ -368,7 +369,7 @@ class ShowsTheNextEpisodeAsTheLast(Envs):
 
 
 @found_by("next_step")
-class StepsWhatHasEnded(Envs):
+class AddsRewardAfterTheEnd(Envs):
     def _step(self, row: int) -> Any:
         had_ended = self.has_ended[row]
         super()._step(row)
@@ -376,7 +377,7 @@ class StepsWhatHasEnded(Envs):
 
 
 @found_by("disabled")
-class ResetsOfItsOwnAccord(Envs):
+class ResetsWithoutARequest(Envs):
     def end_episode(self, row: int) -> None:
         super().end_episode(row)
         if self.config.autoreset == "disabled":
@@ -384,17 +385,17 @@ class ResetsOfItsOwnAccord(Envs):
 
 
 @found_by("pings")
-class SaysThatAllBlocksRun(Server):
-    def says(self, message: Message) -> Message:
+class ReportsBlocksAsRunning(Server):
+    def change_reply(self, message: Message) -> Message:
         if message.type is Kind.PONG:
             message.body = codec.encode({"running": {0: 5}})
         return message
 
 
 @found_by("calls")
-class GivesAwayWhatIsHidden(Server):
-    def hears(self, message: Message) -> Message:
+class CallsHiddenAttributes(Server):
+    def change_request(self, message: Message) -> Message:
         if message.type is Kind.CALL:
-            told = codec.decode(message.body)
-            message.body = codec.encode({**told, "name": "metadata"})
+            fields = codec.decode(message.body)
+            message.body = codec.encode({**fields, "name": "metadata"})
         return message

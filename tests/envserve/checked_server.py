@@ -1,6 +1,6 @@
-"""A server in this process that `envserve check` finds nothing wrong with.
+"""A correct server in this process, for tests of `envserve check`.
 
-A subclass says something else in `hears`, `says` or its envs, and nothing more.
+Subclasses break it in `change_request`, `change_reply` or the envs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer
 from tests.simulation.pool import Operation
 
-#: Short, so that its end can be seen; time costs nothing here.
-POLICY = HostSettings(num_workers=1, lease_seconds=2.0)
+#: A short lease, because tests check that it expires; time is simulated.
+HOST = HostSettings(num_workers=1, lease_seconds=2.0)
 
 
 class Envs(FakePool):
-    """Walks of some steps, each as its seed says."""
+    """Random walks whose observations and lengths depend on their seeds."""
 
     spec = EnvSpec(
         "Fake-v0", spaces.Box(-np.inf, np.inf, (2,), np.float32), spaces.Discrete(3)
@@ -78,33 +78,33 @@ class Envs(FakePool):
 
 
 class Server(FakeServer):
-    """Delivers over links, of which each has its route."""
+    """A FakeServer that is connected to MemoryLinks, each with a route."""
 
     envs: type[Envs] = Envs
 
     def __init__(self) -> None:
-        super().__init__(POLICY, pool=self.envs)
+        super().__init__(HOST, pool=self.envs)
         self.now = 0.0
         self.links: dict[bytes, deque[list[Buffer]]] = {}
 
-    def hears(self, message: Message) -> Message | None:
-        """What of a message it takes note of."""
+    def change_request(self, message: Message) -> Message | None:
+        """Return the request to handle in place of this one; None drops it."""
         return message
 
-    def says(self, message: Message) -> Message | None:
-        """What it sends in place of an answer."""
+    def change_reply(self, message: Message) -> Message | None:
+        """Return the reply to send in place of this one; None drops it."""
         return message
 
     def lease_of(self, message: Message) -> Lease | None:
-        """The lease that it is about, if it is about one."""
+        """Return the lease of a message, if it has one."""
         record = self.session.leases.get(("", message.session))
         return record.lease if record else None
 
-    def listen(self, route: bytes, frames: Sequence[Buffer]) -> None:
-        if max(map(len, frames)) > POLICY.max_message_bytes:
-            return  # ZeroMQ ends that connection
+    def receive_frames(self, route: bytes, frames: Sequence[Buffer]) -> None:
+        if max(map(len, frames)) > HOST.max_message_bytes:
+            return  # ZeroMQ closes such a connection
         try:
-            message = self.hears(decode(frames))
+            message = self.change_request(decode(frames))
             frames = [] if message is None else encode(message)
         except RemoteProtocolError:
             frames = frames[:4]
@@ -115,11 +115,11 @@ class Server(FakeServer):
     def deliver(self) -> None:
         replies, self.replies = self.replies, []
         for reply in replies:
-            if (message := self.says(decode(reply.frames))) is not None:
+            if (message := self.change_reply(decode(reply.frames))) is not None:
                 self.links[reply.peer[0]].append(encode(message))
 
-    def run(self, seconds: float) -> None:
-        """Lets what runs end; then time passes."""
+    def advance(self, seconds: float) -> None:
+        """Finish all operations; if no reply is waiting, let time pass."""
         self.finish_all(self.now)
         self.deliver()
         if not any(self.links.values()):
@@ -129,7 +129,7 @@ class Server(FakeServer):
 
 
 class MemoryLink:
-    """What `envserve.check.probe_client.SocketLink` is, without a socket."""
+    """A `envserve.check.probe_client.SocketLink` without a socket."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -137,11 +137,11 @@ class MemoryLink:
         self._inbox = server.links[self._route] = deque()
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        self._server.listen(self._route, frames)
+        self._server.receive_frames(self._route, frames)
 
     def receive(self, seconds: float) -> Sequence[Buffer] | None:
         if not self._inbox:
-            self._server.run(seconds)
+            self._server.advance(seconds)
         return self._inbox.popleft() if self._inbox else None
 
     def close(self) -> None:
@@ -149,5 +149,5 @@ class MemoryLink:
 
 
 def findings(server: Server) -> Iterator[CheckResult]:
-    """What `check` finds."""
+    """Run `check` against a server, and yield its results."""
     return check(ServerUnderTest(lambda: MemoryLink(server)))  # type: ignore[arg-type, return-value]

@@ -1,7 +1,7 @@
-"""A server that grants envs as it should, and then does what no server may.
+"""A server that grants envs correctly, and then breaks the protocol.
 
-`replies_to` says what it does, and knows no socket: a script per misdeed, by name.
-`HostileServer` is a process that sends that over a ROUTER, as fast as it can.
+A script, selected by name, defines the replies without I/O. `HostileServer` is a
+process that sends them over a ROUTER as fast as it can.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ Frames = list[Buffer]
 Replies = Iterable[Frames]
 
 
-def reply(asked: Message, kind: MessageType, **changes: Any) -> Frames:
-    """An answer that repeats the numbers of what it answers, but for changes."""
+def reply(request: Message, kind: MessageType, /, **changes: Any) -> Frames:
+    """Return a reply with the numbers of its request, except for changes."""
     fields = {
         "type_": kind,
-        "numbers": (asked.session, _BOOT, 1),
-        "request": asked.request,
-        "entries": asked.entries,
-        "attempt": asked.attempt,
+        "numbers": (request.session, _BOOT, 1),
+        "request": request.request,
+        "entries": request.entries,
+        "attempt": request.attempt,
     }
     return pack(**{**fields, **changes})
 
 
-def granted(asked: Message, spec: EnvSpec = SPEC) -> Frames:
-    """GRANTED, with a block for each of the rows that were asked for."""
-    rows = range(Attach.decode(asked.body).num_envs)
+def granted(request: Message, spec: EnvSpec = SPEC) -> Frames:
+    """Return GRANTED, with one block for each requested row."""
+    rows = range(Attach.decode(request.body).num_envs)
     blocks = [Block(row, row, row + 1, row, 0) for row in rows]
     body = Granted(epoch=1, lease_seconds=60.0, spec=spec, blocks=tuple(blocks))
-    return reply(asked, MessageType.GRANTED, body=body.encode())
+    return reply(request, MessageType.GRANTED, body=body.encode())
 
 
-def result(asked: Message, num_rows: int, **changes: Any) -> Frames:
-    """A RESULT in which nothing has happened."""
+def result(request: Message, num_rows: int, /, **changes: Any) -> Frames:
+    """Return a RESULT whose rows are all zero."""
     rows = bytes(_ROW_BYTES * num_rows)
     is_short = len(rows) <= MAX_INLINE_BYTES
     content = {"body": rows} if is_short else {"payload": rows}
-    return reply(asked, MessageType.RESULT, **{**content, **changes})
+    return reply(request, MessageType.RESULT, **{**content, **changes})
 
 
-def honest(asked: Message, num_rows: int) -> Replies:
-    """What a server would say whose envs never end an episode."""
-    if asked.type is MessageType.HELLO:
+def correct_replies(request: Message, num_rows: int) -> Replies:
+    """Yield the replies of a correct server whose episodes never end."""
+    if request.type is MessageType.HELLO:
         welcome = Welcome(
             max_message_bytes=1 << 30,
             lease_seconds=60.0,
@@ -82,104 +82,105 @@ def honest(asked: Message, num_rows: int) -> Replies:
             total_envs=1 << 16,
             free_envs=1 << 16,
         )
-        yield reply(asked, MessageType.WELCOME, body=welcome.encode())
-    elif asked.type is MessageType.ATTACH:
-        yield granted(asked)
-    elif asked.type in (MessageType.RESET, MessageType.STEP):
-        yield result(asked, len(asked.entries))  # a row each
-    elif asked.type is MessageType.PING:
-        yield reply(asked, MessageType.PONG, body=Pong(running={}).encode())
-    elif asked.type is MessageType.DETACH:
-        yield reply(asked, MessageType.DETACHED)
+        yield reply(request, MessageType.WELCOME, body=welcome.encode())
+    elif request.type is MessageType.ATTACH:
+        yield granted(request)
+    elif request.type in (MessageType.RESET, MessageType.STEP):
+        yield result(request, len(request.entries))  # one row per block
+    elif request.type is MessageType.PING:
+        yield reply(request, MessageType.PONG, body=Pong(running={}).encode())
+    elif request.type is MessageType.DETACH:
+        yield reply(request, MessageType.DETACHED)
 
 
-def _without_end(frames: Frames) -> Replies:
+def _endless(frames: Frames) -> Replies:
     return itertools.repeat(frames)
 
 
-def _large_rows(asked: Message) -> Frames:
+def _large_rows(request: Message) -> Frames:
     image = spaces.Box(0, 255, (20, 1024, 1024), np.uint8)
-    return granted(asked, EnvSpec("Hostile-v0", image, spaces.Discrete(2)))
+    return granted(request, EnvSpec("Hostile-v0", image, spaces.Discrete(2)))
 
 
-def _error(asked: Message, text: str) -> Frames:
+def _error(request: Message, text: str) -> Frames:
     body = {"code": int(ErrorCode.INTERNAL), "text": text}
-    return reply(asked, MessageType.ERROR, body=codec.encode(body))
+    return reply(request, MessageType.ERROR, body=codec.encode(body))
 
 
 def report_of(*rows: bytes | list[int]) -> bytes:
-    """A report with a fault for each set of rows, however often it is named."""
+    """Return a report with one fault for each set of rows."""
     faults = [[1, False, f"fault {index}", rows] for index, rows in enumerate(rows)]
     return codec.encode({"infos": {}, "faults": faults, "errors": []})
 
 
-#: Faults of more rows than there are, and of each seven times: 57 KB.
+#: Seven faults, each of more rows than exist: 57 KB.
 LONG_REPORT: Final = report_of(*[b"\xff" * (1 << 13)] * 7)
-#: 700 KiB: longer than any text may be, shorter than a body.
+#: 700 KiB: longer than a text may be, but not than a body may be.
 _LONG_TEXT: Final = "\x1b]0;" * (MAX_BODY_BYTES // 5)
 
-#: By name: what a message gets in place of its answer, of so many rows.
+#: Functions from a request and its number of rows to replies, by name.
 SCRIPTS: Final[dict[str, Callable[[Message, int], Replies]]] = {
-    "nothing": lambda asked, rows: (),
-    "pongs": lambda asked, rows: _without_end(
-        reply(asked, MessageType.PONG, entries=(), body=Pong(running={}).encode())
+    "nothing": lambda request, rows: (),
+    "pongs": lambda request, rows: _endless(
+        reply(request, MessageType.PONG, entries=(), body=Pong(running={}).encode())
     ),
-    "late results": lambda asked, rows: _without_end(
-        result(asked, rows, request=asked.request + 1000)
+    "late results": lambda request, rows: _endless(
+        result(request, rows, request=request.request + 1000)
     ),
-    "others' results": lambda asked, rows: _without_end(
-        result(asked, rows, numbers=(asked.session + 1, _BOOT, 1))
+    "others' results": lambda request, rows: _endless(
+        result(request, rows, numbers=(request.session + 1, _BOOT, 1))
     ),
-    "no messages": lambda asked, rows: _without_end([b"x" * 100, b"", b""]),
-    "building": lambda asked, rows: _without_end(
-        reply(asked, MessageType.BUILDING, body=codec.encode({"elapsed_ms": 1}))
+    "no messages": lambda request, rows: _endless([b"x" * 100, b"", b""]),
+    "building": lambda request, rows: _endless(
+        reply(request, MessageType.BUILDING, body=codec.encode({"elapsed_ms": 1}))
     ),
-    "drains": lambda asked, rows: _without_end(
-        reply(asked, MessageType.DRAIN, body=codec.encode({"grace_ms": 1}))
+    "drains": lambda request, rows: _endless(
+        reply(request, MessageType.DRAIN, body=codec.encode({"grace_ms": 1}))
     ),
-    "absent": lambda asked, rows: _without_end(reply(asked, MessageType.ABSENT)),
-    "long results": lambda asked, rows: _without_end(
-        result(asked, rows, request=asked.request + 1000, payload=bytes(16 * _MIB))
+    "absent": lambda request, rows: _endless(reply(request, MessageType.ABSENT)),
+    "long results": lambda request, rows: _endless(
+        result(request, rows, request=request.request + 1000, payload=bytes(16 * _MIB))
     ),
-    "results of long frames": lambda asked, rows: _without_end(
-        result(asked, rows, payload=bytes(_MIB), report=bytes(_MIB))
+    "results of long frames": lambda request, rows: _endless(
+        result(request, rows, payload=bytes(_MIB), report=bytes(_MIB))
     ),
-    "long report": lambda asked, rows: [result(asked, rows, report=LONG_REPORT)],
-    "large rows": lambda asked, rows: [_large_rows(asked)],
-    "long text": lambda asked, rows: [_error(asked, _LONG_TEXT)],
-    "half of the rows": lambda asked, rows: [result(asked, rows // 2)],
-    "half of the blocks": lambda asked, rows: [
-        result(asked, 1, entries=asked.entries[:1])
+    "long report": lambda request, rows: [result(request, rows, report=LONG_REPORT)],
+    "large rows": lambda request, rows: [_large_rows(request)],
+    "long text": lambda request, rows: [_error(request, _LONG_TEXT)],
+    "half of the rows": lambda request, rows: [result(request, rows // 2)],
+    "half of the blocks": lambda request, rows: [
+        result(request, 1, entries=request.entries[:1])
     ],
 }
 
 
 class Script:
-    """What a server says: honest, but for the messages that it misuses."""
+    """Replies correctly, except to one type of request, which a script answers."""
 
-    def __init__(self, name: str, misused: MessageType) -> None:
-        self._misdeed, self._misused = SCRIPTS[name], misused
+    def __init__(self, name: str, scripted_type: MessageType) -> None:
+        self._script, self._scripted_type = SCRIPTS[name], scripted_type
         self._num_rows = 0
 
-    def replies_to(self, asked: Message) -> Replies:
-        """What follows a message, maybe without end."""
-        if asked.type is MessageType.ATTACH:
-            self._num_rows = Attach.decode(asked.body).num_envs
-        if asked.type is self._misused:
-            return self._misdeed(asked, self._num_rows)
-        return honest(asked, self._num_rows)
+    def replies_to(self, request: Message) -> Replies:
+        """Return the replies to a request; there may be no end of them."""
+        if request.type is MessageType.ATTACH:
+            self._num_rows = Attach.decode(request.body).num_envs
+        if request.type is self._scripted_type:
+            return self._script(request, self._num_rows)
+        return correct_replies(request, self._num_rows)
 
 
-def serve(name: str, misused: str) -> None:
-    """Binds a ROUTER, says where, and serves until it is killed."""
-    script = Script(name, MessageType[misused])
+def serve(name: str, scripted_type: str) -> None:
+    """Bind a ROUTER, print its address, and serve until the process is killed."""
+    script = Script(name, MessageType[scripted_type])
     router = zmq.Context().socket(zmq.ROUTER)
-    keys = KeyFolder().ensure_key("server")  # it is who its clients expect
+    keys = KeyFolder().ensure_key("server")  # the key that its clients expect
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     router.setsockopt(zmq.SNDHWM, 64)
     router.setsockopt(zmq.SNDTIMEO, 50)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # waits for a client that is full
+    # Sends block while a client's queue is full.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     print(
         f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}", flush=True
     )
@@ -196,23 +197,25 @@ def serve(name: str, misused: str) -> None:
                     router.send_multipart([route, *next(stream)], copy=False)
                 except zmq.Again:
                     break
-                except (StopIteration, zmq.ZMQError):  # it has ended, or is gone
+                except (StopIteration, zmq.ZMQError):  # end of script, or no client
                     del streams[route]
                     break
 
 
 class HostileServer:
-    """A process that does what a script says."""
+    """A process that runs a script; `address` is where it listens."""
 
-    def __init__(self, script: str, misused: MessageType = MessageType.STEP) -> None:
-        """Starts it; it has its `address` then."""
+    def __init__(
+        self, script: str, scripted_type: MessageType = MessageType.STEP
+    ) -> None:
+        """Start the process, and wait for its address."""
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
                 "tests.envserve.hostile_server",
                 script,
-                misused.name,
+                scripted_type.name,
             ],
             stdout=subprocess.PIPE,
             text=True,

@@ -27,7 +27,7 @@ def open_descriptors(pid: int) -> set[int]:
     try:
         return {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     except PermissionError:
-        pytest.skip("only root sees the descriptors of a server")
+        pytest.skip("only root can list the descriptors of a server")
 
 
 def limit_for_descriptors(pid: int, count: int) -> int:

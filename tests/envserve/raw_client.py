@@ -1,4 +1,4 @@
-"""A client that keeps no rules: it says to a FakeServer whatever a test wants said."""
+"""A client that can send arbitrary messages to a FakeServer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Entries = tuple[tuple[int, int], ...]
 
 
 class RawClient:
-    """Has four envs in two blocks, unless told otherwise."""
+    """A client with a lease, by default of four envs in two blocks."""
 
     def __init__(self, server: FakeServer, **changes: Any) -> None:
         self.server = server
@@ -37,7 +37,7 @@ class RawClient:
     def frames(
         self, kind: MessageType, entries: Entries, body: bytes = b"", **changes: Any
     ) -> list[Buffer]:
-        """A request of its own number."""
+        """Return the frames of a request with a new number."""
         self._num_requests += 1
         numbers = {"session": SESSION, "boot": self.server.boot, "epoch": 1}
         fields = {"request": self._num_requests, **numbers, **changes}
@@ -46,7 +46,7 @@ class RawClient:
     def step(
         self, action: int, seq: int = 1, blocks: Sequence[int] = ()
     ) -> list[Buffer]:
-        """A STEP of blocks, or of all, with one action for all rows."""
+        """Return a STEP of blocks, by default all, with one action for all rows."""
         listed = blocks or range(self.num_blocks)
         rows = sum(b.stop - b.start for b in self.pool.blocks if b.index in listed)
         entries = tuple((block, seq) for block in listed)
@@ -54,7 +54,7 @@ class RawClient:
         return self.frames(MessageType.STEP, entries, body)
 
     def reset(self, resets: dict[int, Any], seq: int = 1) -> list[Buffer]:
-        """A RESET of blocks, with rows and seeds for each."""
+        """Return a RESET; `resets` has the rows and seeds of each block."""
         body = ResetBody(resets=tuple(resets.values())).encode()
         entries = tuple((block, seq) for block in resets)
         return self.frames(MessageType.RESET, entries, body)
@@ -62,7 +62,7 @@ class RawClient:
     def call(
         self, row: int, kind: Any, name: str, arguments: Any = (), seq: int = 1
     ) -> list[Buffer]:
-        """A CALL."""
+        """Return a CALL for one row."""
         body = CallBody.from_calls([make_call([row], kind, name, *arguments)])
         (block,) = (b.index for b in self.pool.blocks if b.start <= row < b.stop)
         return self.frames(MessageType.CALL, ((block, seq),), body.encode())
@@ -70,28 +70,30 @@ class RawClient:
     def send(
         self, frames: Sequence[Buffer], route: bytes = b"r", after: float = 1.0
     ) -> list[Message]:
-        """Has a message arrive so many seconds later; returns all answers there are."""
+        """Deliver a message `after` seconds later; return the server's replies."""
         self.now += after
         self.server.receive((route, ""), frames, self.now)
-        return self.take()
+        return self.take_replies()
 
-    def end(
+    def deliver_outcomes(
         self, outcomes: Sequence[Outcome], absent: Sequence[int] = ()
     ) -> list[Message]:
-        """Has the pool say that operations have ended; returns the answers."""
+        """Deliver outcomes from the pool; return the server's replies."""
         session = self.server.session
         self.server.carry_out(
             session.pool_finished(("", SESSION), outcomes, absent), 0.0
         )
-        return self.take()
+        return self.take_replies()
 
     def finish(self, *blocks: int, absent: Sequence[int] = ()) -> list[Message]:
-        """Has the operations of blocks end, all that run by default."""
+        """Finish the operations of blocks, by default all; return the replies."""
         if not blocks and not absent:
             blocks = tuple(self.pool.running)
-        return self.end([self.pool.finish(block) for block in blocks], absent)
+        return self.deliver_outcomes(
+            [self.pool.finish(block) for block in blocks], absent
+        )
 
-    def take(self) -> list[Message]:
+    def take_replies(self) -> list[Message]:
         return [decode(frames) for frames in self.server.take_replies()]
 
 

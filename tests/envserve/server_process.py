@@ -1,4 +1,4 @@
-"""An `envserve start` process, and what to know about it."""
+"""An `envserve start` process, with its addresses, log and resources."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from envserve.wire.sockets import use_keys
 from tests.oracle.probe_envs import MODULE
 
 LEDGER = "envserve/Ledger-v0"
-#: What a server must allow for ledgers with journals.
-LEDGER_OPENINGS = ("--allow-kwarg", "journal:any", "--allow-kwarg", "length")
-#: What Python is told to run.
+#: Options of a server for ledgers with journals.
+LEDGER_OPTIONS = ("--allow-kwarg", "journal:any", "--allow-kwarg", "length")
+#: Arguments of Python that run `envserve`.
 PROGRAM = ("-m", "envserve")
-#: Where Python finds the modules of `tests`.
+#: Folder from which Python can import `tests`.
 ROOT = Path(__file__).resolve().parents[2]
-#: Of a machine that stands still for a while, too.
+#: Time limit for the exit of a server, even on a machine that stalls.
 _END_SECONDS = 40.0
 
 
@@ -48,18 +48,20 @@ def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
     return [sys.executable, *program, "start", *options]
 
 
-def use_own_keys(socket: zmq.Socket[bytes], address: str) -> None:
-    """Gives a socket the keys that a client of this user has for an address."""
+def use_user_keys(socket: zmq.Socket[bytes], address: str) -> None:
+    """Set the keys of a socket to those of this user for an address."""
     keys = KeyFolder().keys_for(address)
     assert keys is not None
     use_keys(socket, *keys)
 
 
 class ServerProcess:
-    """A server that can be started again at its addresses; killed at the end.
+    """A server process, which is killed when the context ends.
 
-    It has `addresses`, the real ones, and a `ready_line` once it is ready. If it uses
-    no keys, it `is_insecure`.
+    Attributes:
+      addresses: Real addresses, once the server is ready.
+      ready_line: The line that the server prints when it is ready.
+      is_insecure: Whether the server uses no keys.
     """
 
     def __init__(
@@ -72,12 +74,20 @@ class ServerProcess:
         program: Sequence[str] = PROGRAM,
         prefix: Sequence[str] = (),
         imports: Sequence[str] = (MODULE,),
-        is_awaited: bool = True,
+        waits_until_ready: bool = True,
     ) -> None:
-        """Starts `prefix python program start options`, its files in a folder.
+        """Start `prefix python program start options`.
 
-        Unless `is_awaited`, `wait_until_ready` is left to the caller. Variables of
-        the environment are added to those of this process.
+        Args:
+          folder: Folder of the server's address file.
+          *options: Options of `envserve start`.
+          bind: Addresses to listen on.
+          cwd: Working directory.
+          environment: Variables to add to those of this process.
+          program: Arguments of Python that run `envserve`.
+          prefix: Command that runs Python.
+          imports: Modules to import.
+          waits_until_ready: Whether to call `wait_until_ready`.
         """
         modules = [part for name in imports for part in ("--import", name)]
         self._command = [*prefix, *command(*modules, "--workers", "2", program=program)]
@@ -89,7 +99,7 @@ class ServerProcess:
         self.addresses: list[str] = []
         self.ready_line = ""
         self.process = self._start(bind)
-        if is_awaited:
+        if waits_until_ready:
             try:
                 self.wait_until_ready()
             except RuntimeError:
@@ -109,12 +119,12 @@ class ServerProcess:
         )
 
     def wait_until_ready(self) -> None:
-        """Waits for its word; raises RuntimeError with its log if it ends instead."""
+        """Wait until the server is ready; raise RuntimeError if it exits."""
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()
         if not self.ready_line:
             raise RuntimeError(
-                f"expected a server to get ready, but it ended with exit code "
+                f"expected the server to become ready, but it exited with code "
                 f"{self.process.wait()}:\n{self.log[-2000:]}"
             )
         self.addresses = self._address_file.read_text().split()
@@ -125,18 +135,18 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """All that it has written to stderr so far."""
+        """The server's stderr so far."""
         self._log.seek(0)
         return self._log.read()
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of what its template has forked."""
+        """Process ids of the workers, which the template process has forked."""
         return with_descendants(self.process.pid)[2:]
 
     @property
     def resident_bytes(self) -> int:
-        """Its memory."""
+        """The resident memory of the server process."""
         vitals = vitals_of(self.process.pid)
         assert vitals is not None
         return vitals.resident_bytes
@@ -148,28 +158,28 @@ class ServerProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills it, and waits until it is gone."""
+        """Kill the server, and wait until it has exited."""
         self.process.kill()
         self.wait()
 
-    def start_again(self) -> None:
-        """Starts it at the same addresses, and does not wait until it is ready."""
+    def restart(self) -> None:
+        """Start the server at the same addresses, without waiting until it is ready."""
         self.process = self._start(self.addresses)
 
     def wait(self) -> int:
-        """Waits for its end, and kills what takes too long; returns its exit code."""
-        ours = with_descendants(self.process.pid)
+        """Wait for the exit, killing processes at the time limit; return the code."""
+        processes = with_descendants(self.process.pid)
         try:
             return self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            kill_all(ours)
+            kill_all(processes)
             return self.process.wait()
         finally:
             assert self.process.stdout is not None
             self.process.stdout.close()
 
     def end(self, number: int | None = None) -> str:
-        """Waits for its end, after a signal if one is given; returns its log."""
+        """Send a signal if one is given, wait for the exit, and return the log."""
         if number is not None:
             self.signal(number)
         code = self.process.wait(_END_SECONDS)

@@ -15,8 +15,8 @@ def fastest(attempt: Callable[[], float], limit: float) -> float:
     to stall in all of them. Stop after an attempt that took less than `limit`.
 
     Args:
-      attempt: Makes an attempt and returns how many seconds it took.
-      limit: Seconds that are fast limit.
+      attempt: Makes one attempt, and returns the seconds that it took.
+      limit: Seconds of an attempt that is fast enough.
     """
     fewest = math.inf
     for _ in range(NUM_ATTEMPTS):

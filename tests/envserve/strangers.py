@@ -1,4 +1,4 @@
-"""Peers that speak ZMTP by hand, and an honest client that steps beside them."""
+"""Peers that send hand-made ZMTP, and an honest client that steps meanwhile."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.ledger_env import ledger_hash
 
-#: How many frames a stranger sends at once.
+#: Number of frames that a stranger sends in one call.
 _CHUNK = 1 << 16
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(52, b"\0")
 _KEYED_GREETING = _GREETING.replace(b"NULL\0", b"CURVE")
 _MORE, _LONG, _COMMAND = 1, 2, 4
-#: What peers say after a greeting who use no keys, by mechanism.
-UNKEYED = {
+#: The command after the greeting of a mechanism without keys.
+KEYLESS_COMMANDS = {
     "NULL": b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER",
     "PLAIN": b"\x05HELLO\x03ann\x03ann",
     "GSSAPI": b"\x08INITIATE\0\0\0\x05token",
 }
-#: What a client says first.
+#: The first message of a client.
 HELLO = encode(Message(MessageType.HELLO, body=Hello().encode()))
 
 
-def foreseen_ids(count: int) -> list[bytes]:
-    """Returns routing ids that a server would give, did it begin where others do."""
+def predicted_ids(count: int) -> list[bytes]:
+    """Return the routing ids that a server would assign if it did not seed `rand()`."""
     libc = ctypes.CDLL(None)
-    libc.srand(1)  # as in a process that has never called it
+    libc.srand(1)  # the state of a process that has not called it
     first = libc.rand()
     return [b"\0" + (first + number).to_bytes(4, "big") for number in range(count)]
 
 
 class Stranger:
-    """A connection that has greeted, if asked to, and then does as it is told."""
+    """A TCP connection that sends hand-made ZMTP."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Stranger:
         routing_id: bytes | None = b"",
         timeout_seconds: float = 20.0,
     ) -> None:
-        """Connects, and says its routing id; without one (None) it stays silent.
+        """Connect, and greet with a routing id; None does not greet.
 
         Raises:
-          ConnectionError: The server has hung up, as one with keys does.
+          ConnectionError: The server has closed the connection, because it uses keys.
         """
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout_seconds)
@@ -76,30 +76,30 @@ class Stranger:
     def _greet(self, routing_id: bytes) -> None:
         self.socket.sendall(greeting_of(b"DEALER", routing_id))
         answer = b""
-        while b"READY" not in answer:  # what is sent earlier breaks the handshake
+        while b"READY" not in answer:  # data before READY would break the handshake
             if not (data := self.socket.recv(256)):
-                raise ConnectionError("the server has broken off the handshake")
+                raise ConnectionError("the server has closed the connection")
             answer += data
 
     def send_half(self) -> None:
-        """Sends the beginning of a frame, or, if silent until now, of a greeting."""
+        """Send the first half of a frame, or of a greeting if none was sent."""
         half = _frame(bytes(1000))[:500] if self._has_greeted else _GREETING[:40]
         self.socket.sendall(half)
 
     def begin_handshake(self) -> None:
-        """Greets like who has a key, and says no more."""
+        """Send the greeting of a client with a key, and nothing else."""
         self.socket.sendall(_KEYED_GREETING)
 
-    def greet_by(self, mechanism: str) -> None:
-        """Says in ZMTP 3.1 all that it can say before it hears the server."""
+    def greet_with(self, mechanism: str) -> None:
+        """Send all of a handshake that ZMTP 3.1 allows before the server's reply."""
         version = b"\x03\x01" + mechanism.encode().ljust(52, b"\0")
-        with contextlib.suppress(ConnectionError):  # it may be hung up on meanwhile
+        with contextlib.suppress(ConnectionError):  # the server may have disconnected
             self.socket.sendall(
-                _SIGNATURE + version + _frame(UNKEYED[mechanism], _COMMAND)
+                _SIGNATURE + version + _frame(KEYLESS_COMMANDS[mechanism], _COMMAND)
             )
 
-    def gets_in(self) -> bool:
-        """Waits until it is hung up on (False), or hears more than a greeting."""
+    def is_admitted(self) -> bool:
+        """Return whether the server sends more than a greeting before disconnecting."""
         num_bytes = 0
         with contextlib.suppress(ConnectionError):
             while data := self.socket.recv(256):
@@ -109,18 +109,18 @@ class Stranger:
         return False
 
     def send(self, *frames: bytes) -> None:
-        """Sends a message of these frames."""
+        """Send one message."""
         *parts, last = frames
         whole = b"".join(_frame(part, _MORE) for part in parts) + _frame(last)
         self.socket.sendall(whole)
 
     def send_unfinished(self, count: int) -> None:
-        """Sends so many frames, empty ones, after each of which there is more."""
+        """Send `count` empty frames of a message that does not end."""
         for _ in range(0, count, _CHUNK):
             self.socket.sendall(_frame(b"", _MORE) * _CHUNK)
 
-    def is_cut_off(self) -> bool:
-        """Tells whether the server has closed the connection."""
+    def is_disconnected(self) -> bool:
+        """Return whether the server has closed the connection."""
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
         try:
@@ -131,8 +131,8 @@ class Stranger:
             return True
         return False
 
-    def wait_until_cut_off(self) -> None:
-        """Reads until the server has closed the connection."""
+    def wait_until_disconnected(self) -> None:
+        """Read until the server has closed the connection."""
         with contextlib.suppress(ConnectionError):
             while self.socket.recv(1 << 16):
                 pass
@@ -145,13 +145,13 @@ class Stranger:
 
 
 def greeting_of(kind: bytes, routing_id: bytes = b"") -> bytes:
-    """What a socket of a kind says first, without keys."""
+    """Return the greeting and READY command of a socket of a type, without keys."""
     properties = _property(b"Socket-Type", kind) + _property(b"Identity", routing_id)
     return _GREETING + _frame(b"\x05READY" + properties, _COMMAND)
 
 
 def more_frames(size: int, count: int) -> bytes:
-    """So many frames, after each of which there is more."""
+    """Return `count` frames of a message that does not end."""
     return _frame(bytes(size), _MORE) * count
 
 
@@ -166,31 +166,31 @@ def _frame(data: bytes, flags: int = 0) -> bytes:
 
 
 class KeyedStranger:
-    """A DEALER with a key, whom the server may know, that connects once."""
+    """A DEALER with a key that connects once; the server may not know the key."""
 
     def __init__(
         self,
         address: str,
         server: bytes,
-        own: KeyPair,
+        pair: KeyPair,
         frames: Sequence[Buffer],
         routing_id: bytes = b"",
     ) -> None:
-        """Connects, and says a message; `server` is the key that it expects."""
+        """Connect and send a message; `server` is the expected key of the server."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if routing_id:
             self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
-        use_keys(self.socket, server, own)
+        use_keys(self.socket, server, pair)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(events)
         self.socket.connect(address)
-        with contextlib.suppress(zmq.Again):  # it may be hung up on already
+        with contextlib.suppress(zmq.Again):  # it may be refused already
             self.socket.send_multipart(frames, zmq.NOBLOCK)
 
-    def gets_in(self) -> bool:
-        """Waits until the handshake is over; tells whether it has succeeded."""
+    def is_admitted(self) -> bool:
+        """Wait until the handshake is over; return whether it has succeeded."""
         assert self._monitor.poll(20_000), "expected a handshake to end"
         event = recv_monitor_message(self._monitor)["event"]
         return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -205,11 +205,11 @@ class KeyedStranger:
 
 
 class HonestClient:
-    """Steps ledgers, and checks every row.
+    """Steps ledger envs, and checks every row.
 
     Attributes:
-      lane: Its envs; a new one starts when they were reset.
-      seconds: How long each step took.
+      lane: The lane of its envs, which were just reset.
+      seconds: Durations of all steps.
     """
 
     def __init__(self, lane: RemoteLane) -> None:
@@ -230,7 +230,7 @@ class HonestClient:
 
 @contextlib.contextmanager
 def honest_client(server: ServerProcess) -> Iterator[HonestClient]:
-    """Steps all the while in a thread; the server must `--allow-kwarg length`."""
+    """Step continuously in a thread; the server needs `--allow-kwarg length`."""
     lane = attach_lane(server, env_kwargs={"length": 10**6})
     client, is_over = HonestClient(lane), threading.Event()
     failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""The audit: who was given, denied or lost what, a line each, for one user's eyes."""
+"""The audit log: one line per event, in a file that only the server's user can read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_each_event_is_a_line_that_only_this_user_can_read(
     assert (second["event"], second["reason"]) == ("ended", "detached")
 
 
-async def test_refusals_within_a_second_are_two_lines(tmp_path: Path) -> None:
+async def test_repeated_refusals_within_a_second_take_two_lines(tmp_path: Path) -> None:
     audit = AuditLog(str(tmp_path / "audit"), describe, asyncio.get_running_loop())
     for index in range(100):
         audit.write(Audit("refused", "ann", reason=f"number {index}"))
@@ -67,11 +67,11 @@ async def test_refusals_within_a_second_are_two_lines(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     assert [line["times"] for line in lines_of(path)] == [1, 1]
     audit.close()
-    told = [(one["name"], one["times"], one["reason"]) for one in lines_of(path)]
-    assert told[2:] == [("ann", 99, "number 99"), ("bob", 99, "number 99")]
+    lines = [(one["name"], one["times"], one["reason"]) for one in lines_of(path)]
+    assert lines[2:] == [("ann", 99, "number 99"), ("bob", 99, "number 99")]
 
 
-def test_the_second_line_comes_by_itself(tmp_path: Path) -> None:
+def test_a_timer_writes_the_line_with_the_count(tmp_path: Path) -> None:
     loop = mock.Mock()
     audit = AuditLog(str(tmp_path / "audit"), describe, loop)
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_the_second_line_comes_by_itself(tmp_path: Path) -> None:
     audit.close()
 
 
-async def test_text_of_peers_is_printable_and_short(
+async def test_texts_of_peers_are_printable_and_short(
     audit: AuditLog, tmp_path: Path
 ) -> None:
     audit.write(Audit("refused", "", "\x1b]0;\u202eevil\n" + "x" * 9000))
@@ -94,7 +94,7 @@ async def test_text_of_peers_is_printable_and_short(
     assert len(line) < 1000
 
 
-async def test_a_key_that_is_gone_keeps_its_fingerprint(
+async def test_events_of_a_revoked_key_have_its_fingerprint(
     audit: AuditLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit.write(Audit("attached", "ann"))
@@ -103,7 +103,9 @@ async def test_a_key_that_is_gone_keeps_its_fingerprint(
     assert [one["fingerprint"] for one in lines_of(tmp_path / "audit")] == ["7QK2"] * 2
 
 
-async def test_it_is_appended_to_and_closed_to_others(tmp_path: Path) -> None:
+async def test_an_existing_file_is_appended_to_and_restricted_to_this_user(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "audit"
     path.touch(0o644)
     loop = asyncio.get_running_loop()
@@ -115,7 +117,9 @@ async def test_it_is_appended_to_and_closed_to_others(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_what_cannot_be_opened_is_an_error_at_the_start(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_opened_is_an_error_at_the_start(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "other")
     mode = os.stat("/dev/full").st_mode
     for name in ("none/audit", "link", ".", "/dev/full"):
@@ -124,7 +128,7 @@ async def test_what_cannot_be_opened_is_an_error_at_the_start(tmp_path: Path) ->
     assert os.stat("/dev/full").st_mode == mode
 
 
-async def test_a_full_disk_is_said_once_and_costs_nothing_else(
+async def test_a_full_disk_is_logged_once_and_has_no_other_effect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "audit"
@@ -134,4 +138,4 @@ async def test_a_full_disk_is_said_once_and_costs_nothing_else(
         for _ in range(3):
             audit.write(Audit("attached", "ann"))
     audit.close()
-    assert caplog.text.count("the audit cannot be written") == 1
+    assert caplog.text.count("the audit log cannot be written") == 1

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
 from tests.network_hosts import Hosts, needs_namespaces
 from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
@@ -93,7 +93,7 @@ def start_player(
     stack.enter_context(
         ServerProcess(
             folder,
-            *(*LEDGER_OPENINGS, "--insecure-no-auth", *options),
+            *(*LEDGER_OPTIONS, "--insecure-no-auth", *options),
             bind=(address,),
             prefix=hosts.command("sim"),
         )

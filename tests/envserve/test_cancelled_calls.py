@@ -11,7 +11,7 @@ import pytest
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvTimeout
-from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
 from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
 
@@ -45,7 +45,7 @@ def player(
 ) -> Iterator[BatchDriver]:
     """A player whose ledger is compared with the applied actions at the end."""
     kwargs = {"journal": str(tmp_path / "journal")}
-    with ServerProcess(tmp_path, *LEDGER_OPENINGS) as server:
+    with ServerProcess(tmp_path, *LEDGER_OPTIONS) as server:
         with BatchEnv.connect(
             LEDGER,
             [server.address],

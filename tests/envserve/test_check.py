@@ -14,7 +14,7 @@ from tests.command_line import Result, invoke
 from tests.envserve.broken_servers import (
     DEFECTS,
     ClipsActions,
-    FallsSilentAtABadEncoding,
+    StopsAfterABadEncoding,
 )
 from tests.envserve.checked_server import MemoryLink, Server, findings
 
@@ -73,7 +73,7 @@ def test_an_unknown_env_fails_all_rules_that_need_it() -> None:
 
 
 def test_the_check_ends_if_the_server_stops_answering() -> None:
-    ended = check(FallsSilentAtABadEncoding())
+    ended = check(StopsAfterABadEncoding())
     assert ended.exit_code == 1
     assert "Error: expected an answer to HELLO; got none" in ended.output
     assert "GRANTED" not in ended.output

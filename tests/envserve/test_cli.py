@@ -199,7 +199,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),
         (["--env", "CartPole-v9"], 2, "did you mean CartPole-v"),
         (["CartPole-v1", "--vector", "Cartpole-v1"], 2, "did you mean CartPole-v1?"),
-        (["--vector", "Nope-v0"], 2, "--vector: expected an env on offer; got 'Nope-"),
+        (["--vector", "Nope-v0"], 2, "--vector: expected an offered env; got 'Nope-"),
         (["--import", "no_such_module"], 2, "no_such_module"),
         (["--bind", "ipc:///no/where/envs"], 1, "cannot listen on ipc:///no/where"),
     ],
@@ -249,9 +249,9 @@ import sys
 import envserve.server
 from envserve.cli.app import main
 from envserve.errors import SelfTestError
-async def check_refusal(*_):
+async def fail(*_):
     raise SelfTestError("expected an unknown key to be refused")
-sys.modules["envserve.server.serve"].check_refusal = check_refusal
+sys.modules["envserve.server.serve"].run_self_test = fail
 main()
 """
 

@@ -1,4 +1,4 @@
-"""`envserve drain`: a server ends for its own user, and for nobody else."""
+"""`envserve drain`: only the server's user can drain it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.envserve.test_server_keys import homes as homes
 
 
 def answers_to(user: str, times: int = 1) -> tuple[list[Message], int]:
-    """What a user who asks is told, and how often the server was told to drain."""
-    policy = HostSettings(drain_grace_seconds=8.0)
-    session = ServerSession(policy, (), boot=7)
+    """Return the replies to a user's ASK_DRAIN, and the number of begun drains."""
+    host = HostSettings(drain_grace_seconds=8.0)
+    session = ServerSession(host, (), boot=7)
     frames = encode(Message(MessageType.ASK_DRAIN, request=3, body=b"drain"))
-    told = [session.receive((0, b"route", user), frames, 0.0) for _ in range(times)]
-    decisions = [decision for each in told for decision in each]
+    received = [session.receive((0, b"route", user), frames, 0.0) for _ in range(times)]
+    decisions = [decision for each in received for decision in each]
     assert all(isinstance(d, Reply | Audit | BeginDrain) for d in decisions)
     num_drains = sum(isinstance(decision, BeginDrain) for decision in decisions)
     return [decode(d.frames) for d in decisions if isinstance(d, Reply)], num_drains
 
 
-def test_its_own_user_is_told_how_long_it_takes_and_may_ask_again() -> None:
+def test_the_user_of_the_server_gets_the_grace_period_and_can_ask_again() -> None:
     answers, num_drains = answers_to("local", times=2)
     assert num_drains == 2
     for answer in answers:
@@ -43,7 +43,7 @@ def test_its_own_user_is_told_how_long_it_takes_and_may_ask_again() -> None:
 
 
 @pytest.mark.parametrize("user", ["anna", ""])
-def test_nobody_else_can_end_a_server(user: str) -> None:
+def test_other_users_cannot_drain_a_server(user: str) -> None:
     (answer,), num_drains = answers_to(user)
     body = ErrorBody.decode(answer.body)
     assert (answer.type, body.code) == (MessageType.ERROR, ErrorCode.REFUSED)
@@ -56,13 +56,13 @@ def drain(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_command_waits_until_the_server_is_gone(
+def test_the_command_waits_until_the_server_has_exited(
     serve: Serve, join: Join, homes: Homes
 ) -> None:
     server = serve("--drain-grace", "8", "--allow-kwarg", "length")
     client = join(server, 1, env_kwargs={"length": 1 << 40})
     client.reset()
-    homes.let_in("anna")
+    homes.authorise("anna")
     homes.pin("anna", server.address)
     code, text = drain(server.address)
     assert (code, server.process.poll()) == (1, None)
@@ -80,7 +80,7 @@ def test_the_command_waits_until_the_server_is_gone(
     assert server.process.returncode == 0
 
 
-def test_another_server_at_the_address_is_not_the_one_that_was_asked(
+def test_the_command_ends_when_another_server_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boots = iter([1, 1, 2])
@@ -93,7 +93,7 @@ def test_another_server_at_the_address_is_not_the_one_that_was_asked(
     assert not list(boots)
 
 
-def test_a_server_that_is_not_there_is_soon_an_error(
+def test_a_server_that_does_not_answer_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserve.cli.drain._ANSWER_SECONDS", 0.1)

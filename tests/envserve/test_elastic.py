@@ -16,7 +16,7 @@ from envserve.client import BatchEnv
 from envserve.errors import AddressError, ConnectError, ServerLost, SpaceError
 from envserve.slab import Status
 from tests.envserve.conftest import Serve, WaitUntil
-from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
 from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
@@ -51,7 +51,7 @@ class Source:
     ) -> ServerProcess:
         """Start a server for `room` envs, with two blocks per lane."""
         each = ("--envs-per-worker", str(room // 2))
-        server = self._serve(*LEDGER_OPENINGS, *each, *options, **more)
+        server = self._serve(*LEDGER_OPTIONS, *each, *options, **more)
         if is_listed:
             self.list(server)
         return server
@@ -291,10 +291,10 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
 
         for _ in range(2 * LENGTH):
             assert step().tolist() == list(range(8, 16))
-        servers[3].start_again()
+        servers[3].restart()
         while len(step()) > 4:
             pass
-        servers[2].start_again()
+        servers[2].restart()
         while len(step()):
             pass
         assert {lane.name for lane in batch.lanes} == {s.address for s in servers}

@@ -198,7 +198,7 @@ def test_malformed_messages_count_by_their_bytes(
     fair_share.begin_turn(100.0)
     for _ in range(10_000):
         assert fair_share.admits((1, b"r", "mallory"), num_bytes)
-        fair_share.note_dropped(0, num_bytes)
+        fair_share.record_dropped(0, num_bytes)
     fair_share.charge(100.02)
     fair_share.end_turn(is_drained=False)
     assert (fair_share.flooder == "mallory") is is_flood

@@ -1,4 +1,4 @@
-"""A running server under garbage: it goes on serving, and its memory stays flat."""
+"""A server that receives garbage continues to serve, and its memory does not grow."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.conftest import Attach as AttachLane
 from tests.envserve.conftest import Serve
-from tests.envserve.server_process import use_own_keys
+from tests.envserve.server_process import use_user_keys
 from tests.envserve.session_fakes import make_call
 from tests.envserve.strangers import HonestClient
 
 NUM_RANDOM = 5_000
 NUM_MUTATED = 40_000
 NUM_ODD = 5_000
-#: The attacker's own; few changed bytes do not make it out of another.
+#: The attacker's session; mutations of a few bytes cannot produce it.
 LEASED_SESSION = 0x2345_6789_ABCD_EF01
 MAX_GROWTH_BYTES = 32 << 20
 
 
 class Attacker:
-    """Sends as fast as the server takes it; reads and throws away what comes back."""
+    """Sends as fast as the server receives, and discards the replies."""
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -42,7 +42,7 @@ class Attacker:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, 20_000)
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        use_own_keys(self._socket, address)
+        use_user_keys(self._socket, address)
         self._socket.connect(address)
         self.num_answers = 0
 
@@ -56,7 +56,7 @@ class Attacker:
             self.num_answers += 1
 
     def attach(self, boot: int, session: int = LEASED_SESSION) -> int:
-        """Leases an env; returns the epoch."""
+        """Lease an env; return the epoch."""
         message = Message(
             type=MessageType.ATTACH,
             session=session,
@@ -70,13 +70,13 @@ class Attacker:
                 return answer.epoch
 
     def wait_for_answer(self, request: int) -> int:
-        """Says HELLO, and reads until its answer: then all before it is handled.
+        """Send HELLO, and wait for its reply, when all earlier messages are handled.
 
-        Returns the server's boot id, without which a message does not get far.
+        Return the server's boot id, which most messages must contain.
         """
         hello = Hello().encode()
         message = Message(type=MessageType.HELLO, request=request, body=hello)
-        for _ in range(20):  # an answer is dropped if too many wait to be read
+        for _ in range(20):  # replies are dropped if too many are unread
             self._socket.send_multipart(encode(message))
             while self._socket.poll(1000):
                 frames = self._socket.recv_multipart()
@@ -98,7 +98,7 @@ def random_messages(random: np.random.Generator) -> Iterator[list[bytes]]:
 
 
 def valid_messages(boot: int) -> list[list[Buffer]]:
-    """A message of every type, all of them for sessions of the attacker's own."""
+    """Return a message of every type, all for the attacker's sessions."""
     attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1).encode()
     common: dict[str, Any] = {"session": 1 << 60, "boot": boot, "epoch": 1}
     entries = ((0, 1), (1, 1))
@@ -125,10 +125,11 @@ def messages_of_odd_values(
     random: np.random.Generator,
     session: int = LEASED_SESSION,
 ) -> Iterator[list[Buffer]]:
-    """Well-formed control messages in which one field is an array, or odd else.
+    """Yield well-formed control messages in which one field has an odd value.
 
-    Changed bytes alone hardly ever make an extension type. All of them are refused:
-    ATTACH, from ever new sessions, for too many envs; CALL for its name.
+    Mutated bytes hardly ever form a valid extension type. The server refuses all of
+    these messages: ATTACH, each with a new session, for its number of envs, and CALL
+    for its name.
     """
     values: list[Any] = [
         *(np.zeros(shape, dtype) for shape in ((), (0,), (3,)) for dtype in "?Bld"),
@@ -166,8 +167,8 @@ def messages_of_odd_values(
 def mutated_messages(
     valid: list[list[Buffer]], random: np.random.Generator
 ) -> Iterator[list[Buffer]]:
-    """Copies with some bytes changed, cut, or added; or frames dropped or doubled."""
-    # Drawn in bulk: a draw per number would take longer than the server does.
+    """Yield copies with bytes changed, cut or added, or frames dropped or repeated."""
+    # Drawn in bulk, because single draws would take longer than the server.
     numbers = iter(
         itertools.chain.from_iterable(
             random.integers(0, 1 << 31, 100_000).tolist() for _ in itertools.count()
@@ -203,7 +204,7 @@ LONG: dict[str, Any] = {"env_kwargs": {"length": 10**6}}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_garbage_neither_stops_nor_grows_the_server(
+def test_garbage_neither_stops_the_server_nor_grows_its_memory(
     serve: Serve,
     attach: AttachLane,
     attacker_of: Callable[[str], Attacker],
@@ -232,7 +233,7 @@ def test_garbage_neither_stops_nor_grows_the_server(
     attacker.wait_for_answer(1 << 51)
     client.step(2)
     growth = server.resident_bytes - before
-    # Seen: 0.4 MiB, so that 200 bytes kept of each message would show.
+    # Measured: 0.4 MiB. A leak of 200 bytes per message would exceed the limit.
     assert growth < MAX_GROWTH_BYTES // 4, f"grew by {growth} bytes"
     assert attacker.num_answers > NUM_MUTATED // 20
     newcomer = attach(server, **LONG)
@@ -243,7 +244,7 @@ def test_garbage_neither_stops_nor_grows_the_server(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_endless_frames_neither_stop_nor_grow_the_server(
+def test_endless_frames_neither_stop_the_server_nor_grow_its_memory(
     serve: Serve, attach: AttachLane, attacker_of: Callable[[str], Attacker]
 ) -> None:
     server = serve("--allow-kwarg", "length")

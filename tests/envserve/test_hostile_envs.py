@@ -293,5 +293,5 @@ def test_processes_that_left_their_group_end_with_their_lease_or_the_server(
     assert not second.step(0)[0].faults
     server.kill()
     wait_until(lambda: not any(map(is_running, left[1])))
-    server.start_again()
+    server.restart()
     server.wait_until_ready()

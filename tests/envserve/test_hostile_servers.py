@@ -1,6 +1,6 @@
-"""Servers that break the protocol on purpose: what a client of theirs loses is a batch.
+"""Servers that break the protocol on purpose, see `hostile_server`.
 
-Never its memory, and never its deadlines. See `hostile_server` for what they do.
+A client loses its batch at most: its memory stays bounded, and its deadlines hold.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from tests.envserve.server_process import make_config
 
 Host = Callable[..., str]
 
-#: Endless messages that nobody has asked for, after a STEP.
+#: Scripts that answer a STEP with an endless stream of unsolicited messages.
 FLOODS = [
     *("pongs", "late results", "others' results", "no messages", "drains", "absent"),
     *("long results", "results of long frames"),
 ]
 NUM_ENVS = 4
 ACTIONS = np.zeros(NUM_ENVS, np.int64)
-#: What a loaded machine may need beyond a deadline; a pump without a budget never ends.
+#: Time beyond a deadline on a busy machine; without a read budget, a flood never ends.
 SLACK_SECONDS = 20.0
 MAX_GROWTH_BYTES = 64 << 20
 
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    """Starts hostile servers; returns their addresses."""
+    """Start hostile servers; return their addresses."""
     with ExitStack() as stack:
         yield lambda *script: stack.enter_context(HostileServer(*script)).address
 
 
 def connect(address: str) -> BatchEnv:
-    """Connects a batch in which nothing is padding."""
+    """Connect a batch that waits for all rows instead of padding."""
     return BatchEnv.connect(
         *("Hostile-v0", [address], NUM_ENVS), seed=0, padding_after=60.0
     )
 
 
 class PeakMemory:
-    """Most memory that this process has had since this was made."""
+    """The peak memory of this process since this object was created."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
@@ -67,7 +67,7 @@ class PeakMemory:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("script", FLOODS)
-def test_a_flood_moves_no_deadline_takes_no_memory_and_ends_the_lane(
+def test_a_flood_delays_no_deadline_uses_no_memory_and_ends_the_lane(
     host: Host, script: str
 ) -> None:
     with connect(host(script)) as batch:
@@ -88,10 +88,10 @@ def test_a_flood_moves_no_deadline_takes_no_memory_and_ends_the_lane(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("script", FLOODS)
-def test_a_flood_keeps_nobody_from_the_rows_of_another_server(
+def test_a_flood_does_not_delay_the_rows_of_another_server(
     host: Host, script: str
 ) -> None:
-    """Though its lane shares ZeroMQ's threads with theirs."""
+    """The lanes of both servers share ZeroMQ's threads."""
     addresses = [host(script), host("nothing", MessageType.CALL)]
     with BatchEnv.connect(
         *("Hostile-v0", addresses, 2 * NUM_ENVS), seed=0, padding_after=60.0
@@ -122,7 +122,7 @@ def test_a_flood_ends_a_reset(host: Host) -> None:
         batch.reset()
 
 
-def test_a_flood_does_not_keep_a_lane_from_being_closed(host: Host) -> None:
+def test_a_flood_does_not_delay_the_close_of_a_lane(host: Host) -> None:
     batch = connect(host("pongs"))
     batch.reset()
     batch.send(ACTIONS)
@@ -139,14 +139,14 @@ def test_a_flood_ends_the_wait_for_envs(host: Host) -> None:
     assert time.monotonic() - started < 30.0
 
 
-def test_half_of_the_rows_are_no_answer(host: Host) -> None:
+def test_a_result_with_half_of_the_rows_is_a_protocol_error(host: Host) -> None:
     with connect(host("half of the rows")) as batch:
         batch.reset()
         with pytest.raises(RemoteProtocolError, match=r"expected .* bytes of results"):
             batch.step(ACTIONS)
 
 
-def test_half_of_the_blocks_do_not_keep_who_waits_for_all(host: Host) -> None:
+def test_a_result_with_half_of_the_blocks_does_not_block_the_caller(host: Host) -> None:
     with connect(host("half of the blocks")) as batch:
         batch.reset()
         batch.send(ACTIONS, together=True)
@@ -166,13 +166,13 @@ def test_a_long_report_costs_milliseconds(host: Host) -> None:
         assert time.thread_time() - started < 0.5
 
 
-def test_a_text_without_end_is_refused(host: Host) -> None:
+def test_a_long_error_text_is_shortened(host: Host) -> None:
     with pytest.raises(ServerError) as error:
         connect(host("long text", MessageType.ATTACH))
     assert len(str(error.value)) < 1000
 
 
-def test_rows_that_would_fill_the_memory_are_refused(host: Host) -> None:
+def test_rows_that_need_too_much_memory_are_refused(host: Host) -> None:
     address = host("large rows", MessageType.ATTACH)
     lane = RemoteLane(address, make_config(num_envs=4096))
     started = time.monotonic()
@@ -181,16 +181,16 @@ def test_rows_that_would_fill_the_memory_are_refused(host: Host) -> None:
     assert time.monotonic() - started < 40.0
 
 
-def test_what_nobody_expects_in_the_keeper_is_the_lanes_error_at_once(
+def test_an_unexpected_failure_in_the_keeper_thread_ends_the_lane_immediately(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
-        raise MemoryError("no room")
+        raise MemoryError("no memory")
 
     monkeypatch.setattr("envserve.session.client.attachment.ClientBlocks", fail)
     lane = RemoteLane(host("nothing"), make_config())
     started = time.monotonic()
-    with pytest.raises(ServerError, match="MemoryError: no room"):
+    with pytest.raises(ServerError, match="MemoryError: no memory"):
         lane.finish_start(started + 60.0)
     assert time.monotonic() - started < 40.0
     assert "MemoryError" in caplog.text

@@ -1,4 +1,4 @@
-"""`envserve join` at a real server: once, for a key of its own, until it is removed."""
+"""`envserve join` at a real server: an invitation admits one client until removal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.envserve.server_process import ServerProcess
 
 RunAt = Callable[..., Any]
 
-#: Who is answered at all is so by then, on a machine that does nothing else.
+#: Seconds in which an answer arrives on an idle machine.
 SHORT = 0.5
 
 
 @pytest.fixture
 def run_at(tmp_path: Path) -> RunAt:
-    """Runs a command with a home of its own."""
+    """Run a command with a separate ENVSERVE_HOME."""
 
     def run(home: str, *words: str, **more: Any) -> Any:
         env = {"ENVSERVE_HOME": str(tmp_path / home)}
@@ -53,7 +53,7 @@ def invite(run_at: RunAt, server: ServerProcess, name: str = "trainer-1") -> str
     return str(result.stdout)
 
 
-def test_an_invitation_lets_one_client_in_until_it_is_removed(
+def test_an_invitation_admits_one_client_until_it_is_removed(
     run_at: RunAt, server: ServerProcess, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     line, patient = invite(run_at, server), ("--timeout", str(PATIENCE))
@@ -90,7 +90,7 @@ def test_an_invitation_lets_one_client_in_until_it_is_removed(
 def exchange(
     connection: Connection, message: Message, seconds: float = PATIENCE
 ) -> Message | None:
-    """Sends a message; returns the answer, None if there is none for so long."""
+    """Send a message; return the answer, or None if none arrives in time."""
     connection.wait(PATIENCE, for_writing=True)
     assert connection.send(encode(message))
     connection.wait(seconds, for_writing=False)
@@ -98,7 +98,7 @@ def exchange(
     return decode(frames) if frames else None
 
 
-def test_an_invitation_may_do_nothing_but_join(
+def test_an_invitation_can_only_be_used_to_join(
     run_at: RunAt, server: ServerProcess
 ) -> None:
     invitation = Invitation.parse(invite(run_at, server))
@@ -116,16 +116,16 @@ def test_an_invitation_may_do_nothing_but_join(
         answer = exchange(connection, joining)
         assert answer is not None
         assert answer.type is MessageType.JOINED
-        # Used up, also for who is still connected by it.
+        # It is used up, even for a client that is still connected with it.
         answer = exchange(connection, joining)
         assert answer is not None
         text = ErrorBody.decode(answer.body).text
-        assert text == "expected the key of an invitation that is good"
+        assert text == "expected the key of a valid invitation"
         hello = Message(type=MessageType.HELLO)
         assert exchange(connection, hello, SHORT) is None
 
 
-def test_who_was_not_invited_cannot_join(
+def test_a_client_without_an_invitation_cannot_join(
     run_at: RunAt, server: ServerProcess, tmp_path: Path
 ) -> None:
     assert run_at("client", "join", input=invite(run_at, server)).exit_code == 0
@@ -138,7 +138,7 @@ def test_who_was_not_invited_cannot_join(
     assert answer.type is MessageType.ERROR
 
 
-def test_no_secret_is_where_others_could_see_it(
+def test_no_secret_is_visible_to_other_users(
     run_at: RunAt, server: ServerProcess, tmp_path: Path
 ) -> None:
     line = invite(run_at, server)
@@ -154,18 +154,18 @@ def test_no_secret_is_where_others_could_see_it(
     for home, role in roles:
         pair = KeyFolder(tmp_path / home).ensure_key(role)
         secrets.append(formats.encode(formats.SECRET, pair.secret)[18:])
-    seen = joined.stdout + joined.stderr + server.log
+    visible = joined.stdout + joined.stderr + server.log
     clients = run_at("server", "clients").stdout
-    seen += clients + (tmp_path / "server" / "clients").read_text()
+    visible += clients + (tmp_path / "server" / "clients").read_text()
     folder = Path("/proc", str(server.process.pid))
     for name in ("cmdline", "environ"):
         if (folder / name).exists():
-            seen += (folder / name).read_text(errors="replace")
-    assert "ENVSERVE_HOME" in seen or not folder.exists()
-    assert [secret for secret in secrets if secret in seen] == []
+            visible += (folder / name).read_text(errors="replace")
+    assert "ENVSERVE_HOME" in visible or not folder.exists()
+    assert [secret for secret in secrets if secret in visible] == []
 
 
-def test_a_server_that_does_not_answer_leaves_no_pin(
+def test_no_key_is_pinned_for_a_server_that_does_not_answer(
     run_at: RunAt, server: ServerProcess, tmp_path: Path
 ) -> None:
     line = invite(run_at, server)
@@ -177,7 +177,7 @@ def test_a_server_that_does_not_answer_leaves_no_pin(
     assert result.stderr.startswith(f"Error: {host}:1: ")
     assert time.monotonic() - start < 40
     assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is None
-    # It was not used, so it is still good: at another of the server's addresses.
+    # The invitation was not used, so it is still valid at the server's other address.
     both = line.replace(f":{port}", f":1,127.0.0.1:{port}")
     assert run_at("client", "join", "--timeout", "8", input=both).exit_code == 0
     assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is not None

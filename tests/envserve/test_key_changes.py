@@ -53,15 +53,15 @@ def test_a_new_key_of_a_name_is_accepted_once_the_old_one_is_forgotten(
 ) -> None:
     """The leases of both keys would otherwise be indistinguishable."""
     access, new = Access(folder), bytes([1] * 32)
-    assert access.find(KEY)
+    assert access.find_grant(KEY)
     folder.clients.add(Grant(name="ci", public=new), NOW)
-    with pytest.raises(KeyFileError, match="ci has had another key"):
-        access.find(new)
+    with pytest.raises(KeyFileError, match="ci: a previous key is still in use"):
+        access.find_grant(new)
     assert access.find_revoked() == {"ci"}
-    with pytest.raises(KeyFileError, match="ci has had another key"):
-        access.find(new)
+    with pytest.raises(KeyFileError, match="ci: a previous key is still in use"):
+        access.find_grant(new)
     access.forget_revoked()
-    assert access.find(new)
+    assert access.find_grant(new)
     assert access.find_revoked() == set()
 
 

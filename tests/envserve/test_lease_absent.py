@@ -72,7 +72,7 @@ def test_a_pong_lists_absent_blocks_as_running(client: RawClient) -> None:
     client.send(client.step(1))
     client.finish(0, absent=[1])
     client.server.receive((b"r", ""), client.frames(MessageType.PING, ()), 4.5)
-    (pong,) = client.take()
+    (pong,) = client.take_replies()
     assert Pong.decode(pong.body).running == {1: 2500}
 
 
@@ -82,9 +82,9 @@ def test_a_pong_lists_absent_blocks_as_running(client: RawClient) -> None:
 def test_a_block_without_a_running_request_cannot_finish(client: RawClient) -> None:
     client.send(client.step(1, blocks=[0]))
     outcome = client.pool.finish(0)
-    client.end([outcome])
+    client.deliver_outcomes([outcome])
     with pytest.raises(LocalProtocolError, match="block 0: DONE cannot follow DONE"):
-        client.end([outcome])
+        client.deliver_outcomes([outcome])
 
 
 def test_a_lease_moves_only_forward() -> None:

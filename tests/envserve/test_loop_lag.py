@@ -1,4 +1,4 @@
-"""The lag of an event loop: seen while and after it was blocked, forgotten later."""
+"""The lag of an event loop is measured during and after a block, for ten seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FakeTimer:
 
 
 class FakeLoop:
-    """A loop whose time passes when told to."""
+    """A loop whose time passes only in `run_for`."""
 
     now = 100.0
     timer: FakeTimer
@@ -41,13 +41,13 @@ class FakeLoop:
             self.timer.callback()
 
 
-def test_lag_is_seen_at_once_and_for_ten_seconds() -> None:
+def test_lag_is_reported_immediately_and_for_ten_seconds() -> None:
     loop = FakeLoop()
     lag = LoopLag(cast(asyncio.AbstractEventLoop, loop))
     assert lag.seconds == 0.0
     loop.run_for(0.5)
     assert lag.seconds == 0.0
-    loop.now += 3.5  # blocked, and what is called first asks
+    loop.now += 3.5  # blocked, and `seconds` is read before the callback runs
     assert lag.seconds == 3.0
     loop.run_for(0.0)
     assert lag.seconds == 3.0

@@ -1,4 +1,4 @@
-"""`envserve start --on ray` and `ray://` as far as they go without Ray."""
+"""`envserve start --on ray` and `ray://` addresses, tested without Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDED = "Ray is needed here: pip install 'envserve[ray]'"
 
 @pytest.fixture
 def without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place where Ray is not installed, here and in other processes."""
+    """Make `import ray` fail in this process and in its children."""
     (tmp_path / "ray.py").write_text("raise ImportError")
     path = [str(tmp_path), os.environ["PYTHONPATH"]]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
@@ -33,17 +33,17 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_without_the_extra_it_is_named() -> None:
+def test_without_ray_the_error_names_the_extra() -> None:
     started = run("-m", "envserve", "start", "--on", "ray", "CartPole-v1")
     assert (started.returncode, started.stderr) == (2, f"Error: {NEEDED}\n")
-    asked = run("-m", "envserve", "health", "ray://default/envs")
-    assert (asked.returncode, asked.stderr) == (2, f"Error: {NEEDED}\n")
+    checked = run("-m", "envserve", "health", "ray://default/envs")
+    assert (checked.returncode, checked.stderr) == (2, f"Error: {NEEDED}\n")
     with pytest.raises(AddressError) as found:
         envserve.ray.addresses("default", "envs")
     assert str(found.value) == NEEDED
 
 
-def test_ray_is_imported_by_nobody_else(tmp_path: Path) -> None:
+def test_no_other_module_imports_ray(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise SystemExit('it is imported')")
     modules = (
         "envserve.cli.app, envserve.client.make_vec, envserve.server, envserve.ray, "
@@ -57,16 +57,16 @@ def test_ray_is_imported_by_nobody_else(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What servers were asked for, in place of having them."""
-    seen: list[Any] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of `EnvServers`, which raises instead of starting servers."""
+    arguments: list[Any] = []
 
-    def ask(*given: Any, **named: Any) -> None:
-        seen.extend([*given, named])
+    def start_servers(*args: Any, **kwargs: Any) -> None:
+        arguments.extend([*args, kwargs])
         raise AddressError("enough")
 
-    monkeypatch.setattr(envserve.ray, "EnvServers", ask)
-    return seen
+    monkeypatch.setattr(envserve.ray, "EnvServers", start_servers)
+    return arguments
 
 
 def start(*words: str) -> int:
@@ -75,8 +75,8 @@ def start(*words: str) -> int:
     return int(ending.value.code or 0)
 
 
-def test_a_server_gets_all_that_was_given(
-    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_servers_get_all_options_and_settings(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ENVSERVE_STEP_TIMEOUT", "7")
@@ -85,40 +85,46 @@ def test_a_server_gets_all_that_was_given(
     words = ["my_env.py:Walk", "CartPole-v1", "--reload", "--config", "some.toml"]
     place = ["--on", "ray://lab/sims", "--servers", "3", "--resources", '{"CPU": 8}']
     assert start(*words, *place) == 2
-    number, options, named = asked
+    number, options, named = started
     assert number == 3
-    assert named == {"resources": {"CPU": 8.0}, "word": "ray://lab/sims"}
+    assert named == {"resources": {"CPU": 8.0}, "address": "ray://lab/sims"}
     words = [f"{tmp_path}/my_env.py:Walk", "CartPole-v1", "--reload"]
     words += ["--step-timeout", "7", "--expose", "a", "--expose", "b"]
     assert options == [*words, "--drain-grace", "0"]
 
 
-def test_by_default_a_server_decides_itself(asked: list[Any]) -> None:
+def test_servers_get_no_options_by_default(started: list[Any]) -> None:
     assert start("--on", "ray") == 2
-    assert asked == [1, [], {"resources": None, "word": "ray://default/envs"}]
+    assert started == [1, [], {"resources": None, "address": "ray://default/envs"}]
 
 
-@pytest.mark.parametrize("text", ["3", "[]", "CPU", '{"CPU": "x"}'])
-def test_resources_are_names_and_numbers(
-    asked: list[Any], text: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        *(("3", "--resources"), ("[]", "--resources"), ("CPU", "--resources")),
+        ('{"CPU": "x"}', "--resources[...]"),
+    ],
+)
+def test_resources_must_be_numbers_by_name(
+    started: list[Any], text: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start("--on", "ray", "--resources", text) == 2
-    assert capsys.readouterr().err.startswith("Error: --resources: ")
-    assert asked == []
+    assert capsys.readouterr().err.startswith(f"Error: {option}: ")
+    assert started == []
 
 
 @pytest.mark.parametrize("words", [("--servers", "2"), ("--resources", "{}")])
-def test_what_only_ray_takes_is_refused_without_it(
-    asked: list[Any], words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+def test_options_of_ray_are_refused_without_it(
+    started: list[Any], words: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # An address that is none, so that nothing is served in any case.
+    # With an invalid address, because no server may start in any case.
     assert start("CartPole-v1", *words, "--bind", "x") == 2
     text = f"Error: {words[0]}: expected --on ray as well; add it, or leave"
     assert capsys.readouterr().err.startswith(text)
-    assert asked == []
+    assert started == []
 
 
-def test_keys_are_made_for_a_name(tmp_path: Path) -> None:
+def test_keys_can_be_made_for_a_ray_address(tmp_path: Path) -> None:
     words = ("keys", "make", str(tmp_path), "server", "gpu1", "--at", "ray://lab/sims")
     with pytest.raises(SystemExit) as ending:
         PROGRAM.main(words)

@@ -1,4 +1,4 @@
-"""`envserve start --reload`: a saved file is served at once, and its clients go on."""
+"""`envserve start --reload`: the server restarts with saved files, clients continue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Same(gymnasium.Env):
 
 
 def save(path: Path, text: str) -> None:
-    """Saves as editors do; a clock that is coarse tells no two times alike."""
+    """Replace a file as editors do, with a new time even if the clock is coarse."""
     earlier = path.stat().st_mtime_ns if path.exists() else 0
     draft = path.with_suffix(".new")
     draft.write_text(text)
@@ -45,18 +45,18 @@ def save(path: Path, text: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "own"
+    folder = tmp_path / "envs"
     folder.mkdir(mode=0o700)
     save(folder / "my_env.py", SOURCE)
     save(folder / "shared_by_envs.py", "VALUE = 1\n")
     return folder
 
 
-def test_clients_go_on_with_what_was_saved(
+def test_clients_continue_with_the_saved_files(
     folder: Path, serve: Serve, wait_until: WaitUntil
 ) -> None:
-    word = f"{folder / 'my_env.py'}:Same"
-    server = serve("--reload", word, imports=(), cwd=folder)
+    env_name = f"{folder / 'my_env.py'}:Same"
+    server = serve("--reload", env_name, imports=(), cwd=folder)
     with BatchEnv.connect("my_env:Same", [server.address], 4) as batch:
         batch.reset()
 
@@ -69,27 +69,27 @@ def test_clients_go_on_with_what_was_saved(
 
         assert step().observation.tolist() == [[1]] * 4
         save(folder / "my_env.py", SOURCE + "\nthis is no Python")
-        wait_until(lambda: "my_env.py: saved, but the server stays" in server.log)
+        wait_until(lambda: "my_env.py changed; the old server continues" in server.log)
         assert "SyntaxError: invalid syntax (my_env.py, line " in server.log
         steps = [step()]
         assert steps[0].valid.all()
         for number, (name, text, value) in enumerate(
             [("my_env.py", SOURCE, 1), ("shared_by_envs.py", "VALUE = 2\n", 2)], 1
         ):
-            save(folder / name, text)  # the second of which the first imports
+            save(folder / name, text)  # `my_env` imports the other file
             while num_reattaches() < number or not steps[-1].valid.all():
                 steps.append(step())
             assert steps[-1].observation.tolist() == [[value]] * 4
-        told = np.stack([each.status for each in steps])
-        assert ((told == Status.SERVER_LOST).sum(axis=0) == 2).all()
-        assert ((told == Status.OK) | (told == Status.SERVER_LOST)).all()
+        status = np.stack([each.status for each in steps])
+        assert ((status == Status.SERVER_LOST).sum(axis=0) == 2).all()
+        assert ((status == Status.OK) | (status == Status.SERVER_LOST)).all()
         assert num_reattaches() == 2
     log = server.end(signal.SIGTERM)
-    assert "saved; the server begins anew" in log
+    assert "changed; restarting the server" in log
     assert "Traceback" not in log
 
 
-def test_a_server_goes_when_who_watches_for_it_is_killed(
+def test_a_server_exits_when_its_parent_is_killed(
     folder: Path, serve: Serve, wait_until: WaitUntil
 ) -> None:
     server = serve("--reload", f"{folder / 'my_env.py'}:Same", imports=(), cwd=folder)
@@ -104,7 +104,7 @@ def test_a_server_goes_when_who_watches_for_it_is_killed(
     [
         ("import nothing_like_it", "No module named 'nothing_like_it'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import os; os._exit(3)", "it ends the process that imports the envs"),
+        ("import os; os._exit(3)", "importing the envs ends the process"),
     ],
 )
 def test_envs_that_cannot_be_imported_are_an_error_at_the_start(
@@ -113,9 +113,11 @@ def test_envs_that_cannot_be_imported_are_an_error_at_the_start(
     save(folder / "shared_by_envs.py", text)
     host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
     with pytest.raises(EnvStartError, match=error):
-        reload.serve_anew(host, lambda host, tell: 0)
+        reload.serve_with_reload(host, lambda host, send: 0)
 
 
-def test_the_code_of_a_server_that_ends_by_itself_is_the_end(folder: Path) -> None:
+def test_the_exit_code_of_a_server_that_exits_by_itself_is_returned(
+    folder: Path,
+) -> None:
     host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
-    assert reload.serve_anew(host, lambda host, tell: 5) == 5
+    assert reload.serve_with_reload(host, lambda host, send: 5) == 5

@@ -1,4 +1,4 @@
-"""SIGTERM to a real server: episodes end, nothing wrong is delivered, exit code 0."""
+"""SIGTERM drains a server: episodes end, all rows are correct, the exit code is 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.oracle.ledger_env import ledger_hash
 
 
 def step_and_check(client: SessionClient, action: int) -> bool:
-    """Steps all envs, and looks at their books; False once the session is lost."""
+    """Step all envs, and check their rows; return False once the session is lost."""
     before = client.session.rows.observation[0].copy()
     outcomes = client.step(action)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -31,7 +31,7 @@ def step_and_check(client: SessionClient, action: int) -> bool:
 
 
 @pytest.mark.parametrize("num_steps_before", [1, 13])
-def test_running_episodes_end_and_every_transition_is_right(
+def test_running_episodes_end_and_every_transition_is_correct(
     serve: Serve, join: Join, num_steps_before: int
 ) -> None:
     server = serve("--drain-grace", "60")
@@ -78,17 +78,19 @@ def test_a_second_signal_cuts_the_drain_short(
     assert isinstance(join(server, session=6).session.error, ServerDraining)
     assert step_and_check(client, 1)
     server.signal(number)
-    assert "it was told not to wait" in client.wait_for_end()
+    assert "a second signal requested an immediate stop" in client.wait_for_end()
     check_end(server)
 
 
-def test_a_silent_client_cannot_hold_the_end_up(serve: Serve, join: Join) -> None:
+def test_a_silent_client_cannot_delay_the_end(serve: Serve, join: Join) -> None:
     server = serve("--drain-grace", "0.2")
-    join(server)  # which says and reads nothing from now on
-    assert "stopped before all clients knew" in server.end(signal.SIGTERM)
+    join(server)  # it neither sends nor reads from now on
+    assert "stopped before all clients acknowledged" in server.end(signal.SIGTERM)
 
 
-def test_without_grace_period_a_server_stops_at_once(serve: Serve, join: Join) -> None:
+def test_without_grace_period_a_server_stops_immediately(
+    serve: Serve, join: Join
+) -> None:
     server = serve("--drain-grace", "0")
     client = join(server)
     server.signal(signal.SIGTERM)

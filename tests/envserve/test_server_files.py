@@ -1,4 +1,4 @@
-"""A server's ipc address: whose file is there, and who may use it."""
+"""The socket file of a server's ipc address: its permissions, owner and reuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER_USER = 65534
 needs_root = pytest.mark.skipif(
     os.getuid() != 0, reason="only root can act as another user"
 )
-#: Greets a server; prints how many bytes come back.
+#: Program that greets a server, and prints how many bytes it receives.
 GREET = """
 import os, socket, sys
 os.setuid(int(sys.argv[2]))
@@ -48,7 +48,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def greet_as(user: int, path: Path) -> str:
-    """What a greeting to a socket comes to if a user sends it."""
+    """Greet the server at a path as a user; return the program's output."""
     return subprocess.run(
         [sys.executable, "-c", GREET, str(path), str(user)],
         capture_output=True,
@@ -59,7 +59,7 @@ def greet_as(user: int, path: Path) -> str:
 
 
 def refusal_at(path: Path) -> str:
-    """What a server says that cannot listen there."""
+    """Start a server that cannot listen at a path; return its error message."""
     result = subprocess.run(
         command("--bind", f"ipc://{path}"),
         capture_output=True,
@@ -74,15 +74,17 @@ def refusal_at(path: Path) -> str:
 
 
 @needs_root
-def test_only_the_own_user_is_let_in(serve: Serve, open_folder: Path) -> None:
-    path = open_folder / "own" / "envs"
+def test_only_the_user_of_the_server_can_connect(
+    serve: Serve, open_folder: Path
+) -> None:
+    path = open_folder / "private" / "envs"
     with contextlib.ExitStack() as stack:
         stack.callback(os.umask, os.umask(0))
         server = serve(bind=(f"ipc://{path}",))
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert greet_as(OTHER_USER, path) == "no permission"
-    # Whatever becomes of the modes.
+    # Also if the permissions are changed later.
     path.parent.chmod(0o777)
     path.chmod(0o777)
     assert greet_as(OTHER_USER, path) == "0"
@@ -106,7 +108,7 @@ def test_an_address_in_use_is_not_taken_over(serve: Serve, tmp_path: Path) -> No
     server.end(signal.SIGTERM)
 
 
-def test_what_is_no_socket_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     file, link = tmp_path / "thesis", tmp_path / "link"
     file.write_text("all of it")
     link.symlink_to(tmp_path / "nowhere")
@@ -117,7 +119,7 @@ def test_what_is_no_socket_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_socket_of_another_user_stays(tmp_path: Path) -> None:
+def test_a_socket_of_another_user_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "envs"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
@@ -126,6 +128,6 @@ def test_a_socket_of_another_user_stays(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_missing_parent_folder_is_an_error(tmp_path: Path) -> None:
     line = refusal_at(tmp_path / "no" / "such" / "envs")
     assert "No such file or directory" in line

@@ -1,4 +1,4 @@
-"""Servers and clients with keys, as processes: who gets in, and who does no more."""
+"""Servers and clients with keys, as processes: authorisation and revocation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tests.envserve.server_process import ServerProcess, command, make_config
 from tests.envserve.session_client import SessionClient
 from tests.envserve.stalls import fastest
 
-#: Nobody was let in by then, and at once if there was a key.
+#: Seconds in which a client with a valid key connects.
 SHORT = 1.0
-#: Whose key was taken away is out by then, however busy the machine is.
+#: Seconds in which a revoked client is disconnected, even on a busy machine.
 SOON = 40.0
-#: Of who stays, while all connections are made anew: 0.2 s there.
+#: Longest step of other clients while they reconnect; 0.2 s on an idle machine.
 MAX_STEP_SECONDS = 6.0
 
 
 class Homes:
-    """The folders of several users; the server's is `server`."""
+    """Key folders of several users; the server's user is `server`."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self._root = root
@@ -48,19 +48,19 @@ class Homes:
         return KeyFolder(self._root / name)
 
     def become(self, name: str) -> None:
-        """Has this process, and those that it starts, be that user."""
+        """Use the keys of a user in this process and in its children."""
         self._patch.setenv("ENVSERVE_HOME", str(self._root / name))
 
     def pin(self, name: str, address: str) -> None:
-        """Has a user know the server, and be that user."""
+        """Store the server's key for a user, and become that user."""
         keys = self.server.key("server")
         assert keys is not None
         self.of(name).add_pin([address], keys.public, name)
         self.become(name)
 
-    def let_in(self, name: str, **may: Any) -> None:
+    def authorise(self, name: str, **limits: Any) -> None:
         keys = self.of(name).ensure_key("client")
-        grant = Grant(name=name, public=keys.public, **may)
+        grant = Grant(name=name, public=keys.public, **limits)
         self.server.clients.add(grant, time.time())
 
 
@@ -79,69 +79,69 @@ def server(serve: Serve, homes: Homes, tmp_path: Path) -> ServerProcess:
 
 @pytest.fixture
 def lane_of(server: ServerProcess, homes: Homes) -> Iterator[Callable[..., RemoteLane]]:
-    """Begins to attach as a user who knows the server."""
+    """Begin to attach as a user with the server's key."""
     with contextlib.ExitStack() as stack:
 
         def begin(name: str, connect_seconds: float = 20.0) -> RemoteLane:
             homes.pin(name, server.address)
-            patience = Timeouts(connect_seconds=connect_seconds)
-            lane = RemoteLane(server.address, make_config(), patience)
+            timeouts = Timeouts(connect_seconds=connect_seconds)
+            lane = RemoteLane(server.address, make_config(), timeouts)
             return stack.enter_context(contextlib.closing(lane))
 
         yield begin
 
 
 def client_of(server: ServerProcess, homes: Homes, name: str) -> SessionClient:
-    homes.let_in(name)
+    homes.authorise(name)
     homes.pin(name, server.address)
     return SessionClient(server.address, 2)
 
 
-def assert_sound(outcomes: list[Outcome]) -> None:
+def assert_no_failures(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         assert outcome.error is None
         assert not outcome.faults
 
 
-def start_in_vain(*options: str) -> subprocess.CompletedProcess[str]:
+def start_and_fail(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*options), capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def test_who_is_not_known_is_refused_and_gets_in_once_invited(
+def test_an_unknown_client_is_refused_until_it_is_authorised(
     server: ServerProcess, homes: Homes, lane_of: Callable[..., RemoteLane]
 ) -> None:
     lane = lane_of("ann")
     with pytest.raises(ConnectError):
         request_welcome(server.address, SHORT)
-    homes.let_in("ann")
+    homes.authorise("ann")
     lane.finish_start(time.monotonic() + 20)
     reset(lane)
     assert "of ann: 4 envserve/Ledger-v0, granted" in server.log
 
 
-def test_a_server_with_another_key_is_not_spoken_to(
+def test_a_client_refuses_a_server_with_another_key(
     server: ServerProcess, homes: Homes
 ) -> None:
-    homes.let_in("ann")
+    homes.authorise("ann")
     homes.of("ann").add_pin([server.address], KeyPair.generate().public, "ann")
     homes.become("ann")
     with pytest.raises(ConnectError):
         request_welcome(server.address, SHORT)
 
 
-def test_nobody_speaks_without_keys_to_who_has_some(
+def test_a_server_with_keys_refuses_clients_without_keys(
     server: ServerProcess, homes: Homes
 ) -> None:
     with pytest.raises(ConnectError):
         request_welcome(server.address, SHORT, insecure=True)
-    homes.let_in("ann")
-    homes.pin("ann", server.address)  # then the wish is not heard
+    homes.authorise("ann")
+    homes.pin("ann", server.address)  # a stored key overrides `insecure=True`
     assert request_welcome(server.address, 20.0, insecure=True).num_names > 0
 
 
-def test_a_server_without_keys_is_spoken_to_on_demand_only(
+def test_a_client_uses_a_server_without_keys_only_on_request(
     serve: Serve, homes: Homes
 ) -> None:
     server = serve("--insecure-no-auth")
@@ -154,10 +154,10 @@ def test_a_server_without_keys_is_spoken_to_on_demand_only(
 
 
 @pytest.mark.parametrize("how", ["removed", "expired", "replaced"])
-def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
+def test_a_revoked_key_ends_its_leases_and_no_others(
     server: ServerProcess, homes: Homes, tmp_path: Path, how: str
 ) -> None:
-    with contextlib.closing(attach_lane(server)) as own:
+    with contextlib.closing(attach_lane(server)) as lane:
         client = client_of(server, homes, "ann")
         with client, client_of(server, homes, "bob") as other:
             client.reset()
@@ -175,24 +175,24 @@ def test_a_key_that_is_taken_away_ends_its_leases_and_no_others(
             while not client.is_over:
                 assert time.monotonic() < started + SOON, server.log
                 before = time.monotonic()
-                assert_sound(step(own, 1))
+                assert_no_failures(step(lane, 1))
                 longest = max(longest, time.monotonic() - before)
-                assert_sound(other.step(2))
+                assert_no_failures(other.step(2))
                 client.pump()
             assert "the key of this client was removed, or has expired" in str(
                 client.session.error
             )
-            assert_sound(step(own, 1))
-            assert_sound(other.step(2))
+            assert_no_failures(step(lane, 1))
+            assert_no_failures(other.step(2))
             assert longest < MAX_STEP_SECONDS
             homes.become("ann")
             with pytest.raises(ConnectError):
                 request_welcome(server.address, SHORT)
-    assert "all connections are closed and can be made anew: keys" in server.log
+    assert "all connections are closed, clients can reconnect: keys" in server.log
     assert (tmp_path / "audit").read_text().count('"event": "revoked"') == 1
 
 
-def test_who_is_removed_is_out_within_two_seconds(
+def test_a_removed_client_loses_its_lease_within_two_seconds(
     server: ServerProcess, homes: Homes
 ) -> None:
     names = iter(["ann", "bob", "eve"])
@@ -210,7 +210,7 @@ def test_who_is_removed_is_out_within_two_seconds(
     assert fastest(attempt, 2.0) < 2.0
 
 
-def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
+def test_an_unreadable_clients_file_neither_admits_nor_excludes_clients(
     server: ServerProcess, homes: Homes, lane_of: Callable[..., RemoteLane]
 ) -> None:
     with client_of(server, homes, "ann") as client:
@@ -225,21 +225,23 @@ def test_a_file_that_cannot_be_read_locks_nobody_out_and_lets_nobody_in(
         client.reset()
         client.step(1)
         file.write_text(text)
-        homes.let_in("bob")
+        homes.authorise("bob")
         newcomer.finish_start(time.monotonic() + 20)
         client.step(2)
     assert "the clients from the last successful read stay authorised" in server.log
 
 
-def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -> None:
-    refused = start_in_vain("--bind", "tcp://0.0.0.0:0")
+def test_a_server_listens_for_other_hosts_once_a_client_has_a_key(
+    serve: Serve, homes: Homes
+) -> None:
+    refused = start_and_fail("--bind", "tcp://0.0.0.0:0")
     assert refused.returncode == 2
-    *_, said = refused.stderr.splitlines(keepends=True)
-    assert said == (
+    *_, message = refused.stderr.splitlines(keepends=True)
+    assert message == (
         "Error: tcp://0.0.0.0:0 can be reached from other hosts, and no client has "
         'a key yet; run "envserve invite NAME" first, or bind to tcp://127.0.0.1\n'
     )
-    homes.let_in("ann")
+    homes.authorise("ann")
     port = serve(bind=("tcp://0.0.0.0:0",)).address.rpartition(":")[2]
     homes.pin("ann", f"tcp://127.0.0.1:{port}")
     assert request_welcome(f"tcp://127.0.0.1:{port}", 20.0).num_names > 0
@@ -247,7 +249,7 @@ def test_other_hosts_are_let_in_once_one_has_a_key(serve: Serve, homes: Homes) -
 
 def test_a_key_that_others_can_read_is_not_used(homes: Homes) -> None:
     (homes.server.path / "server.key").chmod(0o644)
-    refused = start_in_vain("--bind", "tcp://127.0.0.1:0")
+    refused = start_and_fail("--bind", "tcp://127.0.0.1:0")
     assert refused.returncode == 2
     assert "server.key can be read by others (mode 0644); chmod 600" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -1,4 +1,4 @@
-"""A server that runs out of something: who asks is told, and what runs goes on."""
+"""A server that runs out of a resource refuses new leases and keeps running ones."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ Refused = Callable[..., EnvStartError]
 
 @pytest.fixture
 def refused(join: Join) -> Refused:
-    """Asks a server for envs in vain."""
+    """Request envs, and return the error with which the server refuses."""
 
-    def ask(server: ServerProcess, *arguments: Any, **changes: Any) -> EnvStartError:
+    def request(
+        server: ServerProcess, *arguments: Any, **changes: Any
+    ) -> EnvStartError:
         error = join(server, *arguments, session=77, **changes).session.error
         assert isinstance(error, EnvStartError)
         assert server.address in str(error)
         return error
 
-    return ask
+    return request
 
 
 def check_steps(client: SessionClient, num_steps: int = 3) -> None:
@@ -49,7 +51,7 @@ def check_steps(client: SessionClient, num_steps: int = 3) -> None:
         np.testing.assert_array_equal(client.session.rows.reward, [action] * 4)
 
 
-def check_that_envs_can_be_had_again(server: ServerProcess, join: Join) -> None:
+def check_that_envs_can_be_leased_again(server: ServerProcess, join: Join) -> None:
     client = join(server, session=78)
     client.reset()
     check_steps(client)
@@ -57,7 +59,7 @@ def check_that_envs_can_be_had_again(server: ServerProcess, join: Join) -> None:
     assert server.process.poll() is None
 
 
-def test_no_descriptors_are_left(serve: Serve, join: Join, refused: Refused) -> None:
+def test_descriptors_can_run_out(serve: Serve, join: Join, refused: Refused) -> None:
     limit = ("sh", "-c", 'ulimit -n 48 && exec "$@"', "sh")
     options = ("--workers", "32", "--max-processes", "64")
     client = join(server := serve(*options, prefix=limit), 2)
@@ -68,7 +70,7 @@ def test_no_descriptors_are_left(serve: Serve, join: Join, refused: Refused) -> 
     assert [outcome.faults for outcome in again.reset()] == [(), ()]
 
 
-def test_no_memory_is_left_for_rows(serve: Serve, join: Join, refused: Refused) -> None:
+def test_shared_memory_can_run_out(serve: Serve, join: Join, refused: Refused) -> None:
     client = join(server := serve("--allow-kwarg", "space:any"))
     client.reset()
     images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
@@ -76,11 +78,11 @@ def test_no_memory_is_left_for_rows(serve: Serve, join: Join, refused: Refused) 
         assert "no shared memory for the rows" in str(refused(server, 16, **images))
         check_steps(client)
     assert join(server, 16, session=79, **images).session.error is None
-    check_that_envs_can_be_had_again(server, join)
+    check_that_envs_can_be_leased_again(server, join)
 
 
-#: Limits of processes do not bind root; the process that forks gives that up here.
-_MEEK = """
+#: Process limits do not apply to root, so the template process becomes another user.
+_UNPRIVILEGED = """
 import os, resource, signal, sys
 _, hard = before = resource.getrlimit(resource.RLIMIT_NPROC)
 def limit(number, _):
@@ -94,62 +96,66 @@ if sys.argv[0] == "-c":
 """
 
 
-def test_no_process_can_be_started(
+def test_processes_can_run_out(
     tmp_path: Path, serve: Serve, join: Join, refused: Refused
 ) -> None:
-    (tmp_path / "meek_envs.py").write_text(_MEEK)
-    client = join(server := serve("--import", "meek_envs", cwd=tmp_path))
+    (tmp_path / "unprivileged_envs.py").write_text(_UNPRIVILEGED)
+    client = join(server := serve("--import", "unprivileged_envs", cwd=tmp_path))
     client.reset()
     template = with_descendants(server.process.pid)[1]
     os.kill(template, signal.SIGUSR1)
     assert "Resource temporarily unavailable" in str(refused(server))
     check_steps(client)
     os.kill(template, signal.SIGUSR2)
-    check_that_envs_can_be_had_again(server, join)
+    check_that_envs_can_be_leased_again(server, join)
 
 
-_HUNGRY = """
+_ALLOCATING = """
 import gymnasium, numpy
 from gymnasium.envs.classic_control import CartPoleEnv
-class HungryEnv(CartPoleEnv):
+class AllocatingEnv(CartPoleEnv):
     def step(self, action):
         if action:
             numpy.empty(1 << 25)
         return super().step(0)
-gymnasium.register("Hungry-v0", HungryEnv)
+gymnasium.register("Allocating-v0", AllocatingEnv)
 """
 
 
-def test_no_memory_is_left_in_worker(tmp_path: Path, serve: Serve, join: Join) -> None:
-    (tmp_path / "hungry_envs.py").write_text(_HUNGRY)
-    client = join(server := serve("--import", "hungry_envs", cwd=tmp_path))
+def test_memory_of_a_worker_can_run_out(
+    tmp_path: Path, serve: Serve, join: Join
+) -> None:
+    (tmp_path / "allocating_envs.py").write_text(_ALLOCATING)
+    client = join(server := serve("--import", "allocating_envs", cwd=tmp_path))
     client.reset()
     others = set(with_descendants(server.process.pid))
-    hungry = join(server, 2, "Hungry-v0", session=6)
-    hungry.reset()
+    allocating = join(server, 2, "Allocating-v0", session=6)
+    allocating.reset()
     worker, _ = sorted(set(with_descendants(server.process.pid)) - others)
     status = Path(f"/proc/{worker}/statm").read_text().split()
     used = int(status[0]) * resource.getpagesize()
     with resource_limit(worker, resource.RLIMIT_AS, used + (1 << 26)):
-        (fault,) = (fault for outcome in hungry.step(1) for fault in outcome.faults)
+        (fault,) = (fault for outcome in allocating.step(1) for fault in outcome.faults)
         assert fault.status is Status.ENV_ERROR
         assert "MemoryError" in fault.text or "Unable to allocate" in fault.text
         check_steps(client)
     for _ in range(2):
-        assert not any(outcome.faults for outcome in hungry.step(0))
+        assert not any(outcome.faults for outcome in allocating.step(0))
 
 
-_WITHOUT_ROOM = (
+_WITHOUT_DISK_SPACE = (
     "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 
 
-def test_no_room_is_left_for_the_address_file(tmp_path: Path) -> None:
+def test_disk_space_can_run_out(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "addresses"
     result = subprocess.run(
         [
-            *(sys.executable, "-c", _WITHOUT_ROOM),
+            *(sys.executable, "-c", _WITHOUT_DISK_SPACE),
             *command("--bind", "tcp://127.0.0.1:0", "--address-file", str(file)),
         ],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Users of a real server, by their keys: what one of them takes is not all there is."""
+"""Quotas and shares of a real server: no user can use up the resources of others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPENINGS = ("--metrics-port", "0", "--drain-grace", "0", "--allow-kwarg", "lengt
 
 
 class KeyedPeer:
-    """A DEALER with a key, that speaks without rules."""
+    """A DEALER with a key that sends arbitrary messages."""
 
     def __init__(self, server: ServerProcess, public: bytes, pair: KeyPair) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -47,9 +47,9 @@ class KeyedPeer:
     def attach(
         self, sessions: Iterable[int], env_name: str = "CartPole-v1", **more: Any
     ) -> None:
-        """Asks for an env as each of these sessions."""
-        asked = {"num_envs": 1, "seed": 1, **more}
-        body = Attach(env_name=env_name, **asked).encode()
+        """Request envs for each of these sessions; one each by default."""
+        options = {"num_envs": 1, "seed": 1, **more}
+        body = Attach(env_name=env_name, **options).encode()
         for session in sessions:
             self.send(MessageType.ATTACH, body, session=session, boot=self.boot)
 
@@ -61,16 +61,17 @@ class KeyedPeer:
         return decode(self._socket.recv_multipart())
 
     def granted(self) -> Message:
-        """Waits until a lease is."""
+        """Wait until a lease is granted."""
         while (answer := self.receive()).type is not MessageType.GRANTED:
             pass
         return answer
 
     def errors(self, count: int, sessions: Iterable[int] = ()) -> list[ErrorBody]:
-        """Waits until so many sessions were refused; asks again, as a client would."""
+        """Wait until `count` sessions were refused; repeat requests as clients do."""
         errors: dict[int, ErrorBody] = {}
         while len(errors) < count:
-            if sessions and not self._socket.poll(1000):  # a flood is dropped in part
+            # Messages of a throttled user are dropped, so repeat them.
+            if sessions and not self._socket.poll(1000):
                 self.attach(set(sessions) - errors.keys())
             answer = self.receive()
             if answer.type is MessageType.ERROR:
@@ -83,7 +84,7 @@ class KeyedPeer:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyFolder:
-    """Keys of this test's own servers."""
+    """The key folder of this test's servers."""
     monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "home"))
     folder = KeyFolder()
     folder.ensure_key("server")
@@ -96,10 +97,10 @@ PAIR = KeyPair.generate()
 def start(
     serve: Serve, folder: KeyFolder, *options: str, **grant: object
 ) -> ServerProcess:
-    """Starts a server that knows mallory."""
-    own = Grant(name="mallory", public=PAIR.public, **grant)  # type: ignore[arg-type]
+    """Start a server on which mallory's key has this grant."""
+    mallory = Grant(name="mallory", public=PAIR.public, **grant)  # type: ignore[arg-type]
     folder.ensure_key("client")
-    folder.clients.add(own, time.time())
+    folder.clients.add(mallory, time.time())
     return serve(*options)
 
 
@@ -118,12 +119,12 @@ def connect(server: ServerProcess, folder: KeyFolder) -> KeyedPeer:
 
 
 def counter(server: ServerProcess, short: str) -> Callable[[], float]:
-    """Returns what reads a metric."""
+    """Return a function that reads a metric of the server."""
     address = server.log.rpartition("metrics are at ")[2].split()[0]
     return lambda: samples(read_with_retries(address)).get(f"envserve_{short}", 0.0)
 
 
-def test_who_attaches_without_end_leaves_envs_and_processes_to_others(
+def test_a_user_who_attaches_without_end_leaves_processes_to_others(
     serve: Serve, join: Join, folder: KeyFolder, mallory: list[KeyedPeer]
 ) -> None:
     server = start(serve, folder, "--max-processes", "8")
@@ -140,7 +141,7 @@ def test_who_attaches_without_end_leaves_envs_and_processes_to_others(
     assert len(server.worker_pids) <= 8
 
 
-def test_an_audit_tells_of_a_key_what_it_got_and_what_not(
+def test_the_audit_log_has_grants_and_refusals_of_a_key(
     serve: Serve, folder: KeyFolder, mallory: list[KeyedPeer], tmp_path: Path
 ) -> None:
     file = tmp_path / "audit"
@@ -172,7 +173,7 @@ def test_an_audit_tells_of_a_key_what_it_got_and_what_not(
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_who_takes_more_than_its_share_is_not_heard_and_counted(
+def test_messages_beyond_a_user_s_share_are_dropped_and_counted(
     serve: Serve,
     folder: KeyFolder,
     mallory: list[KeyedPeer],
@@ -191,15 +192,15 @@ def test_who_takes_more_than_its_share_is_not_heard_and_counted(
 
     with honest_client(server):
         assert not any(is_over() for _ in range(3))
-        less = Grant(name="mallory", public=PAIR.public, share=0.01)
-        folder.clients.add(less, time.time())
+        small_share = Grant(name="mallory", public=PAIR.public, share=0.01)
+        folder.clients.add(small_share, time.time())
         while not is_over():
             pass
     count = counter(server, "dropped_messages_total")
     wait_until(lambda: count() > 0)
 
 
-def test_who_floods_with_what_is_no_message_is_shut_out(
+def test_a_user_who_floods_with_invalid_messages_is_shut_out(
     serve: Serve, folder: KeyFolder, mallory: list[KeyedPeer], wait_until: WaitUntil
 ) -> None:
     server = start(serve, folder, *OPENINGS)
@@ -208,7 +209,7 @@ def test_who_floods_with_what_is_no_message_is_shut_out(
     def is_shut_out() -> bool:
         with contextlib.suppress(zmq.Again):
             peer.flood(bytes(1 << 20))
-        return "a flood, by mallory; mallory is not let in for 60 s" in server.log
+        return "a flood, by mallory; mallory is rejected for 60 s" in server.log
 
     with honest_client(server) as client:
         wait_until(is_shut_out)
@@ -218,17 +219,17 @@ def test_who_floods_with_what_is_no_message_is_shut_out(
     keys = folder.key("server")
     assert keys is not None
     with KeyedStranger(server.address, keys.public, PAIR, [b""]) as again:
-        assert not again.gets_in()
+        assert not again.is_admitted()
 
 
 @pytest.mark.parametrize("option", ["expires", "until"])
-def test_who_comes_after_its_time_is_not_let_in_and_counted(
+def test_a_client_with_an_expired_key_is_refused_and_counted(
     serve: Serve, folder: KeyFolder, wait_until: WaitUntil, option: str
 ) -> None:
     server = start(serve, folder, *OPENINGS, **{option: time.time() - 1.0})
     keys = folder.key("server")
     assert keys is not None
     with KeyedStranger(server.address, keys.public, PAIR, HELLO) as late:
-        assert not late.gets_in()
+        assert not late.is_admitted()
     count = counter(server, "refused_keys_total")
     wait_until(lambda: count() == 1)

@@ -1,4 +1,4 @@
-"""Servers that are killed: stepping goes on by itself, and no step is stale."""
+"""Servers that are killed and restarted: stepping continues, and no row is stale."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def test_a_restart_costs_each_row_one_lost_transition(
             hashes = 0
             for action in (1, 2):
                 result = batch.step(np.full(4, action))
-                hashes = ledger_hash(hashes, action)  # and no 77 before it
+                # 77, the action of the lost step, was not applied.
+                hashes = ledger_hash(hashes, action)
                 assert result.valid.all()
                 np.testing.assert_array_equal(result.observation[:, 3], hashes)
             server.kill()
-            server.start_again()
+            server.restart()
             server.wait_until_ready()
             lost = batch.step(np.full(4, 77))
             assert lost.status.tolist() == [Status.SERVER_LOST] * 4
@@ -48,10 +49,10 @@ def test_a_restart_costs_each_row_one_lost_transition(
 
 
 class Pair:
-    """Two servers with two rows each, of which the second is killed."""
+    """A batch over two servers with two rows each; the second server is killed."""
 
     def __init__(self, folder: Path, serve: Serve, **options: object) -> None:
-        full = ("--envs-per-worker", "1")  # else the other would take over
+        full = ("--envs-per-worker", "1")  # so that the other has no free envs
         binds = [(f"ipc://{folder}/{name}",) for name in "ab"]
         self.servers = [serve(*full, bind=bind) for bind in binds]
         addresses = [server.address for server in self.servers]
@@ -73,7 +74,9 @@ class Pair:
         self.batch.close()
 
 
-def test_others_go_on_until_a_server_is_given_up(tmp_path: Path, serve: Serve) -> None:
+def test_other_rows_are_stepped_until_a_lost_server_is_an_error(
+    tmp_path: Path, serve: Serve
+) -> None:
     num_steps = 0
     with Pair(tmp_path, serve, server_lost_after=6.0) as pair:
         with contextlib.suppress(ServerLost):
@@ -87,13 +90,15 @@ def test_others_go_on_until_a_server_is_given_up(tmp_path: Path, serve: Serve) -
     assert num_steps > 20
 
 
-def test_or_for_ever_until_it_is_back(tmp_path: Path, serve: Serve) -> None:
+def test_with_padding_other_rows_are_stepped_until_the_server_is_back(
+    tmp_path: Path, serve: Serve
+) -> None:
     with Pair(tmp_path, serve, server_lost_after=1.2, on_server_lost="pad") as pair:
         lane = pair.batch.lanes[1]
-        while "HELLO_SENT" not in repr(lane):  # it is given up by now
+        while "HELLO_SENT" not in repr(lane):  # until `server_lost_after` is over
             result = pair.step()
             assert result.status[2:].tolist() == [Status.PENDING] * 2
-        pair.servers[1].start_again()
+        pair.servers[1].restart()
         pair.servers[1].wait_until_ready()
         statuses = [pair.step().status[2:].tolist()]
         while statuses[-1] != [Status.OK] * 2:
@@ -105,6 +110,6 @@ def test_or_for_ever_until_it_is_back(tmp_path: Path, serve: Serve) -> None:
         assert set(column[at + 1 :]) == {Status.OK}
 
 
-def test_an_unknown_choice_is_an_error() -> None:
+def test_an_unknown_value_of_on_server_lost_is_an_error() -> None:
     with pytest.raises(ValueError, match="on_server_lost"):
         BatchEnv.connect(LEDGER, ["ipc:///nowhere"], 1, on_server_lost="shrink")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A real server, real sockets: who gets envs, who does not, and when they are free."""
+"""Sessions with a real server: leases are granted, refused, and end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.envserve.server_process import LEDGER, ServerProcess
 
 
 def step_lost(lane: RemoteLane) -> list[Outcome]:
-    """The outcomes of a step on a lane that is lost, now or in a moment."""
+    """Return the outcomes of a step on a lane that is lost, or will be soon."""
     try:
         return step(lane, 0)
     except ServerLost as error:
         return [Outcome(0, error=error)]
 
 
-def test_two_sessions_have_envs_of_their_own(serve: Serve, attach: Attach) -> None:
+def test_two_sessions_have_separate_envs(serve: Serve, attach: Attach) -> None:
     server = serve()
     first, second = attach(server), attach(server, "CartPole-v1", 3)
     assert server.welcome().free_envs == 128 - 7
@@ -46,7 +46,7 @@ def test_two_sessions_have_envs_of_their_own(serve: Serve, attach: Attach) -> No
     ("name", "text"),
     [("CartPole-v7", "did you mean CartPole-v1"), ("Pendulum-v1", "is offered")],
 )
-def test_what_is_not_on_offer_is_unknown_with_near_matches(
+def test_an_env_that_is_not_offered_is_an_error_with_similar_names(
     serve: Serve, attach: Attach, name: str, text: str
 ) -> None:
     with pytest.raises(UnknownEnv, match=text):
@@ -60,11 +60,11 @@ def test_arguments_are_refused_unless_allowed(serve: Serve, attach: Attach) -> N
         attach(server, env_kwargs={"reset_seconds": 9.0})
 
 
-def test_a_silent_clients_envs_are_freed_when_its_lease_ends(
+def test_the_envs_of_a_silent_client_are_freed_when_its_lease_expires(
     serve: Serve, join: Join, attach: Attach, wait_until: WaitUntil
 ) -> None:
     server = serve("--lease-seconds", "4")
-    join(server, 100)  # which says nothing from now on
+    join(server, 100)  # it sends nothing from now on
     with pytest.raises(EnvsBusy):
         attach(server, LEDGER, 100)
     wait_until(lambda: server.welcome().free_envs == 128)
@@ -95,7 +95,9 @@ def start_client(server: ServerProcess, *arguments: str) -> subprocess.Popen[byt
     return process
 
 
-def test_a_killed_clients_envs_are_freed(serve: Serve, wait_until: WaitUntil) -> None:
+def test_the_envs_of_a_killed_client_are_freed(
+    serve: Serve, wait_until: WaitUntil
+) -> None:
     server = serve("--lease-seconds", "4")
     client = start_client(server)
     assert server.welcome().free_envs == 124
@@ -104,16 +106,16 @@ def test_a_killed_clients_envs_are_freed(serve: Serve, wait_until: WaitUntil) ->
     wait_until(lambda: server.welcome().free_envs == 128)
 
 
-def test_a_client_that_forgets_to_close_can_still_exit(serve: Serve) -> None:
-    assert start_client(serve(), "and end").wait(timeout=60) == 0
+def test_a_client_that_does_not_close_its_lane_can_exit(serve: Serve) -> None:
+    assert start_client(serve(), "exit").wait(timeout=60) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_server_that_ends_is_lost_and_leaves_nothing(
+def test_a_server_that_ends_leaves_no_processes_and_its_lane_is_lost(
     serve: Serve, attach: Attach, tmp_path: Path, number: int, wait_until: WaitUntil
 ) -> None:
-    """One that is stopped says so; one that is killed is given up."""
+    """A stopped server notifies its clients; a killed one is lost after a timeout."""
     server = serve("--drain-grace", "0", bind=(f"ipc://{tmp_path}/envs",))
     lane = attach(server, patience=Timeouts(lost_seconds=1.0))
     processes = with_descendants(server.process.pid)[1:]
@@ -134,7 +136,7 @@ def test_a_server_that_ends_is_lost_and_leaves_nothing(
         lane.submit_step([0])
 
 
-def test_a_dead_worker_costs_other_sessions_nothing(
+def test_a_dead_worker_does_not_affect_other_sessions(
     serve: Serve, attach: Attach
 ) -> None:
     server = serve("--allow-kwarg", "fault:any")

@@ -38,7 +38,7 @@ def test_call_results_are_cached_up_to_a_limit() -> None:
     client.send(frames)
     picture = codec.encode([bytes(300_000)])
     for block in range(8):
-        (answer,) = client.end([Outcome(block, result=picture)])
+        (answer,) = client.deliver_outcomes([Outcome(block, result=picture)])
         assert bytes(answer.payload) == picture
     (lease,) = [record.lease for record in client.server.session.leases.values()]
     assert lease is not None
@@ -61,7 +61,7 @@ def test_a_call_is_answered_block_by_block(client: RawClient) -> None:
     assert (first.type, blocks_of(first)) == (MessageType.CALL_RESULT, [0])
     assert client.send(changed(frames, attempt=1)) == [changed_attempt(first)]
     error = CallError("it died, during a call")
-    (second,) = client.end([Outcome(1, error=error)])
+    (second,) = client.deliver_outcomes([Outcome(1, error=error)])
     assert blocks_of(second) == [1]
     assert ResultReport.decode(second.report).errors[1].code is ErrorCode.CALL_FAILED
     assert client.pool.executed == [(1, None), (0, None)]

@@ -74,7 +74,7 @@ def test_a_copy_of_a_running_request_is_not_executed(client: RawClient) -> None:
     assert len(client.pool.executed) == 2  # each of the two blocks once
     (reply,) = server.replies
     assert reply.peer == (b"new route", "")
-    (result,) = client.take()
+    (result,) = client.take_replies()
     assert result.attempt == 1
 
 
@@ -129,7 +129,7 @@ def test_an_older_copy_does_not_receive_the_reply_of_a_newer_one(
     client.server.finish_all(0.0)
     (reply,) = client.server.replies
     assert reply.peer == (b"new route", "")
-    (result,) = client.take()
+    (result,) = client.take_replies()
     assert result.attempt == 2
 
 
@@ -298,7 +298,9 @@ def test_faults_and_errors_of_blocks_are_part_of_the_result(client: RawClient) -
     faults = [Fault(row, Status.WORKER_DIED, "was killed", False) for row in (0, 1)]
     error = EnvStartError("gave up", remote_traceback="Traceback: boom")
     pool = client.pool
-    (result,) = client.end([pool.finish(0, faults=faults), pool.finish(1, error=error)])
+    (result,) = client.deliver_outcomes(
+        [pool.finish(0, faults=faults), pool.finish(1, error=error)]
+    )
     report = ResultReport.decode(result.report)
     assert list(report.faults) == faults
     assert list(report.errors) == [1]

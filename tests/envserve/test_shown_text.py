@@ -111,11 +111,11 @@ def test_clients_receive_paths_only_if_the_operator_allows_it(shows: bool) -> No
     outcomes[1] = outcomes[1]._replace(
         error=EnvStartError("at /opt/x.py", remote_traceback=TRACEBACK)
     )
-    (result,) = raw.end(outcomes)
+    (result,) = raw.deliver_outcomes(outcomes)
     report = ResultReport.decode(result.report)
     raw.send(raw.call(0, "call", "x", seq=2))
     failed = Fault(0, Status.ENV_ERROR, TRACEBACK, is_violation=False)
-    (called,) = raw.end([raw.pool.finish(0)._replace(faults=(failed,))])
+    (called,) = raw.deliver_outcomes([raw.pool.finish(0)._replace(faults=(failed,))])
     texts = [
         *(fault.text for fault in report.faults),
         *(text for e in report.errors.values() for text in (e.text, e.traceback)),

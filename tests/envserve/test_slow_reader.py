@@ -1,4 +1,4 @@
-"""A trainer that stops reading: what the server keeps for it has a bound in bytes."""
+"""The replies that a server buffers for a client that stops reading are bounded."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from envserve.wire.handshake import ErrorBody, Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.conftest import Join, Serve
-from tests.envserve.server_process import ServerProcess, use_own_keys
+from tests.envserve.server_process import ServerProcess, use_user_keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 NUM_ENVS = 4
 MIB = 1 << 20
-#: Of the server: what it needs for anything, ZeroMQ's and the kernel's share.
+#: Memory growth of the server for other reasons: ZeroMQ and the kernel.
 SLACK_BYTES = 16 * MIB
-#: The protocol's limit for short replies.
+#: Maximum number of short replies that the server buffers for a client.
 MAX_REPLIES = 64
 SESSION = 8
-#: Of the envs here: an image, which is their action, too.
+#: Size of an observation and of an action, both images.
 IMAGE_BYTES = 84 * 84 * 4
 
 
 class SlowReader:
-    """Asks for more and more, and reads when told to."""
+    """A client with two connections; it never reads the replies to one of them."""
 
     def __init__(self, server: ServerProcess, wrappers: Any) -> None:
         self._server = server
@@ -60,7 +60,7 @@ class SlowReader:
         socket.setsockopt(zmq.RCVHWM, 1)
         socket.setsockopt(zmq.RCVBUF, 1 << 16)
         socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        use_own_keys(socket, self._server.address)
+        use_user_keys(socket, self._server.address)
         socket.connect(self._server.address)
         return socket
 
@@ -68,16 +68,16 @@ class SlowReader:
         socket.send_multipart(encode(Message(**self._fields, **fields)))
 
     def receive(self, kind: MessageType) -> Message:
-        """Reads where it does read, until there is a message of that type."""
+        """Receive on the reading connection until a message has this type."""
         while True:
             message = decode(self._reading.recv_multipart())
             if message.type is kind:
                 return message
 
-    def ask(
+    def request(
         self, kind: MessageType, seq: int, attempt: int = 0, *, reads: bool = False
     ) -> None:
-        """Resets or steps all blocks."""
+        """Send a RESET or STEP for all blocks; by default, do not read its reply."""
         resets = ResetBody(resets=((None, None),) * len(self.blocks)).encode()
         self._send(
             self._reading if reads else self._mute,
@@ -93,23 +93,24 @@ class SlowReader:
         return tuple((block.index, seq) for block in self.blocks)
 
     def do(self, kind: MessageType) -> None:
-        """Does what is next; returns when it is done, and has not read the answer."""
+        """Send the next request, and wait until it is done; leave its reply unread."""
         self.seq += 1
         for number in itertools.count():
-            if number % 100 == 0:  # a peer that reads nothing is cut off after 3 s
-                self.ask(kind, self.seq)
-            entries = self._entries(self.seq + 1)  # the next one, without actions
+            # Repeated, because the server disconnects peers that do not read for 3 s.
+            if number % 100 == 0:
+                self.request(kind, self.seq)
+            entries = self._entries(self.seq + 1)  # the next step, but without actions
             self._send(self._reading, type=MessageType.STEP, entries=entries)
             answer = ErrorBody.decode(self.receive(MessageType.ERROR).body)
-            if answer.code is not ErrorCode.GAP:
+            if answer.code is not ErrorCode.GAP:  # the request is done
                 assert "expected 112896 bytes of actions" in answer.text
                 return
 
-    def connect_anew(self) -> Message:
-        """Asks for the last answer again, each second as clients do."""
+    def reconnect(self) -> Message:
+        """Close the other connection, and resend the last request each second."""
         self._mute.close(linger=0)
         for attempt in range(1, 20):
-            self.ask(MessageType.STEP, self.seq, attempt, reads=True)
+            self.request(MessageType.STEP, self.seq, attempt, reads=True)
             if self._reading.poll(1000):
                 return decode(self._reading.recv_multipart())
         raise AssertionError("no answer to 20 copies")
@@ -136,11 +137,11 @@ def read_slowly(serve: Serve) -> Iterator[Callable[..., tuple[SlowReader, Any]]]
 Begin = Callable[..., tuple[SlowReader, ServerProcess]]
 
 
-def test_short_answers_that_nobody_reads_are_bounded_by_their_number(
+def test_the_number_of_unread_short_replies_is_bounded(
     read_slowly: Begin, join: Join
 ) -> None:
     answer_bytes = NUM_ENVS * IMAGE_BYTES * 2
-    assert answer_bytes < 256 << 10  # else it would be a long one
+    assert answer_bytes < 256 << 10  # so that it is a short reply
     reader, server = read_slowly(2, length=1000)
     other = join(server)
     other.reset()
@@ -153,33 +154,33 @@ def test_short_answers_that_nobody_reads_are_bounded_by_their_number(
     other.close()
 
 
-def test_copies_of_a_long_answer_are_sent_once_a_second(
+def test_copies_of_a_large_reply_are_sent_once_a_second(
     read_slowly: Begin, join: Join
 ) -> None:
     reader, server = read_slowly(64, length=1)
-    reader.do(MessageType.STEP)  # it ends the episode: each copy is made anew
+    reader.do(MessageType.STEP)  # it ends the episode, so each copy is built again
     other = join(server)
     other.reset()
     before = server.resident_bytes
     for attempt in range(1, 63):
-        reader.ask(MessageType.STEP, reader.seq, attempt)
-    reader.do(MessageType.STEP)  # so all copies have been handled
+        reader.request(MessageType.STEP, reader.seq, attempt)
+    reader.do(MessageType.STEP)  # all copies before it are handled by now
     other.step(1)
     assert server.resident_bytes - before < 80 * MIB
     other.close()
 
 
-def test_long_answers_that_nobody_reads_are_bounded_in_bytes(
+def test_the_bytes_of_unread_large_replies_are_bounded(
     read_slowly: Begin,
 ) -> None:
     answer_bytes = 2 * NUM_ENVS * IMAGE_BYTES * 64  # with final observations
     reader, server = read_slowly(64, length=1)
-    reader.do(MessageType.STEP)  # touches all of the slab, which counts as memory
+    reader.do(MessageType.STEP)  # touches the whole slab, which counts as memory
     before = server.resident_bytes
     for _ in range(25):
         reader.do(MessageType.STEP)
     most = 64 * MIB + answer_bytes + SLACK_BYTES
     assert server.resident_bytes - before < most < 25 * answer_bytes // 2
-    # It is none the worse for it: once it is gone, who reads gets its answer.
-    answer = reader.connect_anew()
+    # Once the connection that does not read is closed, the client gets its reply.
+    answer = reader.reconnect()
     assert len(answer.payload) == answer_bytes

@@ -12,7 +12,7 @@ import pytest
 
 from envserve.keys.grant import Grant
 from envserve.pool.pool_metrics import PoolMetrics
-from envserve.server.status import Counters, StatusBoard
+from envserve.server.status import Counters, StatusReporter
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
@@ -46,7 +46,7 @@ class Board:
         self.loop.time = lambda: 0.0  # type: ignore[method-assign]
         self.pools: dict[Any, Any] = {}
         self.counters = Counters(resends=1, dropped=2)
-        self.board = StatusBoard(
+        self.board = StatusReporter(
             self.server.policy,
             self.server.session,
             self.pools,
@@ -133,7 +133,7 @@ def test_status_requests_start_recording_episodes_but_metrics_do_not(
     port = SimpleNamespace(
         start_serving=lambda collector: list(collect_in_thread(board, collector))
     )
-    board.board.show_at(cast(Any, port))
+    board.board.export_to(cast(Any, port))
     assert watched == []
     board.ask("ann", 1.0)
     assert len(watched) == 1
@@ -212,7 +212,7 @@ def test_a_user_whose_key_was_removed_is_refused(board: Board) -> None:
 def test_counts_of_a_lease_are_kept_after_its_end(board: Board) -> None:
     board.attach("ann", 11).steps[0] = 5
     leased = board.pools.pop(("ann", 11))
-    board.board.add_past(leased.pool.metrics.counts)
+    board.board.add_closed(leased.pool.metrics.counts)
     assert board.status("local", 1.0).steps == 5
 
 

@@ -1,4 +1,4 @@
-"""A server that does nothing for a while and then goes on: that costs time only."""
+"""A server that is stopped for a while and then continues costs only time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from tests.envserve.server_process import LEDGER, LEDGER_OPENINGS, ServerProcess
+from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
 from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
 
@@ -20,8 +20,8 @@ NUM_SHORT_STOPS = 100
 SHORT_SECONDS = 0.005
 #: Long enough for a request to be sent a second time.
 LONG_SECONDS = 2.0
-#: An `envserve` whose event loop hangs for a while at a signal; libzmq's threads and
-#: the workers go on.
+#: `envserve` with signals that block its event loop for a while; libzmq's threads and
+#: the workers continue.
 HANGING_PROGRAM = (
     "-c",
     "import signal, time\n"
@@ -60,7 +60,7 @@ def test_a_server_that_stops_for_a_while_costs_only_time(
         stop(server, LONG_SECONDS)
 
     with (
-        ServerProcess(tmp_path, *LEDGER_OPENINGS, program=HANGING_PROGRAM) as server,
+        ServerProcess(tmp_path, *LEDGER_OPTIONS, program=HANGING_PROGRAM) as server,
         BatchEnv.connect(
             LEDGER,
             [server.address],

@@ -1,4 +1,4 @@
-"""What a server tells systemd, read from a socket in its place."""
+"""Notifications of a server to systemd, received by a test socket."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tests.envserve.limits import resource_limit
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
-        datagrams.bind(str(tmp_path / "user@1000"))  # as a path may well be called
+        # An @ marks an abstract socket only at the beginning of an address.
+        datagrams.bind(str(tmp_path / "user@1000"))
         datagrams.settimeout(120)
         yield datagrams
 
 
-def test_a_server_says_that_it_is_ready_alive_and_stopping(
+def test_a_server_notifies_that_it_is_ready_alive_and_stopping(
     serve: Serve, systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname())
@@ -35,13 +36,13 @@ def test_a_server_says_that_it_is_ready_alive_and_stopping(
     assert systemd.recv(999).decode() == f"READY=1\nSTATUS=serving on {server.address}"
     assert {systemd.recv(999) for _ in range(3)} == {b"WATCHDOG=1"}
     server.signal(signal.SIGTERM)
-    while (told := systemd.recv(999)) == b"WATCHDOG=1":
+    while (message := systemd.recv(999)) == b"WATCHDOG=1":
         pass
-    assert told == b"STOPPING=1"
+    assert message == b"STOPPING=1"
 
 
 @pytest.mark.parametrize("address", ["", "/nobody/listens"])
-async def test_without_a_listener_nothing_is_said_and_nothing_fails(
+async def test_without_a_listener_nothing_is_sent_and_nothing_fails(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", address)
@@ -51,7 +52,7 @@ async def test_without_a_listener_nothing_is_said_and_nothing_fails(
     assert len(caplog.messages) == (2 if address else 0)
 
 
-async def test_workers_inherit_no_way_to_speak_for_the_server(
+async def test_workers_do_not_inherit_the_variables_of_systemd(
     systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname())
@@ -65,7 +66,7 @@ async def test_workers_inherit_no_way_to_speak_for_the_server(
     assert systemd.recv(999) == b"STOPPING=1"
 
 
-async def test_a_server_without_a_free_descriptor_for_a_while_is_alive_after_it(
+async def test_watchdog_messages_continue_after_a_shortage_of_descriptors(
     systemd: socket.socket,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -76,9 +77,9 @@ async def test_a_server_without_a_free_descriptor_for_a_while_is_alive_after_it(
         with resource_limit(os.getpid(), resource.RLIMIT_NOFILE, 0):
             notifier.ready("here")
             notifier.stopping()
-        told = [message.partition(": ")[0] for message in caplog.messages]
-        assert told == [
-            f"systemd was not told {text!r}"
+        texts = [message.partition(": ")[0] for message in caplog.messages]
+        assert texts == [
+            f"cannot notify systemd of {text!r}"
             for text in ("READY=1\nSTATUS=here", "WATCHDOG=1", "STOPPING=1")
         ]
         assert await asyncio.to_thread(systemd.recv, 999) == b"WATCHDOG=1"

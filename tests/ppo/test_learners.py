@@ -284,7 +284,7 @@ def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
         raise LearnerLostError("exit code 9")
 
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError))
-    monkeypatch.setattr(on_ray, "connected", lambda **_: ray)
+    monkeypatch.setattr(on_ray, "connect_to_cluster", lambda **_: ray)
     monkeypatch.setattr(on_ray, "_round", fail)
     monkeypatch.setattr(time, "strftime", lambda form: "now")
     monkeypatch.chdir(tmp_path)

@@ -1,1 +1,1 @@
-"""What libzmq cannot do for a server: bound, close and identify its connections."""
+"""Bounds, closes and authenticates connections, which libzmq alone cannot do."""

@@ -1,6 +1,7 @@
-"""Closes all connections of a server when they take too much of its process.
+"""Closes all connections of a server when they use too much memory or descriptors.
 
-libzmq does not bound the memory and the descriptors that peers make it use.
+libzmq bounds neither. Because it cannot close a single connection either, all of them
+are closed; clients reconnect (see `server_sockets`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap
 
 _STATM: Final = "/proc/self/statm"
-_WATCH_SECONDS: Final = 0.25
-#: How long there may be no free descriptor before connections are closed. Idle peers
-#: may leave by themselves. It doubles each time in a row, because all clients suffer.
-_SHORT_SECONDS: Final = 1.0
-_MAX_SHORT_SECONDS: Final = 16.0
+_CHECK_SECONDS: Final = 0.25
+#: Seconds without a free descriptor until connections are closed, because idle peers
+#: may leave by themselves. They double each time in a row, because closing affects all
+#: clients.
+_MIN_SHORTAGE_SECONDS: Final = 1.0
+_MAX_SHORTAGE_SECONDS: Final = 16.0
 
 
 class ConnectionWatch:
-    """Checks memory and descriptors four times a second, until it is stopped.
+    """Checks memory and descriptors four times a second until it is stopped.
 
-    The rows of leases are shared memory, which does not count; copies of them that are
-    being sent do.
+    Shared memory, which holds the rows of leases, does not count. Copies of rows that
+    are being sent do.
     """
 
     def __init__(
@@ -37,29 +39,29 @@ class ConnectionWatch:
         sockets: ServerSockets,
         zap: Zap | None,
         max_growth_bytes: Callable[[], int],
-        many_connections: int,
+        min_connections: int,
     ) -> None:
         """Begin to check.
 
         Args:
           loop: Event loop.
           sockets: The sockets whose connections are closed.
-          zap: Knows which user has made most connections; None without keys.
+          zap: Counts the connections of each user; None without keys.
           max_growth_bytes: Returns by how much memory may grow above its minimum since
-            connections were closed last.
-          many_connections: A user with fewer connections is not to blame for having
-            taken all descriptors.
+            connections were last closed.
+          min_connections: Minimum number of connections with which a user is
+            blamed if no descriptor is free.
         """
         self._loop = loop
         self._sockets, self._zap = sockets, zap
         self._max_growth_bytes = max_growth_bytes
-        self._many_connections = many_connections
-        self._least_bytes = self._short_since = math.inf
-        self._may_be_short = _SHORT_SECONDS
-        self._recycled_at = -math.inf
+        self._min_connections = min_connections
+        self._min_bytes = self._shortage_since = math.inf
+        self._shortage_limit = _MIN_SHORTAGE_SECONDS
+        self._reopened_at = -math.inf
         # Opened now, because later there may be no free descriptor.
         self._statm = os.open(_STATM, os.O_RDONLY) if os.path.exists(_STATM) else -1
-        self._timer = self._plan()
+        self._timer = self._schedule()
 
     def stop(self) -> None:
         """Stop checking."""
@@ -67,36 +69,36 @@ class ConnectionWatch:
         if self._statm >= 0:
             os.close(self._statm)
 
-    def _plan(self) -> asyncio.TimerHandle:
-        return self._loop.call_later(_WATCH_SECONDS, self._check)
+    def _schedule(self) -> asyncio.TimerHandle:
+        return self._loop.call_later(_CHECK_SECONDS, self._check)
 
     def _check(self) -> None:
-        self._timer = self._plan()
-        if self._least_bytes == math.inf:  # closed connections have freed their memory
+        self._timer = self._schedule()
+        if self._min_bytes == math.inf:  # connections were closed in the last check
             _trim_memory()
-        now, used = self._loop.time(), self._own_bytes()
-        self._least_bytes = min(self._least_bytes, used)
-        growth = used - self._least_bytes
+        now, used = self._loop.time(), self._private_bytes()
+        self._min_bytes = min(self._min_bytes, used)
+        growth = used - self._min_bytes
         is_short = not _has_free_descriptor()
-        self._short_since = min(self._short_since, now) if is_short else math.inf
+        self._shortage_since = min(self._shortage_since, now) if is_short else math.inf
         if growth > self._max_growth_bytes():
-            why = f"memory has grown by {growth / 2**20:.0f} MiB (--max-buffered-mib)"
-            is_of_number = False
-        elif now - self._short_since >= self._may_be_short:
-            why = "they have taken all descriptors (ulimit -n)"
-            is_of_number = True
-            self._may_be_short = min(2 * self._may_be_short, _MAX_SHORT_SECONDS)
+            reason = f"memory grew by {growth / 2**20:.0f} MiB (--max-buffered-mib)"
+            is_shortage = False
+        elif now - self._shortage_since >= self._shortage_limit:
+            reason = "connections use all descriptors (ulimit -n)"
+            is_shortage = True
+            self._shortage_limit = min(2 * self._shortage_limit, _MAX_SHORTAGE_SECONDS)
         else:
-            if now - self._recycled_at > 2 * _MAX_SHORT_SECONDS:
-                self._may_be_short = _SHORT_SECONDS
+            if now - self._reopened_at > 2 * _MAX_SHORTAGE_SECONDS:
+                self._shortage_limit = _MIN_SHORTAGE_SECONDS
             return
-        self._least_bytes = self._short_since = math.inf
-        self._recycled_at = now
-        user = self._zap.take_suspect(self._many_connections) if self._zap else ""
-        self._sockets.recycle(why, user if is_of_number else "")
+        self._min_bytes = self._shortage_since = math.inf
+        self._reopened_at = now
+        user = self._zap.take_suspect(self._min_connections) if self._zap else ""
+        self._sockets.reopen(reason, user if is_shortage else "")
 
-    def _own_bytes(self) -> int:
-        """Return the private memory of this process, in bytes; 0 where unknown."""
+    def _private_bytes(self) -> int:
+        """Return the private memory of this process in bytes; 0 without /proc."""
         if self._statm < 0:
             return 0
         _, resident, shared, *_ = map(int, os.pread(self._statm, 128, 0).split())
@@ -104,7 +106,7 @@ class ConnectionWatch:
 
 
 def _trim_memory() -> None:
-    """Return free memory to the system, which glibc does not do by itself."""
+    """Return freed memory to the system, which glibc does not do by itself."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""Listening sockets that libzmq accepts from, but does not own.
+"""Creates listening sockets, on which libzmq accepts connections.
 
-An address that libzmq has bound itself is not free again at once when its socket is
-closed, and libzmq aborts the process if no descriptor is left for it to bind.
+If libzmq bound the addresses itself, an address would not be free immediately after its
+socket is closed, and libzmq would abort the process if no descriptor was free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BACKLOG: Final = 128
 
 
 def listen(address: str) -> tuple[socketlib.socket, str]:
-    """Return a socket that listens on an address, and the address with its real port.
+    """Listen on an address; return the socket, and the address with its real port.
 
     Raises:
       ServerError: The address cannot be used.
@@ -52,11 +52,11 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
 
 
 def _bind_file(listener: socketlib.socket, path: str) -> None:
-    """Bind to a path, whose file only this user can use, whatever the umask is."""
-    if path[0] == "@":  # no file at all
+    """Bind to a path whose file only this user can access, regardless of the umask."""
+    if path[0] == "@":  # an abstract socket, which has no file
         listener.bind(f"\0{path[1:]}")
         return
-    _make_way(Path(path))
+    _remove_stale_socket(Path(path))
     umask = os.umask(0o177)
     try:
         listener.bind(path)
@@ -64,8 +64,8 @@ def _bind_file(listener: socketlib.socket, path: str) -> None:
         os.umask(umask)
 
 
-def _make_way(path: Path) -> None:
-    """Remove the socket file of a server that has ended; create its folder.
+def _remove_stale_socket(path: Path) -> None:
+    """Create the folder; remove the socket file of a server that no longer runs.
 
     Raises:
       OSError: The path is in use, or is not a socket.
@@ -76,9 +76,9 @@ def _make_way(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise OSError("expected no file there, or the socket of a server that is gone")
+        raise OSError("expected no file there, or a socket that no server uses")
     if found.st_uid != os.geteuid():
-        raise OSError(f"the socket there is that of user {found.st_uid}")
+        raise OSError(f"the socket there belongs to user {found.st_uid}")
     with socketlib.socket(socketlib.AF_UNIX) as probe:
         probe.setblocking(False)
         with contextlib.suppress(ConnectionRefusedError):

@@ -1,6 +1,9 @@
-"""How much of long answers ZeroMQ still holds, since nobody has read them.
+"""Limits the bytes of large replies that ZeroMQ holds because clients do not read them.
 
-Short ones are bounded by their number; see SNDHWM in `router`.
+ZeroMQ does not report which frames were sent, but it releases a frame that was passed
+without a copy once it has been sent. Each large frame is therefore passed as a
+memoryview with a weak reference; frames whose reference is alive are still waiting.
+Short replies are limited by their number instead; see SNDHWM in `server_sockets`.
 """
 
 from __future__ import annotations
@@ -12,58 +15,60 @@ from typing import Final, NamedTuple
 from envserve.session.server.quotas import KEYLESS_USERS
 from envserve.wire.message import Buffer, Peer, session_and_block
 
-#: Rows so long are sent from where they are. They may change before a copy of an answer
-#: has left, but only once the client has had another one: it drops this copy.
-LONG_BYTES: Final = 256 << 10
+#: Minimum size of a large frame, which is sent from the slab without a copy. Its rows
+#: may change before ZeroMQ has sent it, but only after the client has received another
+#: copy of the reply; the client drops this one.
+LARGE_FRAME_BYTES: Final = 256 << 10
 
 
 class _SentFrame(NamedTuple):
-    """A frame that was handed over; `view` is dead once it has left."""
+    """A large frame that was passed to ZeroMQ; `view` is dead once it was sent."""
 
     view: weakref.ref[memoryview]
     reader: object
-    place: object
+    destination: object
     num_bytes: int
 
 
 class SendBudget:
-    """What waits to be read, by user, or by session where users are not known."""
+    """Counts unsent bytes of large frames by user, or by session without keys."""
 
     def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
-        """Starts with nothing.
+        """Create an empty budget.
+
+        One reply for each block is always sent, even beyond the limits.
 
         Args:
-          max_bytes: What may wait for a user, beside one answer for each block.
-          max_total_bytes: What may wait for all of them.
+          max_bytes: Maximum unsent bytes for one user.
+          max_total_bytes: Maximum unsent bytes for all users.
         """
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
         self._frames: list[_SentFrame] = []
 
     def admit(self, peer: Peer, frames: Sequence[Buffer]) -> list[Buffer] | None:
-        """Returns frames to send at once; None if too many of that peer wait already.
+        """Return the frames to send immediately; None if the reply must be dropped.
 
-        Who reads has at most one answer under way for a block. So one that has none is
-        always answered, however long that is.
+        A client that reads its replies has at most one reply in flight for a block, so
+        a block with none in flight gets its reply whatever its size.
         """
         session, block = session_and_block(frames[0])
         reader = peer[-1] if peer[-1] not in KEYLESS_USERS else session
-        place = reader, session, block
-        num_bytes = sum(len(frame) for frame in frames if len(frame) >= LONG_BYTES)
+        destination = reader, session, block
+        num_bytes = sum(len(f) for f in frames if len(f) >= LARGE_FRAME_BYTES)
         waiting = self._frames = [f for f in self._frames if f.view() is not None]
-        own = sum(f.num_bytes for f in waiting if f.reader == reader)
+        for_reader = sum(f.num_bytes for f in waiting if f.reader == reader)
         total = sum(f.num_bytes for f in waiting)
-        if any(f.place == place for f in waiting) and (
-            own + num_bytes > self._max_bytes
+        if any(f.destination == destination for f in waiting) and (
+            for_reader + num_bytes > self._max_bytes
             or total + num_bytes > self._max_total_bytes
         ):
             return None
         admitted: list[Buffer] = []
         for frame in frames:
-            if len(frame) >= LONG_BYTES:
-                # ZeroMQ's thread lets go of what it was given: that tells it has left.
+            if len(frame) >= LARGE_FRAME_BYTES:
                 frame = memoryview(frame)
-                watched = _SentFrame(weakref.ref(frame), reader, place, len(frame))
-                waiting.append(watched)
+                view = weakref.ref(frame)
+                waiting.append(_SentFrame(view, reader, destination, len(frame)))
             admitted.append(frame)
         return admitted

@@ -1,10 +1,13 @@
-"""The ROUTER sockets of a server, which are closed and reopened all at once.
+"""The ROUTER sockets of a server, which can close all connections and reopen.
 
-libzmq 4.3.5 can neither bound what its connections hold nor close a single one. When
-they take too much, all connections are closed, with everything that they hold. No lease
-ends: clients connect again, and repeat the requests that were not answered. Routes are
-valid for one socket only. Therefore each socket has a number, and messages for a peer
-of a socket that was closed are dropped.
+libzmq 4.3.5 can neither limit the memory and descriptors of its connections nor close a
+single one. When they use too much, `reopen` closes all of them, which frees everything
+that they hold. No lease ends: clients reconnect, and repeat the requests that were not
+answered. The listening sockets stay open meanwhile (see `listeners`), so the kernel
+queues new connections.
+
+A route is valid for one socket only. Therefore each socket has a number, and messages
+for a peer of a closed socket are dropped. All methods run in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -34,28 +37,33 @@ from envserve.wire.sockets import (
 )
 
 _LOGGER: Final = logging.getLogger(__name__)
-_SEND_LIMIT: Final = 64  # short replies that wait for one slow reader
-_RECEIVE_LIMIT: Final = 256  # messages of one client that wait to be read
+#: Maximum number of replies that wait for one client to read them.
+_SEND_LIMIT: Final = 64
+#: Maximum number of messages of one client that the server has not read.
+_RECEIVE_LIMIT: Final = 256
 _HANDSHAKE_MS: Final = 2000
-#: How long the last replies may take to leave.
+#: Time limit for sending the last replies.
 _LINGER_MS: Final = 100
 _RETRY_SECONDS: Final = 0.001
-#: A user for whom connections were closed so often is shut out for so many seconds.
+#: A user who causes this many closures within `_BLAMED_SECONDS` is shut out until they
+#: are older than that.
 _MAX_BLAMED: Final = 3
 _BLAMED_SECONDS: Final = 60.0
-#: The user of all peers of a socket that uses no keys, by scheme.
+#: User of all peers of a socket without keys, by scheme.
 _USERS: Final = {"ipc": "local", "tcp": ""}
 
 
 class ServerSocket:
-    """A ROUTER socket, prepared for fast use.
+    """A ROUTER socket, with methods that are fast because they bypass pyzmq's layers.
 
     Attributes:
       zmq: The socket.
       number: Sequence number of the socket since the server started.
-      user: The user of all its peers, if they have no keys.
-      has_keys: Whether each message names the user of the key that it was sent with.
-      receiver: Receives its messages, by `receive`.
+      user: The user of all its peers if it uses no keys.
+      has_keys: Whether the socket uses keys, so that each message names its user.
+      receiver: Receives the messages.
+      receive: Method of `receiver` that returns the frames of the next message.
+      send: Method that sends one frame.
     """
 
     def __init__(
@@ -67,14 +75,15 @@ class ServerSocket:
         self.has_keys = has_keys
         self.receiver = FrameReceiver(socket, MAX_FRAMES + 2, 2)
         self.receive = self.receiver.receive
-        #: Bypasses a layer of Python that serves other types of sockets.
+        # pyzmq's method in Cython, without the Python layer around it.
         self.send: Callable[..., object] = super(zmq.Socket, socket).send
 
     @property
     def sender(self) -> str:
-        """The user of the latest message; "" without keys, or if libzmq has no name.
+        """The user who sent the latest message; "" on tcp without keys, or if unknown.
 
-        It is read for each message, because peers choose their routes themselves.
+        It is read for each message and not stored by route, because peers choose their
+        routes.
         """
         if not self.has_keys:
             return self.user
@@ -85,14 +94,14 @@ class ServerSocket:
 
 
 class ServerSockets:
-    """A ROUTER socket for tcp and one for ipc, as far as there are addresses for them.
+    """One ROUTER socket for all tcp addresses and one for all ipc addresses.
 
     Attributes:
-      addresses: Addresses to listen on; with real ports once `listen` was called.
+      addresses: Addresses to listen on, with real ports after `listen`.
       context: ZeroMQ context of the sockets.
-      by_number: The sockets that are open now.
-      in_turn: The same; the next one to read from is first.
-      pollable: The same, for `zmq_poll`.
+      by_number: The open sockets.
+      rotation: The open sockets in the order in which to read them next.
+      pollable: The open sockets as the argument of `zmq_poll`.
       num_reopened: How often all connections were closed.
     """
 
@@ -104,14 +113,14 @@ class ServerSockets:
         secret: bytes | None = None,
         audit: Callable[[Audit], None] = lambda event: None,
     ) -> None:
-        """Create the sockets; `listen` and `read_with` have to follow.
+        """Create the sockets; call `listen` and `start_reading` next.
 
         Args:
           binds: Addresses to listen on.
-          max_message_bytes: Size limit of a message.
-          loop: Event loop that reads from them.
+          max_message_bytes: Maximum size of a frame.
+          loop: Event loop that reads from the sockets.
           secret: The server's secret key; without one, tcp uses no keys.
-          audit: Takes events for the audit log.
+          audit: Callback that records an event in the audit log.
         """
         self._secret = secret
         self._audit = audit
@@ -121,21 +130,21 @@ class ServerSockets:
         self._max_message_bytes = max_message_bytes
         self._loop = loop
         self._on_readable: Callable[[], object] | None = None
-        self._reopening: asyncio.TimerHandle | None = None
+        self._reopen_timer: asyncio.TimerHandle | None = None
         self._listeners: list[socketlib.socket] = []
-        self._num_made = self.num_reopened = 0
-        self._blamed: dict[str, list[float]] = {}  # when connections were closed
-        self._make()
+        self._num_created = self.num_reopened = 0
+        self._blamed: dict[str, list[float]] = {}  # times of closures by user
+        self._create_sockets()
 
-    def _make(self) -> None:
+    def _create_sockets(self) -> None:
         self.by_number: dict[int, ServerSocket] = {}
         for user in {_USERS[address.partition("://")[0]] for address in self.addresses}:
             socket = self.context.socket(zmq.ROUTER)
-            number = self._num_made = self._num_made + 1
+            number = self._num_created = self._num_created + 1
             has_keys = user != "local" and self._secret is not None
             self.by_number[number] = ServerSocket(socket, number, user, has_keys)
             set_common_options(socket)
-            # Without it, replies that cannot be sent vanish unnoticed.
+            # Otherwise ZeroMQ drops replies that cannot be sent without an error.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(
                 zmq.MAXMSGSIZE, self._max_message_bytes + CURVE_OVERHEAD_BYTES
@@ -147,8 +156,8 @@ class ServerSockets:
                 socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             elif self._secret is not None:
                 _use_keys(socket, self._secret)
-        self.in_turn = deque(self.by_number.values())
-        self.pollable = [(each.zmq, int(zmq.POLLIN)) for each in self.in_turn]
+        self.rotation = deque(self.by_number.values())
+        self.pollable = [(each.zmq, int(zmq.POLLIN)) for each in self.rotation]
 
     def listen(self) -> None:
         """Listen on every address; raise ServerError if one cannot be used."""
@@ -167,9 +176,9 @@ class ServerSockets:
 
     @contextlib.contextmanager
     def listening_on_loopback(self) -> Iterator[str]:
-        """Let the tcp socket listen on loopback as well; yield the address."""
+        """Listen on a free loopback port, too, in the context; yield its address."""
         (socket,) = (s.zmq for s in self.by_number.values() if s.user != "local")
-        socket.setsockopt(zmq.USE_FD, -1)  # libzmq binds it, without a listener of ours
+        socket.setsockopt(zmq.USE_FD, -1)  # libzmq creates the listener
         socket.bind("tcp://127.0.0.1:0")
         address = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         try:
@@ -177,21 +186,21 @@ class ServerSockets:
         finally:
             socket.unbind(address)
 
-    def read_with(self, callback: Callable[[], object]) -> None:
-        """Let the event loop call back when a message may have arrived.
+    def start_reading(self, callback: Callable[[], object]) -> None:
+        """Make the event loop call `callback` when messages may have arrived.
 
         ZeroMQ's descriptor is edge-triggered: it does not report messages that were
-        left unread, or that arrived during a send; see `has_unread`.
+        left unread, or that arrived during a send. Check `has_unread` for these.
         """
         self._on_readable = callback
         for each in self.by_number.values():
             self._loop.add_reader(event_fd(each.zmq), callback)
 
     def stop_reading(self) -> None:
-        """Stop calling back."""
+        """Stop calling the callback."""
         self._on_readable = None
-        if self._reopening is not None:
-            self._reopening.cancel()
+        if self._reopen_timer is not None:
+            self._reopen_timer.cancel()
         self._remove_readers()
 
     def _remove_readers(self) -> None:
@@ -203,60 +212,60 @@ class ServerSockets:
         return bool(zmq.zmq_poll(self.pollable, 0))
 
     @property
-    def discarding(self) -> str | None:
+    def discarding_user(self) -> str | None:
         """The user whose message of too many frames is being discarded, if any."""
-        sockets = (s for s in self.in_turn if s.receiver.is_discarding)
+        sockets = (s for s in self.rotation if s.receiver.is_discarding)
         return next((socket.sender for socket in sockets), None)
 
     def is_shut_out(self, user: str) -> bool:
-        """Return whether connections were closed repeatedly because of this user."""
+        """Return whether this user has recently caused too many closures."""
         since = self._loop.time() - _BLAMED_SECONDS
         return sum(at > since for at in self._blamed.get(user, ())) >= _MAX_BLAMED
 
-    def recycle(self, why: str, user: str = "", *, is_sure: bool = False) -> None:
-        """Close all connections, and listen again.
+    def reopen(self, reason: str, user: str = "", *, shut_out: bool = False) -> None:
+        """Close all connections, and accept new ones.
 
         Args:
-          why: The reason, for the log.
-          user: The user who caused it, if known, who is shut out after a few times.
-          is_sure: Whether the user is shut out at once.
+          reason: The reason, for the log.
+          user: The user who caused it, if known; shut out after `_MAX_BLAMED` times.
+          shut_out: Whether to shut out the user immediately.
         """
         if user:
             recent = self._blamed.setdefault(user, [])
-            recent += [self._loop.time()] * (_MAX_BLAMED if is_sure else 1)
+            recent += [self._loop.time()] * (_MAX_BLAMED if shut_out else 1)
             del recent[:-_MAX_BLAMED]
-            why += f", by {user}"
+            reason += f", by {user}"
             if self.is_shut_out(user):
-                why += f"; {user} is not let in for {_BLAMED_SECONDS:g} s"
-                self._audit(Audit("shut out", user, reason=why))
-        _LOGGER.warning("all connections are closed and can be made anew: %s", why)
+                reason += f"; {user} is rejected for {_BLAMED_SECONDS:g} s"
+                self._audit(Audit("shut out", user, reason=reason))
+        _LOGGER.warning("all connections are closed, clients can reconnect: %s", reason)
         self.num_reopened += 1
         self._remove_readers()
         self._close_sockets()
-        if self._reopening is None:
-            self._reopen()
+        if self._reopen_timer is None:
+            self._try_reopen()
 
-    def _reopen(self) -> None:
-        self._reopening = None
+    def _try_reopen(self) -> None:
+        self._reopen_timer = None
         try:
-            self._make()
+            self._create_sockets()
             self._accept()
-        except (OSError, zmq.ZMQError):  # descriptors are not closed yet
+        except (OSError, zmq.ZMQError):  # libzmq has not closed its descriptors yet
             self._close_sockets()
-            self._reopening = self._loop.call_later(_RETRY_SECONDS, self._reopen)
+            self._reopen_timer = self._loop.call_later(_RETRY_SECONDS, self._try_reopen)
             return
         if self._on_readable is not None:
-            self.read_with(self._on_readable)
+            self.start_reading(self._on_readable)
             self._loop.call_soon(self._on_readable)  # an edge may have been missed
 
     def _close_sockets(self) -> None:
         for each in self.by_number.values():
             each.zmq.close(linger=0)
         self.by_number, self.pollable = {}, []
-        self.in_turn.clear()
+        self.rotation.clear()
 
     def close(self) -> None:
-        """Close everything; the last replies have a moment to leave."""
+        """Close all sockets; unsent replies get `_LINGER_MS`."""
         self.stop_reading()
         self.context.destroy(linger=_LINGER_MS)
         for listener in self._listeners:
@@ -264,20 +273,20 @@ class ServerSockets:
 
 
 def _seed_routes() -> None:
-    """Make the first number that ZeroMQ gives to a peer unpredictable.
+    """Make the route that ZeroMQ gives to the first peer unpredictable.
 
-    libzmq 4.3.5 draws it from the C library's generator, which it does not seed. If a
-    peer announces the number that is next, an assertion in libzmq
-    (`routing_socket_base_t::add_out_pipe`) ends this process.
+    libzmq 4.3.5 draws it from `rand()`, which it does not seed, and counts up from
+    there. If a peer announces the next route as its routing id, an assertion in libzmq
+    (`routing_socket_base_t::add_out_pipe`) aborts this process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
 
 
 def _use_keys(socket: zmq.Socket[bytes], secret: bytes) -> None:
-    """Accept only keys that the context's `Zap` knows."""
+    """Accept only keys that the context's `Zap` accepts."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    # Unless both are set, libzmq accepts unknown keys while no handler answers, or
-    # always.
+    # Without the first, libzmq accepts every key; without the second, it accepts every
+    # key while no handler answers.
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -1,8 +1,9 @@
-"""Answers ZeroMQ's question who may connect (ZAP, RFC 27), for a context's sockets.
+"""Authenticates connections to a context's sockets (ZAP, ZeroMQ RFC 27).
 
-Every request is answered: 200 with the user's name for a key that is known, 400 for one
-that surely is not, and 300 for every doubt of ours: 400 makes a client's socket give up
-for good, 300 makes it ask again. Whatever fails here, nobody gets in who was not told.
+Every request gets a reply: 200 with the user's name for a known key, 400 for a key that
+is certainly unknown, and 300 in all other cases, including failures here. After 400 the
+client's socket stops connecting; after 300 it tries again. Authentication fails closed:
+only a reply with 200 admits a client.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ from envserve.text import LogThrottle
 from envserve.wire.sockets import NOBLOCK, event_fd
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Without a name, or if it is not enforced, ZeroMQ lets everybody in at times.
+#: ZAP domain. Sockets must enforce it, otherwise ZeroMQ admits unknown keys.
 DOMAIN: Final = b"envserve"
 _ADDRESS: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
-_NUM_FRAMES: Final = 7  # of a CURVE request; the last is the raw public key
+#: Frames of a CURVE request; the last one is the raw public key.
+_NUM_FRAMES: Final = 7
 _KEY_BYTES: Final = 32
-_REQUESTS_AT_ONCE: Final = 64
+_MAX_REQUESTS_PER_TURN: Final = 64
 
 
 def user_of(grant: Grant) -> str:
-    """Returns who a key's messages are from; of an invitation, its public key."""
+    """Return the user of a key's messages: a name, or an invitation's encoded key."""
     if grant.is_invitation:
         return formats.encode(formats.INVITATION, grant.public)
     return grant.name
 
 
 class Zap:
-    """Lets those in whose key `find` knows.
+    """ZAP handler that admits the keys for which `find` returns a grant.
 
     Attributes:
-      counts: How often which status was answered.
-      entered: How often each user was let in, since `take_suspect`.
-      addresses: Where each user was let in from last.
+      counts: Number of replies by status.
+      num_admitted: Number of admitted connections by user, since `take_suspect`.
+      addresses: Address of each user's latest connection.
       is_quiet: Whether refusals are neither logged nor audited.
     """
 
@@ -58,18 +60,18 @@ class Zap:
         is_shut_out: Callable[[str], bool] = lambda user: False,
         audit: Callable[[Audit], None] = lambda event: None,
     ) -> None:
-        """Start to answer; no socket of the context may listen before.
+        """Start to answer; sockets of the context must not listen before.
 
         Args:
           context: ZeroMQ context of the sockets.
-          find: Returns the grant of a public key, or None; may raise.
+          find: Returns the grant of a public key, or None; may raise KeyFileError.
           loop: Event loop that reads the requests.
-          is_shut_out: Returns whether to refuse a user for now, though its key is good.
-          audit: Takes events for the audit log.
+          is_shut_out: Returns whether to reject a user temporarily.
+          audit: Callback that records an event in the audit log.
         """
         self._audit = audit
         self._is_shut_out = is_shut_out
-        self.entered: Counter[str] = Counter()
+        self.num_admitted: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.addresses: dict[str, str] = {}
         self.is_quiet = False
@@ -79,31 +81,36 @@ class Zap:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
-        self._planned: asyncio.Handle | None = None
+        self._scheduled: asyncio.Handle | None = None
         loop.add_reader(event_fd(self._socket), self._on_requests)
 
     def close(self) -> None:
-        """Answers no more: then nobody gets in."""
+        """Stop answering; from now on no client can connect."""
         self._loop.remove_reader(event_fd(self._socket))
-        if self._planned is not None:
-            self._planned.cancel()
+        if self._scheduled is not None:
+            self._scheduled.cancel()
         self._socket.close()
 
-    def take_suspect(self, many: int) -> str:
-        """Returns who made at least so many connections, and most; counts anew.
+    def take_suspect(self, min_connections: int) -> str:
+        """Return the user of at least 60 % of new connections, and reset the counts.
 
-        All come back after each time, so that few show nothing. "" if nobody did.
+        Args:
+          min_connections: Minimum number of that user's connections. All clients
+            reconnect after a closure, so small numbers prove nothing.
+
+        Returns:
+          The user; "" if there is none.
         """
-        entered, self.entered = self.entered, Counter()
-        ((user, count),) = entered.most_common(1) or [("", 0)]
-        return user if count >= max(many, entered.total() * 0.6) else ""
+        admitted, self.num_admitted = self.num_admitted, Counter()
+        ((user, count),) = admitted.most_common(1) or [("", 0)]
+        return user if count >= max(min_connections, admitted.total() * 0.6) else ""
 
     def _on_requests(self) -> None:
-        """Answers until none is left: the descriptor shows an edge only."""
-        self._planned = None
+        """Answer until no request is left, because the descriptor is edge-triggered."""
+        self._scheduled = None
         may_be_more = True
         try:
-            for _ in range(_REQUESTS_AT_ONCE):
+            for _ in range(_MAX_REQUESTS_PER_TURN):
                 try:
                     frames = self._socket.recv_multipart(NOBLOCK)
                 except zmq.Again:
@@ -112,28 +119,28 @@ class Zap:
                 self._answer(frames)
         finally:
             if may_be_more:
-                self._planned = self._loop.call_soon(self._on_requests)
+                self._scheduled = self._loop.call_soon(self._on_requests)
 
     def _answer(self, frames: Sequence[bytes]) -> None:
         status, user = "300", ""
         try:
-            status, user = self._judge(frames)
+            status, user = self._decide(frames)
         except KeyFileError as error:
             more = self._throttle.admit(KeyFileError, time.monotonic())
             if more is not None:
-                _LOGGER.warning("who knocks may try again: %s%s", error, more)
+                _LOGGER.warning("a client must try again: %s%s", error, more)
         except Exception as error:
             more = self._throttle.admit(type(error), time.monotonic())
             if more is not None:
-                _LOGGER.exception("it could not be found out who knocks%s", more)
+                _LOGGER.exception("a key could not be checked%s", more)
         self.counts[status] += 1
         request = frames[1] if len(frames) > 1 else b""
-        text = "" if user else "not known here, or not now"
-        words = [word.encode() for word in (status, text, user)]
-        self._socket.send_multipart([_VERSION, request, *words, b""], NOBLOCK)
+        text = "" if user else "unknown key, or rejected temporarily"
+        fields = [field.encode() for field in (status, text, user)]
+        self._socket.send_multipart([_VERSION, request, *fields, b""], NOBLOCK)
 
-    def _judge(self, frames: Sequence[bytes]) -> tuple[str, str]:
-        """Returns the status and the user."""
+    def _decide(self, frames: Sequence[bytes]) -> tuple[str, str]:
+        """Return the status, and the user if it is 200."""
         if (
             len(frames) != _NUM_FRAMES
             or (frames[0], frames[2], frames[5]) != (_VERSION, DOMAIN, b"CURVE")
@@ -145,18 +152,18 @@ class Zap:
             user = user_of(grant)
             if self._is_shut_out(user):
                 return "300", ""
-            self.entered[user] += 1
+            self.num_admitted[user] += 1
             self.addresses[user] = frames[3].decode(errors="replace")
             return "200", user
         self._report_refusal(frames[6], frames[3])
         return "400", ""
 
     def _report_refusal(self, public: bytes, address: bytes) -> None:
-        """Write a refusal to the audit log, and log at most one a second."""
+        """Record a refusal in the audit log, and log at most one per second."""
         if self.is_quiet:
             return
-        key, place = formats.fingerprint(public), address.decode(errors="replace")
-        reason = f"key {key}, from {place}, is not known here"
+        key, client = formats.fingerprint(public), address.decode(errors="replace")
+        reason = f"key {key}, from {client}, is unknown"
         self._audit(Audit("refused", "", reason=reason))
         more = self._throttle.admit("refused", time.monotonic())
         if more is not None:

@@ -58,7 +58,7 @@ def kill_and_restart(server: ServerProcess, driver: Driver, rows: Array) -> None
     """Kill the server of these rows, and restart it at the same address."""
     driver.recovery_times.start(rows, time.monotonic())
     server.kill()
-    server.start_again()
+    server.restart()
     server.wait_until_ready()
 
 

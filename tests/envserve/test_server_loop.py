@@ -1,4 +1,4 @@
-"""The server's shell when something of its own fails: it logs, answers, and goes on."""
+"""The server's event loop logs its failures, answers the clients, and continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ATTACH = Attach(env_name="CartPole-v1", num_envs=4, seed=1).encode()
 
 
 class Peer:
-    """A DEALER that speaks without rules."""
+    """A DEALER that sends arbitrary messages."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -69,7 +69,7 @@ class Peer:
             if message.type in kinds:
                 return message
 
-    async def ask(
+    async def request(
         self, kind: MessageType, answer: MessageType, body: bytes = b"", **fields: Any
     ) -> Message:
         await self.send(kind, 1, body, **fields)
@@ -77,7 +77,7 @@ class Peer:
 
     async def free_envs(self) -> int:
         body = Hello().encode()
-        answer = await self.ask(MessageType.HELLO, MessageType.WELCOME, body)
+        answer = await self.request(MessageType.HELLO, MessageType.WELCOME, body)
         return Welcome.decode(answer.body).free_envs
 
 
@@ -85,28 +85,28 @@ class Peer:
 async def running(
     folder: Path, kind: type[ServerSession] = ServerSession
 ) -> AsyncIterator[tuple[ServerLoop, Peer]]:
-    """A shell in this process; it must not stay deaf, whatever happens."""
-    policy = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
+    """Run a ServerLoop in this process, with a peer that is connected to it."""
+    host = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
     registry = Registry(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
-    session = kind(policy, registry.names, BOOT)
+    session = kind(host, registry.names, BOOT)
     peers = zmq.asyncio.Context()
     loop = asyncio.get_running_loop()
-    sockets = ServerSockets([address := f"ipc://{folder}/shell"], 1 << 20, loop)
+    sockets = ServerSockets([address := f"ipc://{folder}/socket"], 1 << 20, loop)
     sockets.listen()
     router = Router(sockets, SendBudget(0, 0))
     launcher = Launcher(["tests.oracle.probe_envs"])
-    shell = ServerLoop(policy, router, session, launcher, asyncio.Event())
+    server_loop = ServerLoop(host, router, session, launcher, asyncio.Event())
     try:
-        yield shell, Peer(peers, address)
+        yield server_loop, Peer(peers, address)
     finally:
-        await shell.stop(0.0)
+        await server_loop.stop(0.0)
         launcher.close()
         peers.destroy(linger=0)
         sockets.close()
 
 
 class CountingSession(ServerSession):
-    """Notes when so many messages have come that they were not read in one go."""
+    """Sets an event after 100 messages, which are too many for one turn."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -132,33 +132,33 @@ class FailingSession(CountingSession):
         return decisions
 
 
-async def all_received(shell: ServerLoop) -> None:
-    session = shell._session
+async def all_received(server_loop: ServerLoop) -> None:
+    session = server_loop._session
     assert isinstance(session, CountingSession)
     async with asyncio.timeout(20):
         await session.has_received_all.wait()
 
 
-async def test_a_message_at_which_the_server_fails_is_answered_and_logged(
+async def test_a_message_that_the_server_fails_to_handle_is_answered_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tmp_path, FailingSession) as (shell, peer):
-        for _ in range(100):  # more than are read in one go
+    async with running(tmp_path, FailingSession) as (server_loop, peer):
+        for _ in range(100):  # more than are read in one turn
             await peer.send(MessageType.PING, 9)
-        await all_received(shell)
-        assert shell.counters.failures == 100
-        for _ in range(100 - shell.dropped_replies):
+        await all_received(server_loop)
+        assert server_loop.counters.failures == 100
+        for _ in range(100 - server_loop.dropped_replies):
             answer = await peer.receive(MessageType.ERROR)
             body = ErrorBody.decode(answer.body)
             assert answer.request == 9
             assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
         assert await peer.free_envs() == 128
     assert "ValueError: truth value of an array" in caplog.text
-    assert len(caplog.records) < 10  # a line a second
+    assert len(caplog.records) < 10  # at most one line per second
 
 
 class SlowSession(CountingSession):
-    """Takes a millisecond for a message; notes in which turn of the loop it came."""
+    """Takes a millisecond per message, and counts the messages of each turn."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -180,18 +180,18 @@ class SlowSession(CountingSession):
 
 
 async def test_a_turn_of_messages_ends_after_two_milliseconds(tmp_path: Path) -> None:
-    async with running(tmp_path, SlowSession) as (shell, peer):
-        session = shell._session
+    async with running(tmp_path, SlowSession) as (server_loop, peer):
+        session = server_loop._session
         assert isinstance(session, SlowSession)
         session.count_turns(asyncio.get_running_loop())
         for _ in range(100):
             await peer.send(MessageType.PING, 9)
-        await all_received(shell)
-        # A turn may have two reads: one that was planned, and one of news.
+        await all_received(server_loop)
+        # One turn of asyncio can have two reads: a scheduled one and a new event.
         assert max(session.turns.values()) <= 2 * 2
 
 
-async def test_too_many_open_files_fail_one_session(
+async def test_too_many_open_files_end_only_one_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -199,7 +199,7 @@ async def test_too_many_open_files_fail_one_session(
 
     monkeypatch.setattr(event_loop, "Pool", fail)
     async with running(tmp_path) as (_, peer):
-        answer = await peer.ask(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        answer = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
         body = ErrorBody.decode(answer.body)
         assert body.code is ErrorCode.ENV_START_FAILED
         assert "Too many open files" in body.text
@@ -207,20 +207,20 @@ async def test_too_many_open_files_fail_one_session(
         assert await peer.free_envs() == 128
 
 
-async def test_a_pool_at_which_the_server_fails_costs_its_session_only(
+async def test_a_failure_in_a_pool_ends_only_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the pool broke")
 
-    async with running(tmp_path) as (shell, peer):
+    async with running(tmp_path) as (server_loop, peer):
         monkeypatch.setattr(Pool, "collect", fail)
-        answer = await peer.ask(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        answer = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
         body = ErrorBody.decode(answer.body)
         assert body.code is ErrorCode.INTERNAL
         assert "the pool broke" in body.text
         assert await peer.free_envs() == 128
-        assert shell.counters.failures == 1
+        assert server_loop.counters.failures == 1
     assert "RuntimeError: the pool broke" in caplog.text
 
 
@@ -230,59 +230,59 @@ async def test_a_request_that_the_server_fails_to_answer_gets_an_error(
     def fail(*_: object) -> None:
         raise RuntimeError("the sum broke")
 
-    async with running(tmp_path) as (shell, peer):
-        monkeypatch.setattr(shell.status, "report", fail)
-        answer = await peer.ask(MessageType.STATUS, MessageType.ERROR)
+    async with running(tmp_path) as (server_loop, peer):
+        monkeypatch.setattr(server_loop.status, "report", fail)
+        answer = await peer.request(MessageType.STATUS, MessageType.ERROR)
         body = ErrorBody.decode(answer.body)
         assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
         assert await peer.free_envs() == 128
-        assert shell.counters.failures == 1
+        assert server_loop.counters.failures == 1
     assert "RuntimeError: the sum broke" in caplog.text
 
 
 async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> None:
     kinds = MessageType
     resets = ResetBody(resets=((None, None), (None, None))).encode()
-    async with running(tmp_path) as (shell, peer):
-        await peer.ask(kinds.ATTACH, kinds.GRANTED, ATTACH)
+    async with running(tmp_path) as (server_loop, peer):
+        await peer.request(kinds.ATTACH, kinds.GRANTED, ATTACH)
         first = ((0, 1), (1, 1))
-        await peer.ask(kinds.RESET, kinds.RESULT, resets, entries=first)
-        (leased,) = shell.pools.values()
+        await peer.request(kinds.RESET, kinds.RESULT, resets, entries=first)
+        (leased,) = server_loop.pools.values()
         pid = leased.pool.worker_pids[1]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         actions = bytes(4 * 8)
         await peer.send(kinds.STEP, 2, actions, entries=((0, 2), (1, 2)))
         answers = [await peer.receive(kinds.ABSENT, kinds.RESULT) for _ in range(3)]
-        told = [(answer.type, answer.entries) for answer in answers]
-        assert sorted(told[:2]) == [
+        received = [(answer.type, answer.entries) for answer in answers]
+        assert sorted(received[:2]) == [
             (kinds.RESULT, ((0, 2),)),
             (kinds.ABSENT, ((1, 2),)),
         ]
-        assert told[2] == (kinds.RESULT, ((1, 2),))
+        assert received[2] == (kinds.RESULT, ((1, 2),))
         (fault, _) = ResultReport.decode(answers[2].report).faults
         assert (fault.env_index, fault.status) == (2, Status.WORKER_DIED)
-        # It goes on, and is answered as a whole again.
+        # The next step succeeds, and both blocks are in one reply again.
         await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))
         result = await peer.receive(kinds.ABSENT, kinds.RESULT)
         assert (result.type, len(result.entries)) == (kinds.RESULT, 2)
 
 
-async def test_an_answer_that_could_not_be_sent_again_does_not_count(
+async def test_a_copy_that_could_not_be_sent_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(tmp_path) as (shell, _):
+    async with running(tmp_path) as (server_loop, _):
         limiter = ResendLimiter()
-        monkeypatch.setattr(shell._router, "send", lambda *_: False)
+        monkeypatch.setattr(server_loop._router, "send", lambda *_: False)
         for now in range(20):
             assert limiter.allow(float(now))
-            shell._carry_out([Reply((1, b"r", ""), [b"?"], limiter)])
+            server_loop._carry_out([Reply((1, b"r", ""), [b"?"], limiter)])
         assert limiter.num_copies == 0
         assert not limiter.allow(19.5)
         monkeypatch.undo()
 
 
-async def test_a_reply_at_which_the_server_fails_costs_no_other_decision(
+async def test_other_decisions_are_carried_out_if_a_reply_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent: list[object] = []
@@ -293,43 +293,43 @@ async def test_a_reply_at_which_the_server_fails_costs_no_other_decision(
         sent.extend(frames)
         return True
 
-    async with running(tmp_path) as (shell, _):
-        monkeypatch.setattr(shell._router, "send", send)
-        shell._carry_out([Reply((1, b"r", ""), [f]) for f in (b"bad", b"good")])
+    async with running(tmp_path) as (server_loop, _):
+        monkeypatch.setattr(server_loop._router, "send", send)
+        server_loop._carry_out([Reply((1, b"r", ""), [f]) for f in (b"bad", b"good")])
         assert sent == [b"good"]
-        assert (shell.counters.failures, shell.dropped_replies) == (1, 1)
+        assert (server_loop.counters.failures, server_loop.dropped_replies) == (1, 1)
         monkeypatch.undo()
     assert "a reply could not be sent" in caplog.text
 
 
-async def test_what_was_dropped_is_logged_at_the_end(
+async def test_dropped_messages_are_logged_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "envserve.server.event_loop"):
         async with running(tmp_path) as (_, peer):
             await peer.send(MessageType.RESULT, 1)
             assert await peer.free_envs() == 128
-    assert "messages were none of ours: 1" in caplog.text
+    assert "messages were not answerable: 1" in caplog.text
     assert "replies could not be sent" not in caplog.text
 
 
-async def test_a_stop_hastens_workers_that_are_ending_already(
+async def test_a_stop_shortens_the_time_limit_of_closing_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(event_loop, "_CLOSE_SECONDS", 3600.0)
     attach = Attach(
         env_name=FAULTY, num_envs=1, seed=1, env_kwargs={"fault": "hang_in_close"}
     )
-    async with running(tmp_path) as (shell, peer):
-        await peer.ask(MessageType.ATTACH, MessageType.GRANTED, attach.encode())
+    async with running(tmp_path) as (server_loop, peer):
+        await peer.request(MessageType.ATTACH, MessageType.GRANTED, attach.encode())
         await peer.send(MessageType.DETACH, 2)
-        await peer.ask(MessageType.HELLO, MessageType.WELCOME, Hello().encode())
-        await shell.stop(2.0)
+        await peer.request(MessageType.HELLO, MessageType.WELCOME, Hello().encode())
+        await server_loop.stop(2.0)
         await peer.receive(MessageType.DETACHED)
     assert "stopped before" not in caplog.text
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+def test_the_limit_of_open_files_is_raised_to_its_maximum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = [(256, 4096)]
