@@ -72,7 +72,7 @@ def env_maker(
             "num_splits": config.num_splits,
             "seed": seed,
             "env_kwargs": dict(config.env_kwargs),
-            "wrappers": _shortened(config) if is_training else config.wrappers,
+            "wrappers": _training_wrappers(config) if is_training else config.wrappers,
             "autoreset": autoreset,
             "spare_envs": config.spare_envs,
             "on_fault": config.on_fault,
@@ -106,7 +106,7 @@ def env_maker(
     return make_env
 
 
-def _shortened(config: Config) -> _Wrappers:
+def _training_wrappers(config: Config) -> _Wrappers:
     """Return the wrappers of a training, whose episodes may be cut short.
 
     To stagger them stands right around what limits the env, whose steps are counted.

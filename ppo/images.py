@@ -25,11 +25,11 @@ def can_convolve(space: gymnasium.Space[Any]) -> bool:
     shape = tuple(space.shape or ())
     if not 2 <= len(shape) <= 4:
         return False
-    height, width, _ = image_layout(shape)
+    height, width, _ = image_axes(shape)
     return min(shape[height], shape[width]) >= _SMALLEST_SIDE
 
 
-def image_layout(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+def image_axes(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
     """Return which axes are height, width and channels."""
     if len(shape) == 2:
         return 0, 1, ()

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.agent.actions.action_spaces import ActionKind, action_kind
+from ppo.agent.actions.action_spaces import ActionAdapter, make_action_adapter
 from ppo.agent.observations import space_leaves
 from ppo.errors import EnvDataError, UnsupportedSpaceError
 
@@ -26,7 +26,7 @@ class InGraphBatchEnv:
     An agent tells by its `actions` if it acts otherwise.
     """
 
-    def __init__(self, env: BatchEnv, actions: ActionKind | None = None) -> None:
+    def __init__(self, env: BatchEnv, actions: ActionAdapter | None = None) -> None:
         self.env = env
         self.num_envs = env.num_envs
         spaces = space_leaves(env.observation_space)
@@ -40,7 +40,7 @@ class InGraphBatchEnv:
             spaces,
         )
         """Nest of `tf.TensorSpec` with rows `[num_envs, ...]`."""
-        self._actions = actions or action_kind(env.action_space)
+        self._actions = actions or make_action_adapter(env.action_space)
         self.action_spec = self._actions.spec(env.num_envs)
         """`tf.TensorSpec` of the actions that policies give."""
         self._error: BaseException | None = None

@@ -37,7 +37,7 @@ class Learners:
         self._sum = tf.function(self.sum)
         self.wait_seconds, self._timer = 3600.0, threading.Timer(0.0, int)
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Wait until all are there; TensorFlow must not have been used before."""
         from tensorflow.python.eager import context  # nothing public sets these times
 
@@ -102,7 +102,7 @@ class Learners:
         texts = [bytes(row[: sizes[number]]) for number, row in enumerate(rows)]
         return list(map(json.loads, texts))
 
-    def align(self, variables: Sequence[tf.Variable]) -> None:
+    def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Give variables the values that the chief has."""
         if self.num == 1:
             return
@@ -112,7 +112,7 @@ class Learners:
             variable.assign(value)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def guard_collectives(self) -> Iterator[None]:
         """Raise `LearnerLostError` if sums cannot be had any more."""
         try:
             yield
@@ -127,9 +127,9 @@ class Learners:
                 f"{who} is gone; see what it says, and start all, the first with "
                 "--resume."
             ) from error
-        self.part()
+        self.wait_for_all()
 
-    def part(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all have had the last sum: they are getting it from each other."""
         with contextlib.suppress(tf.errors.OpError):
             self.gather(None)
@@ -150,4 +150,4 @@ class Learners:
 
 
 #: A learner without others.
-ALONE = Learners()
+SINGLE_LEARNER = Learners()

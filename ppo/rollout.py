@@ -101,7 +101,7 @@ class SplitRows:
         """Return where the envs have to write a step."""
         return self._results[step if self._is_range else 0]
 
-    def store(self, step: int) -> None:
+    def copy_result(self, step: int) -> None:
         """Take a step into the rollout that was written where `result` says."""
         if not self._is_range:
             target = _step_views(self._rollout, step)
@@ -109,7 +109,7 @@ class SplitRows:
             for rows, row in zip(*pair, strict=True):
                 rows[self._rows] = row
 
-    def record(
+    def record_policy_outputs(
         self, action: tf.Tensor, log_prob: tf.Tensor, state: Sequence[tf.Tensor]
     ) -> None:
         """Store what the policy gave in all steps, `[T, n, ...]`.
@@ -133,7 +133,7 @@ class SplitRows:
         leaves = self.observation_leaves(step)
         return tf.nest.pack_sequence_as(self._rollout.observation, leaves)
 
-    def ends(self, step: int) -> list[np.ndarray]:
+    def end_flags(self, step: int) -> list[np.ndarray]:
         """Return terminated, truncated and status of a step; -1: as if of none."""
         rollout = self._rollout
         flags = (rollout.terminated, rollout.truncated, rollout.status)
@@ -205,8 +205,8 @@ class EpisodeTracker:
     def __init__(self, num_envs: int) -> None:
         self._total_reward = np.zeros(num_envs)
         self._length = np.zeros(num_envs, np.int64)
-        self._is_spoiled = np.zeros(num_envs, np.bool_)
-        self.lost_in_a_row = np.zeros(num_envs, np.int64)
+        self._has_invalid_step = np.zeros(num_envs, np.bool_)
+        self.consecutive_lost = np.zeros(num_envs, np.int64)
 
     def add(
         self, rollout: Rollout, infos: Mapping[tuple[int, int], Any] = {}
@@ -221,11 +221,11 @@ class EpisodeTracker:
             valid = rollout.valid[step]
             self._total_reward += np.where(valid, rollout.reward[step], 0.0)
             self._length += valid
-            self._is_spoiled |= ~valid
+            self._has_invalid_step |= ~valid
             for env_index in np.flatnonzero(ends[step]).tolist():
-                self.lost_in_a_row[env_index] += 1
-                if not self._is_spoiled[env_index]:
-                    self.lost_in_a_row[env_index] = 0
+                self.consecutive_lost[env_index] += 1
+                if not self._has_invalid_step[env_index]:
+                    self.consecutive_lost[env_index] = 0
                     episodes.append(
                         Episode(
                             env_index,
@@ -236,7 +236,7 @@ class EpisodeTracker:
                     )
                 self._total_reward[env_index] = 0.0
                 self._length[env_index] = 0
-                self._is_spoiled[env_index] = False
+                self._has_invalid_step[env_index] = False
         return episodes
 
 

@@ -77,21 +77,23 @@ class Simulation:
         self._noise = noise
         self._sequence_length = sequence_length or horizon
         num_sequences = horizon // self._sequence_length
-        self._turns = collections.deque[tuple[Rollout, list[SplitRows]]]()
+        self._buffers = collections.deque[tuple[Rollout, list[SplitRows]]]()
         for _ in range(num_rollouts):
             rollout = allocate_rollout(env, horizon, state_sizes, num_sequences)
             splits = [SplitRows(rollout, rows, horizon) for rows in env.env.splits]
-            self._turns.append((rollout, splits))
-        self._rollout, self._splits = self._turns[0]
+            self._buffers.append((rollout, splits))
+        self._rollout, self._splits = self._buffers[0]
         self._state_sizes = tuple(state_sizes)
         self._states: list[States] = []  # by split, after the last rollout
-        self._answer_spec = [env.observation_spec]
+        self._graph_input_specs = [env.observation_spec]
         if state_sizes:
             rollout = self._rollout
             flags = (rollout.terminated, rollout.truncated, rollout.status)
-            self._answer_spec += [tf.TensorSpec(f.shape[1:], f.dtype) for f in flags]
+            self._graph_input_specs += [
+                tf.TensorSpec(f.shape[1:], f.dtype) for f in flags
+            ]
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
-        self._loop = tf.function(self._steps)
+        self._loop = tf.function(self._run_loop)
         # In this thread: to hand each operation to others, while workers have the
         # cores, costs more than the operations do. It would be one device's, too.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
@@ -114,14 +116,14 @@ class Simulation:
             DivergedError: a log-probability is not finite.
             envserve.errors.EnvserveError: whatever the envs raise.
         """
-        before, splits = self._turns[0]
-        self._turns.rotate()
-        self._rollout, self._splits = self._turns[0]
+        before, splits = self._buffers[0]
+        self._buffers.rotate()
+        self._rollout, self._splits = self._buffers[0]
         self.infos.clear()
         with self._env.original_errors():
             if self._is_started:
                 states = [
-                    states.follow(*split.ends(self._horizon - 1))
+                    states.after_result(*split.end_flags(self._horizon - 1))
                     for split, states in zip(splits, self._states, strict=True)
                 ]
                 tf.nest.map_structure(
@@ -150,7 +152,7 @@ class Simulation:
                 self._splits, given, strict=True
             ):
                 self._expect_finite(split, "log-probability", log_prob.numpy())
-                split.record(action, log_prob, state)
+                split.record_policy_outputs(action, log_prob, state)
             self._is_started = True
         return self._rollout
 
@@ -174,7 +176,7 @@ class Simulation:
             self._env.reset(),
         )
 
-    def _steps(
+    def _run_loop(
         self, first: list[Any], states: list[States], seed: tf.Tensor, snapshot: Any
     ) -> Any:
         """Run the loop.
@@ -194,7 +196,9 @@ class Simulation:
 
         noise_by_split = self._noise_by_split(seed)
         given = [
-            tf.nest.map_structure(self._array, choose(rows, noise[0], state.after))
+            tf.nest.map_structure(
+                self._tensor_array, choose(rows, noise[0], state.after)
+            )
             for rows, noise, state in zip(first, noise_by_split, states, strict=True)
         ]  # only the shapes are needed: the graph drops what is not used
 
@@ -214,7 +218,7 @@ class Simulation:
                 leaves = self._env.host_call(
                     functools.partial(self._exchange, index, following),
                     [step, self._env.to_env_action(action)],
-                    self._splits[following].specs(self._answer_spec),
+                    self._splits[following].specs(self._graph_input_specs),
                 )
                 if state:
                     states[following] = states[following].follow(*leaves[-3:])
@@ -231,13 +235,13 @@ class Simulation:
             parallel_iterations=1,
         )
         given = tf.nest.map_structure(lambda array: array.stack(), given)
-        return step, states, list(map(self._recorded, given))
+        return step, states, list(map(self._recorded_outputs, given))
 
-    def _array(self, rows: tf.Tensor) -> tf.TensorArray:
+    def _tensor_array(self, rows: tf.Tensor) -> tf.TensorArray:
         """Return an array for as many such rows as there are steps."""
         return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
 
-    def _recorded(self, given: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+    def _recorded_outputs(self, given: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         """Return what a rollout keeps of a split, as `SplitRows.record` takes it."""
         *chosen, states = given
         action, policy_params = tf.nest.map_structure(
@@ -274,28 +278,28 @@ class Simulation:
             result = self._env.env.step(env_action, out=split.result(step))
             self._on_step()
             self._check(split, step, result.infos)
-            return self._answer(split, step)
+            return self._graph_inputs(split, step)
         self._env.env.send(env_action, split.env_indices, together=True)
         following = self._splits[received]
         if received != 0:  # its step of this round is yet to be sent
             if step > 0:
                 self._receive(following, step - 1)
-            return self._answer(following, step - 1)
+            return self._graph_inputs(following, step - 1)
         self._receive(following, step)
         self._on_step()
-        return self._answer(following, step)
+        return self._graph_inputs(following, step)
 
-    def _answer(self, split: SplitRows, step: int) -> list[np.ndarray]:
+    def _graph_inputs(self, split: SplitRows, step: int) -> list[np.ndarray]:
         """Return what the graph gets of a step that was received; -1: of none yet."""
         leaves = split.observation_leaves(step + 1)
-        return [*leaves, *split.ends(step)] if self._state_sizes else leaves
+        return [*leaves, *split.end_flags(step)] if self._state_sizes else leaves
 
     def _receive(self, split: SplitRows, step: int) -> None:
         """Wait for a split's step, and store it."""
         _, result = self._env.env.recv(
             env_indices=split.env_indices, out=split.result(step)
         )
-        split.store(step)
+        split.copy_result(step)
         self._check(split, step, result.infos)
 
     def _check(self, split: SplitRows, step: int, infos: Mapping[int, Any]) -> None:

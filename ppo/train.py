@@ -18,7 +18,7 @@ from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import CurveEvaluator, Evaluation, derived_seed
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.objective import policy_loss_of
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
@@ -69,7 +69,7 @@ def train(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
-    learners: Learners = ALONE,
+    learners: Learners = SINGLE_LEARNER,
 ) -> TrainResult:
     """Train until the config's steps are used up.
 
@@ -105,15 +105,15 @@ def train(
     seed = config.seed
     if first.iteration > 0:  # a resumed run must not replay its first episodes
         seed = derived_seed(seed, first.iteration, 1)
-    num_envs = config.share_of(learners.num).num_envs
+    num_envs = config.per_learner(learners.num).num_envs
     envs = make_env(num_envs=num_envs, seed=seed, is_training=True)
-    with learners.together(), envs as env:
+    with learners.guard_collectives(), envs as env:
         run = TrainingRun(config, env, first, policy_loss, on_step, learners)
         if resume:
             if run_folder.has_checkpoint():
                 checkpoint.restore(run_folder.checkpoints, run.state)
             run_folder.save_config(config)
-        learners.align(checkpoint.variables(run.state))
+        learners.broadcast(checkpoint.variables(run.state))
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
         with MetricsWriter(

@@ -13,7 +13,7 @@ from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
 from ppo.config.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.update import Updater
 from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
 from ppo.run_folder.checkpoint import Counters, training_state
@@ -39,11 +39,11 @@ class TrainingRun:
         counters: Counters,
         policy_loss: Callable[..., tf.Tensor],
         on_step: Callable[[], None],
-        learners: Learners = ALONE,
+        learners: Learners = SINGLE_LEARNER,
     ) -> None:
         self.config, self.env, self.counters = config, env, counters
         self.is_stopped = False
-        self.learners, share = learners, config.share_of(learners.num)
+        self.learners, share = learners, config.per_learner(learners.num)
         self.agent = Agent(env.observation_space, env.action_space, config)
         graph_env = InGraphBatchEnv(env, self.agent.actions)
         self.updater = Updater(self.agent, share, policy_loss, learners)
@@ -61,7 +61,7 @@ class TrainingRun:
             num_rollouts=1 + config.overlap,
         )
         self.state = training_state(self.agent, self.updater, self.return_scale)
-        self._waiting: Future[Rollout] | None = None
+        self._next_rollout: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
         self.lost_steps = LostSteps()
@@ -88,8 +88,8 @@ class TrainingRun:
 
     def _collect(self, iteration: int) -> Rollout:
         """Collect a rollout, unless that was done during an update, or failed then."""
-        if self._waiting is not None:
-            waiting, self._waiting = self._waiting, None
+        if self._next_rollout is not None:
+            waiting, self._next_rollout = self._next_rollout, None
             return waiting.result()
         return self.simulation.run(self._seeds(iteration)[0], self.updater.acting)
 
@@ -104,19 +104,19 @@ class TrainingRun:
             seed=self._seeds(counters.iteration)[1],
         )
 
-    def _learn_beside(self, rollout: Rollout, after: Counters) -> dict[str, float]:
+    def _learn_and_collect(self, rollout: Rollout, after: Counters) -> dict[str, float]:
         """Learn in a thread; what fails in the rollout meanwhile, fails after this."""
         acting, snapshot = self.updater.acting, self.agent.snapshot()
         tf.nest.map_structure(lambda old, new: old.assign(new), acting, snapshot)
         with ThreadPoolExecutor(1) as pool:
             learned = pool.submit(self._learn, rollout, after)
-            if not self.config.is_over_after(after.steps):
+            if not self.config.is_finished_after(after.steps):
                 seed, _ = self._seeds(after.iteration)
-                self._waiting = Future()
+                self._next_rollout = Future()
                 try:
-                    self._waiting.set_result(self.simulation.run(seed, acting))
+                    self._next_rollout.set_result(self.simulation.run(seed, acting))
                 except Exception as error:
-                    self._waiting.set_exception(error)
+                    self._next_rollout.set_exception(error)
         return learned.result()
 
     def iterate(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class TrainingRun:
         # Before the update: nothing stored in the rollout depends on this scale.
         ends = rollout.done, rollout.valid
         self.return_scale.update(rollout.reward, *ends, learners)
-        learn = self._learn_beside if config.overlap else self._learn
+        learn = self._learn_and_collect if config.overlap else self._learn
         learned = learn(rollout, after)
         # After the update: log-probabilities were taken with the old statistics.
         acted_on = tf.nest.map_structure(
@@ -167,7 +167,7 @@ class TrainingRun:
     @property
     def is_finished(self) -> bool:
         """Whether the steps are used up, or a callback has stopped the run."""
-        return self.is_stopped or self.config.is_over_after(self.counters.steps)
+        return self.is_stopped or self.config.is_finished_after(self.counters.steps)
 
     @property
     def mean_return(self) -> float:

@@ -23,7 +23,7 @@ from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 _loaded: dict[str, tuple[tuple[int, int], ModuleType]] = {}
 
 
-def load_own(setting: str, name: str) -> Callable[..., Any]:
+def load_user_code(setting: str, name: str) -> Callable[..., Any]:
     """Return the function or class that a setting names.
 
     Raises:
@@ -31,7 +31,7 @@ def load_own(setting: str, name: str) -> Callable[..., Any]:
     """
     source, _, wanted = name.rpartition(":")
     path = os.path.abspath(source) if source.endswith(".py") else None
-    with blamed(f"{setting} {name}", path):
+    with user_code_errors(f"{setting} {name}", path):
         module = _load_file(path) if path else importlib.import_module(source)
     if not callable(found := getattr(module, wanted, None)):
         names = [key for key, value in vars(module).items() if callable(value)]
@@ -56,7 +56,9 @@ def _load_file(path: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[None]:
+def user_code_errors(
+    what: str, own: Any, kind: type[PpoError] = ConfigError
+) -> Iterator[None]:
     """Turn what a user's code raises within into one line with its file and line.
 
     `what` is the setting, and what it names; `own` the function or class, or a path. An
@@ -68,13 +70,15 @@ def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[
         raise
     except (Exception, SystemExit) as error:
         text = one_line(" ".join(str(error).split()), 300)
-        blame = kind(f"{what}: {line_of(own, error)}{type(error).__name__}: {text}")
+        blame = kind(
+            f"{what}: {source_location(own, error)}{type(error).__name__}: {text}"
+        )
         # Else AutoGraph, where it traces such code, makes many lines of this one.
         blame.ag_pass_through = True  # type: ignore[attr-defined]
         raise blame from error
 
 
-def line_of(own: Any, error: BaseException | None = None) -> str:
+def source_location(own: Any, error: BaseException | None = None) -> str:
     """Return `FILE:LINE: ` of own code, or of the last line of it that an error met."""
     file, line = own if isinstance(own, str) else None, 0
     with contextlib.suppress(TypeError, OSError):
@@ -97,8 +101,8 @@ class Callbacks:
     def __init__(self, names: Sequence[str]) -> None:
         self._callbacks: list[tuple[str, Any, Any]] = []
         for name in names:
-            own = load_own("callbacks", name)
-            with blamed(f"callbacks {name}", own):
+            own = load_user_code("callbacks", name)
+            with user_code_errors(f"callbacks {name}", own):
                 called: Any = own() if inspect.isclass(own) else own
                 inspect.signature(called).bind("run", "metrics", "rollout")
             self._callbacks.append((f"callbacks {name}", own, called))
@@ -108,7 +112,7 @@ class Callbacks:
         numbers, env = dict(metrics), run.env
         rows, resets = env.stats().rows, env.reset_infos
         for name, own, called in self._callbacks:
-            with blamed(name, own, CallbackError):
+            with user_code_errors(name, own, CallbackError):
                 numbers.update(called(run, numbers, run.rollout) or {})
                 if env.stats().rows != rows or env.reset_infos is not resets:
                     raise ValueError(

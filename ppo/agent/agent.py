@@ -10,7 +10,7 @@ import gymnasium
 import keras
 import tensorflow as tf
 
-from ppo.agent.actions.action_spaces import action_kind
+from ppo.agent.actions.action_spaces import make_action_adapter
 from ppo.agent.actions.distributions import Distribution
 from ppo.agent.networks.build import build_networks
 from ppo.agent.observations import ObservationPreprocessor
@@ -40,7 +40,7 @@ class Agent:
         action_space: gymnasium.Space[Any],
         config: Config,
     ) -> None:
-        self.actions = action_kind(action_space, config)
+        self.actions = make_action_adapter(action_space, config)
         self.actions.check_mask(observation_space)
         self.preprocess = ObservationPreprocessor(
             observation_space,
@@ -77,7 +77,7 @@ class Agent:
         rows = tf.nest.flatten(observation)[0]
         num_rows = rows.shape[0] or tf.shape(rows)[0]  # the latter in exported graphs
         noise = self.actions.noise(num_rows, seed)
-        distribution, state = self._perceive(observation, state)
+        distribution, state = self._policy_step(observation, state)
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
 
@@ -98,47 +98,47 @@ class Agent:
         values, scales = snapshot
         variables = self.trainable_variables
         with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            distribution, state = self._perceive(observation, state, scales)
+            distribution, state = self._policy_step(observation, state, scales)
         return distribution.sample(noise), distribution.parameters, *state
 
     def log_prob(self, action: tf.Tensor, parameters: Any) -> tf.Tensor:
         """Return log-probabilities `[N]` of actions, given their distributions'."""
-        return self.distribution_of(parameters).log_prob(action)
+        return self.distribution_from(parameters).log_prob(action)
 
     def mode(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
     ) -> tuple[tf.Tensor, ...]:
         """Return the most likely action per row; takes and returns what `act` does."""
         del seed  # nothing is drawn
-        distribution, state = self._perceive(observation, state)
+        distribution, state = self._policy_step(observation, state)
         action = distribution.mode()
         return action, distribution.log_prob(action), *state
 
     def distribution(
-        self, features: Any, remembered: tf.Tensor | None = None
+        self, features: Any, memory_output: tf.Tensor | None = None
     ) -> Distribution:
         """Return the action distribution for preprocessed rows `[N, ...]`.
 
         With recurrence, `remembered` is what the policy's memory gave, `[N, units]`.
         """
         inputs, mask = self.preprocess.inputs(features)
-        if remembered is None:
-            remembered = self._networks.policy_torso(inputs)
-        return self._distribution(remembered, mask)
+        if memory_output is None:
+            memory_output = self._networks.policy_torso(inputs)
+        return self._distribution(memory_output, mask)
 
-    def distribution_of(self, parameters: Any) -> Distribution:
+    def distribution_from(self, parameters: Any) -> Distribution:
         """Return the distribution that had these `parameters`."""
         return self.actions.distribution_type(*parameters)
 
-    def value(self, features: Any, remembered: tf.Tensor | None = None) -> tf.Tensor:
+    def value(self, features: Any, memory_output: tf.Tensor | None = None) -> tf.Tensor:
         """Return the value per preprocessed row, float32 `[N]`.
 
         With recurrence, `remembered` is what the value's memory gave, `[N, units]`.
         """
-        if remembered is None:
+        if memory_output is None:
             inputs, _ = self.preprocess.inputs(features)
-            remembered = self._networks.value_torso(inputs)
-        return self._networks.value(remembered)
+            memory_output = self._networks.value_torso(inputs)
+        return self._networks.value(memory_output)
 
     def distribution_and_value(self, features: Any) -> tuple[Distribution, tf.Tensor]:
         """Return both; a torso that they share is passed once, also by gradients."""
@@ -166,7 +166,7 @@ class Agent:
             embeddings.append(self.memories[1].embed(seen))
         return embeddings
 
-    def _perceive(
+    def _policy_step(
         self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any = None
     ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
         """Return what to draw actions from, and the states after the observation."""
@@ -182,8 +182,8 @@ class Agent:
         )
         return self.distribution(features, state[0]), state
 
-    def _distribution(self, seen: Any, mask: tf.Tensor | None) -> Distribution:
-        return self.actions.distribution(self._networks.policy(seen), mask)
+    def _distribution(self, torso_output: Any, mask: tf.Tensor | None) -> Distribution:
+        return self.actions.distribution(self._networks.policy(torso_output), mask)
 
     @property
     def policy_variables(self) -> list[Any]:

@@ -7,7 +7,7 @@ in between, from valid rows only. What a masked row holds has no influence.
 import numpy as np
 import tensorflow as tf
 
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 
 
 class RunningMoments:
@@ -27,7 +27,7 @@ class RunningMoments:
             "squares": self._squares,
         }
         # One graph call; rows may come in any number without a new trace.
-        self._merge = tf.function(self._take_in, reduce_retracing=True)
+        self._merge = tf.function(self._merge_rows, reduce_retracing=True)
 
     @property
     def mean(self) -> tf.Tensor:
@@ -41,12 +41,14 @@ class RunningMoments:
         return tf.where(self._count > 0, variance, tf.ones_like(variance))
 
     def update(
-        self, values: tf.Tensor, mask: tf.Tensor, learners: Learners = ALONE
+        self, values: tf.Tensor, mask: tf.Tensor, learners: Learners = SINGLE_LEARNER
     ) -> None:
         """Take in rows `[N, ...]`, any numeric dtype, where `mask` `[N]` is true."""
         self._merge(tf.cast(values, tf.float64), mask, learners)
 
-    def _take_in(self, values: tf.Tensor, mask: tf.Tensor, learners: Learners) -> None:
+    def _merge_rows(
+        self, values: tf.Tensor, mask: tf.Tensor, learners: Learners
+    ) -> None:
         """Join the moments of rows with those so far (Chan et al. 1979)."""
         mask = tf.reshape(mask, [-1] + [1] * (len(values.shape) - 1))
         zero = tf.zeros_like(values)
@@ -95,7 +97,9 @@ class ReturnScale:
 
     def __init__(self, num_envs: int, discount: float) -> None:
         self._discount = discount
-        self._carried = np.zeros(num_envs)  # discounted, and 0 after an episode's end
+        self._running_return = np.zeros(
+            num_envs
+        )  # discounted, and 0 after an episode's end
         self._moments = RunningMoments(())
         self.trackables = self._moments.trackables
 
@@ -109,15 +113,15 @@ class ReturnScale:
         reward: np.ndarray,
         done: np.ndarray,
         valid: np.ndarray,
-        learners: Learners = ALONE,
+        learners: Learners = SINGLE_LEARNER,
     ) -> None:
         """Take in a rollout: float `[T, B]`, bool `[T, B]`, bool `[T, B]`."""
         returns = np.where(valid, reward, 0.0)
         kept = np.where(done | ~valid, 0.0, self._discount)
-        carried = self._carried
+        carried = self._running_return
         for total, share in zip(returns, kept, strict=True):
             total += carried
             carried = share * total
-        self._carried = carried
+        self._running_return = carried
         returns, valid = tf.reshape(returns, [-1]), tf.reshape(valid, [-1])
         self._moments.update(returns, valid, learners)

@@ -15,7 +15,7 @@ from ppo.agent.actions.action_spaces import MASK_KEY
 from ppo.agent.normalize import RunningMoments
 from ppo.errors import UnsupportedSpaceError
 from ppo.images import is_image
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 
 
 def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
@@ -101,7 +101,7 @@ class ObservationPreprocessor:
             uint8; a mask has become bool `[N, flags]`. Selecting rows of them, and
             setting rows to zero, is all that is to be done before `inputs`.
         """
-        arrays = self._arrays(observation)
+        arrays = self._unmasked_leaves(observation)
         scales = [()] * len(arrays) if scales is None else scales
         features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
@@ -120,7 +120,7 @@ class ObservationPreprocessor:
         """
         arrays = [
             tf.cast(array, tf.float32) / 255.0 if array.dtype == tf.uint8 else array
-            for array in self._arrays(features)
+            for array in self._unmasked_leaves(features)
         ]
         mask = features[MASK_KEY] if self._has_mask else None
         return tf.nest.pack_sequence_as(self._spaces, arrays), mask
@@ -139,13 +139,17 @@ class ObservationPreprocessor:
             "observation_std_max": float(deviations.max()),
         }
 
-    def update(self, observation: Any, mask: Any, learners: Learners = ALONE) -> None:
+    def update(
+        self, observation: Any, mask: Any, learners: Learners = SINGLE_LEARNER
+    ) -> None:
         """Take rows `[N, ...]` into the statistics where `mask` `[N]` is true."""
-        for leaf, array in zip(self._leaves, self._arrays(observation), strict=True):
+        for leaf, array in zip(
+            self._leaves, self._unmasked_leaves(observation), strict=True
+        ):
             if leaf.moments is not None:
                 leaf.moments.update(tf.convert_to_tensor(array), mask, learners)
 
-    def _arrays(self, observation: Any) -> list[Any]:
+    def _unmasked_leaves(self, observation: Any) -> list[Any]:
         """List the leaves that are looked at."""
         if self._has_mask:
             observation = {k: v for k, v in observation.items() if k != MASK_KEY}

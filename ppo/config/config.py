@@ -365,8 +365,8 @@ class Config:
         """Check all values, first each on its own and then together."""
         if errors := convert_fields(self):
             raise ConfigError(" ".join(f"{error}." for error in errors))
-        vars(self)["env_kwargs"] = _plain(self.env_kwargs, "env_kwargs")
-        vars(self)["wrappers"] = tuple(_plain(self.wrappers, "wrappers"))
+        vars(self)["env_kwargs"] = _as_json_types(self.env_kwargs, "env_kwargs")
+        vars(self)["wrappers"] = tuple(_as_json_types(self.wrappers, "wrappers"))
         try:
             parse_wrappers(self.wrappers)
         except WrapperError as error:
@@ -396,11 +396,11 @@ class Config:
         """Env steps of the whole iterations that fit into `total_steps`."""
         return self.total_steps - self.total_steps % self.steps_per_iteration
 
-    def is_over_after(self, steps: int) -> bool:
+    def is_finished_after(self, steps: int) -> bool:
         """Whether no whole iteration fits into what these valid steps have left."""
         return steps + self.steps_per_iteration > self.total_steps
 
-    def share_of(self, num_learners: int) -> Self:
+    def per_learner(self, num_learners: int) -> Self:
         """Return the config of one of several learners: its envs, its minibatch size.
 
         Raises:
@@ -425,16 +425,22 @@ class Config:
         return {k: value for k, value in vars(self).items() if value != defaults[k]}
 
 
-def _plain(value: Any, where: str) -> Any:
+def _as_json_types(value: Any, where: str) -> Any:
     """Return a copy of a value as JSON returns it: with lists instead of tuples.
 
     Raises:
         ConfigError: It contains something that JSON cannot represent.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+        return {
+            key: _as_json_types(each, f"{where}[{key!r}]")
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
+        return [
+            _as_json_types(each, f"{where}[{index}]")
+            for index, each in enumerate(value)
+        ]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(

@@ -35,7 +35,7 @@ _BOX2D: dict[str, Any] = {
 }
 
 
-def _of(family: Mapping[str, Any], env_name: str, **changes: Any) -> Config:
+def _variant(family: Mapping[str, Any], env_name: str, **changes: Any) -> Config:
     """Return the config of an env, given what is common to its family."""
     return Config(env_name=env_name, **{**family, **changes})
 
@@ -101,11 +101,11 @@ CONFIGS: dict[str, Config] = {
         discount=0.95,
         learning_rate=1e-3,
     ),
-    "inverted_pendulum": _of(_MUJOCO, "InvertedPendulum-v5", total_steps=300_000),
+    "inverted_pendulum": _variant(_MUJOCO, "InvertedPendulum-v5", total_steps=300_000),
     # Once it balances, all there is to learn from are a few falls: in minibatches of
     # 64 most gradients are noise, in which the policy drifts until it falls again. It
     # falls right after it has begun, which whole episodes do a tenth as often.
-    "double_pendulum": _of(
+    "double_pendulum": _variant(
         _MUJOCO,
         "InvertedDoublePendulum-v5",
         training_time_limit=100,
@@ -113,7 +113,7 @@ CONFIGS: dict[str, Config] = {
         epochs=25,
         learning_rate=1e-3,
     ),
-    "reacher": _of(_MUJOCO, "Reacher-v5"),
+    "reacher": _variant(_MUJOCO, "Reacher-v5"),
     # A stroke pays off long after it: with a discount of 0.99, or with 0.9999 and the
     # family's lambda and short rollouts, it learns to twitch (70 instead of 361, of one
     # seed). As in RL Baselines3 Zoo. With the family's norm its noise is gone before it
@@ -127,15 +127,15 @@ CONFIGS: dict[str, Config] = {
         minibatch_size=256,
         learning_rate=6e-4,
     ),
-    "hopper": _of(_MUJOCO, "Hopper-v5"),
+    "hopper": _variant(_MUJOCO, "Hopper-v5"),
     # Nothing ends its episodes but their limit: many envs see more of them at a time.
-    "cheetah": _of(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
+    "cheetah": _variant(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
     # It learns from its falls. To cut their gradients to the norm of all others left it
     # at 2,560 instead of 4,063, means of four seeds. With a bonus it keeps noise enough
     # to find another gait.
     "walker": Config(env_name="Walker2d-v5", gae_lambda=0.9, entropy_coefficient=3e-4),
-    "ant": _of(_MUJOCO, "Ant-v5", total_steps=3_000_000),
-    "humanoid": _of(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
+    "ant": _variant(_MUJOCO, "Ant-v5", total_steps=3_000_000),
+    "humanoid": _variant(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
     # Only the goal earns anything, at the end of hundreds of steps: noise as strong as
     # the engine reaches it now and then, and a long view gives all steps their part.
     "mountain_car_continuous": Config(
@@ -148,17 +148,17 @@ CONFIGS: dict[str, Config] = {
         initial_log_std=1.0,
         normalize_advantages=True,
     ),
-    "lunar_lander": _of(
+    "lunar_lander": _variant(
         _BOX2D, "LunarLander-v3", entropy_coefficient=0.01, learning_rate=1e-3
     ),
     # With the entropy bonus and a quarter of the envs, slow seeds learn to hover, and
     # to land late: 267 instead of 278, means of five seeds.
-    "lunar_lander_continuous": _of(
+    "lunar_lander_continuous": _variant(
         _BOX2D, "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
     ),
     # It earns as it walks. With an entropy bonus its noise grows to five times what the
     # engines can do; from 2,048 steps an iteration it unlearns what it had learned.
-    "bipedal_walker": _of(
+    "bipedal_walker": _variant(
         _BOX2D,
         "BipedalWalker-v3",
         total_steps=5_000_000,
@@ -170,7 +170,7 @@ CONFIGS: dict[str, Config] = {
     "breakout": _atari("BreakoutNoFrameskip-v4"),
 }
 
-WORDS = (
+CONFIG_FORMS = (
     "the name of a config (`ppo configs` lists them), a .toml, .json or .py file, or "
     "an env, such as CartPole-v1 or my_env.py:Walk"
 )
@@ -224,10 +224,12 @@ def load_config(name: str) -> Config:
         known = (config for config in CONFIGS.values() if config.env_name == name)
         return next(known, Config(env_name=name))
     known_names = [*CONFIGS, *(config.env_name for config in CONFIGS.values())]
-    raise ConfigError(f"Expected {WORDS}; got {name!r}.{suggestion(name, known_names)}")
+    raise ConfigError(
+        f"Expected {CONFIG_FORMS}; got {name!r}.{suggestion(name, known_names)}"
+    )
 
 
-def suited(observation_space: Any, action_space: Any) -> dict[str, Any]:
+def recommended_settings(observation_space: Any, action_space: Any) -> dict[str, Any]:
     """Return what to change of the defaults for an env that has no config of its own.
 
     That is nothing for actions that are real numbers, which the defaults are for.

@@ -19,7 +19,7 @@ from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
 from ppo.errors import LearnerLostError
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.samples import Steps
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
@@ -61,7 +61,7 @@ def rollout_of_all(agent: Agent) -> Rollout:
 def updated(config: Config, learners: Learners) -> Any:
     """Update once on the learner's envs; returns numbers, and all that has changed."""
     agent = Agent(BOX, ACTIONS, config)
-    share = config.share_of(learners.num)
+    share = config.per_learner(learners.num)
     own = slice(learners.index * share.num_envs, (learners.index + 1) * share.num_envs)
     rollout = tf.nest.map_structure(lambda rows: rows[:, own], rollout_of_all(agent))
     updater = Updater(agent, share, learners=learners)
@@ -98,7 +98,7 @@ def expected(config: Config) -> Any:
         return tf.nest.map_structure(dealt, samples)
 
     with mock.patch.object(Steps, "shuffle", shuffle):
-        return updated(config, ALONE)
+        return updated(config, SINGLE_LEARNER)
 
 
 def num_threads() -> int:
@@ -109,9 +109,9 @@ def main(folder: Path) -> None:
     told = json.loads(os.environ["TF_CONFIG"])
     index = told["task"]["index"]
     learners = Learners(told["cluster"]["worker"], index)
-    learners.meet()
+    learners.connect()
     results = {}
-    with learners.together():
+    with learners.guard_collectives():
         for max_kl in (0.0, CONFIG.max_kl):
             # Compiled once: that takes most of the time.
             config = CONFIG.replace(max_kl=max_kl, jit_compile=max_kl == 0.0)
@@ -120,7 +120,7 @@ def main(folder: Path) -> None:
             np.savez(folder / f"{max_kl}-{index}.npz", *arrays)
         texts = learners.gather({"from": index, "text": "ö" * (3 + 40 * index)})
         variable = tf.Variable([1.0 + index, 2.0])
-        learners.align([variable])
+        learners.broadcast([variable])
         before = num_threads()
         for _ in range(150):
             learners.gather(None)
@@ -133,7 +133,7 @@ def main(folder: Path) -> None:
             sys.exit()
         learners.wait_seconds = 1.0
         try:
-            with learners.together():
+            with learners.guard_collectives():
                 learners.gather(None)
         except LearnerLostError as error:
             results["lost"] = str(error)

@@ -13,7 +13,7 @@ from ppo.errors import CallbackError, ConfigError
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, TrainingRun, train
-from ppo.user_code import Callbacks, load_own
+from ppo.user_code import Callbacks, load_user_code
 from tests.ppo import informing_env, own_callbacks, own_losses
 from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run
 
@@ -114,10 +114,12 @@ def test_one_that_moves_the_envs_is_one_line(name: str, tmp_path: Path) -> None:
 def test_functions_of_a_file_share_what_it_has_until_it_changes(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("def one(): pass\ndef two(): pass\n")
-    one, two = (load_own("callbacks", f"{file}:{name}") for name in ("one", "two"))
+    one, two = (
+        load_user_code("callbacks", f"{file}:{name}") for name in ("one", "two")
+    )
     assert one.__globals__ is two.__globals__
     file.write_text("def one(): return 1\n")
-    assert load_own("callbacks", f"{file}:one")() == 1
+    assert load_user_code("callbacks", f"{file}:one")() == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ppo.config.named_configs import (
     apply_settings,
     load_config,
     read_config,
-    suited,
+    recommended_settings,
 )
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import RunFolder
@@ -302,10 +302,14 @@ def test_an_env_has_the_config_that_is_for_it_or_defaults_that_suit_its_spaces()
         {"a": vector, "b": spaces.Tuple([spaces.Box(0, 255, (9, 9, 3), np.uint8)])}
     )
     config = Config(env_name="X-v0")
-    assert suited(vector, vector) == {}
+    assert recommended_settings(vector, vector) == {}
     for actions in (spaces.Discrete(2), spaces.Tuple([spaces.Discrete(2)])):
-        assert config.replace(**suited(vector, actions)).normalize_advantages
-    assert config.replace(**suited(image, spaces.Discrete(2))).num_envs == 8
+        assert config.replace(
+            **recommended_settings(vector, actions)
+        ).normalize_advantages
+    assert (
+        config.replace(**recommended_settings(image, spaces.Discrete(2))).num_envs == 8
+    )
     # Nothing to convolve: too small, no bytes from 0 to 255, and a Dict of one.
     for grid in (
         spaces.Box(0, 255, (7, 7, 3), np.uint8),
@@ -313,7 +317,9 @@ def test_an_env_has_the_config_that_is_for_it_or_defaults_that_suit_its_spaces()
         spaces.Box(0, 10, (9, 9), np.uint8),
         spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8)}),
     ):
-        assert config.replace(**suited(grid, spaces.Discrete(3))).policy_layers
+        assert config.replace(
+            **recommended_settings(grid, spaces.Discrete(3))
+        ).policy_layers
 
 
 def test_what_envs_are_given_comes_back_from_a_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ppo.evaluation.export import export_policy
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
-from ppo.user_code import load_own
+from ppo.user_code import load_user_code
 from tests.ppo import custom_networks
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, Maker, ppo, run, save_run
@@ -99,13 +99,13 @@ def test_what_it_raises_is_one_line_that_says_where() -> None:
 
 def test_missing_modules_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"No module named 'tests\.no'"):
-        load_own("network", "tests.no.such:make")
+        load_user_code("network", "tests.no.such:make")
     with pytest.raises(ConfigError, match=r"No such file .*: '/.*/no/such\.py'"):
-        load_own("network", "no/such.py:make")
+        load_user_code("network", "no/such.py:make")
     file = tmp_path / "needy.py"
     file.write_text("import no_such_module\n")
     with pytest.raises(ConfigError, match=r"needy\.py:1: .*'no_such_module'"):
-        load_own("network", f"{file}:make")
+        load_user_code("network", f"{file}:make")
 
 
 @pytest.fixture

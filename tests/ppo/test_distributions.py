@@ -104,12 +104,12 @@ def categorical(logits: tf.Tensor) -> Categorical:
 
 
 def joint(logits: tf.Tensor) -> MultiCategorical:
-    return MultiCategorical.of(logits, SIZES)
+    return MultiCategorical.from_logits(logits, SIZES)
 
 
 def masked(logits: tf.Tensor) -> MultiCategorical:
     flags = tf.repeat(tf.constant(FLAGS), len(logits), axis=0)
-    return MultiCategorical.of(logits, SIZES, flags)
+    return MultiCategorical.from_logits(logits, SIZES, flags)
 
 
 #: How each is made of logits, its logits, and the probability of each choice by itself.
@@ -188,8 +188,8 @@ def test_gradients_are_finite_and_zero_for_what_is_forbidden() -> None:
     logits = tf.constant(CHOICE_LOGITS)
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(logits)
-        masked = MultiCategorical.of(logits, SIZES, tf.constant(FLAGS))
-        other = MultiCategorical.of(2.0 * logits, SIZES, tf.constant(FLAGS))
+        masked = MultiCategorical.from_logits(logits, SIZES, tf.constant(FLAGS))
+        other = MultiCategorical.from_logits(2.0 * logits, SIZES, tf.constant(FLAGS))
         numbers = {
             "log_prob": masked.log_prob(tf.constant([[0, 2]], tf.int64)),
             "entropy": masked.entropy(),

@@ -17,7 +17,7 @@ from ppo.cli.app import main
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError, LearnerLostError
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.losses import policy_loss
 from ppo.rollout import Rollout
 from ppo.run_folder.checkpoint import Counters
@@ -73,7 +73,7 @@ def test_learners_collect_the_rows_that_one_would() -> None:
     config = one_update.CONFIG.replace(env_name="CartPole-v1", jit_compile=False)
 
     def collected(learners: Learners) -> Rollout:
-        share = config.share_of(learners.num)
+        share = config.per_learner(learners.num)
         first = learners.index * share.num_envs
         make_env = env_maker(share, None, 1, first_env_index=first)
         with make_env(num_envs=share.num_envs, seed=7, is_training=True) as env:
@@ -82,7 +82,7 @@ def test_learners_collect_the_rows_that_one_would() -> None:
             )
             return run.simulation.run((5, 6))
 
-    whole = collected(ALONE)
+    whole = collected(SINGLE_LEARNER)
     halves = [collected(Learners(["a:1", "b:1"], index)) for index in range(2)]
     for name in ("observation", "action", "log_prob", "reward", "terminated"):
         got = np.concatenate([getattr(half, name) for half in halves], axis=1)
@@ -315,8 +315,8 @@ def test_learners_must_be_told_the_same(tmp_path: Path) -> None:
 
 def test_a_share_is_a_config_of_its_own() -> None:
     config = Config(env_name="x", num_envs=12, minibatch_size=48, horizon=16)
-    share = config.share_of(3)
+    share = config.per_learner(3)
     assert (share.num_envs, share.minibatch_size, share.horizon) == (4, 16, 16)
-    assert config.share_of(1) == config
+    assert config.per_learner(1) == config
     with pytest.raises(ConfigError, match="num_envs"):
-        config.share_of(5)
+        config.per_learner(5)

@@ -5,16 +5,16 @@ import pytest
 import tensorflow as tf
 
 from envserve.slab import Status
-from ppo.agent.networks.recurrent import Memory, is_pending, next_state
+from ppo.agent.networks.recurrent import RecurrentCore, is_pending, next_state
 
 
-def make() -> Memory:
-    return Memory(2, hidden_sizes=(5,), units=3, activation="tanh", seed=7)
+def make() -> RecurrentCore:
+    return RecurrentCore(2, hidden_sizes=(5,), units=3, activation="tanh", seed=7)
 
 
-def averaging() -> Memory:
+def averaging() -> RecurrentCore:
     """A memory of one unit that turns h into (h + tanh(x)) / 2, for one input x."""
-    memory = Memory(1, hidden_sizes=(), units=1, activation="tanh", seed=0)
+    memory = RecurrentCore(1, hidden_sizes=(), units=1, activation="tanh", seed=0)
     kernel, recurrent_kernel, bias = memory.trainable_variables
     # Update and reset gates, and candidate: sigmoid(0) is a half.
     kernel.assign([[0.0, 0.0, 1.0]])

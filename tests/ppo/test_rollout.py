@@ -38,13 +38,13 @@ def marked(valid: str, done: str) -> Rollout:
 def test_an_episode_that_went_on_during_padding_does_not_count() -> None:
     tracker = EpisodeTracker(1)
     assert tracker.add(marked("xx..x", "....x")) == []
-    assert tracker.lost_in_a_row.tolist() == [1]
+    assert tracker.consecutive_lost.tolist() == [1]
     assert tracker.add(marked("xx", ".x")) == [Episode(0, 2.0, 2)]
-    assert tracker.lost_in_a_row.tolist() == [0]
+    assert tracker.consecutive_lost.tolist() == [0]
 
 
 def test_padding_before_a_loss_is_not_a_loss_of_its_own() -> None:
     tracker = EpisodeTracker(1)
     assert tracker.add(marked("x...", "...x")) == []
     assert tracker.add(marked("x.", "..")) == []
-    assert tracker.lost_in_a_row.tolist() == [1]
+    assert tracker.consecutive_lost.tolist() == [1]

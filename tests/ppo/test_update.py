@@ -234,7 +234,7 @@ def test_the_divergence_is_that_of_the_policies_before_and_after() -> None:
     before = subject.agent.distribution(features).parameters
     metrics = subject.update()
     after = subject.agent.distribution(features)
-    by_hand = tf.reduce_mean(subject.agent.distribution_of(before).kl(after))
+    by_hand = tf.reduce_mean(subject.agent.distribution_from(before).kl(after))
     assert metrics["kl"] == pytest.approx(float(by_hand), rel=1e-4)
     assert metrics["kl"] > 1e-4
     assert metrics["epochs_run"] == 3

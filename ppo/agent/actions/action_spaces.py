@@ -38,7 +38,7 @@ _FLAGS = (
 )
 
 
-class ActionKind:
+class ActionAdapter:
     """One kind of action space.
 
     Attributes:
@@ -111,9 +111,9 @@ class ActionKind:
             )
 
 
-def action_kind(
+def make_action_adapter(
     space: gymnasium.Space[Any], config: Config | None = None
-) -> ActionKind:
+) -> ActionAdapter:
     """Return what to know of a space; a config says how Boxes are acted in.
 
     Raises:
@@ -133,7 +133,7 @@ def action_kind(
     )
 
 
-class _BoxActions(ActionKind):
+class _BoxActions(ActionAdapter):
     """-1 and 1 stand for finite bounds; what lies beyond is clipped, or squashed."""
 
     distribution_type = DiagonalGaussian
@@ -183,7 +183,7 @@ class _BoxActions(ActionKind):
         return tf.clip_by_value(action, space.low, space.high)
 
 
-class _DiscreteActions(ActionKind):
+class _DiscreteActions(ActionAdapter):
     """A choice, counted from 0."""
 
     distribution_type = Categorical
@@ -209,7 +209,7 @@ class _DiscreteActions(ActionKind):
         return tf.cast(action, dtype) + np.asarray(self._space.start, dtype)
 
 
-class _MultiDiscreteActions(ActionKind):
+class _MultiDiscreteActions(ActionAdapter):
     """Choices, each counted from 0, in the order of the flattened space."""
 
     distribution_type = MultiCategorical
@@ -224,14 +224,14 @@ class _MultiDiscreteActions(ActionKind):
         self, parameters: Sequence[tf.Tensor], allowed: Any
     ) -> MultiCategorical:
         (logits,) = parameters
-        return MultiCategorical.of(logits, self._choice_sizes, allowed)
+        return MultiCategorical.from_logits(logits, self._choice_sizes, allowed)
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         start = np.asarray(self._space.start, self._space.dtype)
         return super().to_env_action(action) + start
 
 
-class _MultiBinaryActions(ActionKind):
+class _MultiBinaryActions(ActionAdapter):
     """Bits, in the order of the flattened space."""
 
     distribution_type = Bernoulli

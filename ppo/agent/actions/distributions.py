@@ -190,7 +190,9 @@ class MultiCategorical(Categorical):
     """
 
     @classmethod
-    def of(cls, logits: tf.Tensor, sizes: Sequence[int], allowed: Any = None) -> Self:
+    def from_logits(
+        cls, logits: tf.Tensor, sizes: Sequence[int], allowed: Any = None
+    ) -> Self:
         """Make it of logits `[N, sum(sizes)]`, and of bool flags if some are forbidden.
 
         The sizes are the numbers of options of each choice.

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ppo.agent.actions.action_spaces import ActionKind
+from ppo.agent.actions.action_spaces import ActionAdapter
 from ppo.agent.actions.distributions import DiagonalGaussian
 from ppo.agent.networks.convolution import ImageTorso
-from ppo.agent.networks.custom import CustomPart, make_custom_model
+from ppo.agent.networks.custom import CustomHead, make_custom_model
 from ppo.agent.networks.perceptrons import (
     GaussianHead,
     LogitsHead,
-    NoTorso,
+    IdentityTorso,
     Perceptron,
     ValueHead,
 )
-from ppo.agent.networks.recurrent import Memory
+from ppo.agent.networks.recurrent import RecurrentCore
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
 from ppo.errors import UnsupportedSpaceError
@@ -35,7 +35,7 @@ class Networks(NamedTuple):
     policy: Any
     """Gives the parameters of the action distribution for what its torso gave."""
     value: Any
-    memories: tuple[Memory, ...] = ()
+    memories: tuple[RecurrentCore, ...] = ()
     """Those of policy and value, between torso and network; none without recurrence."""
 
     @property
@@ -56,7 +56,7 @@ class Networks(NamedTuple):
 
 
 def build_networks(
-    preprocess: ObservationPreprocessor, actions: ActionKind, config: Config
+    preprocess: ObservationPreprocessor, actions: ActionAdapter, config: Config
 ) -> Networks:
     """Make the networks that a config asks for.
 
@@ -73,13 +73,15 @@ def build_networks(
         model = make_custom_model(
             config, preprocess.input_space, actions.output_size, policy_seed
         )
-        return Networks(model, model, CustomPart(0, head), CustomPart(1, NoTorso()))
+        return Networks(
+            model, model, CustomHead(0, head), CustomHead(1, IdentityTorso())
+        )
     torsos, input_size = _torsos(preprocess, config, other_seeds[:2])
     policy_layers, value_layers = _layers(config, (policy_seed, value_seed))
-    memories: tuple[Memory, ...] = ()
+    memories: tuple[RecurrentCore, ...] = ()
     if config.recurrent_size:  # then memories have the hidden layers
         memories = tuple(
-            Memory(input_size, units=config.recurrent_size, **layers)
+            RecurrentCore(input_size, units=config.recurrent_size, **layers)
             for layers in _layers(config, other_seeds[2:])
         )
         input_size = config.recurrent_size
@@ -107,7 +109,7 @@ def _torsos(
     spaces = preprocess.leaf_spaces
     has_image = any(map(can_convolve, spaces))
     if config.network == "mlp" or (config.network == "auto" and not has_image):
-        torso = NoTorso()
+        torso = IdentityTorso()
         return (torso, torso), preprocess.size
     if not has_image:
         raise UnsupportedSpaceError(

@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 from gymnasium.spaces import flatdim
 
-from ppo.agent.networks.perceptrons import Part, flatten_observation
-from ppo.images import can_convolve, image_layout
+from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation
+from ppo.images import can_convolve, image_axes
 
 _LARGE_SIDE = 36  # the first from which Nature-CNN's last layer has an output
 _LARGE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # filters, kernel, stride
@@ -37,7 +37,7 @@ def channels_last(images: tf.Tensor) -> tf.Tensor:
         `[N, H, W, channels]`.
     """
     shape = tuple(images.shape[1:])
-    height, width, channels = image_layout(shape)
+    height, width, channels = image_axes(shape)
     order = [axis + 1 for axis in (height, width, *channels)]
     if order != list(range(1, len(order) + 1)):
         images = tf.transpose(images, [0, *order])
@@ -60,7 +60,7 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
         Maps float32 `[N, H, W, channels]` to features, 512 of a large image and 128 of
         a small one.
     """
-    height, width, channels = image_layout(tuple(shape))
+    height, width, channels = image_axes(tuple(shape))
     sides = shape[height], shape[width]
     is_large = min(sides) >= _LARGE_SIDE
     initializers = [
@@ -93,7 +93,7 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
     return keras.Sequential(layers)
 
 
-class ImageTorso(Part):
+class ImageTorso(NetworkPart):
     """A convolutional network per image; what else is observed goes past them.
 
     Args:

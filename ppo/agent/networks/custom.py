@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 from gymnasium.vector.utils import create_empty_array
 
-from ppo.agent.networks.perceptrons import Part
+from ppo.agent.networks.perceptrons import NetworkPart
 from ppo.config.config import Config
 from ppo.errors import ConfigError
-from ppo.user_code import blamed, load_own
+from ppo.user_code import user_code_errors, load_user_code
 
 _TRIAL_ROWS = 2
 
@@ -87,7 +87,7 @@ class CustomModel:
             )
 
 
-class CustomPart(Part):
+class CustomHead(NetworkPart):
     """What a head makes of one of the two outputs of a custom model."""
 
     def __init__(self, index: int, head: Any) -> None:
@@ -107,8 +107,8 @@ def make_custom_model(
     Raises:
         ConfigError: there is no such function, it raises, or its model does not fit.
     """
-    make = load_own("network", config.network)
-    with blamed(f"network {config.network}", make):
+    make = load_user_code("network", config.network)
+    with user_code_errors(f"network {config.network}", make):
         model = make(input_space, size, config, seed)
         if not callable(model):
             raise ConfigError(

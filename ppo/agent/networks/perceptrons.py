@@ -55,7 +55,7 @@ def mlp(
     return keras.Sequential(layers)
 
 
-class Part:
+class NetworkPart:
     """Something that an agent thinks with."""
 
     trackables: Mapping[str, Any] = {}
@@ -71,7 +71,7 @@ class Part:
         ]
 
 
-class NoTorso(Part):
+class IdentityTorso(NetworkPart):
     """Leaves observations as they are; the networks behind it join their leaves."""
 
     def __call__(self, observation: Any) -> Any:
@@ -79,7 +79,7 @@ class NoTorso(Part):
         return observation
 
 
-class GaussianHead(Part):
+class GaussianHead(NetworkPart):
     """Turns outputs of a network into means and log standard deviations.
 
     The latter are parameters that do not depend on the observation; or, if they are
@@ -101,7 +101,7 @@ class GaussianHead(Part):
         return mean, tf.clip_by_value(self._initial + log_std, -20.0, 2.0)
 
 
-class LogitsHead(Part):
+class LogitsHead(NetworkPart):
     """Takes outputs for logits: of a choice, of several choices, or of bits."""
 
     def __call__(self, outputs: Any) -> tuple[tf.Tensor]:
@@ -109,7 +109,7 @@ class LogitsHead(Part):
         return (outputs,)
 
 
-class ValueHead(Part):
+class ValueHead(NetworkPart):
     """Takes the only output for a value: the expected discounted return."""
 
     def __call__(self, outputs: Any) -> tf.Tensor:
@@ -117,7 +117,7 @@ class ValueHead(Part):
         return tf.squeeze(outputs, axis=-1)
 
 
-class Perceptron(Part):
+class Perceptron(NetworkPart):
     """A perceptron on the joined leaves of observations, and the head behind it."""
 
     def __init__(self, input_size: int, *, head: Any, **layers: Any) -> None:

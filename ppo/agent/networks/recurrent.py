@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 
 from envserve.client import Status
-from ppo.agent.networks.perceptrons import Part, flatten_observation, mlp
+from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation, mlp
 
 
-class Memory(Part):
+class RecurrentCore(NetworkPart):
     """Sums up an episode's observations until now in one vector per row.
 
     Attributes:
@@ -121,7 +121,7 @@ class States(NamedTuple):
         states = tuple(tf.zeros([num_rows, size]) for size in sizes)
         return cls(states, states)
 
-    def follow(
+    def after_result(
         self, terminated: tf.Tensor, truncated: tf.Tensor, status: tf.Tensor
     ) -> Self:
         """Return the states to go on from, given a step's result, `[n]` each."""
