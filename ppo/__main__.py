@@ -1,4 +1,4 @@
-"""The `ppo` program."""
+"""Entry point of the `ppo` command."""
 
 import sys
 
@@ -6,12 +6,12 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command line."""
     try:
         from ppo.cli.app import main as run
 
         run()
-    except KeyboardInterrupt:  # while it was still loading
+    except KeyboardInterrupt:  # during the imports, before `run` handles signals
         sys.exit(130)
 
 

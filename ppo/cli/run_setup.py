@@ -14,8 +14,8 @@ from ppo.cli.options import place_of
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.config.named_configs import (
-    CONFIGS,
     CONFIG_FORMS,
+    CONFIGS,
     apply_settings,
     is_env,
     load_config,

@@ -1,7 +1,7 @@
-"""The settings of a training run: one frozen value, checked when it is created.
+"""The settings of a training run: a frozen dataclass, validated when it is created.
 
-The defaults suit continuous control. `named_configs` holds the settings that work
-better for particular tasks, and reads configs from files.
+The defaults suit continuous control. `named_configs` contains tuned settings for
+particular tasks, and reads configs from files.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _Layers = Annotated[tuple[_LayerSize, ...], Meta(examples=["64,64"])]
 _Names = Annotated[tuple[str, ...], Meta(examples=["ale_py"])]
 _Table = Mapping[str, Any]
 
-#: Names of settings in other libraries, with the name here.
+#: Names of settings in other libraries, with the corresponding names here.
 _ALIASES = {
     **{"lr": "learning_rate", "gamma": "discount", "lam": "gae_lambda"},
     **{"env": "env_name", "env_id": "env_name", "n_envs": "num_envs"},
@@ -47,7 +47,7 @@ _ALIASES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a training run: the environments, the algorithm, the reports.
+    """All settings of a training run: environments, algorithm, reports.
 
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.
@@ -349,7 +349,7 @@ class Config:
     episode and continues, "raise" ends the training with an error."""
 
     def __new__(cls, /, **values: Any) -> Self:
-        """Reject unknown keys, which the generated `__init__` would not explain."""
+        """Reject unknown keys with an error that suggests the nearest known key."""
         known = cls.__dataclass_fields__
         if unknown := [key for key in values if key not in known]:
             raise ConfigError(
@@ -362,7 +362,7 @@ class Config:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check all values, first each on its own and then together."""
+        """Check all values, first separately and then in combination."""
         if errors := convert_fields(self):
             raise ConfigError(" ".join(f"{error}." for error in errors))
         vars(self)["env_kwargs"] = _as_json_types(self.env_kwargs, "env_kwargs")
@@ -397,11 +397,15 @@ class Config:
         return self.total_steps - self.total_steps % self.steps_per_iteration
 
     def is_finished_after(self, steps: int) -> bool:
-        """Whether no whole iteration fits into what these valid steps have left."""
+        """Return whether the remaining steps are too few for another iteration.
+
+        Args:
+            steps: Valid env steps so far.
+        """
         return steps + self.steps_per_iteration > self.total_steps
 
     def per_learner(self, num_learners: int) -> Self:
-        """Return the config of one of several learners: its envs, its minibatch size.
+        """Return the config of one of several learners, with its share of the batch.
 
         Raises:
             ConfigError: Envs or minibatches cannot be divided equally.
@@ -416,7 +420,7 @@ class Config:
         return self.replace(num_envs=num_envs // num_learners, minibatch_size=size)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some values changed; it is checked like any other."""
+        """Return a copy with some values changed, which are validated."""
         return dataclasses.replace(self, **changes)
 
     def non_defaults(self) -> dict[str, Any]:
@@ -426,10 +430,14 @@ class Config:
 
 
 def _as_json_types(value: Any, where: str) -> Any:
-    """Return a copy of a value as JSON returns it: with lists instead of tuples.
+    """Return a copy of a value with JSON types only: lists instead of tuples.
+
+    Args:
+        value: The value.
+        where: Its name, for error messages.
 
     Raises:
-        ConfigError: It contains something that JSON cannot represent.
+        ConfigError: The value contains something that JSON cannot represent.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
@@ -450,7 +458,7 @@ def _as_json_types(value: Any, where: str) -> Any:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the settings that do not fit the others, each with what was expected."""
+    """Yield settings that conflict with others, each with the expected value."""
     for key, known in (("network", _NETWORKS), ("objective", _OBJECTIVES)):
         name = getattr(config, key)
         if name not in known and not _FUNCTION.fullmatch(name):
@@ -472,7 +480,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     if size % length:
         yield (
             "minibatch_size",
-            "a multiple of the length of a recurrent policy's sequences, "
-            f"{origin} = {length} (or set sequence_length to a divisor of horizon and "
+            f"a multiple of the sequence length of a recurrent policy, {origin} = "
+            f"{length} (or set sequence_length to a common divisor of horizon and "
             "minibatch_size)",
         )

@@ -13,7 +13,7 @@ from ppo.agent.actions.distributions import Categorical, DiagonalGaussian
 from ppo.config.config import Config
 from ppo.errors import ConfigError
 from ppo.learning import losses
-from ppo.user_code import user_code_errors, source_location, load_user_code
+from ppo.user_code import load_user_code, source_location, user_code_errors
 
 
 def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
@@ -39,8 +39,8 @@ def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
             loss = own(**terms)
         if getattr(loss, "shape", None) != () or loss.dtype != tf.float32:
             raise ConfigError(
-                f"{what}: {source_location(own)}expected a scalar of float32, such as a mean "
-                f"over rows, got {loss}."
+                f"{what}: {source_location(own)}expected a scalar of float32, such as "
+                f"a mean over rows, got {loss}."
             )
         return loss
 
@@ -53,8 +53,9 @@ def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
             loss, norm = slope(policy_loss, DiagonalGaussian, [rows, -rows], rows)
     if not (abs(loss) < tf.float32.max and 0.0 < norm < tf.float32.max):
         raise ConfigError(
-            f"{what}: {source_location(own)}expected a finite loss and gradient where all "
-            f"ratios are 1, and one that is not 0; got {loss}, with a norm of {norm}."
+            f"{what}: {source_location(own)}expected a finite loss and gradient where "
+            "all ratios are 1, and one that is not 0; got "
+            f"{loss}, with a norm of {norm}."
         )
     return policy_loss
 

@@ -65,7 +65,7 @@ class Updater:
         self._learners = learners
         self._config = config
         self._policy_loss = policy_loss
-        self._view = (Sequences if agent.memories else Steps)(agent, config)
+        self._view = (Sequences if agent.cores else Steps)(agent, config)
         self._variables = agent.trainable_variables
         self.optimizer = keras.optimizers.Adam(
             config.learning_rate, epsilon=config.adam_epsilon

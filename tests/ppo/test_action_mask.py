@@ -123,5 +123,5 @@ def test_a_mask_that_does_not_fit_is_an_error(
 
 def test_there_has_to_be_something_besides_the_mask() -> None:
     space = spaces.Dict(action_mask=spaces.MultiBinary(3))
-    with pytest.raises(UnsupportedSpaceError, match="something to observe besides"):
+    with pytest.raises(UnsupportedSpaceError, match="other observations besides"):
         Agent(space, spaces.Discrete(3), CONFIG)

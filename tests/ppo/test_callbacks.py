@@ -107,7 +107,9 @@ def test_one_that_fails_is_one_line(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["resets", "steps"])
 def test_one_that_moves_the_envs_is_one_line(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CallbackError, match=f"{name}: .*leaves steps and resets of"):
+    with pytest.raises(
+        CallbackError, match=f"{name}: .*does not step or reset run.env"
+    ):
         run(tmp_path, named(name))
 
 

@@ -81,7 +81,7 @@ def test_it_is_told_what_it_gets_and_never_sees_a_mask() -> None:
         ("nothing", "expected it to return a model, got None"),
         ("without_checkpoint", r"expected a keras\.Model .* with trackables"),
         ("without_variables", r"expected trainable_variables, .* got \[\]"),
-        ("forgetful", r"trackables that hold all .* would forget \['"),
+        ("forgetful", r"trackables with all .* would not store \['"),
         ("subclas", r"function subclas in .*, found none\. Did you mean subclass"),
         ("not_a_function", "found 3"),
     ],

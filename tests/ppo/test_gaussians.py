@@ -110,7 +110,7 @@ def test_other_networks_give_deviations_by_state_too(changes: dict[str, Any]) ->
     rows = tf.constant([[0.0, 3.0], [1.0, -2.0]], tf.float64)
     for variable in agent.trainable_variables:
         variable.assign(variable + 0.3)
-    remembered = [tf.constant([[0.1] * 4, [0.7] * 4])] if agent.memories else []
+    remembered = [tf.constant([[0.1] * 4, [0.7] * 4])] if agent.cores else []
     distribution = agent.distribution(agent.preprocess(rows), *remembered)
     assert isinstance(distribution, SquashedGaussian)
     mean, log_std = distribution.parameters

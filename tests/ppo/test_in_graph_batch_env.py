@@ -139,10 +139,10 @@ def test_unknown_spaces_are_refused_by_name() -> None:
         (SPACES.Text(3), SPACES.Discrete(2), r"observation: .* got Text"),
         (
             *(SPACES.Dict(a=SPACES.Text(3)), SPACES.Discrete(2)),
-            r"observation\['a'\].* leave it out with the wrapper FilterObservation",
+            r"observation\['a'\].* remove it with the wrapper FilterObservation",
         ),
-        (SPACES.Dict({}), SPACES.Discrete(2), "something to observe"),
-        (SPACES.Box(-1, 1, (0,)), SPACES.Discrete(2), "something to observe"),
+        (SPACES.Dict({}), SPACES.Discrete(2), "at least one element"),
+        (SPACES.Box(-1, 1, (0,)), SPACES.Discrete(2), "at least one element"),
         (SPACES.Sequence(SPACES.Discrete(2)), SPACES.Discrete(2), "wrap the env to"),
         (SPACES.Discrete(2), SPACES.Dict(a=SPACES.Discrete(2)), r"Action space: .*a"),
         (SPACES.Discrete(2), SPACES.Text(3), r"Action space: .* Text.*wrap the env so"),

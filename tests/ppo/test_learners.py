@@ -109,7 +109,7 @@ def test_sums_leave_no_threads_behind(update_of_two: Path) -> None:
 
 def test_a_learner_that_lives_but_does_nothing_is_given_up(update_of_two: Path) -> None:
     told = json.loads((update_of_two / "0.json").read_text())
-    assert "expected 2 learners to the end, but another one is gone" in told["lost"]
+    assert "until the end of the run, but another learner is gone" in told["lost"]
 
 
 def wait_for(condition: Any, processes: Any, folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
         assert pairs.end_code(processes[0]) == 1
     errors = [line for line in pairs.said(tmp_path)[0].splitlines() if "rror" in line]
     assert len(errors) == 1
-    assert errors[0].startswith("Error: Learner 0: expected 2 learners to the end, but")
+    assert errors[0].startswith("Error: Learner 0: expected 2 learners until the end")
     assert "learner 1 is gone" in errors[0]
     steps = counters(run).steps
     assert steps > 0

@@ -102,7 +102,7 @@ def replay(agent: Agent, rollouts: list[Rollout]) -> list[Replay]:
             outputs = [
                 memory.advance(embedding, tf.constant(state))
                 for memory, embedding, state in zip(
-                    agent.memories, agent.embed(features), states, strict=True
+                    agent.cores, agent.embed(features), states, strict=True
                 )
             ]
             distribution = agent.distribution(features, outputs[0])
@@ -129,7 +129,7 @@ def replay(agent: Agent, rollouts: list[Rollout]) -> list[Replay]:
 def value_of(agent: Agent, observation: np.ndarray, state: Any) -> tf.Tensor:
     features = agent.preprocess(tf.constant(observation))
     _, embedding = agent.embed(features)
-    output = agent.memories[1].advance(embedding, tf.constant(state))
+    output = agent.cores[1].advance(embedding, tf.constant(state))
     return agent.value(features, output)
 
 
@@ -250,7 +250,7 @@ def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() 
             normalize_observations=False,
         ),
     )
-    kernel, recurrent_kernel, bias = agent.memories[1].trainable_variables
+    kernel, recurrent_kernel, bias = agent.cores[1].trainable_variables
     kernel.assign([[0.0, 0.0, 1.0]])  # update and reset gates are 1/2
     recurrent_kernel.assign([[0.0, 0.0, 0.0]])
     bias.assign(np.zeros((2, 3)))

@@ -1,3 +1,3 @@
-"""What a policy does: kinds of action spaces and masks, distributions."""
+"""Action spaces, action masks and action distributions."""
 
 __all__: list[str] = []
