@@ -40,8 +40,8 @@ class Simulation:
     Args:
         env: The envs. They are reset when the first rollout starts. Each later rollout
             continues where the previous one ended.
-        policy: Returns actions. It is traced into the loop's graph once per split, and
-            its batches have `[n, ...]`, the rows of one split.
+        policy: Returns actions for the rows of one split, `[n, ...]`. It is traced into
+            the loop's graph once per split.
         horizon: T, the number of batch steps per rollout.
         on_step: Called after every batch step. An exception ends the rollout.
         snapshot: Returns tensors that the policy gets as its first argument in all

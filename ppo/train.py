@@ -139,9 +139,10 @@ def train(
 class _Loop:
     """Runs iterations until the end, with the evaluations, reports and checkpoints due.
 
-    Schedules depend on the counters only, so a resumed run keeps them. An iteration
-    updates, evaluates, reports and saves, in this order. Therefore the metrics of a
-    killed run include everything up to its newest checkpoint.
+    The counters determine when evaluations and reports are due, so a resumed run
+    continues their schedules. Each iteration updates, evaluates, reports and saves, in
+    this order. Therefore the metrics of a killed run are complete up to its newest
+    checkpoint.
     """
 
     _run: TrainingRun

@@ -75,7 +75,7 @@ class TrainingRun:
         self.lost_steps = LostSteps()
 
     def stop(self) -> None:
-        """Finish the training after this iteration."""
+        """Finish the training after this iteration, although steps are left."""
         self.is_stopped = True
 
     def _noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:

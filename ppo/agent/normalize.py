@@ -115,9 +115,7 @@ class ReturnScale:
 
     def __init__(self, num_envs: int, discount: float) -> None:
         self._discount = discount
-        self._running_return = np.zeros(
-            num_envs
-        )  # discounted; 0 if the episode has ended
+        self._running_return = np.zeros(num_envs)  # discounted; 0 after an episode
         self._moments = RunningMoments(())
         self.trackables = self._moments.trackables
 

@@ -55,8 +55,8 @@ class Config:
     """
 
     env_name: Annotated[str, Meta(min_length=1, examples=["CartPole-v1"])]
-    """Environment: a name registered with Gymnasium, such as HalfCheetah-v5, or your
-    own, such as my_env.py:Walk or my_package:Walk-v0."""
+    """Environment: a name registered with Gymnasium, such as HalfCheetah-v5, or one
+    from your code, such as my_env.py:Walk or my_package:Walk-v0."""
 
     env_kwargs: Annotated[_Table, Meta(examples=['{"name": 1}'])] = dataclasses.field(
         default_factory=dict
@@ -67,7 +67,7 @@ class Config:
 
     import_modules: _Names = ()
     """Modules that local worker processes import because they register environments or
-    wrappers. Env servers import the modules of their own `--import`."""
+    wrappers. Env servers import the modules of the server's option `--import`."""
 
     wrappers: Annotated[
         tuple[_Table, ...], Meta(examples=['[{name = "ActionRepeat", amount = 4}]'])
@@ -149,10 +149,10 @@ class Config:
     """Lambda of generalised advantage estimation (GAE)."""
 
     objective: str = "clip"
-    """Policy loss: clip, penalty, clip_and_penalty, or a function of yours, such as
+    """Policy loss: clip, penalty, clip_and_penalty, or a custom function, such as
     my.py:loss. "clip" clips the probability ratios, "penalty" adds a penalty on
-    KL(old || new), and "clip_and_penalty" does both. See docs/research.md for a loss of
-    your own."""
+    KL(old || new), and "clip_and_penalty" does both. See docs/research.md for custom
+    losses."""
 
     clip_range: Annotated[float, Meta(ge=1e-6, le=1.0)] = 0.2
     """Clip range epsilon: the objective does not reward probability ratios outside
@@ -224,10 +224,10 @@ class Config:
     """Scaled rewards are clipped to +- this value. Only used with scale_rewards."""
 
     network: str = "auto"
-    """Network architecture: auto, mlp, cnn, or a function of yours. "mlp" concatenates
+    """Network architecture: auto, mlp, cnn, or a custom function. "mlp" concatenates
     all observations to one vector. "cnn" processes images with convolutions. "auto"
-    means "cnn" if an image is observed, and "mlp" otherwise. A function, which builds a
-    model, is named as package.module:function or path/to/file.py:function; see
+    means "cnn" if an image is observed, and "mlp" otherwise. A custom function builds a
+    model, and is named as package.module:function or path/to/file.py:function; see
     docs/networks.md."""
 
     shared_torso: bool = True
@@ -306,16 +306,16 @@ class Config:
     kept as well."""
 
     callbacks: _Names = ()
-    """Functions or classes of yours that are called after each iteration, such as
+    """Custom functions or classes that are called after each iteration, such as
     my.py:callback. See docs/research.md."""
 
     step_timeout_seconds: _Seconds = 30.0
-    """Seconds that a step of a local environment may take. Env servers have a limit of
-    their own."""
+    """Seconds that a step of a local environment may take. Env servers have a separate
+    limit."""
 
     reset_timeout_seconds: _Seconds = 120.0
-    """Seconds that a reset of a local environment may take. Env servers have a limit of
-    their own."""
+    """Seconds that a reset of a local environment may take. Env servers have a separate
+    limit."""
 
     server_lost_after_seconds: _Seconds = 60.0
     """Seconds without a message after which an env server is considered lost."""
@@ -342,7 +342,7 @@ class Config:
 
     max_restarts: Annotated[int, Meta(ge=0, le=2**31)] = 5
     """Maximum number of restarts of a local worker that does not complete a step in
-    between. Env servers have a limit of their own."""
+    between. Env servers have a separate limit."""
 
     on_fault: Literal["truncate", "raise"] = "truncate"
     """What happens when an environment fails: truncate or raise. "truncate" ends its

@@ -18,7 +18,7 @@ from ppo.rollout import Rollout
 from ppo.simulate import Simulation
 from tests.ppo import runs
 from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, in_graph
-from tests.ppo.runs import Learner, copy, fill_masked, rollout_of, traced_already
+from tests.ppo.runs import Learner, copy, fill_masked, no_retracing, rollout_of
 
 # Ends at all phases of sequences of 4, in every way, also in a row; episodes that go on
 # through padding, and through a late result; and one that never ends.
@@ -67,7 +67,7 @@ def acting(
     fake = ScriptedBatchEnv(
         SCRIPTS[: config.num_envs], num_splits=num_splits, action_space=SPACES[kind]
     )
-    return runs.acting(
+    return runs.agent_simulation(
         agent,
         in_graph(fake),
         config.horizon,
@@ -299,7 +299,7 @@ def test_the_compiled_update_agrees_with_the_plain_one() -> None:
     # One minibatch: the two ways shuffle by different random numbers.
     rollout = learner("compiled").rollout
     metrics, parameters = learner("compiled").outcome(rollout)
-    with traced_already("embed"):
+    with no_retracing("embed"):
         learner("compiled").outcome(rollout, seed=(3, 6))
     plain_metrics, plain_parameters = learner("plain").outcome(rollout)
     assert metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)
