@@ -99,7 +99,7 @@ def test_exception_of_user_code_becomes_one_line_with_its_file_and_line() -> Non
         Agent(X, spaces.Discrete(4), named("raising"))
 
 
-def test_missing_modules_and_files_are_named(tmp_path: Path) -> None:
+def test_errors_name_missing_modules_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"No module named 'tests\.no'"):
         load_user_code("network", "tests.no.such:make")
     with pytest.raises(ConfigError, match=r"No such file .*: '/.*/no/such\.py'"):
@@ -112,14 +112,14 @@ def test_missing_modules_and_files_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The networks of the docs, in a file."""
+    """Write the example networks of the docs to a file."""
     _, _, rest = EXAMPLE.read_text().partition("```python\n")
     file = tmp_path / "my_networks.py"
     file.write_text(rest.partition("```")[0])
     return file
 
 
-def test_what_is_privileged_is_for_the_value_only(
+def test_privileged_observations_reach_only_the_value_function(
     example: Path, tmp_path: Path
 ) -> None:
     space = spaces.Dict(privileged=spaces.Box(-1.0, 1.0, (2, 2)), sensors=X)
@@ -153,7 +153,7 @@ def tensors(rows: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
     return {key: tf.constant(part) for key, part in rows.items()}
 
 
-def test_the_example_of_the_docs_is_trained_saved_and_restored(
+def test_example_of_the_docs_is_trained_saved_and_restored(
     example: Path, tmp_path: Path
 ) -> None:
     config = CONFIG.replace(network=f"{example}:residual")
@@ -176,7 +176,9 @@ def test_the_example_of_the_docs_is_trained_saved_and_restored(
         evaluate_run(config.replace(network="mlp"), run_folder, make_env)
 
 
-def test_the_command_says_where_it_looked_for_a_file(tmp_path: Path) -> None:
+def test_error_of_the_command_contains_the_path_of_a_missing_file(
+    tmp_path: Path,
+) -> None:
     save_run(tmp_path / "run", named("subclass"))
     run_folder, config = RunFolder.open(tmp_path / "run")
     run_folder.save_config(config.replace(network="gone.py:make"))
