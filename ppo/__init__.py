@@ -1,6 +1,6 @@
-"""Proximal policy optimisation in TensorFlow, on batches of envs from `envserve`.
+"""Proximal policy optimisation (PPO) in TensorFlow, on batches of envs from `envserve`.
 
-Import its modules by name. The path from settings to a trained policy is `ppo.config`,
-`ppo.agent`, `ppo.simulate`, `ppo.learning`, `ppo.train`. Importing this package loads
-neither TensorFlow nor Gymnasium.
+Import the modules by name. To read the algorithm from settings to a trained policy,
+start with `ppo.config`, then read `ppo.agent`, `ppo.simulate`, `ppo.learning` and
+`ppo.train`. Importing this package loads neither TensorFlow nor Gymnasium.
 """

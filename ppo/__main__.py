@@ -1,15 +1,15 @@
-"""The `ppo` program."""
+"""Entry point of the `ppo` command."""
 
 import sys
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command line."""
     try:
         from ppo.cli.app import main as run
 
         run()
-    except KeyboardInterrupt:  # while it was still loading
+    except KeyboardInterrupt:  # during the imports, before `run` handles signals
         sys.exit(130)
 
 

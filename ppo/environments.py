@@ -1,4 +1,4 @@
-"""Where a run's envs come from: workers of this host, or env servers."""
+"""Create the envs of a run: in local worker processes, or on env servers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -17,14 +17,18 @@ _Wrappers = tuple[Mapping[str, Any], ...]
 
 
 class MakeEnv(Protocol):
-    """Gives a new batch of envs of one task."""
+    """A function that creates a new batch of envs of one task."""
 
     def __call__(
         self, *, num_envs: int, seed: int, is_training: bool = False
     ) -> BatchEnv:
-        """Start or connect to `num_envs` envs, seeded from `seed`.
+        """Start or connect to a batch of envs.
 
-        Only those of a training are staggered or cut short, if the config says so.
+        Args:
+            num_envs: Number of envs.
+            seed: Seed from which the seeds of all envs derive.
+            is_training: Whether `stagger_episodes`, `training_time_limit` and
+                `min_servers` of the config apply.
         """
 
 
@@ -37,35 +41,35 @@ def env_maker(
     autoreset: Autoreset = "same_step",
     first_env_index: int = 0,
 ) -> MakeEnv:
-    """Return a function that starts or reaches the envs of a config.
+    """Return a function that creates the envs of a config.
 
     Args:
-        config: names the env, and what goes with it.
-        addresses: env servers, such as sim1 or tcp://sim1:5555; with none, envs run in
-            worker processes of this host.
-        num_workers: local worker processes; by default one per core.
-        import_modules: modules that register envs or wrappers, for local workers.
-        autoreset: when an ended episode's env is reset; rollouts need "same_step".
-        first_env_index: of a training, where its rows stand among those of all
-            learners; their seeds follow from that.
+        config: The config; it names the env, its wrappers and its timeouts.
+        addresses: Env servers, such as sim1 or tcp://sim1:5555. Without addresses, the
+            envs run in worker processes of this host.
+        num_workers: Number of local worker processes; one per core by default.
+        import_modules: Modules that register envs or wrappers, for local workers.
+        autoreset: When an env is reset after its episode; rollouts need "same_step".
+        first_env_index: Index of the first training env among the envs of all learners.
+            The seeds of the envs depend on it.
 
     Raises:
-        ConfigError: there are more servers than envs.
-        envserve.errors.AddressError: nobody knows the host of an address, or fewer
-            servers than `min_servers` have one.
+        ConfigError: There are more servers than envs.
+        envserve.errors.AddressError: The host of an address cannot be resolved, or
+            fewer servers than `min_servers` were found.
     """
-    servers = [address for word in addresses or () for address in resolve(word)]
+    servers = [server for address in addresses or () for server in resolve(address)]
     count = max(len(servers), config.num_servers)
     if config.num_envs < count:
         raise ConfigError(
             f"num_envs: expected at least one env per server, got {config.num_envs} "
-            f"for {count} servers; leave servers out."
+            f"for {count} servers; use fewer servers or more envs."
         )
     if config.min_servers > len(servers):
         raise AddressError(
-            f"min_servers: expected at most {len(servers)}, the servers that have an "
-            f"address now; got {config.min_servers}; ask for fewer, or name more "
-            "servers."
+            f"min_servers: expected at most {len(servers)}, the number of servers that "
+            f"have an address now; got {config.min_servers}; ask for fewer, or name "
+            "more servers."
         )
 
     def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:
@@ -74,7 +78,7 @@ def env_maker(
             "num_splits": config.num_splits,
             "seed": seed,
             "env_kwargs": dict(config.env_kwargs),
-            "wrappers": _shortened(config) if is_training else config.wrappers,
+            "wrappers": _training_wrappers(config) if is_training else config.wrappers,
             "autoreset": autoreset,
             "spare_envs": config.spare_envs,
             "on_fault": config.on_fault,
@@ -91,14 +95,16 @@ def env_maker(
                 max_restarts=config.max_restarts,
                 **options,
             )
-        words = list(addresses or ())
+        connect_to = list(addresses or ())
         if is_training:
             options |= {"num_servers": count, "min_servers": config.min_servers or None}
-        else:  # it may have fewer rows, and is over before more servers come
-            words = live_servers(words, insecure=config.insecure)[:num_envs]
+        else:
+            # An evaluation may have fewer envs than there are servers, and it is too
+            # short to wait for servers that are not available yet.
+            connect_to = live_servers(connect_to, insecure=config.insecure)[:num_envs]
         return BatchEnv.connect(
             config.env_name,
-            words,
+            connect_to,
             server_lost_after=config.server_lost_after_seconds,
             on_server_lost=config.on_server_lost,
             insecure=config.insecure,
@@ -108,10 +114,10 @@ def env_maker(
     return make_env
 
 
-def _shortened(config: Config) -> _Wrappers:
-    """Return the wrappers of a training, whose episodes may be cut short.
+def _training_wrappers(config: Config) -> _Wrappers:
+    """Return the wrappers of training envs, which may truncate episodes earlier.
 
-    To stagger them stands right around what limits the env, whose steps are counted.
+    `StaggerEpisodes` follows the outermost `TimeLimit`, from which it reads the limit.
     """
     wrappers = config.wrappers
     if limit := config.training_time_limit:

@@ -1,7 +1,7 @@
-"""The exceptions of the trainer, in one tree.
+"""All exceptions of the trainer.
 
-A `BadInputError` can be put right by whoever typed the command or wrote the config.
-Any other `PpoError` happened while a run was under way.
+A `BadInputError` reports a mistake in the command or in the config, which the user can
+correct. Any other `PpoError` reports a failure during a run.
 """
 
 import difflib
@@ -26,11 +26,11 @@ __all__ = [
 
 
 class PpoError(Exception):
-    """Base of everything that the trainer raises on purpose."""
+    """Base class of all exceptions of the trainer."""
 
 
 class BadInputError(PpoError):
-    """What was asked for cannot be done; asking differently helps."""
+    """The command or the config is wrong; the message names the correction."""
 
 
 class ConfigError(BadInputError):
@@ -38,7 +38,7 @@ class ConfigError(BadInputError):
 
 
 class RunFolderError(BadInputError):
-    """A run folder is missing, not empty, or not a run folder."""
+    """A folder is missing, is not empty, or is not a run folder."""
 
 
 class CheckpointError(BadInputError):
@@ -46,42 +46,42 @@ class CheckpointError(BadInputError):
 
 
 class OutputError(BadInputError):
-    """Where results are to go is taken, or cannot be written."""
+    """The output path already exists or cannot be written."""
 
 
 class UnsupportedSpaceError(BadInputError):
-    """No network is known for an observation or action space."""
+    """The observation space or the action space is not supported."""
 
 
 class RunWriteError(PpoError):
-    """Metrics or a checkpoint could not be written, for instance to a full disk."""
+    """Metrics or a checkpoint could not be written, to a full disk for example."""
 
 
 class CallbackError(PpoError):
-    """A callback raised, or gave something else than numbers."""
+    """A callback raised an exception or returned something other than numbers."""
 
 
 class EnvDataError(PpoError):
-    """An env delivered an observation or a reward that is not finite."""
+    """An env returned an observation or a reward that is not finite."""
 
 
 class EnvsLostError(PpoError):
-    """Envs fail so often that nothing can be learned or measured with them."""
+    """Envs fail too often for training or evaluation."""
 
 
 class LearnerLostError(PpoError):
-    """Another learner of the run is gone, or did not come."""
+    """Another learner of the run failed, or did not connect in time."""
 
 
 class DivergedError(PpoError):
-    """The networks' outputs are no longer finite."""
+    """Training has diverged: network outputs or gradients are not finite."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean X?` with the nearest known name, or an empty string.
+    """Return ` Did you mean X?` with the most similar known name, or an empty string.
 
-    A name that contains the given one is nearer than any that is spelt alike, the more
-    so if it begins with it.
+    Known names that begin with `name` come first, then those that contain it, then
+    those with a similar spelling.
     """
     names = list(known)
     containing = sorted(

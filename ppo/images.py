@@ -1,4 +1,4 @@
-"""What counts as an image among observations, and where its sides are."""
+"""Recognise images among observations, and find their height, width and channels."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _SMALLEST_SIDE = 8
 
 
 def is_image(space: gymnasium.Space[Any]) -> bool:
-    """Whether a leaf holds pixels: bytes from 0 to 255 in two dimensions or more."""
+    """Return whether a leaf contains pixels: a uint8 Box [0, 255], at least 2-D."""
     return (
         isinstance(space, gymnasium.spaces.Box)
         and space.dtype == np.uint8
@@ -19,18 +19,23 @@ def is_image(space: gymnasium.Space[Any]) -> bool:
 
 
 def can_convolve(space: gymnasium.Space[Any]) -> bool:
-    """Whether a leaf is an image of 2 to 4 dimensions, at least 8 pixels each way."""
+    """Return whether a leaf is an image of 2 to 4 axes and at least 8x8 pixels."""
     if not is_image(space):
         return False
     shape = tuple(space.shape or ())
     if not 2 <= len(shape) <= 4:
         return False
-    height, width, _ = image_layout(shape)
+    height, width, _ = image_axes(shape)
     return min(shape[height], shape[width]) >= _SMALLEST_SIDE
 
 
-def image_layout(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    """Return which axes are height, width and channels."""
+def image_axes(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    """Return the axes of height, width and channels of an image.
+
+    Of three axes, the channels are the first or the last, whichever is shorter; the
+    last if both are equal. A fourth axis in front is a stack of frames, which count as
+    channels.
+    """
     if len(shape) == 2:
         return 0, 1, ()
     first, last = len(shape) - 3, len(shape) - 1

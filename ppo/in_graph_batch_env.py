@@ -1,7 +1,8 @@
 """A batch of envs inside a TensorFlow graph.
 
-Every call into Python is one `tf.numpy_function` with static output shapes and the
-env's own dtypes. An exception raised there reaches the caller as itself.
+Each call from the graph into Python is one `tf.numpy_function` with static output
+shapes and the dtypes of the env. An exception raised in Python reaches the caller
+unchanged, not as an error of TensorFlow.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.agent.actions.action_spaces import ActionKind, action_kind
+from ppo.agent.actions.action_spaces import ActionAdapter, make_action_adapter
 from ppo.agent.observations import space_leaves
 from ppo.errors import EnvDataError, UnsupportedSpaceError
 
@@ -20,44 +21,53 @@ __all__ = ["InGraphBatchEnv"]
 
 
 class InGraphBatchEnv:
-    """Steps a `BatchEnv` from graph code.
+    """Provides a `BatchEnv` to graph code.
 
-    Policies act in a normalised range: for a Box action space with finite bounds,
-    -1 and 1 stand for the bounds and what lies beyond is clipped; choices of Discrete
-    and MultiDiscrete actions count from 0. Beyond Discrete, actions are flat `[B, A]`.
-    An agent tells by its `actions` if it acts otherwise.
+    Policy actions are normalised. For a Box with finite bounds, -1 and 1 are mapped to
+    the bounds, and values outside are clipped. Discrete and MultiDiscrete actions count
+    from 0. Actions have the shape `[B]` if Discrete, and `[B, A]` otherwise.
+
+    Args:
+        env: The envs.
+        actions: Maps policy actions to env actions; by default the adapter that
+            `make_action_adapter` returns for the action space.
+
+    Attributes:
+        observation_spec: Nest of `tf.TensorSpec` with shapes `[num_envs, ...]`.
+        action_spec: `tf.TensorSpec` of policy actions.
+
+    Raises:
+        UnsupportedSpaceError: The observation or action space is not supported.
     """
 
-    def __init__(self, env: BatchEnv, actions: ActionKind | None = None) -> None:
+    def __init__(self, env: BatchEnv, actions: ActionAdapter | None = None) -> None:
         self.env = env
         self.num_envs = env.num_envs
         spaces = space_leaves(env.observation_space)
         sizes = [int(np.prod(space.shape)) for space in tf.nest.flatten(spaces)]
         if not min(sizes, default=0):
             raise UnsupportedSpaceError(
-                f"observation: expected something to observe, got {spaces}"
+                f"observation: expected at least one element in each leaf, got {spaces}"
             )
         self.observation_spec = tf.nest.map_structure(
             lambda space: tf.TensorSpec([env.num_envs, *space.shape], space.dtype),
             spaces,
         )
-        """Nest of `tf.TensorSpec` with rows `[num_envs, ...]`."""
-        self._actions = actions or action_kind(env.action_space)
+        self._actions = actions or make_action_adapter(env.action_space)
         self.action_spec = self._actions.spec(env.num_envs)
-        """`tf.TensorSpec` of the actions that policies give."""
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"<InGraphBatchEnv of {self.env!r}>"
 
     def reset(self) -> Any:
-        """Start new episodes in all envs; returns the observation, rows `[B, ...]`."""
+        """Reset all envs and return the first observation, `[B, ...]`."""
         observation = self.env.reset()
         self.check_finite(observation, np.zeros(self.num_envs))
         return observation
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
-        """Turn policy actions, of any number of rows, into the env's own."""
+        """Map policy actions, of any number of rows, to env actions."""
         return self._actions.to_env_action(action)
 
     def host_call(
@@ -66,9 +76,14 @@ class InGraphBatchEnv:
         inputs: Sequence[tf.Tensor],
         output_specs: Sequence[tf.TensorSpec],
     ) -> list[tf.Tensor]:
-        """Call Python from the graph, with NumPy arrays in and out.
+        """Call a Python function from the graph.
 
-        Within `original_errors`, an exception of `function` is raised unchanged.
+        Within `original_errors`, an exception of the function is raised unchanged.
+
+        Args:
+            function: Maps NumPy arrays to NumPy arrays.
+            inputs: Arguments of the function.
+            output_specs: Shapes and dtypes of the returned arrays.
         """
 
         def guarded(*arrays: np.ndarray) -> Sequence[np.ndarray]:
@@ -79,7 +94,7 @@ class InGraphBatchEnv:
                 raise
 
         dtypes = [spec.dtype for spec in output_specs]
-        # Outside a graph a single output comes bare.
+        # In eager mode, a single output is not in a list.
         outputs = tf.nest.flatten(tf.numpy_function(guarded, inputs, dtypes))
         for output, spec in zip(outputs, output_specs, strict=True):
             output.set_shape(spec.shape)
@@ -87,10 +102,10 @@ class InGraphBatchEnv:
 
     @contextlib.contextmanager
     def original_errors(self) -> Iterator[None]:
-        """Raise the exception that `host_call` met, not TensorFlow's wrapping of it.
+        """Raise the original exception of a function called by `host_call`.
 
-        TensorFlow turns every exception of host code into an `UnknownError`, or, if a
-        signal handler raises meanwhile, into a `RuntimeError`.
+        TensorFlow turns every exception of host code into an `UnknownError`, or into a
+        `RuntimeError` if a signal handler raises at the same time.
         """
         self._error = None
         try:
@@ -103,9 +118,12 @@ class InGraphBatchEnv:
     def check_finite(
         self, observation: Any, reward: np.ndarray, env_indices: Any = None
     ) -> None:
-        """Raise `EnvDataError`, naming the env, unless all numbers are finite.
+        """Raise `EnvDataError`, which names the env, unless all numbers are finite.
 
-        They are rows of some envs, by default of all.
+        Args:
+            observation: Nest of rows `[n, ...]`.
+            reward: `[n]`.
+            env_indices: Indices of the envs of the rows; all envs by default.
         """
         arrays = [("reward", reward)]
         for index, leaf in enumerate(tf.nest.flatten(observation)):

@@ -1,8 +1,10 @@
-"""Several learners of one run: processes with envs of their own, and equal networks.
+"""Synchronise the learners of a run: processes with separate envs and equal networks.
 
-TF_CONFIG names them, as for `tf.distribute.MultiWorkerMirroredStrategy`, by which they
-meet; the first is the chief. Sums are TensorFlow's collectives, a ring over gRPC, which
-has no keys. XLA has none on CPUs: they stand between pieces of compiled code.
+TF_CONFIG lists the addresses of all learners, as for
+`tf.distribute.MultiWorkerMirroredStrategy`, which connects them; the first is the
+chief. Tensors are summed by TensorFlow's collectives, a ring over gRPC without
+encryption or authentication. XLA does not support collectives on CPUs, so they are
+called between compiled functions, not within them.
 """
 
 import contextlib
@@ -19,64 +21,92 @@ import tensorflow as tf
 from ppo.errors import LearnerLostError
 
 _START_SECONDS = 300
-_SILENCE_SECONDS = 60  # of a host that is gone; a process that ends is noticed at once
-_KINDS = (tf.float32, tf.float64, tf.int32, tf.int64)
+#: Seconds without a heartbeat until a host counts as lost. The end of a process is
+#: detected at once.
+_HEARTBEAT_SECONDS = 60
+_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 class Learners:
-    """All learners, as one of them sees them; alone, no graph knows of it.
+    """The group of all learners, from the perspective of one of them.
 
-    All have to add up the same things, in the same order.
+    All learners must call the same methods in the same order, because each call is a
+    collective. A single learner adds no operations to its graphs.
     docs/decisions.md: "Learners synchronise through collectives, in one class".
+
+    Args:
+        addresses: Addresses of all learners, the chief first.
+        index: Index of this learner in `addresses`.
+
+    Attributes:
+        num: Number of learners.
+        index: Index of this learner.
+        is_chief: Whether this is the first learner, which evaluates and saves.
+        wait_seconds: Longest time between two calls of `gather`; after it, pending
+            collectives fail.
     """
 
     def __init__(self, addresses: Sequence[str] = ("here",), index: int = 0) -> None:
         self.num, self.index, self.is_chief = len(addresses), index, index == 0
         self._addresses = addresses
-        self._keys = itertools.count(1)  # the same for all: they trace the same graphs
+        # All learners trace the same graphs in the same order, so their keys are equal.
+        self._keys = itertools.count(1)
         self._sum = tf.function(self.sum)
         self.wait_seconds, self._timer = 3600.0, threading.Timer(0.0, int)
 
-    def meet(self) -> None:
-        """Wait until all are there; TensorFlow must not have been used before."""
-        from tensorflow.python.eager import context  # nothing public sets these times
+    def connect(self) -> None:
+        """Wait until all learners are connected; call this before using TensorFlow.
+
+        Raises:
+            LearnerLostError: Another learner did not connect within five minutes.
+        """
+        from tensorflow.python.eager import context  # no public API sets the timeouts
 
         self._context = context.context()
         self._context.configure_coordination_service(
             *("standalone", "/job:worker/replica:0/task:0"),
             cluster_register_timeout_in_ms=1000 * _START_SECONDS,
-            heartbeat_timeout_in_ms=1000 * _SILENCE_SECONDS,
+            heartbeat_timeout_in_ms=1000 * _HEARTBEAT_SECONDS,
         )
         try:
             tf.distribute.MultiWorkerMirroredStrategy()
         except tf.errors.OpError as error:
             raise LearnerLostError(
-                f"Learner {self.index}: expected {', '.join(self._addresses)} within "
-                f"{_START_SECONDS} s, got {error.message.splitlines()[0]}; start all, "
-                "each with its own index, at ports that are free and can be reached."
+                f"Learner {self.index}: expected to connect to "
+                f"{', '.join(self._addresses)} within {_START_SECONDS} s, got "
+                f"{error.message.splitlines()[0]}; start all learners, each with its "
+                "own index in TF_CONFIG, on ports that are free and reachable."
             ) from error
 
     def sum(self, nest: Any) -> Any:
-        """Add up tensors over all learners, each in its place."""
+        """Return the element-wise sums of a nest of tensors over all learners.
+
+        All tensors of a dtype are concatenated and summed in one collective.
+        """
         if self.num == 1:
             return nest
         tensors = list(map(tf.convert_to_tensor, tf.nest.flatten(nest)))
-        for kind in _KINDS:
-            places = [n for n, each in enumerate(tensors) if each.dtype == kind]
-            if places:
-                rows = [tf.reshape(tensors[place], [-1]) for place in places]
+        for dtype in _DTYPES:
+            indices = [n for n, each in enumerate(tensors) if each.dtype == dtype]
+            if indices:
+                rows = [tf.reshape(tensors[index], [-1]) for index in indices]
                 total = self._reduce(tf.concat(rows, 0))
                 parts = tf.split(total, [len(row) for row in rows])
-                for place, part in zip(places, parts, strict=True):
-                    tensors[place] = tf.reshape(part, tensors[place].shape)
+                for index, part in zip(indices, parts, strict=True):
+                    tensors[index] = tf.reshape(part, tensors[index].shape)
         return tf.nest.pack_sequence_as(nest, tensors)
 
     def max(self, number: tf.Tensor) -> tf.Tensor:
-        """Return the largest of a scalar over all learners."""
+        """Return the maximum of a scalar over all learners."""
         return number if self.num == 1 else self._reduce(number, "Max")
 
     def mean(self, nest: Any, weight: tf.Tensor) -> Any:
-        """Average float32 tensors, of which each learner's count with its weight."""
+        """Return weighted means of a nest of float32 tensors over all learners.
+
+        Args:
+            nest: Tensors of this learner.
+            weight: Scalar weight of this learner's tensors.
+        """
         if self.num == 1:
             return nest
         weighted = tf.nest.map_structure(lambda each: each * weight, nest)
@@ -84,36 +114,44 @@ class Learners:
         return tf.nest.map_structure(lambda x: x / tf.maximum(all_weight, 1.0), total)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a value of each learner; of what JSON cannot hold, its text."""
+        """Return the values of all learners, in the order of their indices.
+
+        The values are sent as JSON; objects that JSON does not support become strings.
+        """
         if self.num == 1:
             return [value]
         self._timer.cancel()
-        words = (tf.errors.DEADLINE_EXCEEDED, "nothing was heard for too long")
-        give_up = self._context.abort_collective_ops
-        self._timer = threading.Timer(self.wait_seconds, give_up, words)
+        reason = (tf.errors.DEADLINE_EXCEEDED, "another learner is unresponsive")
+        abort = self._context.abort_collective_ops
+        self._timer = threading.Timer(self.wait_seconds, abort, reason)
         self._timer.daemon = True
         self._timer.start()
         text = json.dumps(value, default=str, skipkeys=True).encode()
         sizes = self._sum(tf.one_hot(self.index, self.num, len(text), 0)).numpy()
-        size = 1 << int(sizes.max()).bit_length()  # a power of two: few graphs
+        size = 1 << int(sizes.max()).bit_length()  # a power of two limits retracing
         rows = np.zeros([self.num, size], np.int32)
         rows[self.index, : len(text)] = list(text)
         rows = self._sum(tf.constant(rows)).numpy().astype(np.uint8)
         texts = [bytes(row[: sizes[number]]) for number, row in enumerate(rows)]
         return list(map(json.loads, texts))
 
-    def align(self, variables: Sequence[tf.Variable]) -> None:
-        """Give variables the values that the chief has."""
+    def broadcast(self, variables: Sequence[tf.Variable]) -> None:
+        """Assign the chief's values to the variables of all learners."""
         if self.num == 1:
             return
-        own = [variable for variable in variables if variable.dtype in _KINDS]
-        values = [tf.identity(v) if self.is_chief else tf.zeros_like(v) for v in own]
-        for variable, value in zip(own, self._sum(values), strict=True):
+        numeric = [variable for variable in variables if variable.dtype in _DTYPES]
+        values = [
+            tf.identity(v) if self.is_chief else tf.zeros_like(v) for v in numeric
+        ]
+        for variable, value in zip(numeric, self._sum(values), strict=True):
             variable.assign(value)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise `LearnerLostError` if sums cannot be had any more."""
+    def guard_collectives(self) -> Iterator[None]:
+        """Raise `LearnerLostError` if a collective of the body fails.
+
+        If the body succeeds, wait for the other learners at its end.
+        """
         try:
             yield
         except tf.errors.OpError as error:
@@ -121,21 +159,25 @@ class Learners:
                 raise
             tasks = map(int, re.findall(r"/task:(\d+)", error.message))
             others = (f"learner {task}" for task in tasks if task != self.index)
-            who = next(others, "another one")
+            lost = next(others, "another learner")
             raise LearnerLostError(
-                f"Learner {self.index}: expected {self.num} learners to the end, but "
-                f"{who} is gone; see what it says, and start all, the first with "
-                "--resume."
+                f"Learner {self.index}: expected {self.num} learners until the end of "
+                f"the run, but {lost} is gone; read its output, then start all "
+                "learners again, the first with --resume."
             ) from error
-        self.part()
+        self.wait_for_all()
 
-    def part(self) -> None:
-        """Wait until all have had the last sum: they are getting it from each other."""
+    def wait_for_all(self) -> None:
+        """Wait until all learners have received the last sum.
+
+        In a ring, each learner forwards sums to the next one, so a learner that ended
+        sooner would interrupt the others.
+        """
         with contextlib.suppress(tf.errors.OpError):
             self.gather(None)
         self._timer.cancel()
 
-    def _reduce(self, tensor: tf.Tensor, how: str = "Add") -> tf.Tensor:
+    def _reduce(self, tensor: tf.Tensor, merge_op: str = "Add") -> tf.Tensor:
         with tf.device("CPU:0"):
             return tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
@@ -143,11 +185,11 @@ class Learners:
                 group_key=7601,
                 instance_key=next(self._keys),
                 ordering_token=[],
-                merge_op=how,
+                merge_op=merge_op,
                 final_op="Id",
-                communication_hint="ring",  # a timeout would cost a thread each time
+                communication_hint="ring",  # no timeout, which would take a thread
             )
 
 
-#: A learner without others.
-ALONE = Learners()
+#: The group of a run with a single learner, in which all sums are local.
+SINGLE_LEARNER = Learners()

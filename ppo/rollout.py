@@ -1,7 +1,7 @@
-"""What T batch steps of B envs gave: arrays `[T, B, ...]`, and the episodes in them.
+"""Rollouts, which are arrays `[T, B, ...]` of T batch steps of B envs, and episodes.
 
-Envs and policy write into the arrays split by split. Episodes go on from rollout to
-rollout, and one that lost a step counts as nothing.
+The envs and the policy fill the arrays split by split. Episodes continue across
+rollouts. Episodes with a lost step are not counted.
 """
 
 import math
@@ -17,29 +17,43 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 
 __all__ = ["Rollout"]
 
+#: Maximum number of metrics from infos.
 _MAX_NAMES = 32
+#: Fraction of valid steps below which an iteration counts as poor.
 _FEW_VALID = 0.1
+#: Consecutive poor iterations after which a run ends.
 _MAX_POOR_ITERATIONS = 10
 
 
 class Rollout(NamedTuple):
-    """What T batch steps of B envs gave, as NumPy arrays.
+    """NumPy arrays of T batch steps of B envs.
 
-    Row `[t, b]` holds the observation that env b was in, the policy's action there,
-    and what the env answered. `final_observation` is only meaningful where the episode
-    ended; where `valid` is false, everything but the observation is made up.
+    Row `[t, b]` contains the observation of env b before step t, the action that the
+    policy took, and the result of the step.
     """
 
-    observation: Any  # [T + 1, B, ...]: the last one is still to be acted on
+    observation: Any
+    """Nest of `[T + 1, B, ...]`; the policy has not acted on the last one yet."""
     action: np.ndarray
+    """Policy actions, `[T, B, ...]`; see `InGraphBatchEnv` for their range."""
     log_prob: np.ndarray
+    """Log-probabilities of the actions, float32 `[T, B]`."""
     reward: np.ndarray
+    """Rewards, float64 `[T, B]`."""
     terminated: np.ndarray
+    """Bool `[T, B]`."""
     truncated: np.ndarray
+    """Bool `[T, B]`."""
     valid: np.ndarray
+    """Bool `[T, B]`; false where reward and flags do not come from the env, because it
+    failed or was not available."""
     final_observation: Any
-    status: np.ndarray  # uint8, see `envserve.slab.Status`
-    state: Any = ()  # of each memory: [K, B, units], before step 0, T / K, 2 T / K, ...
+    """Nest of `[T, B, ...]`; only meaningful where an episode ended."""
+    status: np.ndarray
+    """`envserve.slab.Status` of each row, uint8 `[T, B]`."""
+    state: Any = ()
+    """For each recurrent core, its state before each of K sequences, `[K, B, units]`:
+    before the steps 0, T / K, 2 T / K and so on."""
 
     @property
     def done(self) -> Any:
@@ -50,7 +64,14 @@ class Rollout(NamedTuple):
 def allocate_rollout(
     env: InGraphBatchEnv, horizon: int, state_sizes: Sequence[int], num_sequences: int
 ) -> Rollout:
-    """Return a rollout of zeros, with so many states `[B, units]` of each memory."""
+    """Return a rollout of zeros.
+
+    Args:
+        env: Determines the shapes and dtypes of observations and actions.
+        horizon: T, the number of batch steps.
+        state_sizes: Units of each recurrent core.
+        num_sequences: K, the number of states that are stored for each core.
+    """
 
     def rows(spec: tf.TensorSpec, length: int) -> np.ndarray:
         return np.zeros((length, *spec.shape), spec.dtype.as_numpy_dtype)
@@ -80,8 +101,14 @@ def allocate_rollout(
 class SplitRows:
     """The rows of one split in a rollout.
 
-    Where they follow each other, results are written straight into the rollout; else,
-    as with several servers, by way of arrays of the split's own.
+    If the rows are contiguous, the envs write their results directly into the rollout.
+    Otherwise, with several servers for example, the envs write them into separate
+    arrays, and `copy_result` copies them.
+
+    Args:
+        rollout: The rollout to fill.
+        env_indices: Indices of the split's envs, in ascending order.
+        horizon: T, the number of batch steps.
     """
 
     def __init__(self, rollout: Rollout, env_indices: np.ndarray, horizon: int) -> None:
@@ -100,24 +127,27 @@ class SplitRows:
         self._observations = [self._observation_rows(step) for step in range(count + 1)]
 
     def result(self, step: int) -> StepResult:
-        """Return where the envs have to write a step."""
+        """Return the arrays into which the envs must write a step."""
         return self._results[step if self._is_range else 0]
 
-    def store(self, step: int) -> None:
-        """Take a step into the rollout that was written where `result` says."""
+    def copy_result(self, step: int) -> None:
+        """Copy a step from the arrays of `result` into the rollout, if necessary."""
         if not self._is_range:
             target = _step_views(self._rollout, step)
             pair = tf.nest.flatten(target), tf.nest.flatten(self.result(step))
             for rows, row in zip(*pair, strict=True):
                 rows[self._rows] = row
 
-    def record(
+    def record_policy_outputs(
         self, action: tf.Tensor, log_prob: tf.Tensor, state: Sequence[tf.Tensor]
     ) -> None:
-        """Store what the policy gave in all steps, `[T, n, ...]`.
+        """Store the policy's outputs of all steps.
 
-        `state` is what its memories held before the first step of each sequence,
-        `[K, n, units]`.
+        Args:
+            action: `[T, n, ...]`.
+            log_prob: `[T, n]`.
+            state: For each recurrent core, its state before the first step of each
+                sequence, `[K, n, units]`.
         """
         self._rollout.action[:, self._rows] = action
         self._rollout.log_prob[:, self._rows] = log_prob
@@ -125,18 +155,21 @@ class SplitRows:
             rows[:, self._rows] = first
 
     def observation_leaves(self, step: int) -> list[np.ndarray]:
-        """Return the observation that the policy has to act on."""
+        """Return the leaves of the observation before a step, `[n, ...]` each."""
         if self._is_range:
             return self._observations[step]
         return self._observation_rows(step)
 
     def observation(self, step: int) -> Any:
-        """Return the same, structured as the space."""
+        """Return the observation before a step, in the structure of the space."""
         leaves = self.observation_leaves(step)
         return tf.nest.pack_sequence_as(self._rollout.observation, leaves)
 
-    def ends(self, step: int) -> list[np.ndarray]:
-        """Return terminated, truncated and status of a step; -1: as if of none."""
+    def end_flags(self, step: int) -> list[np.ndarray]:
+        """Return terminated, truncated and status of a step, `[n]` each.
+
+        For step -1 they are zero.
+        """
         rollout = self._rollout
         flags = (rollout.terminated, rollout.truncated, rollout.status)
         if step < 0:
@@ -144,7 +177,7 @@ class SplitRows:
         return [rows[step][self._rows] for rows in flags]
 
     def specs(self, batch_specs: Any) -> list[tf.TensorSpec]:
-        """Return the specs of an observation's leaves, given those of the batch."""
+        """Return the specs of this split's rows, given the specs of the whole batch."""
         return [
             tf.TensorSpec([len(self.env_indices), *spec.shape[1:]], spec.dtype)
             for spec in tf.nest.flatten(batch_specs)
@@ -156,7 +189,7 @@ class SplitRows:
 
 
 def _step_views(rollout: Rollout, step: int) -> StepResult:
-    """Return the rows of one step, for the envs to write into."""
+    """Return views of one step's arrays, into which the envs write."""
     return StepResult(
         observation=tf.nest.map_structure(
             lambda leaf: leaf[step + 1], rollout.observation
@@ -180,11 +213,14 @@ class Episode(NamedTuple):
     total_reward: float
     length: int
     info: Mapping[Any, Any] = {}
-    """That of its last step, as far as it is known."""
+    """The info of the last step; empty if there is none."""
 
 
 def info_means(episodes: Iterable[Episode]) -> dict[str, float]:
-    """Return the mean of each number, `info/NAME`, over the episodes that have it."""
+    """Return the mean of each number in the infos, named `info/NAME`.
+
+    Each mean is over the episodes whose info has the name and a finite number.
+    """
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.info.items():
@@ -194,28 +230,29 @@ def info_means(episodes: Iterable[Episode]) -> dict[str, float]:
 
 
 class EpisodeTracker:
-    """Sums rewards per env across rollouts.
+    """Computes the returns and lengths of episodes, which may span several rollouts.
 
-    An episode with a step that is not valid counts as nothing: what it would have
-    earned is unknown.
+    An episode with an invalid step is not counted, because its return is unknown.
 
     Attributes:
-        lost_in_a_row: int64 `[num_envs]`; episodes that an env lost since it last
-            completed one.
+        consecutive_lost: Number of episodes that each env has lost since the last one
+            that it completed, int64 `[num_envs]`.
     """
 
     def __init__(self, num_envs: int) -> None:
         self._total_reward = np.zeros(num_envs)
         self._length = np.zeros(num_envs, np.int64)
-        self._is_spoiled = np.zeros(num_envs, np.bool_)
-        self.lost_in_a_row = np.zeros(num_envs, np.int64)
+        self._has_invalid_step = np.zeros(num_envs, np.bool_)
+        self.consecutive_lost = np.zeros(num_envs, np.int64)
 
     def add(
         self, rollout: Rollout, infos: Mapping[tuple[int, int], Any] = {}
     ) -> list[Episode]:
-        """Take in the next rollout, and infos of ended episodes by step and env.
+        """Add the next rollout and return the episodes that it completes, in order.
 
-        Returns its completed episodes in order of time.
+        Args:
+            rollout: The rollout.
+            infos: Infos of the steps that ended an episode, by step and env index.
         """
         episodes = []
         ends = rollout.done
@@ -223,11 +260,11 @@ class EpisodeTracker:
             valid = rollout.valid[step]
             self._total_reward += np.where(valid, rollout.reward[step], 0.0)
             self._length += valid
-            self._is_spoiled |= ~valid
+            self._has_invalid_step |= ~valid
             for env_index in np.flatnonzero(ends[step]).tolist():
-                self.lost_in_a_row[env_index] += 1
-                if not self._is_spoiled[env_index]:
-                    self.lost_in_a_row[env_index] = 0
+                self.consecutive_lost[env_index] += 1
+                if not self._has_invalid_step[env_index]:
+                    self.consecutive_lost[env_index] = 0
                     episodes.append(
                         Episode(
                             env_index,
@@ -238,15 +275,15 @@ class EpisodeTracker:
                     )
                 self._total_reward[env_index] = 0.0
                 self._length[env_index] = 0
-                self._is_spoiled[env_index] = False
+                self._has_invalid_step[env_index] = False
         return episodes
 
 
 class LostSteps:
-    """Counts the steps that failed envs cost, and tells when going on is no use.
+    """Counts the steps that are lost because envs fail, and raises if there are many.
 
     Attributes:
-        total: steps lost so far.
+        total: Number of lost steps so far.
     """
 
     def __init__(self) -> None:
@@ -254,18 +291,22 @@ class LostSteps:
         self._poor_iterations = 0
 
     def add(self, lost: int, steps: int) -> None:
-        """Take in an iteration of so many steps, of which so many were lost.
+        """Add an iteration.
+
+        Args:
+            lost: Number of lost steps of the iteration.
+            steps: Number of all its steps.
 
         Raises:
-            EnvsLostError: all steps were lost, or more than 90 % in each of the last
-                10 iterations.
+            EnvsLostError: All steps of the iteration were lost, or more than 90 % in
+                each of the last 10 iterations.
         """
         self.total += lost
         is_poor = steps - lost < _FEW_VALID * steps
         self._poor_iterations = self._poor_iterations + 1 if is_poor else 0
         if lost == steps or self._poor_iterations >= _MAX_POOR_ITERATIONS:
             raise EnvsLostError(
-                f"Expected envs that mostly work, but {100 * lost / steps:.0f} % of "
-                f"the last iteration's {steps:,} steps were lost; see the log for why "
-                "they fail."
+                f"Expected envs that rarely fail, but {100 * lost / steps:.0f} % of "
+                f"the last iteration's {steps:,} steps were lost; see the log for the "
+                "reasons."
             )

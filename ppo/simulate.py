@@ -1,8 +1,16 @@
-"""Whole rollouts in one graph call.
+"""Collect whole rollouts in one graph call each.
 
-`simulate` runs T batch steps in one `tf.while_loop`. Each step is, per split, one pass
-through the policy and one call into Python, which steps the envs and lets them write
-their rows straight into the rollout's arrays `[T, B, ...]`.
+A `tf.while_loop` runs T batch steps. In each step it runs, for each split, the policy
+and then one call into Python, which steps the envs of the split. The envs write their
+rows directly into the rollout's arrays `[T, B, ...]`.
+
+With several splits, the envs of one split step while the policy computes the actions of
+another. The call for a split sends its actions without waiting for the result. It then
+receives the pending step of the following split, cyclically, and returns the next
+observation of that split. Therefore, when the loop ends, the last step of all splits
+except the first is still in flight, and `run` receives it.
+
+On CPUs, the loop and its calls into Python run in the calling thread.
 """
 
 import collections
@@ -22,38 +30,40 @@ from ppo.rollout import Rollout, SplitRows, allocate_rollout
 __all__ = ["Simulation", "simulate"]
 
 Policy = Callable[..., tuple[tf.Tensor, ...]]
-"""Maps a raw observation `[n, ...]` and noise `[n, ...]`, or a seed (int32 pair) where
-none is drawn, to actions and their log-probabilities `[n]`. One with memory takes its
-states `[n, units]` besides, and gives them as they are after that observation."""
+"""Maps a raw observation `[n, ...]` and noise `[n, ...]` to actions `[n, ...]` and
+log-probabilities `[n]`. If the `Simulation` draws no noise, the policy gets a seed
+(int32 pair) instead. A recurrent policy also takes its states before the observation,
+`[n, units]` each, and returns the states after it."""
 
 
 class Simulation:
-    """Envs, a policy and the arrays for one rollout; `run` fills them again and again.
-
-    Where the batch has several splits, one split's envs step while the policy thinks
-    about another's rows; it then sees `[n, ...]`, the rows of one split.
+    """Collects rollouts of a policy in envs, into arrays that are reused.
 
     Args:
-        env: the envs; they are reset when the first rollout starts, and each further
-            rollout goes on where the last one ended.
-        policy: gives actions; traced into the loop's graph, once per split.
-        snapshot: gives what the policy gets before all else: tensors that it acts from
-            throughout a rollout. It is called once per rollout.
-        log_prob: maps all actions `[N, ...]`, and what the policy gave in place of
-            log-probabilities, to these; once per rollout.
-        horizon: T, batch steps per rollout.
-        on_step: called after every batch step; what it raises ends the rollout.
-        noise: maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`. It
-            is called once per rollout, so that the noise of a row does not depend on
-            the splits. By default, the policy gets a seed instead of noise.
-        state_sizes: units of each memory of the policy. Their states are zero where an
-            episode begins, and go on from rollout to rollout.
-        sequence_length: batch steps between the states that the rollout tells; divides
-            the horizon, which is the default.
-        num_rollouts: arrays that take turns; `run` leaves those of the last few alone.
+        env: The envs. They are reset when the first rollout starts. Each later rollout
+            continues where the previous one ended.
+        policy: Returns actions for the rows of one split, `[n, ...]`. It is traced into
+            the loop's graph once per split.
+        horizon: T, the number of batch steps per rollout.
+        on_step: Called after every batch step. An exception ends the rollout.
+        snapshot: Returns tensors that the policy gets as its first argument in all
+            steps of a rollout; called once per rollout.
+        log_prob: Maps all actions `[N, ...]` and the second output of the policy to
+            log-probabilities `[N]`; called once per rollout. By default the second
+            output is returned unchanged.
+        noise: Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`. It
+            is called once per rollout for all rows, so the noise of a row does not
+            depend on the splits. By default, the policy gets a seed instead of noise.
+        state_sizes: Units of each recurrent core of the policy. The states are zero at
+            the start of an episode, and are kept from rollout to rollout.
+        sequence_length: Batch steps between the states that the rollout stores; must
+            divide the horizon, which is the default.
+        num_rollouts: Number of rollouts with separate arrays, which are used in turn. A
+            rollout is overwritten by the `num_rollouts`-th call of `run` after it.
 
     Attributes:
-        infos: those of the last rollout's ended episodes, by step and env.
+        infos: Infos of the steps that ended an episode in the last rollout, by step and
+            env index.
     """
 
     def __init__(
@@ -79,23 +89,26 @@ class Simulation:
         self._noise = noise
         self._sequence_length = sequence_length or horizon
         num_sequences = horizon // self._sequence_length
-        self._turns = collections.deque[tuple[Rollout, list[SplitRows]]]()
+        self._buffers = collections.deque[tuple[Rollout, list[SplitRows]]]()
         for _ in range(num_rollouts):
             rollout = allocate_rollout(env, horizon, state_sizes, num_sequences)
             splits = [SplitRows(rollout, rows, horizon) for rows in env.env.splits]
-            self._turns.append((rollout, splits))
-        self._rollout, self._splits = self._turns[0]
+            self._buffers.append((rollout, splits))
+        self._rollout, self._splits = self._buffers[0]
         self._state_sizes = tuple(state_sizes)
-        self._states: list[States] = []  # by split, after the last rollout
-        self._answer_spec = [env.observation_spec]
+        self._states: list[States] = []  # of each split, after the last rollout
+        self._graph_input_specs = [env.observation_spec]
         if state_sizes:
             rollout = self._rollout
             flags = (rollout.terminated, rollout.truncated, rollout.status)
-            self._answer_spec += [tf.TensorSpec(f.shape[1:], f.dtype) for f in flags]
+            self._graph_input_specs += [
+                tf.TensorSpec(f.shape[1:], f.dtype) for f in flags
+            ]
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
-        self._loop = tf.function(self._steps)
-        # In this thread: to hand each operation to others, while workers have the
-        # cores, costs more than the operations do. It would be one device's, too.
+        self._loop = tf.function(self._run_loop)
+        # On CPUs, run the operations in the calling thread: handing them to other
+        # threads takes longer than the operations, because workers use the cores. With
+        # a GPU this is not possible, because the loop on the GPU calls Python.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
         self._is_started = False
@@ -104,26 +117,27 @@ class Simulation:
         """Collect a rollout.
 
         Args:
-            seed: the same pair gives the same noise; use each once.
-            snapshot: for the policy, tensors or variables; by default, taken now.
+            seed: Seed of the noise, an int32 pair. Use a different one for each
+                rollout.
+            snapshot: Tensors or variables for the policy, in place of the result of
+                the constructor's `snapshot`.
 
         Returns:
-            The rollout. Its arrays are overwritten by the next call, or a later one if
-            there are several.
+            The rollout. A later call overwrites its arrays, see `num_rollouts`.
 
         Raises:
-            EnvDataError: a reward, or an observation that counts, is not finite.
-            DivergedError: a log-probability is not finite.
-            envserve.errors.EnvserveError: whatever the envs raise.
+            EnvDataError: A reward or an observation is not finite.
+            DivergedError: An action or a log-probability is not finite.
+            envserve.errors.EnvserveError: The envs failed.
         """
-        before, splits = self._turns[0]
-        self._turns.rotate()
-        self._rollout, self._splits = self._turns[0]
+        before, splits = self._buffers[0]
+        self._buffers.rotate()
+        self._rollout, self._splits = self._buffers[0]
         self.infos.clear()
         with self._env.original_errors():
             if self._is_started:
                 states = [
-                    states.follow(*split.ends(self._horizon - 1))
+                    states.after_result(*split.end_flags(self._horizon - 1))
                     for split, states in zip(splits, self._states, strict=True)
                 ]
                 tf.nest.map_structure(
@@ -137,37 +151,38 @@ class Simulation:
                     for split in self._splits
                 ]
                 self._start()
-            self._is_started = False  # unless all goes well
+            self._is_started = False  # after an exception, the next call resets
             first = [
                 tf.nest.map_structure(tf.constant, split.observation(0))
                 for split in self._splits
             ]
             with tf.experimental.function_executor_type(self._executor):
-                _, self._states, given = self._loop(
+                _, self._states, outputs = self._loop(
                     first, states, tf.constant(seed, tf.int32), snapshot
                 )
             for split in self._splits[1:]:
                 self._receive(split, self._horizon - 1)
             for split, (action, log_prob, state) in zip(
-                self._splits, given, strict=True
+                self._splits, outputs, strict=True
             ):
                 self._expect_finite(split, "log-probability", log_prob.numpy())
-                split.record(action, log_prob, state)
+                split.record_policy_outputs(action, log_prob, state)
             self._is_started = True
         return self._rollout
 
     def restart(self) -> None:
-        """Reset all envs when the next rollout starts, which then is a first one."""
+        """Make the next rollout start with a reset of all envs."""
         self._is_started = False
 
     def _start(self) -> None:
-        """Reset all envs."""
+        """Reset all envs, after receiving steps that an interrupted rollout sent."""
         batch = self._env.env
         while len(self._splits) > 1 and (num_in_flight := batch.num_in_flight):
             try:
-                batch.recv(num_in_flight)  # sent in a rollout that was cut short
+                batch.recv(num_in_flight)
             except (EnvError, LocalProtocolError):
-                # Of that rollout; what comes next is a reset.
+                # Ignore errors of the interrupted rollout, unless `recv` makes no
+                # progress.
                 if batch.num_in_flight == num_in_flight:
                     raise
         tf.nest.map_structure(
@@ -176,12 +191,20 @@ class Simulation:
             self._env.reset(),
         )
 
-    def _steps(
+    def _run_loop(
         self, first: list[Any], states: list[States], seed: tf.Tensor, snapshot: Any
     ) -> Any:
-        """Run the loop.
+        """Run the loop in the graph.
 
-        Returns T and, by split, the last states and the values of `_recorded`.
+        Args:
+            first: The first observation of each split, `[n, ...]`.
+            states: The states of each split.
+            seed: Seed of the noise, an int32 pair.
+            snapshot: See `run`.
+
+        Returns:
+            T, the last states of each split, and the result of `_recorded_outputs` for
+            each split.
         """
         act = self._policy
         if self._snapshot is not None:
@@ -195,20 +218,22 @@ class Simulation:
             return action, policy_params, tuple(after)
 
         noise_by_split = self._noise_by_split(seed)
-        given = [
-            tf.nest.map_structure(self._array, choose(rows, noise[0], state.after))
+        outputs = [
+            tf.nest.map_structure(
+                self._tensor_array, choose(rows, noise[0], state.after)
+            )
             for rows, noise, state in zip(first, noise_by_split, states, strict=True)
-        ]  # only the shapes are needed: the graph drops what is not used
+        ]  # only for the shapes: TensorFlow prunes these operations from the graph
 
         def body(step: tf.Tensor, *parts: Any) -> tuple[tf.Tensor, Any, Any, Any]:
-            observations, states, given = map(list, parts)
+            observations, states, outputs = map(list, parts)
             for index, noise_by_step in enumerate(noise_by_split):
                 noise = tf.gather(noise_by_step, step)
                 state = states[index].after
                 action, policy_params, after = choose(observations[index], noise, state)
-                given[index] = tf.nest.map_structure(
+                outputs[index] = tf.nest.map_structure(
                     lambda array, rows: array.write(step, rows),
-                    given[index],
+                    outputs[index],
                     (action, policy_params, state),
                 )
                 states[index] = States(state, after)
@@ -216,7 +241,7 @@ class Simulation:
                 leaves = self._env.host_call(
                     functools.partial(self._exchange, index, following),
                     [step, self._env.to_env_action(action)],
-                    self._splits[following].specs(self._answer_spec),
+                    self._splits[following].specs(self._graph_input_specs),
                 )
                 if state:
                     states[following] = states[following].follow(*leaves[-3:])
@@ -224,24 +249,24 @@ class Simulation:
                 observations[following] = tf.nest.pack_sequence_as(
                     observations[following], leaves
                 )
-            return step + 1, observations, states, given
+            return step + 1, observations, states, outputs
 
-        step, _, states, given = tf.while_loop(
+        step, _, states, outputs = tf.while_loop(
             lambda step, *_: step < self._horizon,
             body,
-            (tf.constant(0), first, states, given),
+            (tf.constant(0), first, states, outputs),
             parallel_iterations=1,
         )
-        given = tf.nest.map_structure(lambda array: array.stack(), given)
-        return step, states, list(map(self._recorded, given))
+        outputs = tf.nest.map_structure(lambda array: array.stack(), outputs)
+        return step, states, list(map(self._recorded_outputs, outputs))
 
-    def _array(self, rows: tf.Tensor) -> tf.TensorArray:
-        """Return an array for as many such rows as there are steps."""
+    def _tensor_array(self, rows: tf.Tensor) -> tf.TensorArray:
+        """Return an array for rows of this shape, one per step."""
         return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
 
-    def _recorded(self, given: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
-        """Return what a rollout keeps of a split, as `SplitRows.record` takes it."""
-        *chosen, states = given
+    def _recorded_outputs(self, outputs: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+        """Return actions, log-probabilities and states of a split for the rollout."""
+        *chosen, states = outputs
         action, policy_params = tf.nest.map_structure(
             lambda rows: tf.reshape(rows, [-1, *rows.shape[2:]]), chosen
         )  # [T, n, ...] -> [T * n, ...]
@@ -249,11 +274,14 @@ class Simulation:
         first_states = tf.nest.map_structure(
             lambda rows: rows[:: self._sequence_length], states
         )
-        return given[0], tf.reshape(log_prob, given[0].shape[:2]), first_states
+        return outputs[0], tf.reshape(log_prob, outputs[0].shape[:2]), first_states
 
-    # All of it before the loop: drawing takes more operations than acting does.
     def _noise_by_split(self, seed: tf.Tensor) -> list[tf.Tensor]:
-        """Return for each split noise `[T, n, ...]`, or a seed per step `[T, 2]`."""
+        """Return noise `[T, n, ...]` for each split, or a seed per step `[T, 2]`.
+
+        All noise is drawn before the loop, because drawing it takes more operations
+        than a small policy network.
+        """
         horizon, num_envs = self._horizon, self._env.num_envs
         if self._noise is None:
             shape = [len(self._splits), horizon, 2]
@@ -268,7 +296,16 @@ class Simulation:
     def _exchange(
         self, sent: int, received: int, step: int, env_action: np.ndarray
     ) -> list[np.ndarray]:
-        """Step the envs of one split; return the next observation of another."""
+        """Step the envs of one split, and return the next observation of another.
+
+        With one split, both are the same.
+
+        Args:
+            sent: Index of the split to step.
+            received: Index of the split whose observation is returned.
+            step: Index of the batch step.
+            env_action: Actions of the split to step, `[n, ...]`.
+        """
         split = self._splits[sent]
         if env_action.dtype.kind == "f":
             self._expect_finite(split, "action", env_action[None])
@@ -276,28 +313,32 @@ class Simulation:
             result = self._env.env.step(env_action, out=split.result(step))
             self._on_step()
             self._check(split, step, result.infos)
-            return self._answer(split, step)
+            return self._graph_inputs(split, step)
         self._env.env.send(env_action, split.env_indices, together=True)
         following = self._splits[received]
-        if received != 0:  # its step of this round is yet to be sent
+        if received != 0:  # its envs are still in the previous step
             if step > 0:
                 self._receive(following, step - 1)
-            return self._answer(following, step - 1)
+            return self._graph_inputs(following, step - 1)
         self._receive(following, step)
         self._on_step()
-        return self._answer(following, step)
+        return self._graph_inputs(following, step)
 
-    def _answer(self, split: SplitRows, step: int) -> list[np.ndarray]:
-        """Return what the graph gets of a step that was received; -1: of none yet."""
+    def _graph_inputs(self, split: SplitRows, step: int) -> list[np.ndarray]:
+        """Return the inputs of the policy after a received step; -1 before the first.
+
+        These are the leaves of the next observation and, for a recurrent policy, the
+        end flags of the step.
+        """
         leaves = split.observation_leaves(step + 1)
-        return [*leaves, *split.ends(step)] if self._state_sizes else leaves
+        return [*leaves, *split.end_flags(step)] if self._state_sizes else leaves
 
     def _receive(self, split: SplitRows, step: int) -> None:
-        """Wait for a split's step, and store it."""
+        """Receive a step of a split, and store and check it."""
         _, result = self._env.env.recv(
             env_indices=split.env_indices, out=split.result(step)
         )
-        split.store(step)
+        split.copy_result(step)
         self._check(split, step, result.infos)
 
     def _check(self, split: SplitRows, step: int, infos: Mapping[int, Any]) -> None:
@@ -306,7 +347,7 @@ class Simulation:
         result = split.result(step)
         self._env.check_finite(result.observation, result.reward, split.env_indices)
         bootstrapped = result.truncated & ~result.terminated & result.valid
-        if bootstrapped.any():  # the values of their final observations are used
+        if bootstrapped.any():  # their targets use the value of the final observation
             final = tf.nest.map_structure(
                 lambda leaf: leaf[bootstrapped], result.final_observation
             )
@@ -330,6 +371,6 @@ def simulate(
 ) -> Rollout:
     """Reset all envs and collect one rollout of `horizon` batch steps.
 
-    For more than one rollout keep a `Simulation`: it is traced and compiled once.
+    To collect several rollouts, use a `Simulation`, which is traced only once.
     """
     return Simulation(env, policy, horizon).run(seed)

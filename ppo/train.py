@@ -1,7 +1,8 @@
-"""The training loop: collect, learn, report, checkpoint.
+"""The training loop: collect rollouts, update, evaluate, report, write checkpoints.
 
-A library function without a command line. Same config, same envs, same machine: same
-result. All random seeds derive from the config's seed and the iteration.
+`train` is a library function; `ppo.cli` adds the command line. All random seeds derive
+from the config's seed and the iteration, so a run with the same config and envs on the
+same machine has the same result.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import CurveEvaluator, Evaluation, derived_seed
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.objective import policy_loss_of
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
@@ -35,29 +36,34 @@ class Progress(NamedTuple):
     """State of a run after an iteration."""
 
     steps: int
+    """Env steps of the run so far."""
     steps_per_second: float
+    """Env steps per second of rollouts and updates."""
     mean_return: float
-    """Mean of the last 100 training episodes; NaN before the first has ended."""
+    """Mean return of the last 100 training episodes; NaN before the first one ends."""
     lost_steps: int
-    """Steps that failed envs have cost since `train` was called."""
+    """Env steps lost by failed envs since `train` was called."""
     metrics: Mapping[str, float]
-    """What the iteration, and an evaluation after it, gave; see docs/metrics.md."""
+    """Metrics of the iteration and of an evaluation after it; see docs/metrics.md."""
 
 
 class TrainResult(NamedTuple):
-    """How a call of `train` ended."""
+    """Result of a call of `train`."""
 
     agent: Agent
+    """The trained agent."""
     steps: int
+    """Env steps of the run, including those before a resume."""
     is_finished: bool
-    """False when `should_stop` ended it early; not when a callback did."""
+    """False if `should_stop` ended the training early; true if a callback ended it."""
     lost_steps: int
-    """Steps that failed envs have cost since `train` was called."""
+    """Env steps lost by failed envs since `train` was called."""
     mean_return: float
-    """Mean of the last 100 training episodes, as far as they ended since then."""
+    """Mean return of the last 100 training episodes since `train` was called; NaN if
+    none has ended."""
     curve: tuple[tuple[int, float], ...]
-    """Env steps and mean return of each evaluation on the way since the run began, as
-    the chief of the learners has them; the others have none."""
+    """Env steps and mean return of each evaluation during the run, including those
+    before a resume. Empty for learners other than the chief."""
 
 
 def train(
@@ -69,51 +75,56 @@ def train(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[], None] = lambda: None,
-    learners: Learners = ALONE,
+    learners: Learners = SINGLE_LEARNER,
 ) -> TrainResult:
-    """Train until the config's steps are used up.
+    """Train for the config's number of steps.
+
+    If envs or callbacks fail, a checkpoint is written before the error is raised.
 
     Args:
-        config: what to train and how.
-        run_folder: where metrics and checkpoints go. When the envs fail, what has
-            been learned until then is saved before the error is raised.
-        make_env: makes the envs, which are closed at the end.
-        resume: whether to go on from the newest checkpoint of the folder; a run that
-            ended before its first one begins again.
-        on_progress: called after every iteration; what it raises ends training.
-        should_stop: asked after every iteration; when true, training ends there.
-        on_step: called after every batch step; what it raises ends training at once,
+        config: All settings.
+        run_folder: Folder for metrics and checkpoints.
+        make_env: Creates the envs, which are closed at the end.
+        resume: Whether to continue from the newest checkpoint of the folder. A run that
+            ended before its first checkpoint starts from the beginning.
+        on_progress: Called after every iteration. An exception ends the training.
+        should_stop: Called after every iteration. The training ends if it returns true.
+        on_step: Called after every batch step. An exception ends the training at once,
             without a checkpoint.
-        learners: those of the run, which have met. The chief alone evaluates and saves.
+        learners: The connected learners of the run. Only the chief evaluates and saves.
 
     Returns:
-        The agent and how far it came. A checkpoint has been written in any case.
+        The agent and the final counters. A checkpoint of them has been written.
 
     Raises:
-        BadInputError: config and envs, checkpoint or the user's code do not fit.
-        CallbackError: a callback failed; the run is saved as for envs that fail.
-        RunWriteError: the run folder cannot be written.
-        EnvDataError: an env gave numbers that are not finite.
-        EnvsLostError: hardly any step of the envs is valid.
-        LearnerLostError: another learner is gone; the newest checkpoint stays.
-        DivergedError: the policy's outputs or the gradients are not finite; what came
-            of that is not saved.
-        envserve.errors.EnvserveError: the envs failed for good.
+        BadInputError: The config does not match the envs, the checkpoint or the user
+            code.
+        CallbackError: A callback failed; a checkpoint has been written.
+        RunWriteError: The run folder cannot be written.
+        EnvDataError: An env returned numbers that are not finite; a checkpoint has been
+            written.
+        EnvsLostError: Too few steps of the envs are valid; a checkpoint has been
+            written.
+        LearnerLostError: Another learner failed; the newest checkpoint is unchanged.
+        DivergedError: The policy's outputs or the gradients are not finite; no
+            checkpoint of the diverged networks is written.
+        envserve.errors.EnvserveError: The envs failed and cannot recover; a checkpoint
+            has been written.
     """
     first = Counters(*learners.gather(_first_counters(run_folder) if resume else ())[0])
     callbacks, policy_loss = Callbacks(config.callbacks), policy_loss_of(config)
     seed = config.seed
     if first.iteration > 0:  # a resumed run must not replay its first episodes
         seed = derived_seed(seed, first.iteration, 1)
-    num_envs = config.share_of(learners.num).num_envs
+    num_envs = config.per_learner(learners.num).num_envs
     envs = make_env(num_envs=num_envs, seed=seed, is_training=True)
-    with learners.together(), envs as env:
+    with learners.guard_collectives(), envs as env:
         run = TrainingRun(config, env, first, policy_loss, on_step, learners)
         if resume:
             if run_folder.has_checkpoint():
                 checkpoint.restore(run_folder.checkpoints, run.state)
             run_folder.save_config(config)
-        learners.align(checkpoint.variables(run.state))
+        learners.broadcast(checkpoint.variables(run.state))
         evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
         with MetricsWriter(
@@ -126,11 +137,12 @@ def train(
 
 @dataclasses.dataclass
 class _Loop:
-    """Iterations until the steps are used up, and what is due between them.
+    """Runs iterations until the end, with the evaluations, reports and checkpoints due.
 
-    All that is due follows from the counters, so that a resumed run goes on with it.
-    The order within an iteration is: learn, evaluate, report, save. A run that was
-    killed thus has reported all that its newest checkpoint knows.
+    The counters determine when evaluations and reports are due, so a resumed run
+    continues their schedules. Each iteration updates, evaluates, reports and saves, in
+    this order. Therefore the metrics of a killed run are complete up to its newest
+    checkpoint.
     """
 
     _run: TrainingRun
@@ -141,8 +153,8 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self._config, self._learners = self._run.config, self._run.learners
-        self._last_saved = -math.inf  # the first iteration is saved, however soon
-        self._saved_iteration = self._run.counters.iteration  # what it goes on from
+        self._last_saved = -math.inf  # the first iteration is always saved
+        self._saved_iteration = self._run.counters.iteration
         self._window = ReportWindow()
         self._evaluated: dict[str, float] = {}
         self._best_return = checkpoint.best_return(self._run_folder.checkpoints)
@@ -150,7 +162,7 @@ class _Loop:
     def run(
         self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
-        """Iterate until the end or a stop; saves the run in any case."""
+        """Iterate until the run is finished or stopped, then save it."""
         is_last = self._run.is_finished
         while not is_last:
             before = self._run.counters
@@ -166,14 +178,13 @@ class _Loop:
                 self._report()
                 raise
             except (EnvserveError, EnvDataError, EnvsLostError, CallbackError):
-                # Envs fail while a rollout or an evaluation is collected, and callbacks
-                # after the update: nothing is half learned.
+                # These errors never interrupt an update, so the state is consistent.
                 self._report()
                 self._save(evaluation)
                 raise
             ends = self._learners.gather((self._run.is_finished, should_stop()))
-            if any(is_finished for is_finished, _ in ends):  # by a callback, it may be
-                self._run.stop()
+            if any(is_finished for is_finished, _ in ends):
+                self._run.stop()  # a callback of another learner may have stopped it
             is_last = any(map(any, ends))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
@@ -190,16 +201,16 @@ class _Loop:
             )
 
     def _iterate(self) -> dict[str, float]:
-        """Collect and learn once; returns what a report of this alone would have."""
+        """Collect and update once, and return the metrics of this iteration."""
         before = self._run.counters.steps
         metrics = self._run.iterate()
-        alone = ReportWindow()
-        for window in (self._window, alone):
+        iteration_window = ReportWindow()
+        for window in (self._window, iteration_window):
             window.add(self._run.counters.steps - before, metrics)
         self._run.lost_steps.add(
             int(metrics["invalid_steps"]), self._config.steps_per_iteration
         )
-        return alone.take() | self._run.statistics()
+        return iteration_window.take() | self._run.statistics()
 
     def _is_evaluation_due(self, before: Counters) -> bool:
         every = self._config.evaluate_every * self._learners.is_chief
@@ -229,7 +240,7 @@ class _Loop:
         self._writer.write(self._run.counters.steps, row)
 
     def _is_best(self, evaluation: Evaluation | None) -> bool:
-        """Whether no evaluation of the run was as good; remembers it then."""
+        """Return whether an evaluation is the best of the run, and record it if so."""
         if evaluation is None or evaluation.mean_return <= self._best_return:
             return False
         self._best_return = evaluation.mean_return
@@ -273,10 +284,10 @@ def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
 
 
 def _first_counters(run_folder: RunFolder) -> Counters:
-    """Return where to go on; a run that ended within its first iteration has no place.
+    """Return the counters of a run to resume; zero if it ended in its first iteration.
 
     Raises:
-        CheckpointError: there should be a checkpoint, but there is none.
+        CheckpointError: The run has completed iterations, but there is no checkpoint.
     """
     is_at_start = last_iteration(run_folder.metrics_path) <= 1
     if is_at_start and not run_folder.has_checkpoint():

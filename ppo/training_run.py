@@ -1,4 +1,10 @@
-"""One iteration: collect a rollout, learn from it, and with `overlap` both at once."""
+"""Iterations of a training: collect a rollout and update the agent.
+
+With `overlap`, the next rollout is collected during the update. The update then runs in
+a second thread, and the envs and the loop of the rollout in the calling thread. The two
+share no variables, because the rollout uses `Updater.acting`, a copy of the parameters
+from before the update.
+"""
 
 import collections
 import time
@@ -13,7 +19,7 @@ from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
 from ppo.config.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.update import Updater
 from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
 from ppo.run_folder.checkpoint import Counters, training_state
@@ -25,13 +31,15 @@ _RECENT_EPISODES = 100
 
 
 class TrainingRun:
-    """What one iteration works with; callbacks get it.
+    """State of a training; the first argument of callbacks.
 
     Attributes:
-        config: the settings.
-        agent: what learns.
-        env: what it learns from; `set_attr` and `call_each` change the envs.
-        counters: iterations and env steps so far, also those before a resume.
+        config: The settings.
+        agent: The agent that is trained.
+        env: The training envs. Callbacks may use `set_attr`, `get_attr` and
+            `call_each`, but must not step or reset the envs.
+        counters: Iterations and env steps so far, including those before a resume.
+        rollout: The last rollout.
     """
 
     def __init__(
@@ -41,11 +49,11 @@ class TrainingRun:
         counters: Counters,
         policy_loss: Callable[..., tf.Tensor],
         on_step: Callable[[], None],
-        learners: Learners = ALONE,
+        learners: Learners = SINGLE_LEARNER,
     ) -> None:
         self.config, self.env, self.counters = config, env, counters
         self.is_stopped = False
-        self.learners, share = learners, config.share_of(learners.num)
+        self.learners, share = learners, config.per_learner(learners.num)
         self.agent = Agent(env.observation_space, env.action_space, config)
         graph_env = InGraphBatchEnv(env, self.agent.actions)
         self.updater = Updater(self.agent, share, policy_loss, learners)
@@ -63,17 +71,17 @@ class TrainingRun:
             num_rollouts=1 + config.overlap,
         )
         self.state = training_state(self.agent, self.updater, self.return_scale)
-        self._waiting: Future[Rollout] | None = None
+        self._next_rollout: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
         self.lost_steps = LostSteps()
 
     def stop(self) -> None:
-        """End the training after this iteration, as if its steps were used up."""
+        """Finish the training after this iteration, although steps are left."""
         self.is_stopped = True
 
     def _noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw what all learners' rows need, and return what is for these."""
+        """Draw the noise of all learners' rows, and return that of this learner."""
         learners = self.learners
         noise = self.agent.actions.noise(num_rows * learners.num, seed)
         if learners.num == 1:
@@ -83,16 +91,19 @@ class TrainingRun:
         return tf.reshape(parts[:, learners.index], [num_rows, *inner])
 
     def _seeds(self, iteration: int) -> list[tuple[int, int]]:
-        """Return what actions are drawn from, and what rows are shuffled by."""
+        """Return the seeds of the action noise and of the shuffling of rows."""
         seeds = np.random.SeedSequence(self.config.seed, spawn_key=(iteration,))
         act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
         return [(act_0, act_1), (shuffle_0, shuffle_1)]
 
     def _collect(self, iteration: int) -> Rollout:
-        """Collect a rollout, unless that was done during an update, or failed then."""
-        if self._waiting is not None:
-            waiting, self._waiting = self._waiting, None
-            return waiting.result()
+        """Return the rollout that was collected during the last update, or a new one.
+
+        If collecting it failed during the update, the exception is raised here.
+        """
+        if self._next_rollout is not None:
+            future, self._next_rollout = self._next_rollout, None
+            return future.result()
         return self.simulation.run(self._seeds(iteration)[0], self.updater.acting)
 
     def _learn(self, rollout: Rollout, after: Counters) -> dict[str, float]:
@@ -106,23 +117,27 @@ class TrainingRun:
             seed=self._seeds(counters.iteration)[1],
         )
 
-    def _learn_beside(self, rollout: Rollout, after: Counters) -> dict[str, float]:
-        """Learn in a thread; what fails in the rollout meanwhile, fails after this."""
+    def _learn_and_collect(self, rollout: Rollout, after: Counters) -> dict[str, float]:
+        """Update in another thread while this one collects the next rollout.
+
+        An exception of the rollout is raised by the next `_collect`, so that this
+        iteration can be completed and saved.
+        """
         acting, snapshot = self.updater.acting, self.agent.snapshot()
         tf.nest.map_structure(lambda old, new: old.assign(new), acting, snapshot)
         with ThreadPoolExecutor(1) as pool:
             learned = pool.submit(self._learn, rollout, after)
-            if not self.config.is_over_after(after.steps):
+            if not self.config.is_finished_after(after.steps):
                 seed, _ = self._seeds(after.iteration)
-                self._waiting = Future()
+                self._next_rollout = Future()
                 try:
-                    self._waiting.set_result(self.simulation.run(seed, acting))
+                    self._next_rollout.set_result(self.simulation.run(seed, acting))
                 except Exception as error:
-                    self._waiting.set_exception(error)
+                    self._next_rollout.set_exception(error)
         return learned.result()
 
     def iterate(self) -> dict[str, float]:
-        """Collect one rollout and learn from it."""
+        """Collect one rollout, update the agent, and return the metrics."""
         config, counters, learners = self.config, self.counters, self.learners
         started = time.perf_counter()
         self.rollout = rollout = self._collect(counters.iteration)
@@ -134,16 +149,17 @@ class TrainingRun:
         num_valid, num_lost = (sum(part[index] for part in parts) for index in (0, 1))
         after = Counters(counters.iteration + 1, counters.steps + num_valid)
         self.recent.extend(Episode(*each) for part in parts for each in part[2])
-        # Before the update: nothing stored in the rollout depends on this scale.
+        # Updated before the learning step, because rewards are stored unscaled.
         ends = rollout.done, rollout.valid
         self.return_scale.update(rollout.reward, *ends, learners)
-        learn = self._learn_beside if config.overlap else self._learn
+        learn = self._learn_and_collect if config.overlap else self._learn
         learned = learn(rollout, after)
-        # After the update: log-probabilities were taken with the old statistics.
-        acted_on = tf.nest.map_structure(
+        # Updated after the learning step, because the stored log-probabilities depend
+        # on the previous statistics.
+        observation = tf.nest.map_structure(
             lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
         )  # [T + 1, B, ...] -> [T * B, ...]
-        self.agent.preprocess.update(acted_on, rollout.valid.reshape(-1), learners)
+        self.agent.preprocess.update(observation, rollout.valid.reshape(-1), learners)
         self.counters = after
         finished = time.perf_counter()
         return {
@@ -160,7 +176,7 @@ class TrainingRun:
         }
 
     def statistics(self) -> dict[str, float]:
-        """Return what the normalisers have come to."""
+        """Return metrics of the observation normalisation and the reward scale."""
         statistics = self.agent.preprocess.statistics()
         if self.config.scale_rewards:
             statistics["reward_scale"] = float(self.return_scale.factor)
@@ -168,12 +184,12 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the steps are used up, or a callback has stopped the run."""
-        return self.is_stopped or self.config.is_over_after(self.counters.steps)
+        """Whether the run has all its steps, or a callback has stopped it."""
+        return self.is_stopped or self.config.is_finished_after(self.counters.steps)
 
     @property
     def mean_return(self) -> float:
-        """Mean of the recent episodes; NaN before the first has ended."""
+        """Mean return of the last 100 episodes; NaN before the first one ends."""
         return _mean([episode.total_reward for episode in self.recent])
 
 

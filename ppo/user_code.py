@@ -1,8 +1,9 @@
-"""Code of users that a config names: found, called, and blamed by its line.
+"""Load and call user code that a config names: networks, losses and callbacks.
 
 A name is `package.module:NAME` or `path/to/file.py:NAME`, with a path relative to the
-working directory. A file is loaded once, as a module is: what its functions share they
-share; if it has changed since, it is loaded anew.
+working directory. Each file is loaded once, like a module, so its functions share its
+global variables. It is loaded again only if it has changed on disk. Errors in user code
+are reported with its file and line.
 """
 
 import contextlib
@@ -19,19 +20,24 @@ from typing import Any
 from envserve.text import one_line
 from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 
-#: By path: which version of a file was loaded, and what it has become.
+#: Loaded files by path, each with its version (modification time, size) and module.
 _loaded: dict[str, tuple[tuple[int, int], ModuleType]] = {}
 
 
-def load_own(setting: str, name: str) -> Callable[..., Any]:
+def load_user_code(setting: str, name: str) -> Callable[..., Any]:
     """Return the function or class that a setting names.
 
+    Args:
+        setting: The key of the setting, for error messages.
+        name: `package.module:NAME` or `path/to/file.py:NAME`.
+
     Raises:
-        ConfigError: there is no such module, file or name, or it cannot be imported.
+        ConfigError: The module, the file or the name in it does not exist, or the
+            import fails.
     """
     source, _, wanted = name.rpartition(":")
     path = os.path.abspath(source) if source.endswith(".py") else None
-    with blamed(f"{setting} {name}", path):
+    with user_code_errors(f"{setting} {name}", path):
         module = _load_file(path) if path else importlib.import_module(source)
     if not callable(found := getattr(module, wanted, None)):
         names = [key for key, value in vars(module).items() if callable(value)]
@@ -44,23 +50,27 @@ def load_own(setting: str, name: str) -> Callable[..., Any]:
 
 def _load_file(path: str) -> ModuleType:
     version = (found := os.stat(path)).st_mtime_ns, found.st_size
-    known, module = _loaded.get(path, (None, None))
-    if module is None or known != version:
+    loaded_version, module = _loaded.get(path, (None, None))
+    if module is None or loaded_version != version:
         loader = SourceFileLoader(path.replace(".", "_"), path)
         module = ModuleType(loader.name)
         module.__file__ = path
-        sys.modules[loader.name] = module  # dataclasses look there
+        sys.modules[loader.name] = module  # dataclasses look up their module here
         loader.exec_module(module)
         _loaded[path] = version, module
     return module
 
 
 @contextlib.contextmanager
-def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[None]:
-    """Turn what a user's code raises within into one line with its file and line.
+def user_code_errors(
+    what: str, code: Any, kind: type[PpoError] = ConfigError
+) -> Iterator[None]:
+    """Turn exceptions of user code into one-line errors with its file and line.
 
-    `what` is the setting, and what it names; `own` the function or class, or a path. An
-    error that is of this kind already stays as it is.
+    Args:
+        what: The setting and its value, with which the message begins.
+        code: The user's function or class, or the path of the user's file.
+        kind: Type of the new exception; exceptions that already have it are unchanged.
     """
     try:
         yield
@@ -68,56 +78,74 @@ def blamed(what: str, own: Any, kind: type[PpoError] = ConfigError) -> Iterator[
         raise
     except (Exception, SystemExit) as error:
         text = one_line(" ".join(str(error).split()), 300)
-        blame = kind(f"{what}: {line_of(own, error)}{type(error).__name__}: {text}")
-        # Else AutoGraph, where it traces such code, makes many lines of this one.
-        blame.ag_pass_through = True  # type: ignore[attr-defined]
-        raise blame from error
+        located_error = kind(
+            f"{what}: {source_location(code, error)}{type(error).__name__}: {text}"
+        )
+        # Without this flag, AutoGraph would expand the message to many lines if the
+        # code raises while it is traced.
+        located_error.ag_pass_through = True  # type: ignore[attr-defined]
+        raise located_error from error
 
 
-def line_of(own: Any, error: BaseException | None = None) -> str:
-    """Return `FILE:LINE: ` of own code, or of the last line of it that an error met."""
-    file, line = own if isinstance(own, str) else None, 0
+def source_location(code: Any, error: BaseException | None = None) -> str:
+    """Return `FILE:LINE: ` of user code, or an empty string if it is not known.
+
+    The line is the innermost line of the user's file in the traceback of `error`, or
+    the definition of `code` if there is no such line.
+
+    Args:
+        code: A function, a class, or the path of a file.
+        error: An exception that the code raised.
+    """
+    file, line = code if isinstance(code, str) else None, 0
     with contextlib.suppress(TypeError, OSError):
-        file, line = inspect.getsourcefile(own), inspect.getsourcelines(own)[1]
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     for frame in traceback.extract_tb(error.__traceback__ if error else None)[::-1]:
-        is_ours = "importlib" in frame.filename or frame.filename == __file__
-        if frame.filename == file or not (file or is_ours):
+        is_loader = "importlib" in frame.filename or frame.filename == __file__
+        if frame.filename == file or not (file or is_loader):
             return f"{frame.filename}:{frame.lineno}: "
     return f"{file}:{line}: " if line else ""
 
 
 class Callbacks:
-    """The callbacks of a config, in their order; classes are made here, once.
+    """The callbacks of a config, called in the order of the config.
+
+    Classes are instantiated once, when this object is created.
 
     Raises:
-        ConfigError: there is no such function or class, it cannot be made, or it does
-            not take run, metrics and rollout.
+        ConfigError: A function or class does not exist, a class cannot be instantiated,
+            or a callback does not accept the arguments run, metrics and rollout.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._callbacks: list[tuple[str, Any, Any]] = []
         for name in names:
-            own = load_own("callbacks", name)
-            with blamed(f"callbacks {name}", own):
-                called: Any = own() if inspect.isclass(own) else own
-                inspect.signature(called).bind("run", "metrics", "rollout")
-            self._callbacks.append((f"callbacks {name}", own, called))
+            code = load_user_code("callbacks", name)
+            with user_code_errors(f"callbacks {name}", code):
+                callback: Any = code() if inspect.isclass(code) else code
+                inspect.signature(callback).bind("run", "metrics", "rollout")
+            self._callbacks.append((f"callbacks {name}", code, callback))
 
     def __call__(self, run: Any, metrics: dict[str, float]) -> dict[str, float]:
-        """Call them all; returns the numbers that they add, or raises CallbackError."""
+        """Call all callbacks and return the metrics that they add.
+
+        Raises:
+            CallbackError: A callback raised, stepped or reset the envs of the training,
+                or returned something other than numbers by name.
+        """
         numbers, env = dict(metrics), run.env
         rows, resets = env.stats().rows, env.reset_infos
-        for name, own, called in self._callbacks:
-            with blamed(name, own, CallbackError):
-                numbers.update(called(run, numbers, run.rollout) or {})
+        for name, code, callback in self._callbacks:
+            with user_code_errors(name, code, CallbackError):
+                numbers.update(callback(run, numbers, run.rollout) or {})
                 if env.stats().rows != rows or env.reset_infos is not resets:
                     raise ValueError(
-                        "expected a callback that leaves steps and resets of run.env "
-                        "to the training, whose next rollout goes on where its last "
-                        "one ended; make a BatchEnv of your own"
+                        "expected a callback that does not step or reset run.env, "
+                        "because the next rollout continues the episodes of this one; "
+                        "use a BatchEnv of your own"
                     )
                 if odd := [key for key in numbers if not isinstance(key, str)]:
                     raise TypeError(f"expected numbers by name, got {odd[0]!r}")
                 numbers = {key: float(value) for key, value in numbers.items()}
-        own_names = numbers.keys() - {*metrics, "steps"}
-        return {k: numbers[k] for k in own_names if not k.startswith("evaluation_")}
+        added = numbers.keys() - {*metrics, "steps"}
+        return {k: numbers[k] for k in added if not k.startswith("evaluation_")}

@@ -1,1 +1,1 @@
-"""The agent: preprocessing, networks, action distributions."""
+"""The agent: observation preprocessing, networks and action distributions."""

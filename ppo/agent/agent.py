@@ -1,7 +1,7 @@
-"""The agent: preprocessor, policy and value network of one pair of spaces.
+"""The agent: observation preprocessor, policy and value function.
 
-It acts (`act`, `mode`), judges (`distribution`, `value`) and names everything that a
-checkpoint must hold. It does not learn; that is for `ppo.learning.update`.
+An agent samples actions, computes action distributions and values, and lists the
+variables that a checkpoint must store. `ppo.learning.update` trains it.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import gymnasium
 import keras
 import tensorflow as tf
 
-from ppo.agent.actions.action_spaces import action_kind
+from ppo.agent.actions.action_spaces import make_action_adapter
 from ppo.agent.actions.distributions import Distribution
 from ppo.agent.networks.build import build_networks
 from ppo.agent.observations import ObservationPreprocessor
@@ -22,18 +22,27 @@ __all__ = ["Agent"]
 class Agent:
     """Policy and value function for an observation space and an action space.
 
-    With `recurrent_size` each of the two has a memory, and its heads take what that
-    gives in place of features. Whoever acts then holds the states: `[N, units]` of the
-    policy's memory and, where values are wanted as well, of the value's.
+    With `recurrent_size`, the policy and the value function each have a recurrent core,
+    whose output replaces the features. The caller keeps the states, `[N, units]` for
+    the policy and, if it needs values, `[N, units]` for the value function.
+
+    Args:
+        observation_space: Observation space of one env.
+        action_space: Action space of one env.
+        config: The settings of the networks and of the action distribution.
 
     Attributes:
-        actions: what policy and envs call an action.
-        preprocess: turns raw observations into features.
-        memories: that of the policy and that of the value; none without recurrence.
-        state_sizes: Units of each of the memories.
-        trainable_variables: The Keras variables that the optimizer changes; those of
-            the memories last.
+        actions: Adapter between policy outputs, actions and env actions.
+        preprocess: Preprocessor from raw observations to features.
+        cores: Recurrent cores of the policy and of the value function, or empty.
+        state_sizes: Units of each recurrent core.
+        trainable_variables: Keras variables that the optimizer changes; those of the
+            recurrent cores last.
         trackables: Objects that a checkpoint must store, by name.
+
+    Raises:
+        UnsupportedSpaceError: A space is not supported.
+        ConfigError: A custom network cannot be loaded or does not match the spaces.
     """
 
     def __init__(
@@ -42,7 +51,7 @@ class Agent:
         action_space: gymnasium.Space[Any],
         config: Config,
     ) -> None:
-        self.actions = action_kind(action_space, config)
+        self.actions = make_action_adapter(action_space, config)
         self.actions.check_mask(observation_space)
         self.preprocess = ObservationPreprocessor(
             observation_space,
@@ -50,8 +59,8 @@ class Agent:
             clip=config.observation_clip,
         )
         self._networks = build_networks(self.preprocess, self.actions, config)
-        self.memories = self._networks.memories
-        self.state_sizes = tuple(memory.units for memory in self.memories)
+        self.cores = self._networks.cores
+        self.state_sizes = tuple(core.units for core in self.cores)
         parts = self._networks.parts
         self.trainable_variables: list[Any] = [
             variable for part in parts.values() for variable in part.trainable_variables
@@ -67,129 +76,148 @@ class Agent:
         """Sample an action per row of a raw observation.
 
         Args:
-            observation: raw observation, rows `[N, ...]`.
-            seed: int32 pair; the same seed gives the same actions.
-            state: with recurrence, float32 `[N, units]` of the policy's memory, or of
-                both; zero where an episode begins.
+            observation: Raw observation, rows `[N, ...]`.
+            seed: int32 pair; the same seed samples the same actions.
+            state: For a recurrent policy, the state of its core, or the states of both
+                cores, float32 `[N, units]`; zero at the start of an episode.
 
         Returns:
-            Actions, float32 or int64 `[N, A]` or, if Discrete, int64 `[N]`, and
-            log-probabilities `[N]`, then the states after this observation.
+            Actions, float32 or int64 `[N, A]` or, if Discrete, int64 `[N]`;
+            log-probabilities `[N]`; and the states after this observation.
         """
         rows = tf.nest.flatten(observation)[0]
-        num_rows = rows.shape[0] or tf.shape(rows)[0]  # the latter in exported graphs
+        num_rows = rows.shape[0] or tf.shape(rows)[0]  # dynamic in exported graphs
         noise = self.actions.noise(num_rows, seed)
-        distribution, state = self._perceive(observation, state)
+        distribution, state = self._policy_step(observation, state)
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
 
     def snapshot(self) -> Any:
-        """Return all that actions depend on, as tensors that learning leaves alone."""
+        """Return copies of all parameters and statistics that actions depend on."""
         values = [tf.identity(variable.value) for variable in self.trainable_variables]
         return values, self.preprocess.scales()
 
     def act_from(
         self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
     ) -> tuple[Any, ...]:
-        """Sample as `act` does, as the agent was when `snapshot` was taken.
+        """Sample actions with the parameters of a snapshot.
 
-        It takes N rows of what `actions.noise` gave in place of a seed, and
-        returns the distribution's parameters in place of log-probabilities; what takes
-        `log_prob` of many steps at once is sooner done.
+        Log-probabilities are left to `log_prob`, which is faster for many steps at once
+        than for each step.
+
+        Args:
+            snapshot: Result of `snapshot`.
+            observation: Raw observation, rows `[N, ...]`.
+            noise: N rows of `actions.noise`.
+            state: As for `act`.
+
+        Returns:
+            Actions, as from `act`; the parameters of their distributions, for
+            `log_prob`; and the states after this observation.
         """
         values, scales = snapshot
         variables = self.trainable_variables
         with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            distribution, state = self._perceive(observation, state, scales)
+            distribution, state = self._policy_step(observation, state, scales)
         return distribution.sample(noise), distribution.parameters, *state
 
     def log_prob(self, action: tf.Tensor, parameters: Any) -> tf.Tensor:
-        """Return log-probabilities `[N]` of actions, given their distributions'."""
-        return self.distribution_of(parameters).log_prob(action)
+        """Return log-probabilities `[N]` of actions.
+
+        Args:
+            action: Actions from `act_from`, `[N, ...]`.
+            parameters: Distribution parameters from `act_from`, `[N, ...]`.
+        """
+        return self.distribution_from(parameters).log_prob(action)
 
     def mode(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
     ) -> tuple[tf.Tensor, ...]:
-        """Return the most likely action per row; takes and returns what `act` does."""
-        del seed  # nothing is drawn
-        distribution, state = self._perceive(observation, state)
+        """Return the most likely action per row; arguments and results as in `act`."""
+        del seed  # only for the same signature as `act`
+        distribution, state = self._policy_step(observation, state)
         action = distribution.mode()
         return action, distribution.log_prob(action), *state
 
     def distribution(
-        self, features: Any, remembered: tf.Tensor | None = None
+        self, features: Any, core_output: tf.Tensor | None = None
     ) -> Distribution:
-        """Return the action distribution for preprocessed rows `[N, ...]`.
+        """Return the action distributions for preprocessed rows `[N, ...]`.
 
-        With recurrence, `remembered` is what the policy's memory gave, `[N, units]`.
+        A recurrent policy uses `core_output`, the output of its core, `[N, units]`.
         """
         inputs, mask = self.preprocess.inputs(features)
-        if remembered is None:
-            remembered = self._networks.policy_torso(inputs)
-        return self._distribution(remembered, mask)
+        if core_output is None:
+            core_output = self._networks.policy_torso(inputs)
+        return self._distribution(core_output, mask)
 
-    def distribution_of(self, parameters: Any) -> Distribution:
-        """Return the distribution that had these `parameters`."""
+    def distribution_from(self, parameters: Any) -> Distribution:
+        """Return the distribution with these `parameters`."""
         return self.actions.distribution_type(*parameters)
 
-    def value(self, features: Any, remembered: tf.Tensor | None = None) -> tf.Tensor:
+    def value(self, features: Any, core_output: tf.Tensor | None = None) -> tf.Tensor:
         """Return the value per preprocessed row, float32 `[N]`.
 
-        With recurrence, `remembered` is what the value's memory gave, `[N, units]`.
+        A recurrent value function uses `core_output`, the output of its core,
+        `[N, units]`.
         """
-        if remembered is None:
+        if core_output is None:
             inputs, _ = self.preprocess.inputs(features)
-            remembered = self._networks.value_torso(inputs)
-        return self._networks.value(remembered)
+            core_output = self._networks.value_torso(inputs)
+        return self._networks.value(core_output)
 
     def distribution_and_value(self, features: Any) -> tuple[Distribution, tf.Tensor]:
-        """Return both; a torso that they share is passed once, also by gradients."""
+        """Return action distributions and values; a shared torso is evaluated once."""
         networks = self._networks
         inputs, mask = self.preprocess.inputs(features)
-        seen = networks.policy_torso(inputs)
-        distribution = self._distribution(seen, mask)
+        torso_output = networks.policy_torso(inputs)
+        distribution = self._distribution(torso_output, mask)
         if not networks.is_torso_shared:
-            seen = networks.value_torso(inputs)
-        return distribution, networks.value(seen)
+            torso_output = networks.value_torso(inputs)
+        return distribution, networks.value(torso_output)
 
     def embed(self, features: Any, count: int = 2) -> list[tf.Tensor]:
-        """Return what memories take of preprocessed rows `[N, ...]`: `[N, D]` each.
+        """Return the inputs of the recurrent cores, `[N, D]` each.
 
-        A count of 1 is for the policy's memory, 2 for the value's as well; a torso that
-        they share is passed once.
+        Args:
+            features: Preprocessed rows `[N, ...]`.
+            count: 1 for the policy's core only, 2 for that of the value function too.
         """
         networks = self._networks
         inputs, _ = self.preprocess.inputs(features)
-        seen = networks.policy_torso(inputs)
-        embeddings = [self.memories[0].embed(seen)]
+        torso_output = networks.policy_torso(inputs)
+        embeddings = [self.cores[0].embed(torso_output)]
         if count > 1:
             if not networks.is_torso_shared:
-                seen = networks.value_torso(inputs)
-            embeddings.append(self.memories[1].embed(seen))
+                torso_output = networks.value_torso(inputs)
+            embeddings.append(self.cores[1].embed(torso_output))
         return embeddings
 
-    def _perceive(
+    def _policy_step(
         self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any = None
     ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
-        """Return what to draw actions from, and the states after the observation."""
+        """Return action distributions, and the states after the observation."""
         features = self.preprocess(observation, scales)
-        if not self.memories:
+        if not self.cores:
             return self.distribution(features), ()
         embeddings = self.embed(features, len(state))
         state = tuple(
-            memory.advance(embedding, part)
-            for memory, embedding, part in zip(
-                self.memories, embeddings, state, strict=False
+            core.advance(embedding, part)
+            for core, embedding, part in zip(
+                self.cores, embeddings, state, strict=False
             )
         )
         return self.distribution(features, state[0]), state
 
-    def _distribution(self, seen: Any, mask: tf.Tensor | None) -> Distribution:
-        return self.actions.distribution(self._networks.policy(seen), mask)
+    def _distribution(self, torso_output: Any, mask: tf.Tensor | None) -> Distribution:
+        return self.actions.distribution(self._networks.policy(torso_output), mask)
 
     @property
     def policy_variables(self) -> list[Any]:
-        """Trainable variables of the policy; all if it shares any with the value."""
+        """Trainable variables of the policy; all if it shares any with the value.
+
+        Parts are shared in a shared torso and in a custom model.
+        """
         parts = self._networks.parts
         if "torso" in parts:
             return self.trainable_variables

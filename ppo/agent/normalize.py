@@ -1,17 +1,21 @@
-"""Running statistics of observations and returns, in float64.
+"""Running statistics for observation normalisation and reward scaling, in float64.
 
-Statistics never change while a rollout is collected and learned from; they are merged
-in between, from valid rows only. What a masked row holds has no influence.
+The statistics are updated between iterations, so they are the same while a rollout is
+collected and while the agent is updated from it. Only valid rows are used; the values
+of other rows have no influence.
 """
 
 import numpy as np
 import tensorflow as tf
 
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 
 
 class RunningMoments:
-    """Mean and variance of all rows seen so far, kept in TensorFlow variables.
+    """Running mean and variance of rows, in TensorFlow variables.
+
+    Args:
+        shape: Shape of a row.
 
     Attributes:
         trackables: Objects that a checkpoint must store, by name.
@@ -26,8 +30,8 @@ class RunningMoments:
             "mean": self._mean,
             "squares": self._squares,
         }
-        # One graph call; rows may come in any number without a new trace.
-        self._merge = tf.function(self._take_in, reduce_retracing=True)
+        # Without retracing for each new number of rows.
+        self._merge = tf.function(self._merge_rows, reduce_retracing=True)
 
     @property
     def mean(self) -> tf.Tensor:
@@ -41,13 +45,21 @@ class RunningMoments:
         return tf.where(self._count > 0, variance, tf.ones_like(variance))
 
     def update(
-        self, values: tf.Tensor, mask: tf.Tensor, learners: Learners = ALONE
+        self, values: tf.Tensor, mask: tf.Tensor, learners: Learners = SINGLE_LEARNER
     ) -> None:
-        """Take in rows `[N, ...]`, any numeric dtype, where `mask` `[N]` is true."""
+        """Add the rows of `values` where `mask` is true.
+
+        Args:
+            values: Rows `[N, ...]` of any numeric dtype.
+            mask: Bool `[N]`.
+            learners: The learners, whose rows are all added.
+        """
         self._merge(tf.cast(values, tf.float64), mask, learners)
 
-    def _take_in(self, values: tf.Tensor, mask: tf.Tensor, learners: Learners) -> None:
-        """Join the moments of rows with those so far (Chan et al. 1979)."""
+    def _merge_rows(
+        self, values: tf.Tensor, mask: tf.Tensor, learners: Learners
+    ) -> None:
+        """Merge the moments of rows into the running ones (Chan et al. 1979)."""
         mask = tf.reshape(mask, [-1] + [1] * (len(values.shape) - 1))
         zero = tf.zeros_like(values)
         count = tf.reduce_sum(tf.cast(mask, tf.float64))
@@ -66,16 +78,24 @@ class RunningMoments:
 
     @property
     def scale(self) -> tuple[tf.Tensor, ...]:
-        """What `normalize` subtracts, and what it multiplies by; float64."""
+        """Mean and reciprocal standard deviation for `normalize`, float64."""
         return self.mean, tf.math.rsqrt(self.variance + 1e-8)
 
     def normalize(
         self, values: tf.Tensor, clip: float, scale: tuple[tf.Tensor, ...] = ()
     ) -> tf.Tensor:
-        """Shift and scale to mean 0 and variance 1, then clip to +-`clip`.
+        """Normalise values to mean 0 and variance 1, then clip them to +-`clip`.
 
-        Returns float32. The subtraction happens in float64: positions far from the
-        origin would lose their digits in float32. `scale` is that of now by default.
+        The subtraction is done in float64, because large values with small differences
+        would lose precision in float32.
+
+        Args:
+            values: Rows `[N, ...]`.
+            clip: Limit of the normalised values.
+            scale: An earlier value of the property `scale`; the current one by default.
+
+        Returns:
+            float32 `[N, ...]`.
         """
         mean, factor = scale or self.scale
         scaled = (tf.cast(values, tf.float64) - mean) * factor
@@ -83,25 +103,25 @@ class RunningMoments:
 
 
 class ReturnScale:
-    """Divides rewards by the standard deviation of the discounted return.
+    """Scales rewards by the standard deviation of the discounted return.
 
-    The return is summed forward per env, `R = discount * R + r`, and starts at 0 with
-    each episode (Engstrom et al. 2020). No mean is subtracted.
+    The discounted return of each env is accumulated as `R = discount * R + r`, and
+    starts at 0 in each episode (Engstrom et al. 2020). No mean is subtracted.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name. The running returns
-            are not among them, because a restored run begins new episodes.
+        trackables: Objects that a checkpoint must store, by name. These do not include
+            the returns of current episodes, because a resumed run starts new episodes.
     """
 
     def __init__(self, num_envs: int, discount: float) -> None:
         self._discount = discount
-        self._carried = np.zeros(num_envs)  # discounted, and 0 after an episode's end
+        self._running_return = np.zeros(num_envs)  # discounted; 0 after an episode
         self._moments = RunningMoments(())
         self.trackables = self._moments.trackables
 
     @property
     def factor(self) -> tf.Tensor:
-        """What to multiply rewards by, float32; 1 before the first row."""
+        """Factor for rewards, a float32 scalar; 1 before the first row."""
         return tf.cast(tf.math.rsqrt(self._moments.variance + 1e-8), tf.float32)
 
     def update(
@@ -109,15 +129,22 @@ class ReturnScale:
         reward: np.ndarray,
         done: np.ndarray,
         valid: np.ndarray,
-        learners: Learners = ALONE,
+        learners: Learners = SINGLE_LEARNER,
     ) -> None:
-        """Take in a rollout: float `[T, B]`, bool `[T, B]`, bool `[T, B]`."""
+        """Add the rewards of a rollout.
+
+        Args:
+            reward: float `[T, B]`.
+            done: bool `[T, B]`; whether the episode ended.
+            valid: bool `[T, B]`; other rows are ignored.
+            learners: The learners, whose returns are all added.
+        """
         returns = np.where(valid, reward, 0.0)
-        kept = np.where(done | ~valid, 0.0, self._discount)
-        carried = self._carried
-        for total, share in zip(returns, kept, strict=True):
-            total += carried
-            carried = share * total
-        self._carried = carried
+        discounts = np.where(done | ~valid, 0.0, self._discount)
+        carried = self._running_return
+        for total, discount in zip(returns, discounts, strict=True):
+            total += carried  # in place, in `returns`
+            carried = discount * total
+        self._running_return = carried
         returns, valid = tf.reshape(returns, [-1]), tf.reshape(valid, [-1])
         self._moments.update(returns, valid, learners)

@@ -1,8 +1,9 @@
-"""What networks see of an observation: float32 leaves of moderate size.
+"""Preprocess observations to float32 network inputs.
 
-Box leaves are normalised by running statistics, images scaled to [0, 1], discrete
-leaves one-hot encoded. The structure (dict, tuple) of the observation space is kept.
-Images stay bytes until a network needs them, and an action mask is set apart.
+Box leaves are normalised by running statistics, images are scaled to [0, 1], and
+discrete leaves are one-hot encoded. The structure (dict, tuple) of the observation
+space is kept. Images stay uint8 until a network needs them, and the action mask is
+separated from the inputs.
 """
 
 from typing import Any
@@ -15,14 +16,18 @@ from ppo.agent.actions.action_spaces import MASK_KEY
 from ppo.agent.normalize import RunningMoments
 from ppo.errors import UnsupportedSpaceError
 from ppo.images import is_image
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 
 
 def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
     """Turn Dict and Tuple spaces into dicts and tuples of their leaf spaces.
 
     Returns:
-        A nest for `tf.nest` with a non-composite space at every leaf.
+        A nest for `tf.nest` whose leaves are Box, Discrete, MultiBinary or
+        MultiDiscrete spaces.
+
+    Raises:
+        UnsupportedSpaceError: A leaf is another space.
     """
     if isinstance(space, gymnasium.spaces.Dict):
         return {
@@ -37,15 +42,23 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
     if _leaf_kind(space) is None:
         raise UnsupportedSpaceError(
             f"{path}: expected Box, Discrete, MultiBinary, MultiDiscrete, or a Dict or "
-            f"Tuple of those, got {space}; leave it out with the wrapper "
-            "FilterObservation (its filter_keys name what stays), or wrap the env to "
-            "encode it as a Box."
+            f"Tuple of those, got {space}; remove it with the wrapper "
+            "FilterObservation (its filter_keys are the keys to keep), or wrap the env "
+            "to encode it as a Box."
         )
     return space
 
 
 class ObservationPreprocessor:
-    """Maps raw observations to network inputs, and keeps the statistics for it.
+    """Preprocesses raw observations, and maintains the statistics for normalisation.
+
+    Calling the preprocessor returns features, which a rollout can store; `inputs` turns
+    features into network inputs.
+
+    Args:
+        space: Observation space of one env.
+        normalize: Whether to normalise Box leaves that are not images.
+        clip: Limit of normalised values.
 
     Attributes:
         trackables: Objects that a checkpoint must store, by name.
@@ -75,17 +88,17 @@ class ObservationPreprocessor:
 
     @property
     def leaf_spaces(self) -> list[gymnasium.Space[Any]]:
-        """What is observed, leaf by leaf, without the mask."""
+        """The spaces of all leaves, without the action mask."""
         return list(tf.nest.flatten(self._spaces))
 
     @property
     def input_space(self) -> gymnasium.Space[Any]:
-        """What a network gets: Boxes of float32 in the structure of observations."""
+        """Space of network inputs: float32 Boxes in the structure of observations."""
         boxes = [leaf.input_space for leaf in self._leaves]
         return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
 
     def scales(self) -> list[tuple[tf.Tensor, ...]]:
-        """Return what leaves are normalised by now; empty where one is not."""
+        """Return the current `RunningMoments.scale` of each leaf; () if it has none."""
         moments = [leaf.moments for leaf in self._leaves]
         return [() if part is None else part.scale for part in moments]
 
@@ -93,40 +106,40 @@ class ObservationPreprocessor:
         """Preprocess an observation with rows `[N, ...]`.
 
         Args:
-            observation: as the env gives it.
-            scales: what `scales` gave, so as not to compute it again; by default now's.
+            observation: Raw observation of the envs.
+            scales: Result of `scales`; the current statistics by default.
 
         Returns:
             Features: the same structure with leaves `[N, ...]`, float32 or, for images,
-            uint8; a mask has become bool `[N, flags]`. Selecting rows of them, and
-            setting rows to zero, is all that is to be done before `inputs`.
+            uint8; an action mask becomes bool `[N, flags]`. Callers may select rows and
+            set rows to zero before they pass features to `inputs`.
         """
-        arrays = self._arrays(observation)
+        arrays = self._unmasked_leaves(observation)
         scales = [()] * len(arrays) if scales is None else scales
         features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
         if self._has_mask:
-            flags = tf.nest.flatten(observation[MASK_KEY])  # of all choices, or of each
+            flags = tf.nest.flatten(observation[MASK_KEY])  # one array, or one a choice
             flags = [tf.cast(part, tf.bool) for part in flags]
             packed[MASK_KEY] = tf.concat(flags, axis=1)
         return packed
 
     def inputs(self, features: Any) -> tuple[Any, tf.Tensor | None]:
-        """Return what networks get of features, and the action mask if there is one.
+        """Return network inputs and the action mask, given features.
 
         Returns:
-            The structure of observations with float32 leaves `[N, ...]`, and bool
-            `[N, flags]` or None.
+            The structure of observations with float32 leaves `[N, ...]`; and the mask,
+            bool `[N, flags]`, or None if observations have no mask.
         """
         arrays = [
             tf.cast(array, tf.float32) / 255.0 if array.dtype == tf.uint8 else array
-            for array in self._arrays(features)
+            for array in self._unmasked_leaves(features)
         ]
         mask = features[MASK_KEY] if self._has_mask else None
         return tf.nest.pack_sequence_as(self._spaces, arrays), mask
 
     def statistics(self) -> dict[str, float]:
-        """Return the range of means and standard deviations, if there are any."""
+        """Return metrics: the ranges of running means and standard deviations."""
         moments = [leaf.moments for leaf in self._leaves if leaf.moments is not None]
         if not moments:
             return {}
@@ -139,21 +152,25 @@ class ObservationPreprocessor:
             "observation_std_max": float(deviations.max()),
         }
 
-    def update(self, observation: Any, mask: Any, learners: Learners = ALONE) -> None:
-        """Take rows `[N, ...]` into the statistics where `mask` `[N]` is true."""
-        for leaf, array in zip(self._leaves, self._arrays(observation), strict=True):
+    def update(
+        self, observation: Any, mask: Any, learners: Learners = SINGLE_LEARNER
+    ) -> None:
+        """Add the rows `[N, ...]` where `mask` `[N]` is true to the statistics."""
+        for leaf, array in zip(
+            self._leaves, self._unmasked_leaves(observation), strict=True
+        ):
             if leaf.moments is not None:
                 leaf.moments.update(tf.convert_to_tensor(array), mask, learners)
 
-    def _arrays(self, observation: Any) -> list[Any]:
-        """List the leaves that are looked at."""
+    def _unmasked_leaves(self, observation: Any) -> list[Any]:
+        """Return the leaves of an observation without the action mask."""
         if self._has_mask:
             observation = {k: v for k, v in observation.items() if k != MASK_KEY}
         return list(tf.nest.flatten(observation))
 
 
 class _Leaf:
-    """One leaf of the observation space and its statistics, if it has any."""
+    """A leaf of the observation space, with its statistics if it is normalised."""
 
     def __init__(
         self, space: gymnasium.Space[Any], *, normalize: bool, clip: float
@@ -180,7 +197,7 @@ class _Leaf:
         if self.moments is not None:
             return self.moments.normalize(array, self._clip, scale)
         if self._kind == "image":
-            return tf.cast(array, tf.uint8)  # a fourth of the memory until `inputs`
+            return tf.cast(array, tf.uint8)  # a quarter of the memory of float32
         if self._kind == "discrete":
             zero_based = tf.cast(array, tf.int64) - int(self._space.start)
             return tf.one_hot(zero_based, int(self._space.n))

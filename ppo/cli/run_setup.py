@@ -14,12 +14,12 @@ from ppo.cli.options import place_of
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.config.named_configs import (
+    CONFIG_FORMS,
     CONFIGS,
-    WORDS,
     apply_settings,
     is_env,
     load_config,
-    suited,
+    recommended_settings,
 )
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import EnvSource, RunFolder
@@ -135,7 +135,7 @@ def new_plan(
 ) -> Plan:
     """Find out what to run, look at its env, and then make a folder."""
     if name is None:
-        raise ConfigError(f"Expected {WORDS}.")
+        raise ConfigError(f"Expected {CONFIG_FORMS}.")
     base = load_config(name)
     config = _located(apply_settings(base, changes))
     screen.phase(f"looking at {env_name_of(config.env_name)}", is_passing=True)
@@ -150,7 +150,7 @@ def new_plan(
         known = [word for word in CONFIGS if CONFIGS[word] == base]
         origin = f"of {known[0]}" if known else "suited to its spaces"
         if not known:
-            base = base.replace(**suited(*spaces))
+            base = base.replace(**recommended_settings(*spaces))
             config = _located(apply_settings(base, changes))
     run_folder = RunFolder.create(run_dir or new_folder(name), config, place)
     return Plan(run_folder, config, origin, place)

@@ -156,6 +156,6 @@ def _mean_return(plan: Plan, run: RunFolder) -> float | None:
         return None
     steps, total_steps = last["steps"], plan.config.total_steps
     is_over = total_steps == evaluation.get("total_steps")
-    is_over |= plan.config.is_over_after(steps)
+    is_over |= plan.config.is_finished_after(steps)
     is_its = is_over and evaluation["steps"] == steps
     return evaluation["mean_return"] if is_its else None

@@ -143,7 +143,7 @@ def train(
         try:
             if seeds is not None or _is_study(run_folder.path):
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
-            plan.config.share_of(len(addresses))  # raises before anything is started
+            plan.config.per_learner(len(addresses))  # raises before anything is started
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
@@ -198,13 +198,13 @@ def _agreed_plan(
     if learners.num == 1:
         return plan._replace(learners=learners)
     screen.phase(f"learner {index} waits for {learners.num - 1} more")
-    learners.meet()
+    learners.connect()
     own = (plan.is_resumed, dataclasses.asdict(plan.config))
     (is_resumed, first), *others = learners.gather(own)
     for number, (_, other) in enumerate(others, 1):
         names = [name for name in first if first[name] != other.get(name)]
         if names and not is_resumed:
-            learners.part()
+            learners.wait_for_all()
             raise ConfigError(
                 f"Learner {number}: expected the settings of learner 0, got another "
                 f"{', '.join(names)}; start all with the same CONFIG and --set."
@@ -222,7 +222,7 @@ def _train(
     from ppo.train import train as run_training
 
     run_folder, config, place = plan.run_folder, plan.config, plan.place
-    learners, share = plan.learners, config.share_of(plan.learners.num)
+    learners, share = plan.learners, config.per_learner(plan.learners.num)
     if plan.is_resumed and run_folder.has_checkpoint():
         _tell_of_earlier(screen, plan, read_counters(run_folder.checkpoints).steps)
     where = (place.addresses, num_workers, place.import_modules)
@@ -274,7 +274,7 @@ def _train(
 
 
 def _tell_of_earlier(screen: Screen, plan: Plan, steps: int) -> None:
-    if plan.config.is_over_after(steps):
+    if plan.config.is_finished_after(steps):
         screen.print(
             f"The run is already at {steps:,} steps; --set total_steps=... to train on."
         )

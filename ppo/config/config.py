@@ -1,7 +1,7 @@
-"""The settings of a training run: one frozen value, checked when it is created.
+"""The settings of a training run: a frozen dataclass, validated when it is created.
 
-The defaults suit continuous control. `named_configs` holds the settings that work
-better for particular tasks, and reads configs from files.
+The defaults suit continuous control. `named_configs` contains tuned settings for
+particular tasks, and reads configs from files.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _Layers = Annotated[tuple[_LayerSize, ...], Meta(examples=["64,64"])]
 _Names = Annotated[tuple[str, ...], Meta(examples=["ale_py"])]
 _Table = Mapping[str, Any]
 
-#: Names of settings in other libraries, with the name here.
+#: Names of settings in other libraries, with the corresponding names here.
 _ALIASES = {
     **{"lr": "learning_rate", "gamma": "discount", "lam": "gae_lambda"},
     **{"env": "env_name", "env_id": "env_name", "n_envs": "num_envs"},
@@ -47,7 +47,7 @@ _ALIASES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a training run: the environments, the algorithm, the reports.
+    """All settings of a training run: environments, algorithm, reports.
 
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.
@@ -55,8 +55,8 @@ class Config:
     """
 
     env_name: Annotated[str, Meta(min_length=1, examples=["CartPole-v1"])]
-    """Environment: a name registered with Gymnasium, such as HalfCheetah-v5, or your
-    own, such as my_env.py:Walk or my_package:Walk-v0."""
+    """Environment: a name registered with Gymnasium, such as HalfCheetah-v5, or one
+    from your code, such as my_env.py:Walk or my_package:Walk-v0."""
 
     env_kwargs: Annotated[_Table, Meta(examples=['{"name": 1}'])] = dataclasses.field(
         default_factory=dict
@@ -67,7 +67,7 @@ class Config:
 
     import_modules: _Names = ()
     """Modules that local worker processes import because they register environments or
-    wrappers. Env servers import the modules of their own `--import`."""
+    wrappers. Env servers import the modules of the server's option `--import`."""
 
     wrappers: Annotated[
         tuple[_Table, ...], Meta(examples=['[{name = "ActionRepeat", amount = 4}]'])
@@ -149,10 +149,10 @@ class Config:
     """Lambda of generalised advantage estimation (GAE)."""
 
     objective: str = "clip"
-    """Policy loss: clip, penalty, clip_and_penalty, or a function of yours, such as
+    """Policy loss: clip, penalty, clip_and_penalty, or a custom function, such as
     my.py:loss. "clip" clips the probability ratios, "penalty" adds a penalty on
-    KL(old || new), and "clip_and_penalty" does both. See docs/research.md for a loss of
-    your own."""
+    KL(old || new), and "clip_and_penalty" does both. See docs/research.md for custom
+    losses."""
 
     clip_range: Annotated[float, Meta(ge=1e-6, le=1.0)] = 0.2
     """Clip range epsilon: the objective does not reward probability ratios outside
@@ -224,10 +224,10 @@ class Config:
     """Scaled rewards are clipped to +- this value. Only used with scale_rewards."""
 
     network: str = "auto"
-    """Network architecture: auto, mlp, cnn, or a function of yours. "mlp" concatenates
+    """Network architecture: auto, mlp, cnn, or a custom function. "mlp" concatenates
     all observations to one vector. "cnn" processes images with convolutions. "auto"
-    means "cnn" if an image is observed, and "mlp" otherwise. A function, which builds a
-    model, is named as package.module:function or path/to/file.py:function; see
+    means "cnn" if an image is observed, and "mlp" otherwise. A custom function builds a
+    model, and is named as package.module:function or path/to/file.py:function; see
     docs/networks.md."""
 
     shared_torso: bool = True
@@ -306,16 +306,16 @@ class Config:
     kept as well."""
 
     callbacks: _Names = ()
-    """Functions or classes of yours that are called after each iteration, such as
+    """Custom functions or classes that are called after each iteration, such as
     my.py:callback. See docs/research.md."""
 
     step_timeout_seconds: _Seconds = 30.0
-    """Seconds that a step of a local environment may take. Env servers have a limit of
-    their own."""
+    """Seconds that a step of a local environment may take. Env servers have a separate
+    limit."""
 
     reset_timeout_seconds: _Seconds = 120.0
-    """Seconds that a reset of a local environment may take. Env servers have a limit of
-    their own."""
+    """Seconds that a reset of a local environment may take. Env servers have a separate
+    limit."""
 
     server_lost_after_seconds: _Seconds = 60.0
     """Seconds without a message after which an env server is considered lost."""
@@ -342,14 +342,14 @@ class Config:
 
     max_restarts: Annotated[int, Meta(ge=0, le=2**31)] = 5
     """Maximum number of restarts of a local worker that does not complete a step in
-    between. Env servers have a limit of their own."""
+    between. Env servers have a separate limit."""
 
     on_fault: Literal["truncate", "raise"] = "truncate"
     """What happens when an environment fails: truncate or raise. "truncate" ends its
     episode and continues, "raise" ends the training with an error."""
 
     def __new__(cls, /, **values: Any) -> Self:
-        """Reject unknown keys, which the generated `__init__` would not explain."""
+        """Reject unknown keys with an error that suggests the nearest known key."""
         known = cls.__dataclass_fields__
         if unknown := [key for key in values if key not in known]:
             raise ConfigError(
@@ -362,11 +362,11 @@ class Config:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check all values, first each on its own and then together."""
+        """Check all values, first separately and then in combination."""
         if errors := convert_fields(self):
             raise ConfigError(" ".join(f"{error}." for error in errors))
-        vars(self)["env_kwargs"] = _plain(self.env_kwargs, "env_kwargs")
-        vars(self)["wrappers"] = tuple(_plain(self.wrappers, "wrappers"))
+        vars(self)["env_kwargs"] = _as_json_types(self.env_kwargs, "env_kwargs")
+        vars(self)["wrappers"] = tuple(_as_json_types(self.wrappers, "wrappers"))
         try:
             parse_wrappers(self.wrappers)
         except WrapperError as error:
@@ -396,12 +396,16 @@ class Config:
         """Env steps of the whole iterations that fit into `total_steps`."""
         return self.total_steps - self.total_steps % self.steps_per_iteration
 
-    def is_over_after(self, steps: int) -> bool:
-        """Whether no whole iteration fits into what these valid steps have left."""
+    def is_finished_after(self, steps: int) -> bool:
+        """Return whether the remaining steps are too few for another iteration.
+
+        Args:
+            steps: Valid env steps so far.
+        """
         return steps + self.steps_per_iteration > self.total_steps
 
-    def share_of(self, num_learners: int) -> Self:
-        """Return the config of one of several learners: its envs, its minibatch size.
+    def per_learner(self, num_learners: int) -> Self:
+        """Return the config of one of several learners, with its share of the batch.
 
         Raises:
             ConfigError: Envs or minibatches cannot be divided equally.
@@ -416,7 +420,7 @@ class Config:
         return self.replace(num_envs=num_envs // num_learners, minibatch_size=size)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some values changed; it is checked like any other."""
+        """Return a copy with some values changed, which are validated."""
         return dataclasses.replace(self, **changes)
 
     def non_defaults(self) -> dict[str, Any]:
@@ -425,16 +429,26 @@ class Config:
         return {k: value for k, value in vars(self).items() if value != defaults[k]}
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return a copy of a value as JSON returns it: with lists instead of tuples.
+def _as_json_types(value: Any, where: str) -> Any:
+    """Return a copy of a value with JSON types only: lists instead of tuples.
+
+    Args:
+        value: The value.
+        where: Its name, for error messages.
 
     Raises:
-        ConfigError: It contains something that JSON cannot represent.
+        ConfigError: The value contains something that JSON cannot represent.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+        return {
+            key: _as_json_types(each, f"{where}[{key!r}]")
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
+        return [
+            _as_json_types(each, f"{where}[{index}]")
+            for index, each in enumerate(value)
+        ]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(
@@ -444,7 +458,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the settings that do not fit the others, each with what was expected."""
+    """Yield settings that conflict with others, each with the expected value."""
     for key, known in (("network", _NETWORKS), ("objective", _OBJECTIVES)):
         name = getattr(config, key)
         if name not in known and not _FUNCTION.fullmatch(name):
@@ -466,7 +480,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     if size % length:
         yield (
             "minibatch_size",
-            "a multiple of the length of a recurrent policy's sequences, "
-            f"{origin} = {length} (or set sequence_length to a divisor of horizon and "
+            f"a multiple of the sequence length of a recurrent policy, {origin} = "
+            f"{length} (or set sequence_length to a common divisor of horizon and "
             "minibatch_size)",
         )

@@ -1,7 +1,7 @@
-"""Where a config comes from: a name, a TOML, JSON or Python file, an env, and settings.
+"""Find or read a config: named configs, files, envs, and `--set KEY=VALUE`.
 
-A named config holds what its task needs that differs from the defaults, and why. The
-defaults are those of continuous control; a family of tasks shares what differs.
+A named config contains the settings of a task that differ from the defaults, which suit
+continuous control. Comments state the reasons. Similar tasks share their settings.
 """
 
 import contextlib
@@ -19,17 +19,18 @@ from ppo.errors import ConfigError, suggestion
 
 __all__ = ["CONFIGS"]
 
-# With a lambda of 0.95 advantages are noisier, and some seeds stay far behind the
-# others. The small norm makes steps alike: gradients differ a hundredfold between a
-# calm and a fall, and larger limits never act.
+# With a lambda of 0.95, advantages are noisier, and the return of some seeds stays far
+# below that of the others. Gradient norms differ by a factor of 100 between steady gait
+# and falls. The small maximum norm makes all gradient steps equally large; with larger
+# limits, nothing is clipped.
 _MUJOCO: dict[str, Any] = {
     "gae_lambda": 0.9,
     "max_gradient_norm": 0.02,
     "adam_epsilon": 1e-8,
 }
-# Most of the reward lies at an episode's end, and is so large that advantages scaled by
-# it would be too small: unless they are normalised, LunarLander's mean return is 179
-# instead of 278, of one seed.
+# Most of the reward comes at the end of an episode, and is so large that after reward
+# scaling all other advantages are too small. Without normalised advantages, the mean
+# return of LunarLander was 179 instead of 278 (one seed).
 _BOX2D: dict[str, Any] = {
     "discount": 0.999,
     "gae_lambda": 0.98,
@@ -37,17 +38,18 @@ _BOX2D: dict[str, Any] = {
 }
 
 
-def _of(family: Mapping[str, Any], env_name: str, **changes: Any) -> Config:
-    """Return the config of an env, given what is common to its family."""
+def _variant(family: Mapping[str, Any], env_name: str, **changes: Any) -> Config:
+    """Return the config of an env, given the common settings of similar tasks."""
     return Config(env_name=env_name, **{**family, **changes})
 
 
 def _atari(env_name: str) -> Config:
-    """Return a config of Atari games: Mnih et al. 2015's frames and convolutions.
+    """Return the config of an Atari game, with frames and network of Mnih et al. 2015.
 
-    Settings as in Schulman et al. 2017, but rewards are scaled instead of clipped, and
-    a lost life ends no episode: returns are the game's score. The usual budget is ten
-    times as large.
+    The settings are those of Schulman et al. 2017, with two exceptions: rewards are
+    scaled instead of clipped, and the loss of a life does not end an episode, so
+    returns are scores of the game. Published results usually have ten times as many
+    steps.
     """
     is_frameskip_in_env = env_name.startswith("ALE/")
     return Config(
@@ -74,17 +76,17 @@ _PIXELS: dict[str, Any] = {
     "recompute_advantages": False,
     "policy_layers": (),
     "value_layers": (),
-    "jit_compile": False,  # on CPUs, XLA's convolutions take longer
+    "jit_compile": False,  # on CPUs, convolutions are slower with XLA
     "use_gpu": True,
     "evaluation_episodes": 10,
 }
 
 CONFIGS: dict[str, Config] = {
-    # In two splits a rollout takes two thirds of the time; with HalfCheetah, whose envs
-    # keep all cores busy, it takes longer.
+    # With two splits, a rollout takes two thirds of the time. With HalfCheetah, whose
+    # envs keep all cores busy, it takes longer.
     "cartpole": Config(env_name="CartPole-v1", total_steps=100_000, num_splits=2),
-    # Every step costs the same until the end: scaled rewards say little of how good an
-    # action was, normalised advantages do.
+    # Every step has the same reward until the end, so the differences between actions
+    # are small after reward scaling. Normalised advantages enlarge them.
     "acrobot": Config(
         env_name="Acrobot-v1",
         total_steps=300_000,
@@ -92,9 +94,9 @@ CONFIGS: dict[str, Config] = {
         gae_lambda=0.9,
         normalize_advantages=True,
     ),
-    # Torques take effect within a second, and a shorter view of the future makes the
-    # values easier to learn; with 0.9 some seeds never swing up. Few envs make twice as
-    # many updates of the same steps, over whole episodes.
+    # Torques take effect within a second, so a low discount suffices, and makes values
+    # easier to learn. With 0.9, some seeds never swing up. Four envs of 256 steps mean
+    # twice as many updates, and rollouts that contain whole episodes.
     "pendulum": Config(
         env_name="Pendulum-v1",
         total_steps=300_000,
@@ -103,11 +105,12 @@ CONFIGS: dict[str, Config] = {
         discount=0.95,
         learning_rate=1e-3,
     ),
-    "inverted_pendulum": _of(_MUJOCO, "InvertedPendulum-v5", total_steps=300_000),
-    # Once it balances, all there is to learn from are a few falls: in minibatches of
-    # 64 most gradients are noise, in which the policy drifts until it falls again. It
-    # falls right after it has begun, which whole episodes do a tenth as often.
-    "double_pendulum": _of(
+    "inverted_pendulum": _variant(_MUJOCO, "InvertedPendulum-v5", total_steps=300_000),
+    # Once the pole is balanced, only rare falls are informative. In minibatches of 64,
+    # most gradients are noise, so the policy drifts until the pole falls again. Most
+    # falls happen at the start of an episode. With the time limit, ten times as many
+    # episodes start.
+    "double_pendulum": _variant(
         _MUJOCO,
         "InvertedDoublePendulum-v5",
         training_time_limit=100,
@@ -115,11 +118,12 @@ CONFIGS: dict[str, Config] = {
         epochs=25,
         learning_rate=1e-3,
     ),
-    "reacher": _of(_MUJOCO, "Reacher-v5"),
-    # A stroke pays off long after it: with a discount of 0.99, or with 0.9999 and the
-    # family's lambda and short rollouts, it learns to twitch (70 instead of 361, of one
-    # seed). As in RL Baselines3 Zoo. With the family's norm its noise is gone before it
-    # has found the best stroke: 304 instead of 360, means of five seeds.
+    "reacher": _variant(_MUJOCO, "Reacher-v5"),
+    # A stroke is rewarded long after it. With a discount of 0.99, or with 0.9999 and
+    # the lambda and the short rollouts of the other MuJoCo tasks, the policy only
+    # twitches (return 70 instead of 361, one seed). These settings are those of RL
+    # Baselines3 Zoo. With the gradient norm of the other MuJoCo tasks, exploration ends
+    # before the best stroke is found (304 instead of 360, means of five seeds).
     "swimmer": Config(
         env_name="Swimmer-v5",
         discount=0.9999,
@@ -129,17 +133,18 @@ CONFIGS: dict[str, Config] = {
         minibatch_size=256,
         learning_rate=6e-4,
     ),
-    "hopper": _of(_MUJOCO, "Hopper-v5"),
-    # Nothing ends its episodes but their limit: many envs see more of them at a time.
-    "cheetah": _of(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
-    # It learns from its falls. To cut their gradients to the norm of all others left it
-    # at 2,560 instead of 4,063, means of four seeds. With a bonus it keeps noise enough
-    # to find another gait.
+    "hopper": _variant(_MUJOCO, "Hopper-v5"),
+    # Episodes end only at the time limit, so more envs mean more diverse rollouts.
+    "cheetah": _variant(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
+    # The walker learns from falls: with their gradients clipped to the norm of the
+    # other MuJoCo tasks, the return was 2,560 instead of 4,063 (means of four seeds).
+    # The entropy bonus keeps enough exploration to find another gait.
     "walker": Config(env_name="Walker2d-v5", gae_lambda=0.9, entropy_coefficient=3e-4),
-    "ant": _of(_MUJOCO, "Ant-v5", total_steps=3_000_000),
-    "humanoid": _of(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
-    # Only the goal earns anything, at the end of hundreds of steps: noise as strong as
-    # the engine reaches it now and then, and a long view gives all steps their part.
+    "ant": _variant(_MUJOCO, "Ant-v5", total_steps=3_000_000),
+    "humanoid": _variant(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
+    # Only the goal is rewarded, after hundreds of steps. Noise as large as the range of
+    # actions reaches it sometimes, and a high discount propagates the reward to all
+    # steps before.
     "mountain_car_continuous": Config(
         env_name="MountainCarContinuous-v0",
         total_steps=100_000,
@@ -150,17 +155,18 @@ CONFIGS: dict[str, Config] = {
         initial_log_std=1.0,
         normalize_advantages=True,
     ),
-    "lunar_lander": _of(
+    "lunar_lander": _variant(
         _BOX2D, "LunarLander-v3", entropy_coefficient=0.01, learning_rate=1e-3
     ),
-    # With the entropy bonus and a quarter of the envs, slow seeds learn to hover, and
-    # to land late: 267 instead of 278, means of five seeds.
-    "lunar_lander_continuous": _of(
+    # With the entropy bonus and a quarter of the envs, some seeds hover and land late
+    # (return 267 instead of 278, means of five seeds).
+    "lunar_lander_continuous": _variant(
         _BOX2D, "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
     ),
-    # It earns as it walks. With an entropy bonus its noise grows to five times what the
-    # engines can do; from 2,048 steps an iteration it unlearns what it had learned.
-    "bipedal_walker": _of(
+    # Every step forward is rewarded. With an entropy bonus, the noise grows to five
+    # times the range of actions. With iterations of 2,048 steps, the return decreases
+    # again late in the training.
+    "bipedal_walker": _variant(
         _BOX2D,
         "BipedalWalker-v3",
         total_steps=5_000_000,
@@ -172,11 +178,11 @@ CONFIGS: dict[str, Config] = {
     "breakout": _atari("BreakoutNoFrameskip-v4"),
 }
 
-WORDS = (
+CONFIG_FORMS = (
     "the name of a config (`ppo configs` lists them), a .toml, .json or .py file, or "
     "an env, such as CartPole-v1 or my_env.py:Walk"
 )
-"""What `load_config` takes, as errors say it."""
+"""Description of valid config names, for error messages."""
 
 EXPECTED_RETURNS: dict[str, str] = {
     "cartpole": "500",
@@ -194,25 +200,29 @@ EXPECTED_RETURNS: dict[str, str] = {
     "lunar_lander_continuous": "278",
     "bipedal_walker": "280",
 }
-"""What a run of each config reaches: mean return over 100 episodes with mode actions,
-and over seeds; docs/scores.md says more. Empty where it was not measured."""
+"""Typical result of each named config that was measured: mean return of 100 episodes
+with mode actions, averaged over seeds; see docs/scores.md."""
 
 
 def is_env(name: str) -> bool:
-    """Whether a name is that of an env: registered, `MODULE:NAME` or `FILE.py:NAME`."""
+    """Return whether a name has the form of a registered env or a user env.
+
+    A user env is `MODULE:NAME` or `FILE.py:NAME`.
+    """
     if is_user_env(name):
         return ":" in name
     return re.search(r"-v\d+$", name) is not None
 
 
 def load_config(name: str) -> Config:
-    """Return a named config, or read one from a `.toml`, `.json` or `.py` file.
+    """Return the config for a config name, an env name, or a file.
 
-    A Python file is run; what it calls `config` is taken. An env has the named config
-    that is for it, or else the defaults; see `suited`.
+    For an env, this is the named config of the env, or the defaults if there is none;
+    see `recommended_settings`. A `.py` file is executed, and must assign the variable
+    `config`.
 
     Raises:
-        ConfigError: there is neither, or the file is wrong.
+        ConfigError: The name is unknown, or the file has no valid config.
     """
     if name in CONFIGS:
         return CONFIGS[name]
@@ -223,16 +233,19 @@ def load_config(name: str) -> Config:
     if name.startswith("ALE/"):
         return _atari(name)
     if is_env(name):
-        known = (config for config in CONFIGS.values() if config.env_name == name)
-        return next(known, Config(env_name=name))
+        tuned = (config for config in CONFIGS.values() if config.env_name == name)
+        return next(tuned, Config(env_name=name))
     known_names = [*CONFIGS, *(config.env_name for config in CONFIGS.values())]
-    raise ConfigError(f"Expected {WORDS}; got {name!r}.{suggestion(name, known_names)}")
+    raise ConfigError(
+        f"Expected {CONFIG_FORMS}; got {name!r}.{suggestion(name, known_names)}"
+    )
 
 
-def suited(observation_space: Any, action_space: Any) -> dict[str, Any]:
-    """Return what to change of the defaults for an env that has no config of its own.
+def recommended_settings(observation_space: Any, action_space: Any) -> dict[str, Any]:
+    """Return settings for an env without a named config, by name.
 
-    That is nothing for actions that are real numbers, which the defaults are for.
+    These are the settings of Atari for images, and normalised advantages with an
+    entropy bonus for discrete actions. For continuous actions, the defaults are best.
     """
     if _has_image(observation_space):
         return _PIXELS
@@ -242,23 +255,22 @@ def suited(observation_space: Any, action_space: Any) -> dict[str, Any]:
 
 
 def _has_image(space: Any) -> bool:
-    """Whether something in a space is an image that convolutions can take."""
+    """Return whether a space contains an image that convolutions support."""
     parts = getattr(space, "spaces", None)
     if parts is not None:
         parts = parts.values() if isinstance(parts, Mapping) else parts
         return any(map(_has_image, parts))
-    from ppo.images import (
-        can_convolve,  # with Gymnasium, which configs do without
-    )
+    # Not at the top, because configs can be read without Gymnasium.
+    from ppo.images import can_convolve
 
     return can_convolve(space)
 
 
 def read_config(path: Path) -> Config:
-    """Read a config from a `.toml` or `.json` file; a key left out has its default.
+    """Read a config from a `.toml` or `.json` file; missing keys have their defaults.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or a value is wrong.
+        ConfigError: The file cannot be read, or a key or value is invalid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -270,7 +282,7 @@ def read_config(path: Path) -> Config:
         raise ConfigError(f"{path}: expected TOML or JSON; {error}.") from error
     if not isinstance(content, dict) or "env_name" not in content:
         raise ConfigError(
-            f"{path}: expected a table of settings with a key env_name, such as "
+            f"{path}: expected a table of settings with the key env_name, for example "
             f'env_name = "CartPole-v1", got {content!r:.200}.'
         )
     try:
@@ -280,13 +292,14 @@ def read_config(path: Path) -> Config:
 
 
 def apply_settings(config: Config, settings: Iterable[str]) -> Config:
-    """Change a config by settings such as `learning_rate=1e-4`.
+    """Return a config with settings such as `learning_rate=1e-4` applied.
 
-    Numbers may be written as in Python (`300_000`, `1e6`), layers as `64,64`, truth as
-    `true` and `false`, mappings and wrappers as JSON or TOML.
+    Numbers have the form of Python literals (`300_000`, `1e6`), layers the form
+    `64,64`, booleans are `true` and `false`, and mappings and wrappers are JSON or
+    TOML.
 
     Raises:
-        ConfigError: a setting is malformed, unknown, or out of range.
+        ConfigError: A setting has the wrong form, is unknown, or is out of range.
     """
     changes: dict[str, Any] = {}
     for setting in settings:
@@ -309,20 +322,27 @@ def _run_config(path: Path) -> Config:
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"{path}: expected a file that runs; {type(error).__name__}: {error}."
+            f"{path}: expected a file that runs, got {type(error).__name__}: {error}."
         ) from error
     config = names.get("config")
     if not isinstance(config, Config):
         found = "no such name" if config is None else f"a {type(config).__name__}"
         raise ConfigError(
-            f"{path}: expected `config = ppo.config.Config(...)`, found {found}. An "
-            f"env in that file is {path}:NAME."
+            f"{path}: expected `config = ppo.config.Config(...)`, found {found}. If "
+            f"the file contains an env, name it as {path}:NAME."
         )
     return config
 
 
 def _parsed(text: str, kind: type[Any]) -> Any:
-    """Turn the text of a setting into a value that may be of its key's kind."""
+    """Parse the text of a setting; return it unchanged or in part if it is invalid.
+
+    `Config` then rejects the value with an error that names the expected type.
+
+    Args:
+        text: The text after the equals sign.
+        kind: Type of the setting's current value.
+    """
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     if kind in (int, float):
@@ -338,7 +358,7 @@ def _parsed(text: str, kind: type[Any]) -> Any:
 
 
 def _number(text: str) -> Any:
-    """Read a number, a whole one also where it is written as 1e6; else the text."""
+    """Return an int (also for 1e6), a float, or the text if it is not a number."""
     with contextlib.suppress(ValueError):
         return int(text)
     with contextlib.suppress(ValueError):

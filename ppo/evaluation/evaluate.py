@@ -224,7 +224,7 @@ def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
                 played[episode.env_index].append(episode)
                 idle_steps = 0
         unfinished = np.array([len(done) for done in played]) < quotas
-        _check_losses(env, np.where(unfinished, tracker.lost_in_a_row, 0))
+        _check_losses(env, np.where(unfinished, tracker.consecutive_lost, 0))
     return Evaluation.of(episode for done in played for episode in done)
 
 

@@ -13,7 +13,7 @@ from ppo.agent.actions.distributions import Categorical, DiagonalGaussian
 from ppo.config.config import Config
 from ppo.errors import ConfigError
 from ppo.learning import losses
-from ppo.user_code import blamed, line_of, load_own
+from ppo.user_code import load_user_code, source_location, user_code_errors
 
 
 def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
@@ -27,31 +27,35 @@ def policy_loss_of(config: Config) -> Callable[..., tf.Tensor]:
     """
     if ":" not in config.objective:
         return losses.policy_loss
-    what, own = f"objective {config.objective}", load_own("objective", config.objective)
+    what, own = (
+        f"objective {config.objective}",
+        load_user_code("objective", config.objective),
+    )
 
     @tf.autograph.experimental.do_not_convert
     def policy_loss(**terms: Any) -> tf.Tensor:
-        with blamed(what, own):
+        with user_code_errors(what, own):
             inspect.signature(own).bind(**terms)
             loss = own(**terms)
         if getattr(loss, "shape", None) != () or loss.dtype != tf.float32:
             raise ConfigError(
-                f"{what}: {line_of(own)}expected a scalar of float32, such as a mean "
-                f"over rows, got {loss}."
+                f"{what}: {source_location(own)}expected a scalar of float32, such as "
+                f"a mean over rows, got {loss}."
             )
         return loss
 
     rows, choice = tf.reshape(tf.range(6.0), [3, 2]), tf.constant([0, 1, 1], tf.int64)
     slope = tf.function(_slope, autograph=False, jit_compile=config.jit_compile)
-    with blamed(what, own):
+    with user_code_errors(what, own):
         try:
             loss, norm = slope(policy_loss, Categorical, [rows], choice)
         except ConfigError:
             loss, norm = slope(policy_loss, DiagonalGaussian, [rows, -rows], rows)
     if not (abs(loss) < tf.float32.max and 0.0 < norm < tf.float32.max):
         raise ConfigError(
-            f"{what}: {line_of(own)}expected a finite loss and gradient where all "
-            f"ratios are 1, and one that is not 0; got {loss}, with a norm of {norm}."
+            f"{what}: {source_location(own)}expected a finite loss and gradient where "
+            "all ratios are 1, and one that is not 0; got "
+            f"{loss}, with a norm of {norm}."
         )
     return policy_loss
 

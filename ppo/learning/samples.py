@@ -164,7 +164,7 @@ class Sequences(Steps):
         A final observation is the last one of its episode: it is judged with the state
         after the step before it, and the state is zero only then.
         """
-        agent, memory = self._agent, self._agent.memories[1]
+        agent, memory = self._agent, self._agent.cores[1]
         num_rows = self.count * self.length
         _, embedding = agent.embed(features)
         outputs, last_state = self._unroll(
@@ -183,7 +183,7 @@ class Sequences(Steps):
         self, index: int, embedding: tf.Tensor, samples: dict[str, Any]
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Let a memory run through M sequences: `[L, M, units]` and `[M, units]`."""
-        return self._agent.memories[index].unroll(
+        return self._agent.cores[index].unroll(
             self._steps_of_rows(embedding),
             samples["state"][index],
             self._steps_of_rows(samples["ended"]),

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ppo.agent.agent import Agent
 from ppo.config.config import Config
 from ppo.errors import DivergedError
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
 from ppo.learning.samples import Sequences, Steps
@@ -59,13 +59,13 @@ class Updater:
         agent: Agent,
         config: Config,
         policy_loss: Callable[..., tf.Tensor] = losses.policy_loss,
-        learners: Learners = ALONE,
+        learners: Learners = SINGLE_LEARNER,
     ) -> None:
         self._agent = agent
         self._learners = learners
         self._config = config
         self._policy_loss = policy_loss
-        self._view = (Sequences if agent.memories else Steps)(agent, config)
+        self._view = (Sequences if agent.cores else Steps)(agent, config)
         self._variables = agent.trainable_variables
         self.optimizer = keras.optimizers.Adam(
             config.learning_rate, epsilon=config.adam_epsilon
@@ -239,7 +239,7 @@ class Updater:
         return self._mean(self._piece(self._kl)(samples), samples["weight"])
 
     def _kl(self, samples: dict[str, Any]) -> tf.Tensor:
-        old = self._agent.distribution_of(samples["old_policy"])
+        old = self._agent.distribution_from(samples["old_policy"])
         new = self._view.distribution(samples)
         return old.kl(new)
 
@@ -303,7 +303,7 @@ class Updater:
             distribution, value = self._view.distribution_and_value(minibatch)
             log_prob = distribution.log_prob(minibatch["action"])
             log_ratio = (log_prob - minibatch["log_prob"]) * weight
-            old = self._agent.distribution_of(minibatch["old_policy"])
+            old = self._agent.distribution_from(minibatch["old_policy"])
             policy_loss = self._policy_loss(
                 log_ratio=log_ratio,
                 advantage=minibatch["advantage"],

@@ -66,9 +66,9 @@ def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
     settings = ("--set", "total_steps=80000", "--distribute", "--num-workers=1")
     other = ("train", "cartpole", *settings)
     first = (*other, "--run-dir", str(tmp_path / "run"))
-    with pairs.started(main, [[first], [other]], tmp_path) as processes:
-        codes = [pairs.end_code(process, 450) for process in processes]
-    assert codes == [0, 0], pairs.said(tmp_path)
+    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+        codes = [pairs.wait_for_exit(process, 450) for process in processes]
+    assert codes == [0, 0], pairs.outputs(tmp_path)
     told = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert told["mean_return"] >= 475
 

@@ -1,4 +1,4 @@
-"""Networks as users write them, good ones and faulty ones."""
+"""Valid and faulty custom networks for tests."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ not_a_function = 3
 def inputs_of_a_dict(
     observation_space: Any, action_size: int, config: Any, seed: int
 ) -> keras.Model:
-    """A functional model."""
+    """Return a functional model."""
     inputs = {
         name: keras.Input(space.shape, name=name)
         for name, space in observation_space.items()
@@ -27,7 +27,7 @@ def inputs_of_a_dict(
 
 
 class Linear(keras.Model):
-    """A model that is built when it is called first."""
+    """A model whose variables are created by its first call."""
 
     def __init__(self, action_size: int, seed: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def subclass(space: Any, action_size: int, config: Any, seed: int) -> keras.Mode
 
 
 class Plain:
-    """No Keras model, but everything that the trainer needs."""
+    """A model without Keras layers, with the attributes that the trainer needs."""
 
     def __init__(self, input_size: int, action_size: int) -> None:
         self._kernel = keras.Variable(tf.ones([input_size, action_size + 1]))
@@ -57,17 +57,21 @@ class Plain:
         return product[:, :-1], product[:, -1]
 
 
-def plain(space: Any, action_size: int, config: Any, seed: int) -> Plain:
+def plain_object(space: Any, action_size: int, config: Any, seed: int) -> Plain:
     return Plain(space.shape[0], action_size)
 
 
-def forgetful(space: Any, action_size: int, config: Any, seed: int) -> Plain:
+def with_empty_trackables(
+    space: Any, action_size: int, config: Any, seed: int
+) -> Plain:
     model = Plain(space.shape[0], action_size)
     model.trackables = {}
     return model
 
 
-def too_few(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+def too_few_outputs(
+    space: Any, action_size: int, config: Any, seed: int
+) -> keras.Model:
     return Linear(action_size - 1, seed)
 
 
@@ -75,7 +79,7 @@ def one_output(space: Any, action_size: int, config: Any, seed: int) -> Any:
     return keras.Sequential([keras.layers.Dense(action_size)])
 
 
-def nothing(space: Any, action_size: int, config: Any, seed: int) -> None:
+def returns_none(space: Any, action_size: int, config: Any, seed: int) -> None:
     return None
 
 
@@ -94,7 +98,7 @@ def without_variables(space: Any, action_size: int, config: Any, seed: int) -> A
 
 
 class OnlyEager(Linear):
-    """A model that asks for numbers, which graphs do not know."""
+    """A model that needs concrete values, so it cannot be traced."""
 
     def call(self, observation: Any) -> Any:
         return super().call(np.asarray(observation))

@@ -1,4 +1,4 @@
-"""A batch of envs whose every answer is known beforehand."""
+"""Fake batches of envs with predictable results."""
 
 from collections.abc import Callable
 from typing import Any, Self, cast
@@ -15,12 +15,20 @@ ACTIONS = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
 
 class CountingBatchEnv:
-    """Env b observes (b, its step count); an episode ends after `lengths[b]` steps.
+    """Fake `BatchEnv` whose env b observes (b, number of steps in the episode).
 
-    Every step earns 1. Where `terminates[b]`, episodes end by termination, else by
-    truncation. Steps listed in `lost` as (batch step, b) come back invalid, and start
-    a new episode. Observations are converted by `observe` to fit another space. Infos
-    of ends are what `inform` makes of batch step and env, those of losses tell a fault.
+    Every reward is 1.
+
+    Args:
+        lengths: Number of steps in the episodes of each env.
+        terminates: Whether the episodes of each env end by termination; by default
+            they end by truncation.
+        lost: Pairs (batch step, b) of steps that are lost with their episode.
+        action_space: Action space of one env.
+        observation_space: Observation space of one env.
+        observe: Converts rows `[num_envs, 2]` to observations of another space.
+        make_info: Returns the info at the end of an episode, given batch step and b.
+            The info of a lost step contains a fault.
     """
 
     def __init__(
@@ -32,9 +40,9 @@ class CountingBatchEnv:
         action_space: gymnasium.Space[Any] = ACTIONS,
         observation_space: gymnasium.Space[Any] = BOX,
         observe: Callable[[np.ndarray], Any] = lambda rows: rows,
-        inform: Callable[[int, int], dict[str, Any]] = lambda step, b: {},
+        make_info: Callable[[int, int], dict[str, Any]] = lambda step, b: {},
     ) -> None:
-        self._inform = inform
+        self._make_info = make_info
         self.num_envs = len(lengths)
         self.splits = (np.arange(self.num_envs),)
         self.observation_space = observation_space
@@ -84,7 +92,7 @@ class CountingBatchEnv:
             ~is_lost,
             self._observe(np.where(ended[:, None], final, 0.0)),
             np.where(is_lost, Status.WORKER_DIED, Status.OK).astype(np.uint8),
-            {b: self._inform(batch_step, b) for b in np.flatnonzero(ended).tolist()}
+            {b: self._make_info(batch_step, b) for b in np.flatnonzero(ended).tolist()}
             | {b: {"fault": {}, "lost": 1} for b in np.flatnonzero(is_lost).tolist()},
         )
         if out is not None:
@@ -99,11 +107,12 @@ class CountingBatchEnv:
 
 
 class ScriptedBatchEnv:
-    """Env b goes through `scripts[b]` again and again, one letter per batch step.
+    """Fake `BatchEnv` whose env b repeats `scripts[b]`, one letter per batch step.
 
-    "." is a valid step, "T" one that terminates, "C" one that is cut off, "X" a lost
-    episode, "P" padding, "L" a late result. Observations are random, but those that
-    padding repeats. With `num_splits`, the splits are every n-th row.
+    The letters mean: "." a valid step, "T" a terminated episode, "C" a truncated
+    episode, "X" a lost episode, "P" padding, "L" a late result. Observations are
+    random, except that padding repeats the previous one. With `num_splits`, split i
+    consists of the rows i, i + num_splits, and so on.
     """
 
     def __init__(
@@ -140,14 +149,14 @@ class ScriptedBatchEnv:
         self, *, env_indices: np.ndarray, out: StepResult
     ) -> tuple[np.ndarray, StepResult]:
         self.num_in_flight -= len(env_indices)
-        _copy(self._answer(env_indices), out)
+        _copy(self._step_rows(env_indices), out)
         return env_indices, out
 
     def step(self, actions: np.ndarray, out: StepResult) -> StepResult:
-        _copy(self._answer(np.arange(self.num_envs)), out)
+        _copy(self._step_rows(np.arange(self.num_envs)), out)
         return out
 
-    def _answer(self, rows: np.ndarray) -> StepResult:
+    def _step_rows(self, rows: np.ndarray) -> StepResult:
         letters = np.array(
             [
                 self._scripts[row][self._step_of_row[row] % len(self._scripts[row])]
@@ -156,9 +165,9 @@ class ScriptedBatchEnv:
         )
         self._step_of_row[rows] += 1
         drawn = np.array([self._generators[row].normal(size=4) for row in rows])
-        goes_on = (letters == "P")[:, None]
+        is_padding = (letters == "P")[:, None]
         self._observation[rows] = np.where(
-            goes_on, self._observation[rows], drawn[:, :2]
+            is_padding, self._observation[rows], drawn[:, :2]
         )
         statuses = {"X": Status.WORKER_DIED, "P": Status.PENDING, "L": Status.LATE}
         status = [int(statuses.get(letter, Status.OK)) for letter in letters]
@@ -176,7 +185,7 @@ class ScriptedBatchEnv:
 
 
 def as_batch_env(env: Any) -> BatchEnv:
-    """Pass a fake off as the real thing, which it resembles as far as it is used."""
+    """Return a fake with the type of the real class."""
     return cast(BatchEnv, env)
 
 

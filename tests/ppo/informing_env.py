@@ -1,4 +1,4 @@
-"""An env that tells numbers of its episodes, and whose level can be set.
+"""An env with numbers in its infos, and with an attribute that callbacks set.
 
 Importing this module registers it with Gymnasium.
 """
@@ -12,7 +12,7 @@ NAME = "ppo-tests/Informing-v0"
 
 
 class InformingEnv(gymnasium.Env[Any, Any]):
-    """Episodes of 2 to 4 steps; each has its number, by which it succeeds or not."""
+    """Env with episodes of 2 to 4 steps, and infos with a random number per episode."""
 
     level = 1
 

@@ -1,4 +1,4 @@
-"""Loads TensorFlow as `ppo train` does: imported by what tests fork processes off."""
+"""Load TensorFlow as `ppo train` does; imported by processes that tests fork from."""
 
 import os
 

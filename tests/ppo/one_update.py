@@ -1,7 +1,7 @@
-"""A learner of two, as a process: one update on its half of a rollout.
+"""Process of one of two learners, which updates once on its half of a rollout.
 
-The update of one learner on the whole rollout is the oracle: `expected` gives that, by
-minibatches made of the same rows.
+`expected` returns the correct result: the update of a single learner on the whole
+rollout, with minibatches of the same rows.
 """
 
 import json
@@ -19,7 +19,7 @@ from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
 from ppo.errors import LearnerLostError
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.samples import Steps
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
@@ -29,9 +29,10 @@ from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, parameters
 
-#: All that goes over rows of several learners at once is in use. The first learner has
-#: lost more rows than the second one, so that means of their means would be wrong.
+#: Lost steps. The first learner has more of them than the second one, so means of the
+#: learners' means would be wrong.
 LOST = frozenset({(2, 0), (5, 1), (6, 1), (6, 0), (7, 0)})
+#: Uses all computations that involve the rows of several learners.
 CONFIG = SMALL.replace(
     num_envs=4,
     total_steps=160,
@@ -41,7 +42,7 @@ CONFIG = SMALL.replace(
     objective="clip_and_penalty",
     learning_rate=0.01,
     kl_target=1e-4,  # the cutoff of the penalty is reached
-    max_kl=1e-9,  # so that the second epoch would be undone, had it to be
+    max_kl=1e-9,  # the first epoch exceeds it, and is undone
     entropy_coefficient=0.01,
     policy_layers=(8,),
     value_layers=(8,),
@@ -54,35 +55,35 @@ def rollout_of_all(agent: Agent) -> Rollout:
         [3, 4, 5, 2], terminates=[True, False, True, False], lost=LOST
     )
     rollout = simulate(in_graph(fake), agent.act, CONFIG.horizon, (1, 2))
-    rollout.log_prob[:, 3] += 0.1  # as if of another policy: one learner's alone
+    rollout.log_prob[:, 3] += 0.1  # ratios other than 1, in the rows of one learner
     return rollout
 
 
 def updated(config: Config, learners: Learners) -> Any:
-    """Update once on the learner's envs; returns numbers, and all that has changed."""
+    """Update once on the learner's envs; return metrics, parameters and state."""
     agent = Agent(BOX, ACTIONS, config)
-    share = config.share_of(learners.num)
-    own = slice(learners.index * share.num_envs, (learners.index + 1) * share.num_envs)
-    rollout = tf.nest.map_structure(lambda rows: rows[:, own], rollout_of_all(agent))
+    share = config.per_learner(learners.num)
+    rows = slice(learners.index * share.num_envs, (learners.index + 1) * share.num_envs)
+    rollout = tf.nest.map_structure(lambda leaf: leaf[:, rows], rollout_of_all(agent))
     updater = Updater(agent, share, learners=learners)
     scale = ReturnScale(share.num_envs, config.discount)
     scale.update(rollout.reward, rollout.done, rollout.valid, learners)
     metrics = updater.update(rollout, reward_scale=scale.factor, seed=(3, 4))
-    acted_on = rollout.observation[:-1].reshape(-1, 2)
-    agent.preprocess.update(acted_on, rollout.valid.reshape(-1), learners)
+    observation = rollout.observation[:-1].reshape(-1, 2)
+    agent.preprocess.update(observation, rollout.valid.reshape(-1), learners)
     state = checkpoint.variables(training_state(agent, updater, scale))
     return metrics, [parameters(agent), *(part.numpy().ravel() for part in state)]
 
 
 def expected(config: Config) -> Any:
-    """Do the same alone, with minibatches of which each half has the same steps."""
+    """Update with a single learner, on minibatches that two learners would have."""
 
     horizon, half = config.horizon, config.num_envs // 2
 
     def shuffle(_: Steps, samples: Any, count: int, seed: tf.Tensor) -> Any:
         order = tf.argsort(tf.random.stateless_uniform([horizon * half], seed))
 
-        def dealt(rows: tf.Tensor) -> tf.Tensor:
+        def shuffled(rows: tf.Tensor) -> tf.Tensor:
             inner = list(rows.shape[1:])
             rows = tf.reshape(rows, [horizon, 2, half, *inner])
             parts = [
@@ -95,10 +96,10 @@ def expected(config: Config) -> Any:
             ]
             return tf.concat(parts, axis=1)
 
-        return tf.nest.map_structure(dealt, samples)
+        return tf.nest.map_structure(shuffled, samples)
 
     with mock.patch.object(Steps, "shuffle", shuffle):
-        return updated(config, ALONE)
+        return updated(config, SINGLE_LEARNER)
 
 
 def num_threads() -> int:
@@ -106,34 +107,35 @@ def num_threads() -> int:
 
 
 def main(folder: Path) -> None:
-    told = json.loads(os.environ["TF_CONFIG"])
-    index = told["task"]["index"]
-    learners = Learners(told["cluster"]["worker"], index)
-    learners.meet()
+    tf_config = json.loads(os.environ["TF_CONFIG"])
+    index = tf_config["task"]["index"]
+    learners = Learners(tf_config["cluster"]["worker"], index)
+    learners.connect()
     results = {}
-    with learners.together():
+    with learners.guard_collectives():
         for max_kl in (0.0, CONFIG.max_kl):
-            # Compiled once: that takes most of the time.
+            # Compile only one of both, because that takes most of the time.
             config = CONFIG.replace(max_kl=max_kl, jit_compile=max_kl == 0.0)
             metrics, arrays = updated(config, learners)
             results[str(max_kl)] = metrics
             np.savez(folder / f"{max_kl}-{index}.npz", *arrays)
         texts = learners.gather({"from": index, "text": "ö" * (3 + 40 * index)})
         variable = tf.Variable([1.0 + index, 2.0])
-        learners.align([variable])
+        learners.broadcast([variable])
         before = num_threads()
         for _ in range(150):
             learners.gather(None)
-        results |= {"texts": texts, "aligned": variable.numpy().tolist()}
+        results |= {"texts": texts, "broadcast": variable.numpy().tolist()}
         results["new_threads"] = num_threads() - before
-        if index == 1:  # lives, and says nothing until the other one has given up
+        if index == 1:
+            # Stay alive without a collective until the other learner has given up.
             (folder / "1.json").write_text(json.dumps(results))
             while not (folder / "0.json").exists():
                 time.sleep(0.1)
             sys.exit()
         learners.wait_seconds = 1.0
         try:
-            with learners.together():
+            with learners.guard_collectives():
                 learners.gather(None)
         except LearnerLostError as error:
             results["lost"] = str(error)

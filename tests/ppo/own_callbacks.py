@@ -1,17 +1,17 @@
-"""Callbacks as users write them, good ones and faulty ones."""
+"""Valid and faulty callbacks for tests; some tests check the line numbers."""
 
 from typing import Any
 
 seen: list[Any] = []
 
 
-def notes(run: Any, metrics: Any, rollout: Any) -> Any:
+def records(run: Any, metrics: Any, rollout: Any) -> Any:
     seen.append((run, dict(metrics), rollout.reward.copy()))
     metrics["own/put"], metrics["evaluation_x"] = run.counters.iteration, 1.0
     return {"returned": 10 * run.counters.iteration, "mean_return": -1.0, "steps": 7}
 
 
-class Counts:
+class CountsCalls:
     def __init__(self) -> None:
         self.calls = 0
         seen.append(self)
@@ -25,46 +25,46 @@ class Counts:
 
 def raises(run: Any, metrics: Any, rollout: Any) -> Any:
     if run.counters.iteration == 2:
-        raise ValueError("as it\nmust")  # line 28
+        raise ValueError("in\niteration 2")  # line 28
 
 
 def breaks_the_config(run: Any, metrics: Any, rollout: Any) -> Any:
     run.config.replace(num_envs=0)  # line 32
 
 
-def tells_words(run: Any, metrics: Any, rollout: Any) -> Any:  # line 35
+def returns_text(run: Any, metrics: Any, rollout: Any) -> Any:  # line 35
     return {"words": "many"}
 
 
-def tells_a_list(run: Any, metrics: Any, rollout: Any) -> Any:  # line 39
+def returns_a_list(run: Any, metrics: Any, rollout: Any) -> Any:  # line 39
     return [1, 2, 3]
 
 
-def takes_too_little(run: Any, metrics: Any) -> Any:  # line 43
+def takes_two_arguments(run: Any, metrics: Any) -> Any:  # line 43
     return {}
 
 
-class NeedsSomething:
-    def __init__(self, something: Any) -> None:  # line 48
+class NeedsArgument:
+    def __init__(self, argument: Any) -> None:  # line 48
         pass
 
     def __call__(self, run: Any, metrics: Any, rollout: Any) -> Any:
         pass
 
 
-class CannotBeCalled:  # line 55
+class NotCallable:  # line 55
     pass
 
 
-def tells_numbers_of_rows(run: Any, metrics: Any, rollout: Any) -> Any:  # line 59
+def returns_integer_keys(run: Any, metrics: Any, rollout: Any) -> Any:  # line 59
     return {0: 1.0}
 
 
-def resets(run: Any, metrics: Any, rollout: Any) -> Any:
+def resets_envs(run: Any, metrics: Any, rollout: Any) -> Any:
     run.env.reset()
 
 
-def steps(run: Any, metrics: Any, rollout: Any) -> Any:
+def steps_envs(run: Any, metrics: Any, rollout: Any) -> Any:
     run.env.step([0] * run.env.num_envs)
 
 

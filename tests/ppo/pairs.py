@@ -1,4 +1,4 @@
-"""Two learners as processes of this host, forked off one that has loaded TensorFlow."""
+"""Start learners as processes of this host, forked from one with TensorFlow loaded."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ppo.loaded"])
 
 
-def told(num_learners: int = 2) -> list[str]:
-    """Return what TF_CONFIG has to be for each."""
+def tf_configs(num_learners: int = 2) -> list[str]:
+    """Return the value of TF_CONFIG for each learner, with free ports."""
     workers = [f"127.0.0.1:{port}" for port in _free_ports(num_learners)]
     tasks = [{"type": "worker", "index": index} for index in range(num_learners)]
     cluster = {"worker": workers}
@@ -23,23 +23,25 @@ def told(num_learners: int = 2) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(
+def started_learners(
     function: Callable[..., object], arguments: Sequence[Sequence[object]], folder: Path
 ) -> Iterator[list[ForkServerProcess]]:
-    """Start a process each, of a function; what they say goes to FOLDER/said-INDEX."""
+    """Call a function in one process per learner; it prints to FOLDER/learner-INDEX."""
     with contextlib.ExitStack() as stack:
         processes = []
-        configs = told(len(arguments))
+        configs = tf_configs(len(arguments))
         for index, (each, text) in enumerate(zip(arguments, configs, strict=True)):
-            path = str(folder / f"said-{index}")
-            process = _CONTEXT.Process(target=_learn, args=(path, text, function, each))
+            path = str(folder / f"learner-{index}")
+            process = _CONTEXT.Process(
+                target=_run_learner, args=(path, text, function, each)
+            )
             process.start()
-            stack.callback(_end, process)
+            stack.callback(_kill, process)
             processes.append(process)
         yield processes
 
 
-def _learn(
+def _run_learner(
     path: str, text: str, function: Callable[..., object], arguments: Sequence[object]
 ) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -49,25 +51,25 @@ def _learn(
     function(*arguments)
 
 
-def end_code(process: ForkServerProcess, seconds: float = 280) -> int | None:
-    """Wait for its end; returns the exit code, or None after so long."""
+def wait_for_exit(process: ForkServerProcess, seconds: float = 280) -> int | None:
+    """Wait for a process, and return its exit code, or None after `seconds`."""
     process.join(seconds)
     return process.exitcode
 
 
-def said(folder: Path) -> list[str]:
-    return [path.read_text() for path in sorted(folder.glob("said-*"))]
+def outputs(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("learner-*"))]
 
 
-def _end(process: ForkServerProcess) -> None:
+def _kill(process: ForkServerProcess) -> None:
     process.kill()
     process.join()
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find ports that nobody else is given: below those for port 0.
+    """Return free ports below the range from which the system assigns ports.
 
-    TensorFlow has to be told before it listens, and then takes all addresses.
+    TensorFlow cannot choose ports itself, and it listens on all addresses.
     """
     draw = random.Random(os.getpid())
     ports: list[int] = []

@@ -1,4 +1,4 @@
-"""What tests of runs share: a small config, makers of envs, updates, saved runs."""
+"""Helpers for tests of runs: a small config, fake envs, updates, saved runs."""
 
 import contextlib
 import json
@@ -42,18 +42,18 @@ SMALL = Config(
     curve_episodes=3,
     evaluation_episodes=3,
     checkpoint_every=32,
-    jit_compile=False,  # compiling takes longer than these few updates
+    jit_compile=False,  # compilation takes longer than these few updates
 )
 
 
 def ppo(*arguments: object) -> tuple[int, str, str]:
-    """Run the command in this process; returns exit code, output and errors.
+    """Run the command in this process, and return its exit code, stdout and stderr.
 
-    It may choose neither threads nor a renderer for the whole suite. However long it
-    takes, it has no line every ten seconds.
+    The command must not change the threads of TensorFlow or the renderer for other
+    tests, nor print a progress line every ten seconds.
     """
     with (
-        # Once TensorFlow has computed something, it refuses another number of threads.
+        # TensorFlow rejects another number of threads after its first operation.
         mock.patch("ppo.cli.options.start_tensorflow"),
         mock.patch("ppo.cli.train.start_tensorflow"),
         mock.patch("envserve.worker.rendering.headless_variables", return_value={}),
@@ -79,12 +79,12 @@ def counters(folder: Path) -> Counters:
 
 
 class Maker:
-    """Makes fakes, and keeps what it was asked for.
+    """Fake of `MakeEnv` that returns fake batches and records its arguments.
 
     Args:
-        make: maps a number of envs to a fake.
-        evaluation: maps how many fakes were made before to one for an evaluation: all
-            but the first, if this is given.
+        make: Returns a fake, given the number of envs.
+        evaluation: Returns a fake for an evaluation, given the number of fakes before.
+            If given, it is used for all calls except the first.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Maker:
 
 
 class Learner:
-    """An agent, its update and a rollout, which can go back to how they began.
+    """An agent with an updater and a rollout, which can be reset to their first state.
 
-    Compiling an update takes seconds, so tests share learners.
+    Tests share learners, because the compilation of an update takes seconds.
     """
 
     def __init__(self, agent: Agent, config: Config, rollout: Rollout) -> None:
@@ -142,7 +142,7 @@ class Learner:
             variable.assign(value)
 
     def update(self, rollout: Rollout | None = None, **named: Any) -> dict[str, float]:
-        """Go back to the start, then update once."""
+        """Reset to the initial state, update once, and return the metrics."""
         self.rewind()
         rollout = self.rollout if rollout is None else rollout
         return self.updater.update(rollout, **{"seed": (3, 4), **named})
@@ -150,26 +150,28 @@ class Learner:
     def outcome(
         self, rollout: Rollout | None = None, **named: Any
     ) -> tuple[dict[str, float], np.ndarray]:
-        """Do the same; returns the parameters, too."""
+        """Reset, update once, and return the metrics and the parameters."""
         metrics = self.update(rollout, **named)
         return metrics, parameters(self.agent)
 
 
 @contextlib.contextmanager
-def traced_already(function: str) -> Iterator[None]:
-    """Fail if an agent's function is traced: in a compiled graph none is called."""
-    error = AssertionError("expected the graph that there is; got another one traced")
+def no_retracing(function: str) -> Iterator[None]:
+    """Fail if a method of the agent is called, which happens only during tracing."""
+    error = AssertionError(
+        "expected the existing graph to be used, but another one was traced"
+    )
     with mock.patch.object(Agent, function, side_effect=error):
         yield
 
 
 def copy(rollout: Rollout) -> Rollout:
-    """Return a rollout that stays as it is when the next one is collected."""
+    """Return a copy that the next rollout does not overwrite."""
     return Rollout(*tf.nest.map_structure(np.copy, tuple(rollout)))
 
 
 def rollout_of(num_steps: int, num_envs: int = 1, **rows: Any) -> Rollout:
-    """Return a rollout of valid rows of zeros, but for the fields that are given."""
+    """Return a rollout of valid rows, with zeros in all fields except `rows`."""
     shape = (num_steps, num_envs)
     zeros = Rollout(
         observation=np.zeros((num_steps + 1, num_envs, 2)),
@@ -186,32 +188,34 @@ def rollout_of(num_steps: int, num_envs: int = 1, **rows: Any) -> Rollout:
 
 
 def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
-    """Replace all that is made up, and observations that nobody has taken in.
+    """Replace all values that must not influence the update by garbage.
 
-    One on which an invalid row acted is real if a valid step led there within an
-    episode, since the row before bootstraps from it; or if it is late, and remembered.
+    These are the results of invalid rows, final observations within an episode, and
+    observations before an invalid row. Two kinds of the latter are kept: those reached
+    by a valid step of the same episode, because the row before bootstraps from them,
+    and those of late rows, because the recurrent core has processed them.
     """
     valid, done = rollout.valid, rollout.done
-    led_to = np.zeros_like(valid)
-    led_to[1:] = (valid & ~done)[:-1]
-    unseen = ~valid & ~led_to & (rollout.status != Status.LATE)
+    is_reached = np.zeros_like(valid)
+    is_reached[1:] = (valid & ~done)[:-1]
+    is_unused = ~valid & ~is_reached & (rollout.status != Status.LATE)
     filled = copy(rollout)
-    places = [
+    targets = [
         (rows, ~valid) for rows in (filled.action, filled.log_prob, filled.reward)
     ]
-    places += [
+    targets += [
         (leaf, ~(done & valid)) for leaf in tf.nest.flatten(filled.final_observation)
     ]
-    places += [(leaf[:-1], unseen) for leaf in tf.nest.flatten(filled.observation)]
-    for rows, where in places:
+    targets += [(leaf[:-1], is_unused) for leaf in tf.nest.flatten(filled.observation)]
+    for rows, where in targets:
         rows[where] = np.array(garbage).astype(rows.dtype)
     return filled
 
 
-def acting(
+def agent_simulation(
     agent: Agent, env: InGraphBatchEnv, horizon: int, **named: Any
 ) -> Simulation:
-    """Return the simulation that a training of this agent would have."""
+    """Return a simulation with this agent, as the training creates it."""
     return Simulation(
         env,
         agent.act_from,
@@ -225,7 +229,7 @@ def acting(
 
 
 def parameters(agent: Agent) -> np.ndarray:
-    """Return all that an agent learns, as one vector."""
+    """Return all trainable parameters of an agent as one vector."""
     return np.concatenate([v.numpy().ravel() for v in agent.trainable_variables])
 
 
@@ -235,9 +239,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def save_run(folder: Path, config: Config, iterations: tuple[int, ...] = (1,)) -> None:
-    """Make a run with checkpoints of agents that were never trained.
+    """Create a run folder with checkpoints of untrained agents.
 
-    They are of 100 steps per iteration; each acts in its way.
+    Each iteration has 100 steps, and each checkpoint has other weights.
     """
     run_folder = RunFolder.create(folder, config)
     env = gymnasium.make(config.env_name, **config.env_kwargs)

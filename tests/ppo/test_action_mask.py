@@ -1,4 +1,4 @@
-"""Agents under an action mask: which ones fit, and what they then never do."""
+"""Action masks: supported spaces, and actions that the policy never takes."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def observation(mask: Any, rows: int) -> dict[str, Any]:
         (spaces.MultiDiscrete([2, 2, 2]), np.array([1, 0, 1])),
     ],
 )
-def test_a_masked_action_is_never_taken(
+def test_masked_action_is_never_taken(
     mask_space: gymnasium.Space[Any], mask: np.ndarray
 ) -> None:
     agent = Agent(observation_space(mask_space), spaces.Discrete(3), CONFIG)
@@ -43,7 +43,8 @@ def test_a_masked_action_is_never_taken(
     action, log_prob = agent.act(rows, SEED)
     assert set(action.numpy()) == {0, 2}
     np.testing.assert_allclose(log_prob.numpy(), np.log(0.5), atol=0.05)
-    for variable in agent.trainable_variables:  # whatever it would like best
+    # Make the masked action the most likely one.
+    for variable in agent.trainable_variables:
         variable.assign(variable + np.eye(3)[1] if variable.shape == (3,) else variable)
     mode, mode_log_prob = agent.mode(rows, SEED)
     assert 1 not in mode.numpy()
@@ -64,7 +65,7 @@ def test_each_choice_has_its_part_of_the_mask(split: bool) -> None:
     assert {tuple(row) for row in action.numpy()} == {(1, 0), (1, 2)}
 
 
-def test_a_mask_without_any_flag_allows_everything() -> None:
+def test_mask_without_any_flag_allows_all_actions() -> None:
     space = observation_space(spaces.MultiBinary(3))
     agent = Agent(space, spaces.Discrete(3), CONFIG)
     action, log_prob = agent.act(observation(np.zeros(3, np.int8), 300), SEED)
@@ -72,7 +73,7 @@ def test_a_mask_without_any_flag_allows_everything() -> None:
     np.testing.assert_allclose(log_prob.numpy(), np.log(1 / 3), atol=0.05)
 
 
-def test_networks_and_statistics_do_not_see_the_mask() -> None:
+def test_mask_is_not_an_input_of_networks_and_statistics() -> None:
     space = observation_space(spaces.Box(0.0, 1.0, (3,)))
     preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
     assert preprocess.size == 3
@@ -89,7 +90,7 @@ def test_networks_and_statistics_do_not_see_the_mask() -> None:
     assert mask.numpy().tolist() == [[True, False, False], [False, True, False]]
 
 
-def test_an_inner_key_of_that_name_is_an_observation_like_any_other() -> None:
+def test_nested_key_action_mask_is_an_ordinary_observation() -> None:
     inner = spaces.Dict(action_mask=spaces.MultiBinary(3))
     agent = Agent(spaces.Dict(inner=inner), spaces.Discrete(2), CONFIG)
     assert agent.preprocess.size == 3
@@ -114,14 +115,14 @@ def test_an_inner_key_of_that_name_is_an_observation_like_any_other() -> None:
         (spaces.MultiBinary(3), spaces.MultiBinary(3), "a MultiDiscrete of twos"),
     ],
 )
-def test_a_mask_that_does_not_fit_is_an_error(
+def test_mask_of_another_shape_than_the_actions_is_an_error(
     mask_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedSpaceError, match=message):
         Agent(observation_space(mask_space), action_space, CONFIG)
 
 
-def test_there_has_to_be_something_besides_the_mask() -> None:
+def test_observation_with_nothing_but_a_mask_is_an_error() -> None:
     space = spaces.Dict(action_mask=spaces.MultiBinary(3))
-    with pytest.raises(UnsupportedSpaceError, match="something to observe besides"):
+    with pytest.raises(UnsupportedSpaceError, match="other observations besides"):
         Agent(space, spaces.Discrete(3), CONFIG)

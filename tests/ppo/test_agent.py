@@ -1,4 +1,4 @@
-"""Agents: what they see of each kind of observation, and how they act."""
+"""`Agent`: preprocessing of each kind of observation, and actions."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def preprocessed(space: gymnasium.Space[Any], rows: Any) -> Any:
     return inputs
 
 
-def test_images_stay_bytes_until_they_are_scaled_and_keep_their_shape() -> None:
+def test_images_stay_uint8_until_they_are_scaled_and_keep_their_shape() -> None:
     space = SPACES.Box(0, 255, (2, 2, 1), np.uint8)
     rows = np.repeat(np.array([0, 51, 255], np.uint8), 4).reshape(3, 2, 2, 1)
     preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
@@ -52,7 +52,7 @@ def test_images_stay_bytes_until_they_are_scaled_and_keep_their_shape() -> None:
             [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]],
         ),
         (SPACES.MultiBinary(2), np.array([[0, 1]], np.int8), [[0, 1]]),
-        # Neither a row of bytes nor bytes with other bounds are an image.
+        # 1-D uint8 arrays, and those with other bounds than 0 and 255, are no images.
         (SPACES.Box(0, 255, (2,), np.uint8), np.array([[3, 4]], np.uint8), [[3, 4]]),
         (
             SPACES.Box(0, 9, (1, 2), np.uint8),
@@ -61,7 +61,7 @@ def test_images_stay_bytes_until_they_are_scaled_and_keep_their_shape() -> None:
         ),
     ],
 )
-def test_choices_become_one_hot_and_numbers_stay(
+def test_discrete_values_are_one_hot_encoded_and_other_numbers_kept(
     space: gymnasium.Space[Any], rows: np.ndarray, expected: list[Any]
 ) -> None:
     assert preprocessed(space, rows).numpy().tolist() == expected
@@ -85,7 +85,7 @@ def test_only_box_leaves_have_statistics() -> None:
     assert len(preprocess.trackables) == 1
 
 
-def test_without_normalisation_numbers_stay_as_they_are() -> None:
+def test_without_normalisation_values_are_unchanged() -> None:
     preprocess = ObservationPreprocessor(
         SPACES.Box(-1.0, 1.0, (1,)), normalize=False, clip=10.0
     )
@@ -96,7 +96,7 @@ def test_without_normalisation_numbers_stay_as_they_are() -> None:
     assert list(preprocess.trackables) == ["leaf_0"]
 
 
-def test_acting_gives_actions_with_their_log_probabilities() -> None:
+def test_act_returns_actions_with_their_log_probabilities() -> None:
     agent = Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Box(-1.0, 1.0, (2, 2)), CONFIG)
     observation = tf.ones([5, 3])
     action, log_prob = agent.act(observation, SEED)
@@ -108,7 +108,7 @@ def test_acting_gives_actions_with_their_log_probabilities() -> None:
     assert (mode_log_prob.numpy() >= log_prob.numpy()).all()
 
 
-def test_a_recurrent_agent_acts_by_all_that_it_has_seen() -> None:
+def test_actions_of_a_recurrent_agent_depend_on_earlier_observations() -> None:
     config = CONFIG.replace(recurrent_size=4, minibatch_size=128)
     agent = Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Discrete(5), config)
     assert agent.state_sizes == (4, 4)
@@ -116,17 +116,17 @@ def test_a_recurrent_agent_acts_by_all_that_it_has_seen() -> None:
     action, log_prob, *first = agent.act(tf.ones([5, 3]), SEED, *zeros)
     assert action.shape == log_prob.shape == (5,)
     *_, policy_state, value_state = agent.act(tf.zeros([5, 3]), SEED, *first)
-    *_, forgetful, _ = agent.act(tf.zeros([5, 3]), SEED, *zeros)
-    assert (policy_state.numpy() != forgetful.numpy()).any()
+    *_, without_history, _ = agent.act(tf.zeros([5, 3]), SEED, *zeros)
+    assert (policy_state.numpy() != without_history.numpy()).any()
     assert policy_state.shape == value_state.shape == (5, 4)
-    # Who does not ask for values need not remember for them.
+    # Callers that need no values can leave out the state of the value function.
     _, mode_log_prob, *state = agent.mode(tf.zeros([5, 3]), SEED, first[0])
     np.testing.assert_allclose(state, [policy_state], atol=1e-6)
     assert (mode_log_prob.numpy() >= np.log(1 / 5) - 1e-6).all()
 
 
 @pytest.mark.parametrize("recurrent_size", [0, 16])
-def test_networks_follow_the_seed_of_the_config(recurrent_size: int) -> None:
+def test_initial_weights_depend_on_the_seed_of_the_config(recurrent_size: int) -> None:
     config = CONFIG.replace(recurrent_size=recurrent_size, minibatch_size=128)
 
     def numbers(seed: int) -> np.ndarray:
@@ -138,10 +138,12 @@ def test_networks_follow_the_seed_of_the_config(recurrent_size: int) -> None:
     assert (first != numbers(3)).any()
 
 
-def test_an_unknown_action_space_is_named() -> None:
+def test_error_for_an_unsupported_action_space_names_it() -> None:
     bits: Any = np.bool_
     for box in (SPACES.Box(0, 1, (2,), bits), SPACES.Box(-1.0, 1.0, (0,))):
-        with pytest.raises(UnsupportedSpaceError, match="a Box of numbers, one at"):
+        with pytest.raises(
+            UnsupportedSpaceError, match="a Box with at least one number"
+        ):
             Agent(SPACES.Box(-1.0, 1.0, (3,)), box, CONFIG)
     with pytest.raises(UnsupportedSpaceError, match="got Tuple"):
         Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Tuple([SPACES.Discrete(2)]), CONFIG)

@@ -1,4 +1,4 @@
-"""Callbacks of users: called after each iteration; stop, change envs, add metrics."""
+"""Callbacks: called after each iteration; they stop runs, change envs, add metrics."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train
 from ppo.training_run import TrainingRun
-from ppo.user_code import Callbacks, load_own
+from ppo.user_code import Callbacks, load_user_code
 from tests.ppo import informing_env, own_callbacks, own_losses
 from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run
 
@@ -29,14 +29,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def named(*names: str) -> Config:
-    words = tuple(f"{own_callbacks.__name__}:{name}" for name in names)
-    return SMALL.replace(callbacks=words)
+    callbacks = tuple(f"{own_callbacks.__name__}:{name}" for name in names)
+    return SMALL.replace(callbacks=callbacks)
 
 
-def test_it_sees_and_changes_a_run_and_its_numbers_are_reported(
+def test_callback_reads_and_changes_a_run_and_its_metrics_are_reported(
     seen: list[Any], tmp_path: Path
 ) -> None:
-    config = named("notes", "sets_level").replace(
+    config = named("records", "sets_level").replace(
         env_name=informing_env.NAME,
         objective=f"{own_losses.__file__}:of_large_value",
         report_every=32,
@@ -59,21 +59,22 @@ def test_it_sees_and_changes_a_run_and_its_numbers_are_reported(
     assert [row["own/put"] for row in rows] == [1.5, 3.5]  # means over two iterations
     assert [row["returned"] for row in rows] == [15.0, 35.0]
     assert "evaluation_x" not in rows[0]
-    assert all(row["mean_return"] > 0.0 for row in rows)  # as it was, not as it said
+    # The callback cannot overwrite metrics of the trainer.
+    assert all(row["mean_return"] > 0.0 for row in rows)
     assert shown[-1].metrics["returned"] == 40.0
-    # What a report of that iteration alone would have.
+    # The metrics of one iteration have the same names as a row.
     assert {"steps", *shown[-1].metrics} == rows[-1].keys()
-    # The envs have what it has set, and the loss is its own.
+    # The envs have the attribute that was set, and the loss is the user's function.
     assert metrics[0]["info/level"] == 1.0
     assert 1.0 < metrics[1]["info/level"] < metrics[3]["info/level"]
     assert rows[1]["info/level"] == metrics[3]["info/level"]
     assert all(900.0 < row["policy_loss"] < 1100.0 for row in rows)
 
 
-def test_a_run_whose_callback_failed_goes_on_with_a_class_made_anew_until_it_stops(
+def test_resumed_run_creates_a_new_instance_of_a_callback_class(
     seen: list[Any], tmp_path: Path
 ) -> None:
-    config = named("notes", "Counts", "raises").replace(total_steps=160)
+    config = named("records", "CountsCalls", "raises").replace(total_steps=160)
     with pytest.raises(CallbackError, match=":28: ValueError"):
         run(tmp_path, config)
     assert counters(tmp_path) == (2, 32)
@@ -89,14 +90,14 @@ def test_a_run_whose_callback_failed_goes_on_with_a_class_made_anew_until_it_sto
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", "28: ValueError: as it must"),
+        ("raises", "28: ValueError: in iteration 2"),
         ("breaks_the_config", "32: ConfigError: num_envs: .* got 0"),
-        ("tells_words", "35: ValueError: could not convert .*'many'"),
-        ("tells_a_list", "39: TypeError: cannot convert"),
-        ("tells_numbers_of_rows", "59: TypeError: expected numbers by name, got 0"),
+        ("returns_text", "35: ValueError: could not convert .*'many'"),
+        ("returns_a_list", "39: TypeError: cannot convert"),
+        ("returns_integer_keys", "59: TypeError: expected numbers by name, got 0"),
     ],
 )
-def test_one_that_fails_is_one_line(name: str, message: str) -> None:
+def test_error_of_a_callback_is_one_line(name: str, message: str) -> None:
     called = Callbacks([f"{FILE}:{name}"])
     state = {"config": SMALL, "counters": Counters(2, 32), "rollout": rollout_of(1)}
     env = SimpleNamespace(stats=lambda: SimpleNamespace(rows=0), reset_infos={})
@@ -106,31 +107,37 @@ def test_one_that_fails_is_one_line(name: str, message: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["resets", "steps"])
-def test_one_that_moves_the_envs_is_one_line(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CallbackError, match=f"{name}: .*leaves steps and resets of"):
+@pytest.mark.parametrize("name", ["resets_envs", "steps_envs"])
+def test_callback_that_steps_or_resets_the_envs_is_an_error(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        CallbackError, match=f"{name}: .*does not step or reset run.env"
+    ):
         run(tmp_path, named(name))
 
 
-def test_functions_of_a_file_share_what_it_has_until_it_changes(tmp_path: Path) -> None:
+def test_functions_of_a_file_share_its_globals_until_it_changes(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("def one(): pass\ndef two(): pass\n")
-    one, two = (load_own("callbacks", f"{file}:{name}") for name in ("one", "two"))
+    one, two = (
+        load_user_code("callbacks", f"{file}:{name}") for name in ("one", "two")
+    )
     assert one.__globals__ is two.__globals__
     file.write_text("def one(): return 1\n")
-    assert load_own("callbacks", f"{file}:one")() == 1
+    assert load_user_code("callbacks", f"{file}:one")() == 1
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("takes_too_little", f"{FILE}:43: TypeError: too many positional arguments"),
-        ("NeedsSomething", f"{FILE}:47: TypeError: .*something"),
-        ("CannotBeCalled", f"{FILE}:55: TypeError: .*not a callable"),
-        ("note", "found none. Did you mean notes?"),
+        ("takes_two_arguments", f"{FILE}:43: TypeError: too many positional arguments"),
+        ("NeedsArgument", f"{FILE}:47: TypeError: .*argument"),
+        ("NotCallable", f"{FILE}:55: TypeError: .*not a callable"),
+        ("record", "found none. Did you mean records?"),
     ],
 )
-def test_one_that_cannot_be_called_is_one_line_and_no_env_starts(
+def test_invalid_callback_is_a_one_line_error_before_any_env_starts(
     name: str, message: str, tmp_path: Path
 ) -> None:
     maker = Maker()

@@ -1,4 +1,4 @@
-"""Configs: checked values, text in and out, named ones."""
+"""`Config`: validation, files, settings as text, named configs."""
 
 import dataclasses
 import json
@@ -19,13 +19,13 @@ from ppo.config.named_configs import (
     apply_settings,
     load_config,
     read_config,
-    suited,
+    recommended_settings,
 )
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import RunFolder
 
 BASE = Config(env_name="CartPole-v1")
-MY_OWN = {"name": "MyOwn", "speed": 0.5}
+MY_WRAPPER = {"name": "MyWrapper", "speed": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ MY_OWN = {"name": "MyOwn", "speed": 0.5}
     [
         ("learnin_rate", "learning_rate"),
         ("num_env", "num_envs"),
-        # Those that contain the word come first.
+        # Known keys that contain the unknown one come first.
         ("env", "env_name"),
         ("rate", "learning_rate"),
         ("steps", "total_steps"),
     ],
 )
-def test_an_unknown_key_suggests_the_nearest(
+def test_error_for_an_unknown_key_suggests_the_nearest_one(
     key: str, nearest: str, tmp_path: Path
 ) -> None:
     message = rf"unknown key '{key}'\. Did you mean {nearest}\? `ppo configs NAME`"
@@ -50,12 +50,12 @@ def test_an_unknown_key_suggests_the_nearest(
         read_config(tmp_path / "mine.json")
 
 
-def test_a_key_like_nothing_known_suggests_nothing() -> None:
+def test_error_for_a_key_without_similar_ones_suggests_nothing() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'zzz'\. `ppo configs"):
         apply_settings(BASE, ["zzz=1"])
 
 
-def test_every_key_has_a_meaning_and_every_number_bounds() -> None:
+def test_every_setting_has_a_docstring_and_every_number_has_bounds() -> None:
     hints = get_type_hints(Config, include_extras=True)
     assert list(field_docs(Config)) == list(hints)
     for key, hint in hints.items():
@@ -66,22 +66,22 @@ def test_every_key_has_a_meaning_and_every_number_bounds() -> None:
             assert hint not in (int, float), key
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_invalid_settings_are_reported_in_one_error() -> None:
     with pytest.raises(ConfigError, match=r"seed: .*; got -1\. epochs: .*; got 0\.$"):
         BASE.replace(epochs=0, seed=-1)
 
 
-def test_a_config_stays_as_it_is_and_can_be_pickled() -> None:
+def test_config_is_immutable_and_can_be_pickled() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError, match="seed"):
         BASE.seed = 3  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(BASE)) == BASE
-    assert BASE.replace() == BASE  # which checks the defaults
+    assert BASE.replace() == BASE
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_saved_configs_read_back_equal(tmp_path: Path, name: str) -> None:
+def test_saved_configs_are_equal_when_they_are_read(tmp_path: Path, name: str) -> None:
     changed = CONFIGS[name].replace(
-        env_kwargs={"g": 9.8}, policy_layers=(32, 16), wrappers=(MY_OWN,)
+        env_kwargs={"g": 9.8}, policy_layers=(32, 16), wrappers=(MY_WRAPPER,)
     )
     path = tmp_path / "config.json"
     RunFolder(tmp_path).save_config(changed)
@@ -89,11 +89,11 @@ def test_saved_configs_read_back_equal(tmp_path: Path, name: str) -> None:
     assert set(json.loads(path.read_text())) == set(vars(BASE))
 
 
-def test_toml_is_read(tmp_path: Path) -> None:
+def test_toml_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         'env_name = "Pendulum-v1"\nlearning_rate = 1\npolicy_layers = [8]\n'
-        'scale_rewards = false\nwrappers = [{name = "MyOwn", speed = 0.5}]\n'
+        'scale_rewards = false\nwrappers = [{name = "MyWrapper", speed = 0.5}]\n'
         "[env_kwargs]\ng = 9.8\n"
     )
     config = load_config(str(path))
@@ -103,12 +103,12 @@ def test_toml_is_read(tmp_path: Path) -> None:
         policy_layers=(8,),
         scale_rewards=False,
         env_kwargs={"g": 9.8},
-        wrappers=(MY_OWN,),
+        wrappers=(MY_WRAPPER,),
     )
     assert isinstance(config.learning_rate, float)
 
 
-def test_a_python_file_is_run(tmp_path: Path) -> None:
+def test_python_file_is_executed(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from ppo.config.named_configs import CONFIGS\n"
@@ -126,7 +126,10 @@ CONFIG_OF = "from ppo.config.config import Config\nconfig = Config(env_name='X',
         (None, r"mine\.py: expected a Python file, found none"),
         ("", r"expected `config = ppo\.config\.Config\(...\)`, found no such name"),
         ("config = 3", r"found a int"),
-        ("1 / 0", r"expected a file that runs; ZeroDivisionError: division by zero"),
+        (
+            "1 / 0",
+            r"expected a file that runs, got ZeroDivisionError: division by zero",
+        ),
         (CONFIG_OF.format("wrappers=3"), r"mine\.py: wrappers: .* a list, .* got 3\."),
         (CONFIG_OF.format("num_envs=4.5"), r"num_envs: .* an int; got 4\.5\."),
         (CONFIG_OF.format("num_envs='4'"), r"num_envs: .* an int; got '4'\."),
@@ -135,7 +138,7 @@ CONFIG_OF = "from ppo.config.config import Config\nconfig = Config(env_name='X',
         (CONFIG_OF.format("policy_layers=(64.0,)"), r"policy_layers\[0\]: .* an int"),
     ],
 )
-def test_a_bad_python_file_is_named(
+def test_error_in_a_python_file_names_the_file(
     tmp_path: Path, text: str | None, message: str
 ) -> None:
     path = tmp_path / "mine.py"
@@ -169,11 +172,13 @@ def test_a_bad_python_file_is_named(
             'wrappers=[{"name": "FrameHistory", "past_indices": [0, 2]}]',
             ({"name": "FrameHistory", "past_indices": [0, 2]},),
         ),
-        ('wrappers=[{name = "MyOwn", speed = 0.5}]', (MY_OWN,)),
+        ('wrappers=[{name = "MyWrapper", speed = 0.5}]', (MY_WRAPPER,)),
         ("wrappers=[]", ()),
     ],
 )
-def test_settings_have_the_type_of_their_key(setting: str, value: object) -> None:
+def test_parsed_settings_have_the_type_of_their_key(
+    setting: str, value: object
+) -> None:
     result = getattr(apply_settings(BASE, [setting]), setting.partition("=")[0])
     assert result == value
     assert type(result) is type(value)
@@ -215,7 +220,7 @@ def test_settings_have_the_type_of_their_key(setting: str, value: object) -> Non
         ("minibatch_size=60", r"expected a divisor of .* 2048, got 60"),
         (
             "recurrent_size=64",
-            r"a multiple of the length .* horizon = 128 .or set s.*, got 64",
+            r"a multiple of the sequence length .* horizon = 128 .or set s.*, got 64",
         ),
         ("total_steps=2000", r"expected at least one iteration, .* got 2000"),
         ("env_name=", r"expected a str of length >= 1, such as CartPole-v1; got ''"),
@@ -226,10 +231,13 @@ def test_settings_have_the_type_of_their_key(setting: str, value: object) -> Non
         ("network=a.:b", r"expected auto, mlp, cnn, package"),
     ],
 )
-def test_bad_settings_say_what_was_expected(setting: str, message: str) -> None:
+def test_error_for_an_invalid_setting_names_the_expected_value(
+    setting: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^--set: .*{message}") as caught:
         apply_settings(BASE, [setting])
-    if not setting.startswith("recurrent_size"):  # then it is minibatch_size to change
+    # With recurrent_size, the error is about minibatch_size.
+    if not setting.startswith("recurrent_size"):
         assert setting.partition("=")[0] in str(caught.value)
 
 
@@ -243,7 +251,7 @@ def test_bad_settings_say_what_was_expected(setting: str, message: str) -> None:
         ),
     ],
 )
-def test_sequences_fill_rollouts_and_minibatches(
+def test_sequence_length_must_divide_horizon_and_minibatch_size(
     sequence_length: int, message: str
 ) -> None:
     config = BASE.replace(recurrent_size=8, sequence_length=32)
@@ -252,7 +260,7 @@ def test_sequences_fill_rollouts_and_minibatches(
         config.replace(sequence_length=sequence_length)
     with pytest.raises(ConfigError, match="expected 0 with a custom network, a:b"):
         config.replace(network="a:b")
-    # Without recurrence there are no sequences.
+    # Without recurrence, sequence_length has no effect.
     assert BASE.replace(sequence_length=sequence_length)
 
 
@@ -261,7 +269,7 @@ def test_sequences_fill_rollouts_and_minibatches(
     [
         ("{", "expected TOML or JSON"),
         ("[1]", r"expected a table of settings .*, got \[1\]"),
-        ("{}", 'a key env_name, such as env_name = "CartPole-v1"'),
+        ("{}", 'the key env_name, for example env_name = "CartPole-v1"'),
         ('{"env_name": "X", "num_envs": true}', "num_envs: .* an int; got True"),
         ('{"env_name": "X", "num_envs": 2.0}', r"num_envs: .* an int; got 2\.0"),
         (
@@ -275,7 +283,9 @@ def test_sequences_fill_rollouts_and_minibatches(
         ),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_error_in_a_json_file_names_the_file(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -283,15 +293,13 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_iterations_never_exceed_the_steps() -> None:
+def test_planned_steps_are_whole_iterations() -> None:
     config = BASE.replace(total_steps=5000)
     assert config.steps_per_iteration == 2048
     assert config.planned_steps == 2 * config.steps_per_iteration
 
 
-def test_an_env_has_the_config_that_is_for_it_or_defaults_that_suit_its_spaces() -> (
-    None
-):
+def test_env_has_its_named_config_or_settings_that_suit_its_spaces() -> None:
     assert load_config("CartPole-v1") == CONFIGS["cartpole"]
     assert load_config("CartPole-v0") == Config(env_name="CartPole-v0")
     assert load_config("my_env.py:Walk").env_name == "my_env.py:Walk"
@@ -302,21 +310,27 @@ def test_an_env_has_the_config_that_is_for_it_or_defaults_that_suit_its_spaces()
         {"a": vector, "b": spaces.Tuple([spaces.Box(0, 255, (9, 9, 3), np.uint8)])}
     )
     config = Config(env_name="X-v0")
-    assert suited(vector, vector) == {}
+    assert recommended_settings(vector, vector) == {}
     for actions in (spaces.Discrete(2), spaces.Tuple([spaces.Discrete(2)])):
-        assert config.replace(**suited(vector, actions)).normalize_advantages
-    assert config.replace(**suited(image, spaces.Discrete(2))).num_envs == 8
-    # Nothing to convolve: too small, no bytes from 0 to 255, and a Dict of one.
+        assert config.replace(
+            **recommended_settings(vector, actions)
+        ).normalize_advantages
+    assert (
+        config.replace(**recommended_settings(image, spaces.Discrete(2))).num_envs == 8
+    )
+    # Without an image for convolutions: too small, bounds other than 0 and 255.
     for grid in (
         spaces.Box(0, 255, (7, 7, 3), np.uint8),
         spaces.Box(0, 255, (4, 128), np.uint8),
         spaces.Box(0, 10, (9, 9), np.uint8),
         spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8)}),
     ):
-        assert config.replace(**suited(grid, spaces.Discrete(3))).policy_layers
+        assert config.replace(
+            **recommended_settings(grid, spaces.Discrete(3))
+        ).policy_layers
 
 
-def test_what_envs_are_given_comes_back_from_a_file(tmp_path: Path) -> None:
+def test_env_kwargs_and_wrappers_are_equal_when_they_are_read(tmp_path: Path) -> None:
     given = {"range": (0.6, math.inf), "names": {"a": [True, None]}}
     wrapper = {"name": "TimeLimit", "max_episode_steps": 9}
     config = Config(env_name="Hopper-v5", env_kwargs=given, wrappers=(wrapper,))

@@ -1,4 +1,4 @@
-"""Networks for images: which leaves they take, their layout, layers and sharing."""
+"""Convolutional networks: supported leaves, image layouts, layers, shared torsos."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def image(*shape: int) -> spaces.Box:
 
 
 def layers(network: keras.Sequential) -> list[tuple[int, ...]]:
-    """Filters, kernel and stride of each convolution; units of each dense layer."""
+    """Return filters, kernel and stride of convolutions, and units of dense layers."""
     found: list[tuple[int, ...]] = []
     for layer in network.layers:
         if isinstance(layer, keras.layers.Conv2D):
@@ -44,31 +44,31 @@ def layers(network: keras.Sequential) -> list[tuple[int, ...]]:
         ((2, 3, 9, 8), (9, 8, 6)),
     ],
 )
-def test_every_layout_becomes_channels_last(
+def test_every_layout_is_converted_to_channels_last(
     shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     rows = np.arange(2 * np.prod(shape)).reshape(2, *shape)
     arranged = channels_last(tf.constant(rows)).numpy()
     assert arranged.shape == (2, *expected)
-    # Row 3 and column 5 of every channel, wherever they were.
+    # Compare the pixel in row 3 and column 5 of every channel.
     height = shape.index(9) if 9 in shape else 0
-    at_place = rows.take(3, axis=height + 1).take(5, axis=height + 1)
-    np.testing.assert_array_equal(arranged[:, 3, 5], at_place.reshape(2, -1))
+    pixel = rows.take(3, axis=height + 1).take(5, axis=height + 1)
+    np.testing.assert_array_equal(arranged[:, 3, 5], pixel.reshape(2, -1))
     assert convolution(shape, seed=0).input_shape == (None, *expected)
 
 
-def test_large_images_get_the_network_of_mnih_et_al() -> None:
+def test_large_images_are_processed_by_the_network_of_mnih_et_al() -> None:
     nature = [(32, 8, 4), (64, 4, 2), (64, 3, 1), (512,)]
     network = convolution((4, 84, 84), seed=0)
     assert layers(network) == nature
-    assert network.count_params() == 1_684_128  # of the paper's, less its last layer
+    assert network.count_params() == 1_684_128  # the paper's, without the last layer
     assert layers(convolution((36, 40, 3), seed=0)) == nature
     small = [(16, 3, 1), (32, 3, 2), (32, 3, 2), (128,)]
     for shape in ((8, 8, 3), (1, 35, 84)):
         assert layers(convolution(shape, seed=0)) == small
 
 
-def test_weights_are_orthogonal_and_follow_the_seed() -> None:
+def test_weights_are_orthogonal_and_depend_on_the_seed() -> None:
     first, again, other = (convolution((8, 8, 3), seed=seed) for seed in (1, 1, 20))
     for left, right, different in zip(
         first.trainable_variables,
@@ -109,7 +109,7 @@ def convolutions(agent: Agent) -> int:
     return sum(len(v.shape) == 4 for v in agent.trainable_variables)
 
 
-def test_images_get_convolutions_unless_the_config_says_otherwise() -> None:
+def test_images_are_convolved_unless_the_config_selects_an_mlp() -> None:
     actions = spaces.Discrete(2)
     assert convolutions(Agent(image(8, 8), actions, CONFIG)) == 3
     assert convolutions(Agent(spaces.Box(0.0, 1.0, (3,)), actions, CONFIG)) == 0
@@ -121,7 +121,7 @@ def test_images_get_convolutions_unless_the_config_says_otherwise() -> None:
         Agent(image(7, 7), actions, CONFIG.replace(network="cnn"))
 
 
-def test_what_else_is_observed_goes_past_the_convolutions() -> None:
+def test_other_observations_are_concatenated_after_the_convolutions() -> None:
     space = spaces.Dict(
         camera=image(8, 8, 3), left=image(9, 9), mode=spaces.Discrete(3),
         x=spaces.Box(-1.0, 1.0, (2, 2)), tiny=image(2, 2),
@@ -139,7 +139,7 @@ def test_what_else_is_observed_goes_past_the_convolutions() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_policy_and_value_share_the_torso_or_do_not(shared: bool) -> None:
+def test_policy_and_value_share_the_torso_if_configured(shared: bool) -> None:
     agent = Agent(
         image(8, 8, 3), spaces.Discrete(2), CONFIG.replace(shared_torso=shared)
     )

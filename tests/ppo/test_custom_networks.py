@@ -1,4 +1,4 @@
-"""Custom networks: found, tried out, trained, saved and restored."""
+"""Custom networks: loaded, checked, trained, saved and restored."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ppo.evaluation.export import export_policy
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
-from ppo.user_code import load_own
+from ppo.user_code import load_user_code
 from tests.ppo import custom_networks
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, Maker, ppo, run, save_run
@@ -31,8 +31,8 @@ def named(function: str) -> Config:
     return CONFIG.replace(network=f"{MODULE}:{function}")
 
 
-@pytest.mark.parametrize("function", ["subclass", "plain"])
-def test_discrete_actions_take_its_outputs_for_logits(function: str) -> None:
+@pytest.mark.parametrize("function", ["subclass", "plain_object"])
+def test_outputs_are_logits_of_discrete_actions(function: str) -> None:
     agent = Agent(X, spaces.Discrete(4), named(function))
     features = agent.preprocess(tf.ones([5, 3]))
     action, log_prob = agent.act(tf.ones([5, 3]), tf.constant([1, 2]))
@@ -45,7 +45,7 @@ def test_discrete_actions_take_its_outputs_for_logits(function: str) -> None:
     assert agent.trackables.keys() == {"torso", "preprocess"}
 
 
-def test_box_actions_take_its_outputs_for_means_and_have_a_deviation() -> None:
+def test_outputs_are_means_of_box_actions_whose_deviation_is_trained() -> None:
     config = named("subclass").replace(initial_log_std=-1.0)
     agent = Agent(X, spaces.Box(-1.0, 1.0, (2,)), config)
     features = agent.preprocess(tf.ones([5, 3]))
@@ -54,7 +54,7 @@ def test_box_actions_take_its_outputs_for_means_and_have_a_deviation() -> None:
     assert agent.trackables.keys() == {"torso", "policy", "preprocess"}
 
 
-def test_it_is_told_what_it_gets_and_never_sees_a_mask() -> None:
+def test_model_gets_the_input_space_without_the_action_mask() -> None:
     space = spaces.Dict(
         camera=spaces.Box(0, 255, (8, 8, 3), np.uint8),
         mode=spaces.Discrete(3),
@@ -74,50 +74,52 @@ def test_it_is_told_what_it_gets_and_never_sees_a_mask() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("too_few", r"\[N, 4\].*got float32\[2, 3\], float32\[2\]"),
+        ("too_few_outputs", r"\[N, 4\].*got float32\[2, 3\], float32\[2\]"),
         ("one_output", r"expected outputs of shapes .* got float32\[2, 4\]\."),
         ("float64", r"outputs of float32, got float64\[2, 4\], float64\[2\]"),
         ("only_eager", r"only_eager: .*custom_networks\.py:\d+: [^\n]*$"),
-        ("nothing", "expected it to return a model, got None"),
+        ("returns_none", "expected it to return a model, got None"),
         ("without_checkpoint", r"expected a keras\.Model .* with trackables"),
         ("without_variables", r"expected trainable_variables, .* got \[\]"),
-        ("forgetful", r"trackables that hold all .* would forget \['"),
+        ("with_empty_trackables", r"trackables with all .* would not store \['"),
         ("subclas", r"function subclas in .*, found none\. Did you mean subclass"),
         ("not_a_function", "found 3"),
     ],
 )
-def test_a_faulty_one_says_what_was_expected(function: str, message: str) -> None:
+def test_error_for_a_faulty_model_names_the_expected_one(
+    function: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Agent(X, spaces.Discrete(4), named(function))
 
 
-def test_what_it_raises_is_one_line_that_says_where() -> None:
+def test_exception_of_user_code_becomes_one_line_with_its_file_and_line() -> None:
     line = rf"network {MODULE}:raising: {custom_networks.__file__}:\d+: KeyError: 'cam"
     with pytest.raises(ConfigError, match=line):
         Agent(X, spaces.Discrete(4), named("raising"))
 
 
-def test_missing_modules_and_files_are_named(tmp_path: Path) -> None:
+def test_errors_name_missing_modules_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"No module named 'tests\.no'"):
-        load_own("network", "tests.no.such:make")
+        load_user_code("network", "tests.no.such:make")
     with pytest.raises(ConfigError, match=r"No such file .*: '/.*/no/such\.py'"):
-        load_own("network", "no/such.py:make")
+        load_user_code("network", "no/such.py:make")
     file = tmp_path / "needy.py"
     file.write_text("import no_such_module\n")
     with pytest.raises(ConfigError, match=r"needy\.py:1: .*'no_such_module'"):
-        load_own("network", f"{file}:make")
+        load_user_code("network", f"{file}:make")
 
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The networks of the docs, in a file."""
+    """Write the example networks of the docs to a file."""
     _, _, rest = EXAMPLE.read_text().partition("```python\n")
     file = tmp_path / "my_networks.py"
     file.write_text(rest.partition("```")[0])
     return file
 
 
-def test_what_is_privileged_is_for_the_value_only(
+def test_privileged_observations_reach_only_the_value_function(
     example: Path, tmp_path: Path
 ) -> None:
     space = spaces.Dict(privileged=spaces.Box(-1.0, 1.0, (2, 2)), sensors=X)
@@ -151,7 +153,7 @@ def tensors(rows: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
     return {key: tf.constant(part) for key, part in rows.items()}
 
 
-def test_the_example_of_the_docs_is_trained_saved_and_restored(
+def test_example_of_the_docs_is_trained_saved_and_restored(
     example: Path, tmp_path: Path
 ) -> None:
     config = CONFIG.replace(network=f"{example}:residual")
@@ -174,7 +176,9 @@ def test_the_example_of_the_docs_is_trained_saved_and_restored(
         evaluate_run(config.replace(network="mlp"), run_folder, make_env)
 
 
-def test_the_command_says_where_it_looked_for_a_file(tmp_path: Path) -> None:
+def test_error_of_the_command_contains_the_path_of_a_missing_file(
+    tmp_path: Path,
+) -> None:
     save_run(tmp_path / "run", named("subclass"))
     run_folder, config = RunFolder.open(tmp_path / "run")
     run_folder.save_config(config.replace(network="gone.py:make"))

@@ -1,4 +1,4 @@
-"""Distributions against hand-written formulas, sums and numerical integration."""
+"""Distributions are compared with formulas, sums and numerical integration."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def test_gaussian_log_prob_is_the_log_of_the_density() -> None:
     assert log_prob.numpy().tolist() == pytest.approx([math.log(first * second)])
 
 
-def test_gaussian_density_integrates_to_one_and_gives_the_entropy() -> None:
+def test_gaussian_density_integrates_to_one_and_matches_the_entropy() -> None:
     distribution = gaussian([[0.3]], [-0.7])
     grid = np.linspace(-6, 6, 20_001, dtype=np.float32)
     wide = DiagonalGaussian(
@@ -54,7 +54,7 @@ def test_gaussian_density_integrates_to_one_and_gives_the_entropy() -> None:
         Categorical(tf.constant([[0.1, 2.0, -1.0], [0.0, 0.0, 3.0]])),
     ],
 )
-def test_a_distribution_is_made_again_from_any_of_its_rows(
+def test_distribution_is_reconstructed_from_rows_of_its_parameters(
     distribution: DiagonalGaussian | Categorical,
 ) -> None:
     rows = [tf.gather(parameter, [1]) for parameter in distribution.parameters]
@@ -73,7 +73,7 @@ def test_gaussian_kl_is_the_integral_of_the_log_ratio() -> None:
     assert float(first.kl(first)[0]) == 0.0
 
 
-def test_gaussian_samples_have_its_mean_and_deviation() -> None:
+def test_gaussian_samples_have_the_mean_and_deviation() -> None:
     rows = 100_000
     distribution = DiagonalGaussian(
         tf.tile([[1.0, -2.0]], [rows, 1]), tf.constant([0.0, math.log(3.0)])
@@ -84,7 +84,7 @@ def test_gaussian_samples_have_its_mean_and_deviation() -> None:
     assert distribution.mode() is distribution.mean
 
 
-def test_a_standard_deviation_per_row_counts_per_row() -> None:
+def test_standard_deviations_may_differ_between_rows() -> None:
     distribution = DiagonalGaussian(tf.zeros([2, 1]), tf.constant([[0.0], [1.0]]))
     entropy = 0.5 * math.log(2 * math.pi * math.e)
     assert distribution.entropy().numpy() == pytest.approx([entropy, entropy + 1])
@@ -95,24 +95,24 @@ SINGLE = [0.2, 0.5, 0.3]
 BITS = [0.2, 0.6, 0.9]
 CHOICES = [[0.25, 0.75], [0.2, 0.5, 0.3]]
 CHOICE_LOGITS = np.log(np.concatenate(CHOICES))[None].astype(np.float32)
-# Of the first choice nothing is allowed, which allows all; of the second not option 1.
+# The first choice has no allowed option, which allows all; the second has 0 and 2.
 FLAGS = np.array([[False, False, True, False, True]])
 
 
 def categorical(logits: tf.Tensor) -> Categorical:
-    return Categorical(logits + 5.0)  # they are only defined up to a constant
+    return Categorical(logits + 5.0)  # a constant offset has no effect
 
 
 def joint(logits: tf.Tensor) -> MultiCategorical:
-    return MultiCategorical.of(logits, SIZES)
+    return MultiCategorical.from_logits(logits, SIZES)
 
 
 def masked(logits: tf.Tensor) -> MultiCategorical:
     flags = tf.repeat(tf.constant(FLAGS), len(logits), axis=0)
-    return MultiCategorical.of(logits, SIZES, flags)
+    return MultiCategorical.from_logits(logits, SIZES, flags)
 
 
-#: How each is made of logits, its logits, and the probability of each choice by itself.
+#: For each distribution: its constructor, its logits, the probabilities per choice.
 DISCRETE: dict[str, tuple[Callable[[tf.Tensor], Any], Any, list[list[float]]]] = {
     "categorical": (categorical, np.log([SINGLE]), [SINGLE]),
     "bits": (
@@ -126,7 +126,7 @@ DISCRETE: dict[str, tuple[Callable[[tf.Tensor], Any], Any, list[list[float]]]] =
 
 
 def of_all_actions(choices: list[list[float]]) -> np.ndarray:
-    """Return the probabilities of all actions, an axis per choice."""
+    """Return the joint probabilities of all actions, with an axis per choice."""
     table = np.ones(())
     for probabilities in choices:
         table = np.multiply.outer(table, probabilities)
@@ -134,7 +134,7 @@ def of_all_actions(choices: list[list[float]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", DISCRETE)
-def test_numbers_are_sums_over_all_actions(name: str) -> None:
+def test_entropy_kl_and_log_prob_match_sums_over_all_actions(name: str) -> None:
     make, logits, choices = DISCRETE[name]
     table = of_all_actions(choices)
     probability = table.ravel()
@@ -156,13 +156,13 @@ def test_numbers_are_sums_over_all_actions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DISCRETE)
-def test_samples_have_the_frequencies_of_all_actions(name: str) -> None:
+def test_samples_have_the_probabilities_of_all_actions(name: str) -> None:
     make, logits, choices = DISCRETE[name]
     num_rows, num_numbers = 100_000, 6 if len(choices) == 2 else 3
     many = make(tf.repeat(tf.constant(logits, tf.float32), num_rows, axis=0))
     samples = many.sample(many.noise(num_rows, num_numbers, SEED)).numpy()
     assert samples.dtype == np.int64
-    # Of all choices together, so that they are independent of each other.
+    # The joint frequencies also show that the choices are independent.
     expected = of_all_actions(choices)
     counts = np.zeros(expected.shape)
     np.add.at(counts, tuple(samples.reshape(num_rows, -1).T), 1)
@@ -170,7 +170,7 @@ def test_samples_have_the_frequencies_of_all_actions(name: str) -> None:
     assert not counts[expected == 0].any()
 
 
-def test_bits_that_are_certain_have_finite_numbers_and_gradients() -> None:
+def test_bernoulli_with_extreme_logits_has_finite_values_and_gradients() -> None:
     logits = tf.constant([[-200.0, 200.0]])
     with tf.GradientTape() as tape:
         tape.watch(logits)
@@ -184,12 +184,12 @@ def test_bits_that_are_certain_have_finite_numbers_and_gradients() -> None:
     assert np.isfinite(tape.gradient(numbers, logits).numpy()).all()
 
 
-def test_gradients_are_finite_and_zero_for_what_is_forbidden() -> None:
+def test_gradients_are_finite_and_zero_for_masked_actions() -> None:
     logits = tf.constant(CHOICE_LOGITS)
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(logits)
-        masked = MultiCategorical.of(logits, SIZES, tf.constant(FLAGS))
-        other = MultiCategorical.of(2.0 * logits, SIZES, tf.constant(FLAGS))
+        masked = MultiCategorical.from_logits(logits, SIZES, tf.constant(FLAGS))
+        other = MultiCategorical.from_logits(2.0 * logits, SIZES, tf.constant(FLAGS))
         numbers = {
             "log_prob": masked.log_prob(tf.constant([[0, 2]], tf.int64)),
             "entropy": masked.entropy(),
@@ -202,7 +202,7 @@ def test_gradients_are_finite_and_zero_for_what_is_forbidden() -> None:
         assert (gradient[[0, 1, 2, 4]] != 0.0).all(), name
 
 
-def test_where_nothing_is_allowed_everything_is() -> None:
+def test_row_without_allowed_actions_allows_all() -> None:
     logits = tf.constant([[1.0, 2.0], [1.0, 2.0]])
     masked = masked_logits(logits, tf.constant([[False, False], [True, False]]))
     log_probs = Categorical(masked).log_probs.numpy()
@@ -211,7 +211,7 @@ def test_where_nothing_is_allowed_everything_is() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
-def test_choices_get_a_row_each(sizes: tuple[int, ...]) -> None:
+def test_choices_are_padded_to_one_row_each(sizes: tuple[int, ...]) -> None:
     rows = padded_choices(tf.constant([[1.0, 2.0, 3.0, 4.0]]), sizes).numpy().tolist()
     assert rows == ([[[1, 2], [3, 4]]] if sizes == (2, 2) else [[[1, 0, 0], [2, 3, 4]]])
 
@@ -225,7 +225,9 @@ def test_choices_get_a_row_each(sizes: tuple[int, ...]) -> None:
         (masked(tf.constant(CHOICE_LOGITS)), (1, 6)),
     ],
 )
-def test_eager_and_compiled_agree(distribution: Any, shape: tuple[int, int]) -> None:
+def test_eager_and_compiled_results_agree(
+    distribution: Any, shape: tuple[int, int]
+) -> None:
     noise = distribution.noise(*shape, SEED)
 
     def numbers() -> list[tf.Tensor]:

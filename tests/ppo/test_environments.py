@@ -1,4 +1,4 @@
-"""Where envs come from, and that their wrappers are there wherever they are."""
+"""`env_maker`: local envs and servers, and the same wrappers everywhere."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-import typer
 
 from envserve.client import BatchEnv
 from envserve.errors import AddressError
@@ -31,7 +30,7 @@ CONFIG = Config(
     server_lost_after_seconds=9.0,
     padding_after_seconds=0.5,
 )
-#: What BatchEnv is asked for in either way.
+#: Arguments of both `BatchEnv.local` and `BatchEnv.connect`.
 COMMON = {
     "num_envs": 8,
     "seed": 5,
@@ -45,8 +44,8 @@ COMMON = {
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What BatchEnv was asked for: the way, positional and named arguments."""
+def batch_env_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of BatchEnv: the constructor, positional and named arguments."""
     calls: list[tuple[Any, ...]] = []
     for way in ("local", "connect"):
         monkeypatch.setattr(
@@ -57,9 +56,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
+def test_envs_are_local_by_default(batch_env_calls: list[tuple[Any, ...]]) -> None:
     env_maker(CONFIG, num_workers=3, import_modules=["mine"])(num_envs=8, seed=5)
-    ((way, arguments, named),) = asked
+    ((way, arguments, named),) = batch_env_calls
     assert (way, arguments) == ("local", ("CartPole-v1",))
     assert named == {
         **COMMON,
@@ -73,10 +72,12 @@ def test_envs_are_local_by_default(asked: list[tuple[Any, ...]]) -> None:
     }
 
 
-def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
+def test_envs_are_on_servers_if_there_are_addresses(
+    batch_env_calls: list[tuple[Any, ...]],
+) -> None:
     config = CONFIG.replace(spare_envs=True, on_fault="raise", on_server_lost="pad")
     env_maker(config, addresses=["127.0.0.1", "tcp://127.0.0.1:1"])(num_envs=8, seed=5)
-    ((way, arguments, named),) = asked
+    ((way, arguments, named),) = batch_env_calls
     assert way == "connect"
     assert arguments == ("CartPole-v1", ["tcp://127.0.0.1:5555", "tcp://127.0.0.1:1"])
     assert named == {
@@ -89,18 +90,23 @@ def test_addresses_lead_to_servers(asked: list[tuple[Any, ...]]) -> None:
     }
 
 
-def test_rows_of_a_learner_are_counted_on_from_those_of_others_in_training_only(
-    asked: list[tuple[Any, ...]],
+def test_first_env_index_applies_only_to_training_envs(
+    batch_env_calls: list[tuple[Any, ...]],
 ) -> None:
     for addresses in (None, ["127.0.0.1:1"]):
         make_env = env_maker(CONFIG, addresses, first_env_index=24)
         make_env(num_envs=8, seed=5, is_training=True)
         make_env(num_envs=8, seed=5)
-    assert [named["first_env_index"] for _, _, named in asked] == [24, 0, 24, 0]
+    assert [named["first_env_index"] for _, _, named in batch_env_calls] == [
+        24,
+        0,
+        24,
+        0,
+    ]
 
 
-def test_a_training_waits_for_servers_and_an_evaluation_takes_those_that_live(
-    asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+def test_training_waits_for_servers_and_evaluation_uses_live_ones(
+    batch_env_calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         environments, "live_servers", lambda words, insecure: [words[1]]
@@ -109,26 +115,26 @@ def test_a_training_waits_for_servers_and_an_evaluation_takes_those_that_live(
     make_env = env_maker(CONFIG.replace(min_servers=1, num_servers=3), words)
     make_env(num_envs=8, seed=5, is_training=True)
     make_env(num_envs=8, seed=5)
-    (_, trained, counts), (_, evaluated, none) = asked
+    (_, trained, counts), (_, evaluated, none) = batch_env_calls
     assert (trained[1], evaluated[1]) == (words, words[1:])
     assert (counts["num_servers"], counts["min_servers"]) == (3, 1)
     assert not {"num_servers", "min_servers"} & none.keys()
     with pytest.raises(ConfigError, match="at least one env per server, got 2 for 3"):
         env_maker(CONFIG.replace(num_envs=2, num_servers=3), words)
-    with pytest.raises(AddressError, match="expected at most 2, the servers that have"):
+    with pytest.raises(AddressError, match="at most 2, the number of servers that"):
         env_maker(CONFIG.replace(min_servers=3, num_servers=3), words)
 
 
-def test_servers_that_leave_their_list_before_the_start_are_missed_in_one_line(
+def test_servers_removed_from_their_list_before_the_start_are_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servers = tmp_path / "servers"
     servers.write_text("127.0.0.1:1\n127.0.0.1:2")
     make_env = env_maker(CONFIG.replace(min_servers=2), [f"file://{servers}"])
     servers.write_text("127.0.0.1:1")
-    with pytest.raises(typer.Exit) as ending, reported_errors():
+    with pytest.raises(SystemExit) as ending, reported_errors():
         make_env(num_envs=8, seed=5, is_training=True)
-    assert ending.value.exit_code == 2
+    assert ending.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("Error: min_servers: expected at most 1, the servers that")
     assert line.endswith("got 2; ask for fewer, or name more servers")
@@ -146,8 +152,8 @@ def test_servers_that_leave_their_list_before_the_start_are_missed_in_one_line(
     ],
 )
 @pytest.mark.parametrize("addresses", [None, ["127.0.0.1"]])
-def test_only_envs_of_a_training_are_staggered_and_by_the_clock_that_limits_them(
-    asked: list[tuple[Any, ...]],
+def test_only_training_envs_are_staggered_within_their_time_limit(
+    batch_env_calls: list[tuple[Any, ...]],
     wrappers: tuple[str, ...],
     expected: list[str],
     addresses: list[str] | None,
@@ -161,14 +167,14 @@ def test_only_envs_of_a_training_are_staggered_and_by_the_clock_that_limits_them
     make_env(num_envs=8, seed=5)
     make_env(num_envs=8, seed=5, is_training=True)
     env_maker(CONFIG, addresses)(num_envs=8, seed=5, is_training=True)
-    first, second, third = (named["wrappers"] for _, _, named in asked)
+    first, second, third = (named["wrappers"] for _, _, named in batch_env_calls)
     assert first == tables
     assert [table["name"] for table in second] == expected
     assert third == CONFIG.wrappers
 
 
-def test_episodes_of_a_training_are_cut_short_and_those_are_staggered(
-    asked: list[tuple[Any, ...]],
+def test_training_time_limit_applies_to_training_only_and_is_staggered(
+    batch_env_calls: list[tuple[Any, ...]],
 ) -> None:
     config = CONFIG.replace(
         wrappers=({"name": "TimeLimit", "max_episode_steps": 9},), training_time_limit=7
@@ -176,7 +182,7 @@ def test_episodes_of_a_training_are_cut_short_and_those_are_staggered(
     for each in (config, config.replace(stagger_episodes=True)):
         env_maker(each)(num_envs=8, seed=5, is_training=True)
         env_maker(each)(num_envs=8, seed=5)
-    cut, whole, staggered, _ = (named["wrappers"] for _, _, named in asked)
+    cut, whole, staggered, _ = (named["wrappers"] for _, _, named in batch_env_calls)
     assert whole == config.wrappers
     assert cut == (*whole, {"name": "TimeLimit", "max_episode_steps": 7})
     assert staggered == (*cut, {"name": "StaggerEpisodes"})
@@ -197,7 +203,7 @@ WRAPPED = SMALL.replace(
 )
 
 
-def test_training_evaluation_films_and_exports_are_of_the_wrapped_env(
+def test_training_evaluation_films_and_exports_use_the_wrappers(
     tmp_path: Path,
 ) -> None:
     make_env = env_maker(WRAPPED, num_workers=1, import_modules=[film_env.__name__])

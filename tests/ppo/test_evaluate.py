@@ -31,10 +31,10 @@ from tests.ppo.runs import (
     SMALL,
     Maker,
     counters,
+    no_retracing,
     parameters,
     rows_of,
     run,
-    traced_already,
 )
 
 CONFIG = SMALL.replace(evaluate_every=32, checkpoint_every=0, checkpoint_seconds=1e9)
@@ -245,7 +245,7 @@ def test_an_evaluation_is_traced_once() -> None:
     maker(num_envs=2, seed=0)  # as a training would
     evaluator = CurveEvaluator(agent, CONFIG, maker)
     assert evaluator.evaluate().lengths.tolist() == [3, 3, 5]
-    with traced_already("distribution"):
+    with no_retracing("distribution"):
         for _ in range(2):
             assert evaluator.evaluate().lengths.tolist() == [3, 3, 5]
 

@@ -1,4 +1,4 @@
-"""Normal distributions of other kinds: squashed, and with deviations by state."""
+"""Squashed Gaussians, and standard deviations that depend on the observation."""
 
 import math
 from pathlib import Path
@@ -22,14 +22,14 @@ from tests.ppo.runs import SMALL, Maker, rows_of, run
 CUSTOM = f"{custom_networks.__name__}:subclass"
 SPACE = gymnasium.spaces.Box(2.0, 5.0, (2,), np.float32)
 SQUASHED = {"action_distribution": "squashed_gaussian"}
-BY_STATE = {"state_dependent_std": True}
+STATE_DEPENDENT = {"state_dependent_std": True}
 WIDTH = 1e-4
-#: Actions after tanh, the centres of cells of that width.
+#: Actions after tanh: the centres of cells of this width.
 CELLS = np.arange(-1 + WIDTH / 2, 1, WIDTH)
 
 
 def log_density(mean: float, log_std: float) -> np.ndarray:
-    """What the distribution says of the density in each cell."""
+    """Return the log-density in each cell."""
     before = tf.constant(np.arctanh(CELLS)[:, None], tf.float32)
     distribution = SquashedGaussian(
         tf.fill([len(CELLS), 1], mean), tf.fill([1], log_std)
@@ -38,7 +38,7 @@ def log_density(mean: float, log_std: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("mean", "log_std"), [(0.0, -1.0), (0.4, -0.3), (-0.8, -0.7)])
-def test_a_squashed_density_is_one_over_the_bounds_and_gives_the_entropy(
+def test_squashed_density_integrates_to_one_and_matches_entropy_and_kl(
     mean: float, log_std: float
 ) -> None:
     logs = log_density(mean, log_std)
@@ -53,7 +53,7 @@ def test_a_squashed_density_is_one_over_the_bounds_and_gives_the_entropy(
 
 
 @pytest.mark.parametrize("log_std", [-3.0, 0.0, math.log(2.0)])
-def test_the_entropy_before_and_after_tanh_differ_by_the_mean_slope(
+def test_entropies_before_and_after_tanh_differ_by_the_mean_log_slope(
     log_std: float,
 ) -> None:
     deviations = np.linspace(-9.0, 9.0, 200_001)
@@ -66,7 +66,7 @@ def test_the_entropy_before_and_after_tanh_differ_by_the_mean_slope(
     assert float(difference[0]) == pytest.approx(slope, abs=0.01)
 
 
-def test_numbers_far_out_have_finite_densities_and_gradients() -> None:
+def test_extreme_actions_have_finite_densities_and_gradients() -> None:
     mean, log_std = tf.constant([[60.0, -60.0]]), tf.constant([[-3.0, 1.0]])
     with tf.GradientTape() as tape:
         tape.watch([mean, log_std])
@@ -79,17 +79,19 @@ def test_numbers_far_out_have_finite_densities_and_gradients() -> None:
     assert np.isfinite(tf.concat(tape.gradient(numbers, [mean, log_std]), 0)).all()
 
 
-def test_what_has_no_bounds_cannot_be_squashed() -> None:
+def test_space_without_finite_bounds_cannot_be_squashed() -> None:
     for space in (BOX, gymnasium.spaces.Box(0.0, np.inf, (1,))):
         with pytest.raises(
             UnsupportedSpaceError, match=r"finite bounds, got Box.*gauss"
         ):
             Agent(BOX, space, SMALL.replace(**SQUASHED))
-    Agent(BOX, gymnasium.spaces.Discrete(3), SMALL.replace(**SQUASHED, **BY_STATE))
+    Agent(
+        BOX, gymnasium.spaces.Discrete(3), SMALL.replace(**SQUASHED, **STATE_DEPENDENT)
+    )
 
 
-def test_deviations_by_state_begin_as_they_are_told() -> None:
-    config = SMALL.replace(initial_log_std=-1.0, **BY_STATE)
+def test_state_dependent_deviations_start_at_initial_log_std() -> None:
+    config = SMALL.replace(initial_log_std=-1.0, **STATE_DEPENDENT)
     agent = Agent(BOX, ACTIONS, config)
     rows = agent.preprocess(tf.constant([[0.0, 3.0], [1.0, -2.0]], tf.float64))
     _, log_std = agent.distribution(rows).parameters
@@ -105,13 +107,15 @@ def test_deviations_by_state_begin_as_they_are_told() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"network": CUSTOM}, {"recurrent_size": 4}])
-def test_other_networks_give_deviations_by_state_too(changes: dict[str, Any]) -> None:
-    agent = Agent(BOX, SPACE, SMALL.replace(**SQUASHED, **BY_STATE, **changes))
+def test_custom_and_recurrent_networks_support_state_dependent_deviations(
+    changes: dict[str, Any],
+) -> None:
+    agent = Agent(BOX, SPACE, SMALL.replace(**SQUASHED, **STATE_DEPENDENT, **changes))
     rows = tf.constant([[0.0, 3.0], [1.0, -2.0]], tf.float64)
     for variable in agent.trainable_variables:
         variable.assign(variable + 0.3)
-    remembered = [tf.constant([[0.1] * 4, [0.7] * 4])] if agent.memories else []
-    distribution = agent.distribution(agent.preprocess(rows), *remembered)
+    core_outputs = [tf.constant([[0.1] * 4, [0.7] * 4])] if agent.cores else []
+    distribution = agent.distribution(agent.preprocess(rows), *core_outputs)
     assert isinstance(distribution, SquashedGaussian)
     mean, log_std = distribution.parameters
     assert mean.shape == log_std.shape == (2, 2)
@@ -120,7 +124,9 @@ def test_other_networks_give_deviations_by_state_too(changes: dict[str, Any]) ->
 
 
 def test_squashed_actions_are_trained_evaluated_and_exported(tmp_path: Path) -> None:
-    config = SMALL.replace(**SQUASHED, **BY_STATE, initial_log_std=1.0, total_steps=32)
+    config = SMALL.replace(
+        **SQUASHED, **STATE_DEPENDENT, initial_log_std=1.0, total_steps=32
+    )
     maker = Maker(lambda count: CountingBatchEnv([3] * count, action_space=SPACE))
     agent = run(tmp_path / "run", config, maker).agent
     assert max(row["ratio_deviation"] for row in rows_of(tmp_path / "run")) < 1e-5
@@ -139,5 +145,5 @@ def test_squashed_actions_are_trained_evaluated_and_exported(tmp_path: Path) -> 
     evaluate_run(config, run_folder, maker, agent)
     (first, *_) = maker.made[-1].actions
     stored, _ = agent.mode(tf.constant([[0.0, 0.0]], tf.float64), tf.constant([0, 0]))
-    assert np.abs(stored).min() > 0.1  # else tanh is next to nothing
+    assert np.abs(stored).min() > 0.1  # tanh changes the actions noticeably
     np.testing.assert_allclose(first[0], 3.5 + 1.5 * np.tanh(stored[0]), rtol=1e-5)

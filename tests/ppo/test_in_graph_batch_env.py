@@ -1,4 +1,4 @@
-"""Envs in a graph: the env's own actions, errors as they were, spaces refused."""
+"""`InGraphBatchEnv`: env actions, original errors, and unsupported spaces."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def batch_of(num_envs: int, **named: Any) -> InGraphBatchEnv:
         (SPACES.Box(-np.inf, np.inf, (1,)), [[7.0], [-7.0]], [[7.0], [-7.0]]),
         (SPACES.Box(0.0, np.inf, (1,)), [[7.0], [-7.0]], [[7.0], [0.0]]),
         (SPACES.Box(0, 255, (1,), np.uint8), [[1.5], [-1.5]], [[255], [0]]),
-        (SPACES.Box(-2, 2, (1,), np.int8), [[0.9], [-0.9]], [[2], [-2]]),  # the nearest
+        (SPACES.Box(-2, 2, (1,), np.int8), [[0.9], [-0.9]], [[2], [-2]]),  # rounded
         (SPACES.Box(-10, 10, (1,), np.int8), [[20.0], [-20.0]], [[10], [-10]]),
         (SPACES.Box(-1, 1, (1,), np.int8), [[200.0], [-200.0]], [[1], [-1]]),
     ],
@@ -43,7 +43,7 @@ def test_policy_actions_span_the_bounds_and_are_clipped(
     assert env_action.tolist() == expected
 
 
-def test_no_rounding_leads_out_of_the_bounds(
+def test_rounding_does_not_exceed_the_bounds(
     random_generator: np.random.Generator,
 ) -> None:
     low = random_generator.normal(size=(1000,)).astype(np.float32)
@@ -82,7 +82,7 @@ def test_no_rounding_leads_out_of_the_bounds(
         ),
     ],
 )
-def test_actions_get_the_shape_start_and_dtype_of_their_space(
+def test_env_actions_have_the_shape_start_and_dtype_of_their_space(
     space: gymnasium.Space[Any], stored: tf.TensorSpec, action: Any, expected: Any
 ) -> None:
     env = batch_of(2, action_space=space)
@@ -94,7 +94,7 @@ def test_actions_get_the_shape_start_and_dtype_of_their_space(
 
 
 def failing(error: BaseException) -> Any:
-    """A graph that calls Python, which fails; within the batch that is returned."""
+    """Return an env, and a graph function that calls Python code that raises."""
     env = batch_of(1)
 
     def fail() -> list[np.ndarray]:
@@ -103,14 +103,14 @@ def failing(error: BaseException) -> Any:
     return env, tf.function(lambda: env.host_call(fail, [], [tf.TensorSpec([1])]))
 
 
-def test_an_exception_of_an_env_arrives_as_itself() -> None:
+def test_exception_of_an_env_is_raised_unchanged() -> None:
     env, step = failing(EnvError("Env 1: boom", env_index=1))
     with pytest.raises(EnvError, match="boom") as caught, env.original_errors():
         step()
     assert caught.value.env_index == 1
 
 
-def test_an_error_outlives_a_signal_handler_that_raises_meanwhile() -> None:
+def test_exception_is_raised_unchanged_if_a_signal_handler_raises_too() -> None:
     env, step = failing(KeyboardInterrupt())
 
     def interrupted_step() -> None:
@@ -123,26 +123,26 @@ def test_an_error_outlives_a_signal_handler_that_raises_meanwhile() -> None:
         interrupted_step()
 
 
-def test_errors_of_the_graph_itself_pass_through() -> None:
+def test_errors_of_tensorflow_are_raised_unchanged() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError), batch_of(1).original_errors():
         tf.debugging.assert_equal(1, 2)
 
 
-def test_a_reward_that_is_not_finite_names_the_env() -> None:
+def test_error_for_a_reward_that_is_not_finite_names_the_env() -> None:
     env = batch_of(2)
     with pytest.raises(EnvDataError, match=r"Env 0 .* finite reward, got nan"):
         env.check_finite(np.zeros((2, 2)), np.array([np.nan, 1.0]))
 
 
-def test_unknown_spaces_are_refused_by_name() -> None:
+def test_unsupported_spaces_raise_errors_that_name_them() -> None:
     spaces: list[tuple[Any, Any, str]] = [
         (SPACES.Text(3), SPACES.Discrete(2), r"observation: .* got Text"),
         (
             *(SPACES.Dict(a=SPACES.Text(3)), SPACES.Discrete(2)),
-            r"observation\['a'\].* leave it out with the wrapper FilterObservation",
+            r"observation\['a'\].* remove it with the wrapper FilterObservation",
         ),
-        (SPACES.Dict({}), SPACES.Discrete(2), "something to observe"),
-        (SPACES.Box(-1, 1, (0,)), SPACES.Discrete(2), "something to observe"),
+        (SPACES.Dict({}), SPACES.Discrete(2), "at least one element"),
+        (SPACES.Box(-1, 1, (0,)), SPACES.Discrete(2), "at least one element"),
         (SPACES.Sequence(SPACES.Discrete(2)), SPACES.Discrete(2), "wrap the env to"),
         (SPACES.Discrete(2), SPACES.Dict(a=SPACES.Discrete(2)), r"Action space: .*a"),
         (SPACES.Discrete(2), SPACES.Text(3), r"Action space: .* Text.*wrap the env so"),

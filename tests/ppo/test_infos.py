@@ -1,4 +1,4 @@
-"""Numbers in the infos of ended episodes: which count, and that they are the same."""
+"""Means of the numbers in the infos of ended episodes."""
 
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,18 @@ NUM_ENVS = 4
 MODULES = (informing_env.__name__,)
 
 
-def of(**info: Any) -> Episode:
+def episode_with(**info: Any) -> Episode:
     return Episode(0, 0.0, 1, info)
 
 
 def test_means_are_over_the_episodes_that_have_the_number() -> None:
     episodes = [
-        of(success=True, term=1.0, text="x", array=np.ones(2), nested={"a": 1}),
-        of(success=False, term=np.nan),
+        episode_with(
+            success=True, term=1.0, text="x", array=np.ones(2), nested={"a": 1}
+        ),
+        episode_with(success=False, term=np.nan),
         Episode(0, 0.0, 1),
-        of(success=False, term=2, huge=np.inf, nothing=None),
+        episode_with(success=False, term=2, huge=np.inf, nothing=None),
     ]
     assert info_means(episodes) == {
         "info/success": pytest.approx(1 / 3),
@@ -41,16 +43,18 @@ def test_means_are_over_the_episodes_that_have_the_number() -> None:
     assert info_means([]) == {}
 
 
-def test_there_are_no_more_than_32() -> None:
-    means = info_means([of(**{f"n{number:03}": number for number in range(50)})])
+def test_there_are_at_most_32_means() -> None:
+    means = info_means(
+        [episode_with(**{f"n{number:03}": number for number in range(50)})]
+    )
     assert list(means) == [f"info/n{number:03}" for number in range(32)]
 
 
-def test_an_episode_that_was_lost_tells_nothing() -> None:
+def test_info_of_a_lost_episode_is_ignored() -> None:
     fake = CountingBatchEnv(
         [3, 4],
         lost=frozenset({(1, 0), (5, 1)}),
-        inform=lambda step, b: {"step": step, "row": b},
+        make_info=lambda step, b: {"step": step, "row": b},
     )
     simulation = Simulation(in_graph(fake), echo, horizon=6)
     tracker = EpisodeTracker(2)
@@ -73,7 +77,7 @@ def local() -> BatchEnv:
     return BatchEnv.local(name, NUM_ENVS, 2, seed=3, import_modules=modules)
 
 
-def told(batch: BatchEnv) -> list[Episode]:
+def completed_episodes(batch: BatchEnv) -> list[Episode]:
     def act(observation: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         rows = observation.shape[0]
         return tf.zeros([rows], tf.int64), tf.zeros([rows])
@@ -109,21 +113,21 @@ def split_over_two_lanes() -> BatchEnv:
     return BatchEnv(lanes)
 
 
-def test_splits_lanes_and_servers_tell_the_same(tmp_path: Path) -> None:
-    expected = told(local())
+def test_infos_are_the_same_with_splits_lanes_and_servers(tmp_path: Path) -> None:
+    expected = completed_episodes(local())
     assert len(expected) >= 8
     for episode in expected:
         assert {"info/success", "info/number", "info/level"} <= episode.info.keys()
     assert any("info/only_some" in episode.info for episode in expected)
-    assert told(split_over_two_lanes()) == expected
+    assert completed_episodes(split_over_two_lanes()) == expected
     with ServerProcess(tmp_path, informing_env.NAME, "--import", *MODULES) as server:
         remote = BatchEnv.connect(
             informing_env.NAME, [server.address], num_envs=NUM_ENVS, seed=3
         )
-        assert told(remote) == expected
+        assert completed_episodes(remote) == expected
 
 
-def test_a_row_of_metrics_has_the_newest_mean_in_a_group_of_its_own() -> None:
+def test_row_of_metrics_contains_the_newest_mean_in_the_group_info() -> None:
     window = ReportWindow()
     for mean in (0.5, 0.75):
         seconds = {"rollout_seconds": 1.0, "update_seconds": 1.0}

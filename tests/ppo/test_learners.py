@@ -1,4 +1,4 @@
-"""Several learners of one run."""
+"""Several learners that train one policy, on this host and on Ray."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from ppo.cli.app import main
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError, LearnerLostError
-from ppo.learners import ALONE, Learners
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.losses import policy_loss
 from ppo.rollout import Rollout
 from ppo.run_folder.checkpoint import Counters
@@ -27,7 +27,7 @@ from ppo.training_run import TrainingRun
 from tests.ppo import one_update, pairs
 from tests.ppo.runs import counters, ppo, rows_of
 
-# Processes that load TensorFlow and compile, on a machine that may be busy.
+# Learners are processes that load TensorFlow and compile, on a shared machine.
 pytestmark = pytest.mark.timeout(600)
 
 SETTINGS = (
@@ -37,7 +37,7 @@ SETTINGS = (
 )
 
 
-CHANGES = tuple(word for each in SETTINGS for word in ("--set", each))
+SET_OPTIONS = tuple(word for each in SETTINGS for word in ("--set", each))
 COMMON = ("train", "--distribute", "--num-workers=1")
 
 
@@ -45,35 +45,37 @@ COMMON = ("train", "--distribute", "--num-workers=1")
 def update_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     arguments = [[folder], [folder]]
-    with pairs.started(one_update.main, arguments, folder) as processes:
-        codes = [*map(pairs.end_code, processes)]
-    assert codes == [0, 0], pairs.said(folder)
+    with pairs.started_learners(one_update.main, arguments, folder) as processes:
+        codes = [*map(pairs.wait_for_exit, processes)]
+    assert codes == [0, 0], pairs.outputs(folder)
     return folder
 
 
 @pytest.mark.parametrize("max_kl", [0.0, one_update.CONFIG.max_kl])
-def test_two_learners_update_as_one_with_all_their_envs(
+def test_update_of_two_learners_equals_that_of_one_with_all_envs(
     update_of_two: Path, max_kl: float
 ) -> None:
     config = one_update.CONFIG.replace(max_kl=max_kl, jit_compile=False)
-    wanted_metrics, wanted = one_update.expected(config)
-    assert wanted_metrics["undone_epochs"] == (max_kl > 0)
+    expected_metrics, expected = one_update.expected(config)
+    assert expected_metrics["undone_epochs"] == (max_kl > 0)
     for index in range(2):
         got = np.load(update_of_two / f"{max_kl}-{index}.npz")
-        for name, value in zip(got.files, wanted, strict=True):
+        for name, value in zip(got.files, expected, strict=True):
             np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-5)
-        told = json.loads((update_of_two / f"{index}.json").read_text())
-        assert told[str(max_kl)] == pytest.approx(wanted_metrics, rel=1e-4, abs=1e-5)
+        report = json.loads((update_of_two / f"{index}.json").read_text())
+        assert report[str(max_kl)] == pytest.approx(
+            expected_metrics, rel=1e-4, abs=1e-5
+        )
     both = [np.load(update_of_two / f"{max_kl}-{index}.npz") for index in range(2)]
     for name in both[0].files:
         np.testing.assert_array_equal(both[0][name], both[1][name])
 
 
-def test_learners_collect_the_rows_that_one_would() -> None:
+def test_learners_collect_the_same_rows_as_a_single_one() -> None:
     config = one_update.CONFIG.replace(env_name="CartPole-v1", jit_compile=False)
 
     def collected(learners: Learners) -> Rollout:
-        share = config.share_of(learners.num)
+        share = config.per_learner(learners.num)
         first = learners.index * share.num_envs
         make_env = env_maker(share, None, 1, first_env_index=first)
         with make_env(num_envs=share.num_envs, seed=7, is_training=True) as env:
@@ -82,82 +84,84 @@ def test_learners_collect_the_rows_that_one_would() -> None:
             )
             return run.simulation.run((5, 6))
 
-    whole = collected(ALONE)
+    whole = collected(SINGLE_LEARNER)
     halves = [collected(Learners(["a:1", "b:1"], index)) for index in range(2)]
     for name in ("observation", "action", "log_prob", "reward", "terminated"):
         got = np.concatenate([getattr(half, name) for half in halves], axis=1)
         np.testing.assert_allclose(got, getattr(whole, name), rtol=1e-5, atol=1e-6)
 
 
-def test_values_of_all_are_gathered_and_the_first_ones_state_is_taken(
+def test_gather_returns_all_values_and_broadcast_those_of_the_chief(
     update_of_two: Path,
 ) -> None:
     for index in range(2):
-        told = json.loads((update_of_two / f"{index}.json").read_text())
-        assert told["texts"] == [
+        report = json.loads((update_of_two / f"{index}.json").read_text())
+        assert report["texts"] == [
             {"from": 0, "text": "ö" * 3},
             {"from": 1, "text": "ö" * 43},
         ]
-        assert told["aligned"] == [1.0, 2.0]
+        assert report["broadcast"] == [1.0, 2.0]
 
 
-def test_sums_leave_no_threads_behind(update_of_two: Path) -> None:
+def test_sums_leave_no_threads(update_of_two: Path) -> None:
     for index in range(2):
-        told = json.loads((update_of_two / f"{index}.json").read_text())
-        assert told["new_threads"] < 50
+        report = json.loads((update_of_two / f"{index}.json").read_text())
+        assert report["new_threads"] < 50
 
 
-def test_a_learner_that_lives_but_does_nothing_is_given_up(update_of_two: Path) -> None:
-    told = json.loads((update_of_two / "0.json").read_text())
-    assert "expected 2 learners to the end, but another one is gone" in told["lost"]
+def test_unresponsive_learner_counts_as_lost(update_of_two: Path) -> None:
+    report = json.loads((update_of_two / "0.json").read_text())
+    assert "until the end of the run, but another learner is gone" in report["lost"]
 
 
 def wait_for(condition: Any, processes: Any, folder: Path) -> None:
     while not condition():
-        assert all(process.is_alive() for process in processes), pairs.said(folder)
+        assert all(process.is_alive() for process in processes), pairs.outputs(folder)
         time.sleep(0.1)
 
 
 def steps_of(run: Path) -> int:
-    """Return how far a run has come; each of its iterations is there once."""
+    """Return the steps of a run, and check that each iteration has one row."""
     found = [(row["iteration"], row["steps"]) for row in rows_of(run)]
     assert found == [(number, 64 * number) for number in range(1, len(found) + 1)]
     assert counters(run).steps == 64 * len(found)
     return 64 * len(found)
 
 
-def test_a_run_outlives_its_learners(tmp_path: Path) -> None:
+def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    other = (*COMMON, "CartPole-v1", *CHANGES)
+    other = (*COMMON, "CartPole-v1", *SET_OPTIONS)
     first = (*other, "--run-dir", str(run))
-    with pairs.started(main, [[first], [other]], tmp_path) as processes:
+    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
         wait_for(RunFolder(run).has_checkpoint, processes, tmp_path)
         processes[1].kill()
-        assert pairs.end_code(processes[0]) == 1
-    errors = [line for line in pairs.said(tmp_path)[0].splitlines() if "rror" in line]
+        assert pairs.wait_for_exit(processes[0]) == 1
+    errors = [
+        line for line in pairs.outputs(tmp_path)[0].splitlines() if "rror" in line
+    ]
     assert len(errors) == 1
-    assert errors[0].startswith("Error: Learner 0: expected 2 learners to the end, but")
+    assert errors[0].startswith("Error: Learner 0: expected 2 learners until the end")
     assert "learner 1 is gone" in errors[0]
     steps = counters(run).steps
     assert steps > 0
-    # Env steps of both count, and there is one stream of metrics.
+    # The chief writes the metrics, with the env steps of both learners.
     assert rows_of(run)[0]["steps"] == 64
 
     first = (*COMMON, "--resume", str(run))
-    with pairs.started(main, [[first], [other]], tmp_path) as processes:
-        metrics = run / "metrics.jsonl"  # whose last line may not be whole yet
+    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+        metrics = run / "metrics.jsonl"  # the last line may be incomplete
         wait_for(
             lambda: read_metrics(metrics)[-1]["steps"] > steps, processes, tmp_path
         )
         os.kill(processes[1].pid or 0, signal.SIGINT)
-        assert [*map(pairs.end_code, processes)] == [0, 0]
+        assert [*map(pairs.wait_for_exit, processes)] == [0, 0]
     steps = steps_of(run)
-    assert "Learner 1 is done" in pairs.said(tmp_path)[1]
+    assert "Learner 1 is done" in pairs.outputs(tmp_path)[1]
 
     longer = f"total_steps={steps + 3 * 64}"
     alone = ("train", "--num-workers=1", "--resume", str(run), "--set", longer)
-    with pairs.started(main, [[alone]], tmp_path) as processes:
-        assert pairs.end_code(processes[0]) == 0, pairs.said(tmp_path)
+    with pairs.started_learners(main, [[alone]], tmp_path) as processes:
+        assert pairs.wait_for_exit(processes[0]) == 0, pairs.outputs(tmp_path)
     assert steps_of(run) == steps + 3 * 64
 
 
@@ -168,22 +172,22 @@ def stop(run, metrics, rollout):
 """
 
 
-def test_a_stop_by_one_learner_ends_the_run_of_all(tmp_path: Path) -> None:
+def test_stop_by_one_learner_stops_all(tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text(STOPS)
     run = tmp_path / "run"
     callbacks = f'callbacks=["{tmp_path}/stops.py:stop"]'
-    other = (*COMMON, "--restartable", "CartPole-v1", *CHANGES, "--set", callbacks)
+    other = (*COMMON, "--restartable", "CartPole-v1", *SET_OPTIONS, "--set", callbacks)
     first = (*other, "--run-dir", str(run))
-    with pairs.started(main, [[first], [other]], tmp_path) as processes:
-        codes = [*map(pairs.end_code, processes)]
-    assert codes == [0, 0], pairs.said(tmp_path)
+    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+        codes = [*map(pairs.wait_for_exit, processes)]
+    assert codes == [0, 0], pairs.outputs(tmp_path)
     assert json.loads((run / "evaluation.json").read_text())["steps"] == 128
 
-    # A run that has ended is evaluated again, and that is all.
+    # A finished run is only evaluated again.
     first = (*COMMON, "--resume", str(run), "--set", "total_steps=128")
-    with pairs.started(main, [[first], [other]], tmp_path) as processes:
-        codes = [*map(pairs.end_code, processes)]
-    assert codes == [0, 0], pairs.said(tmp_path)
+    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+        codes = [*map(pairs.wait_for_exit, processes)]
+    assert codes == [0, 0], pairs.outputs(tmp_path)
     assert counters(run).steps == 128
 
 
@@ -198,7 +202,7 @@ def test_a_stop_by_one_learner_ends_the_run_of_all(tmp_path: Path) -> None:
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
     ],
 )
-def test_a_wrong_tf_config_is_one_line(
+def test_invalid_tf_config_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, text: str | None, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
@@ -214,10 +218,10 @@ def test_a_wrong_tf_config_is_one_line(
 
 
 @pytest.mark.parametrize("setting", ["num_envs", "minibatch_size"])
-def test_what_cannot_be_shared_is_said_before_envs_start(
+def test_indivisible_batch_is_an_error_before_envs_start(
     monkeypatch: pytest.MonkeyPatch, setting: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TF_CONFIG", pairs.told(3)[0])
+    monkeypatch.setenv("TF_CONFIG", pairs.tf_configs(3)[0])
     run = tmp_path / "run"
     changes = ["num_envs=15", "horizon=12", "minibatch_size=15", f"{setting}=20"]
     options = [word for each in changes for word in ("--set", each)]
@@ -228,10 +232,10 @@ def test_what_cannot_be_shared_is_said_before_envs_start(
     assert not run.exists()
 
 
-def test_only_the_first_learner_resumes(
+def test_only_the_chief_accepts_resume(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TF_CONFIG", pairs.told()[1])
+    monkeypatch.setenv("TF_CONFIG", pairs.tf_configs()[1])
     code, _, errors = ppo("train", "--resume", tmp_path, "--distribute")
     assert code == 2
     assert errors.startswith("Error: --distribute: leave out --seeds; --resume is")
@@ -241,7 +245,7 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (ON_RAY[:3], "--on ray: expected CONFIG and --learners N"),
         (ON_RAY[1:], "--on ray: expected CONFIG and --learners N"),
@@ -259,28 +263,28 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
         (ON_RAY, "Ray is needed here: pip install 'envserve[ray]'"),
     ],
 )
-def test_what_learners_on_ray_cannot_do_is_one_line(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_option_with_on_ray_is_a_one_line_error(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)  # it is not installed
+    monkeypatch.setitem(sys.modules, "ray", None)  # Ray is not installed
     monkeypatch.chdir(tmp_path)
-    code, _, errors = ppo("train", *words)
+    code, _, errors = ppo("train", *arguments)
     assert code == 2
     assert len(errors.splitlines()) == 1
     assert errors.startswith("Error: ")
-    assert said in errors
+    assert message in errors
     assert not any(tmp_path.iterdir())
 
 
-def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
+def test_learners_on_ray_share_a_run_folder_that_the_final_error_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[str]] = []
-    again: list[list[str]] = []
+    learner_arguments: list[list[str]] = []
+    restart_commands: list[list[str]] = []
 
     def fail(ray: object, needs: object, words: list[str], command: list[str]) -> int:
-        told.append(words)
-        again.append(command)
+        learner_arguments.append(words)
+        restart_commands.append(command)
         raise LearnerLostError("exit code 9")
 
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError))
@@ -291,32 +295,32 @@ def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
     monkeypatch.setattr(sys, "argv", ["ppo", "train", *ON_RAY])
     code, _, errors = ppo("train", *ON_RAY)
     words = ["cartpole", "--run-dir", "runs/cartpole-now"]
-    assert told == 3 * [[*words, "--distribute", "--restartable"]]
+    assert learner_arguments == 3 * [[*words, "--distribute", "--restartable"]]
     text = "Error: Gave up after 3 failures: exit code 9; to continue the run, use "
     text += "--run-dir runs/cartpole-now"
     assert (code, errors.splitlines()[-1]) == (1, text)
     assert not Path("runs/cartpole-now").exists()
-    assert again == 3 * [["ppo", "train", *ON_RAY, *words[1:]]]
+    assert restart_commands == 3 * [["ppo", "train", *ON_RAY, *words[1:]]]
     monkeypatch.setattr(sys, "argv", ["ppo", "train", *ON_RAY, "--run-dir", "own"])
     ppo(*sys.argv[1:])
-    assert told[3][:3] == [*words[:2], "own"]
-    assert again[3] == sys.argv  # it names the folder
+    assert learner_arguments[3][:3] == [*words[:2], "own"]
+    assert restart_commands[3] == sys.argv  # which already names the folder
 
 
-def test_learners_must_be_told_the_same(tmp_path: Path) -> None:
-    first = (*COMMON, "CartPole-v1", *CHANGES, "--run-dir", str(tmp_path / "run"))
-    other = (*COMMON, "CartPole-v1", *CHANGES, "--set", "discount=0.5")
-    with pairs.started(main, [[first], [other]], tmp_path) as processes:
-        assert [*map(pairs.end_code, processes)] == [2, 2]
-    for text in pairs.said(tmp_path):
+def test_learners_with_different_settings_are_an_error(tmp_path: Path) -> None:
+    first = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--run-dir", str(tmp_path / "run"))
+    other = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--set", "discount=0.5")
+    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+        assert [*map(pairs.wait_for_exit, processes)] == [2, 2]
+    for text in pairs.outputs(tmp_path):
         assert "Learner 1: expected the settings of learner 0, got another disc" in text
     assert not (tmp_path / "run").exists()
 
 
-def test_a_share_is_a_config_of_its_own() -> None:
+def test_per_learner_divides_envs_and_minibatches() -> None:
     config = Config(env_name="x", num_envs=12, minibatch_size=48, horizon=16)
-    share = config.share_of(3)
+    share = config.per_learner(3)
     assert (share.num_envs, share.minibatch_size, share.horizon) == (4, 16, 16)
-    assert config.share_of(1) == config
+    assert config.per_learner(1) == config
     with pytest.raises(ConfigError, match="num_envs"):
-        config.share_of(5)
+        config.per_learner(5)

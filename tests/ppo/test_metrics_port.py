@@ -1,4 +1,4 @@
-"""What a trainer shows to Prometheus: its latest row, and counts of its envs."""
+"""`TrainerMetrics`: the latest row and the statistics of the envs for Prometheus."""
 
 import math
 import urllib.request
@@ -33,7 +33,7 @@ STATS = BatchStats(
 )
 
 
-def test_the_latest_row_is_shown_with_what_the_envs_have_counted() -> None:
+def test_latest_row_and_statistics_of_the_envs_are_served() -> None:
     with TrainerMetrics(0) as metrics:
         assert read(metrics.address) == {"ppo_env_steps_total": 0}
         metrics.update(10, {"mean_return": 1.0}, STATS)
@@ -50,14 +50,14 @@ def test_the_latest_row_is_shown_with_what_the_envs_have_counted() -> None:
     }
 
 
-def test_an_evaluation_is_shown_until_the_next_one() -> None:
-    said: list[str] = []
-    screen: Any = SimpleNamespace(print=said.append, show=lambda _: None)
+def test_metrics_of_an_evaluation_are_served_until_the_next_one() -> None:
+    printed: list[str] = []
+    screen: Any = SimpleNamespace(print=printed.append, show=lambda _: None)
     env: Any = SimpleNamespace(stats=lambda: STATS)
     with Watchers(screen, has_page=False, port=0, host="127.0.0.1") as watchers:
         watchers.begin(env, plan=cast(Any, None))
         for steps, metrics in enumerate([{"evaluation_return": 5.0}, {"kl": 0.25}]):
             watchers.show(Progress(steps, 0.0, 0.0, 0, metrics))
-        found = read(said[0].removeprefix("Metrics: "))
+        found = read(printed[0].removeprefix("Metrics: "))
     assert found["ppo_evaluation_return"] == 5.0
     assert found["ppo_kl"] == 0.25

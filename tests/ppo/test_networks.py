@@ -1,4 +1,4 @@
-"""Networks: initialisation, shapes, nested inputs."""
+"""Perceptrons: initialisation, shapes, nested inputs."""
 
 import math
 
@@ -16,7 +16,7 @@ from ppo.agent.networks.perceptrons import (
 from ppo.config import Config
 
 
-def test_weights_are_orthogonal_with_their_gain_and_biases_zero() -> None:
+def test_weights_are_orthogonal_with_the_given_gain_and_biases_are_zero() -> None:
     network = mlp(8, (8, 8), 4, output_gain=0.01, activation="tanh", seed=0)
     kernels = [layer.kernel.numpy() for layer in network.layers]
     gains = [math.sqrt(2.0), math.sqrt(2.0), 0.01]
@@ -28,7 +28,7 @@ def test_weights_are_orthogonal_with_their_gain_and_biases_zero() -> None:
     assert not any(layer.bias.numpy().any() for layer in network.layers)
 
 
-def test_layers_differ_and_follow_the_seed() -> None:
+def test_weights_differ_between_layers_and_depend_on_the_seed() -> None:
     def kernels(seed: int) -> list[np.ndarray]:
         network = mlp(8, (8, 8), 8, output_gain=1.0, activation="tanh", seed=seed)
         return [layer.kernel.numpy() for layer in network.layers]
@@ -40,7 +40,7 @@ def test_layers_differ_and_follow_the_seed() -> None:
         assert (left != different).any()
 
 
-def test_a_gaussian_starts_near_zero_with_the_given_deviation() -> None:
+def test_gaussian_starts_near_mean_zero_with_the_given_deviation() -> None:
     head = GaussianHead(2, Config(env_name="fake", initial_log_std=-0.5))
     network = Perceptron(
         3,
@@ -57,7 +57,7 @@ def test_a_gaussian_starts_near_zero_with_the_given_deviation() -> None:
     assert log_std.numpy().tolist() == [-0.5, -0.5]
 
 
-def test_a_categorical_starts_near_uniform() -> None:
+def test_categorical_starts_near_uniform() -> None:
     network = Perceptron(
         3,
         output_size=4,

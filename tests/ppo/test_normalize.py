@@ -1,4 +1,4 @@
-"""Running statistics against NumPy over all valid data."""
+"""Running statistics are compared with NumPy on all valid rows."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ import tensorflow as tf
 from ppo.agent.normalize import ReturnScale, RunningMoments
 
 
-def test_batches_give_the_statistics_of_their_concatenation(
+def test_statistics_of_batches_are_those_of_their_concatenation(
     random_generator: np.random.Generator,
 ) -> None:
     moments = RunningMoments((3,))
     seen = []
     for size in (1, 50, 7, 0, 300):
-        # An offset that would leave float32 sums without correct digits.
+        # With this offset, sums in float32 would have no correct digits.
         values = 1e6 + random_generator.normal(size=(size, 3))
         mask = random_generator.random(size) < 0.7
         moments.update(tf.constant(values), tf.constant(mask))
@@ -26,7 +26,7 @@ def test_batches_give_the_statistics_of_their_concatenation(
     )
 
 
-def test_a_batch_without_valid_rows_changes_nothing() -> None:
+def test_batch_without_valid_rows_changes_nothing() -> None:
     moments = RunningMoments((2,))
     moments.update(tf.ones([4, 2]), tf.zeros([4], tf.bool))
     assert moments.trackables["count"].numpy() == 0
@@ -62,20 +62,20 @@ def test_update_in_a_graph_equals_eager() -> None:
     np.testing.assert_allclose(eager.variance.numpy(), graph.variance.numpy())
 
 
-def test_return_scale_is_one_over_the_deviation_of_discounted_returns() -> None:
+def test_return_scale_is_the_inverse_deviation_of_discounted_returns() -> None:
     scale = ReturnScale(num_envs=1, discount=0.5)
     assert scale.factor.numpy() == 1.0
     reward = np.array([[1.0], [2.0], [4.0], [8.0]])
     done = np.array([[False], [True], [False], [False]])
     valid = np.ones((4, 1), np.bool_)
     scale.update(reward, done, valid)
-    # The return starts again at 0 after the second step, and goes on between rollouts.
+    # The return restarts after the second step, and continues across rollouts.
     scale.update(reward[:1], done[:1], valid[:1])
     returns = [1.0, 2.5, 4.0, 10.0, 6.0]
     assert scale.factor.numpy() == pytest.approx(1 / np.std(returns))
 
 
-def test_a_lost_step_starts_the_return_anew_and_does_not_count() -> None:
+def test_lost_step_resets_the_return_and_is_not_counted() -> None:
     scale = ReturnScale(num_envs=1, discount=0.5)
     reward = np.array([[1.0], [1e9], [4.0]])
     lost = np.array([[False], [True], [False]])

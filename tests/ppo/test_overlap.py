@@ -1,4 +1,4 @@
-"""Rollouts that are collected while an update runs: data, failures, resuming."""
+"""Rollouts that are collected during an update: data, failures, resuming."""
 
 import itertools
 import shutil
@@ -25,18 +25,18 @@ OVERLAP = SMALL.replace(overlap=True)
 
 @pytest.fixture(autouse=True)
 def _eagerly() -> Iterator[None]:
-    """Tracing takes longer than these few steps."""
+    """Run eagerly, because tracing takes longer than these few steps."""
     tf.config.run_functions_eagerly(True)
     yield
     tf.config.run_functions_eagerly(False)
 
 
 def eights(num_envs: int) -> CountingBatchEnv:
-    """Episodes that end with each rollout, so that stopping cuts nothing off."""
+    """Return envs whose episodes end with each rollout, so that stops lose nothing."""
     return CountingBatchEnv([8] * num_envs)
 
 
-def test_a_snapshot_stays_while_the_agent_learns_and_acts_as_it_did() -> None:
+def test_snapshot_is_not_changed_by_an_update() -> None:
     env = in_graph(eights(2))
     agent = Agent(env.env.observation_space, env.env.action_space, SMALL)
     simulation = Simulation(
@@ -50,20 +50,22 @@ def test_a_snapshot_stays_while_the_agent_learns_and_acts_as_it_did() -> None:
     )
     snapshot = agent.snapshot()
     first = simulation.run((0, 1), snapshot)
-    kept = first.action.copy()
+    action = first.action.copy()
     Updater(agent, SMALL).update(first, seed=(3, 4))
     agent.preprocess.update(first.observation[:-1].reshape(-1, 2), tf.ones([16], bool))
-    # The same env, noise and snapshot; the arrays are others.
+    # The same env, noise and snapshot, but other arrays.
     simulation.restart()
     again = simulation.run((0, 1), snapshot)
-    np.testing.assert_array_equal(again.action, kept)
-    np.testing.assert_array_equal(first.action, kept)
+    np.testing.assert_array_equal(again.action, action)
+    np.testing.assert_array_equal(first.action, action)
     assert again.action is not first.action
     simulation.restart()
-    assert (simulation.run((0, 1), agent.snapshot()).action != kept).any()
+    assert (simulation.run((0, 1), agent.snapshot()).action != action).any()
 
 
-def test_a_run_learns_from_the_policy_of_one_update_before(tmp_path: Path) -> None:
+def test_rollouts_use_the_policy_from_before_the_previous_update(
+    tmp_path: Path,
+) -> None:
     ends = [run(tmp_path / str(i), OVERLAP, Maker(eights)).agent for i in range(2)]
     np.testing.assert_array_equal(parameters(ends[0]), parameters(ends[1]))
     deviations = [row["ratio_deviation"] for row in rows_of(tmp_path / "0")]
@@ -76,7 +78,7 @@ def test_a_run_learns_from_the_policy_of_one_update_before(tmp_path: Path) -> No
 def test_envs_step_while_an_update_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update waits for the last step of the rollout after it, and gets it."""
+    """Each update waits for the last step of the next rollout."""
     maker, update, asked = Maker(eights), Updater.update, threading.Event()
     steps, updates = iter(range(1, 65)), itertools.count()
 
@@ -95,10 +97,12 @@ def test_envs_step_while_an_update_runs(
     assert len(maker.made[0].actions) == 32
 
 
-def test_a_run_goes_on_with_the_bits_of_one_that_was_not_ended(tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_parameters_as_an_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
     config, maker = OVERLAP.replace(checkpoint_every=16), Maker(eights)
     straight = run(tmp_path / "run", config, maker).agent
-    # As if it had been killed in its third iteration.
+    # The state of a run that was killed in its third iteration.
     for iteration in (3, 4):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"{iteration:08d}")
     resumed = run(tmp_path / "run", config, maker, resume=True).agent
@@ -107,9 +111,7 @@ def test_a_run_goes_on_with_the_bits_of_one_that_was_not_ended(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_was_learned_before_envs_failed_is_saved(
-    tmp_path: Path, overlap: bool
-) -> None:
+def test_checkpoint_is_written_when_envs_fail(tmp_path: Path, overlap: bool) -> None:
     calls: list[int] = []
 
     def on_step() -> None:
@@ -125,7 +127,9 @@ def test_what_was_learned_before_envs_failed_is_saved(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_stop_at_once_saves_nothing(tmp_path: Path, overlap: bool) -> None:
+def test_interrupt_during_a_rollout_writes_no_checkpoint(
+    tmp_path: Path, overlap: bool
+) -> None:
     calls: list[int] = []
 
     def on_step() -> None:
@@ -138,11 +142,11 @@ def test_a_stop_at_once_saves_nothing(tmp_path: Path, overlap: bool) -> None:
         run(tmp_path / "run", config, on_step=on_step)
     assert len(calls) == 12
     saved = RunFolder(tmp_path / "run").has_checkpoint()
-    assert saved is not overlap  # it comes an iteration sooner with it
+    assert saved is not overlap  # with overlap, step 12 is in the first iteration
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_update_that_diverges_ends_the_run(
+def test_diverged_update_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     update = Updater.update

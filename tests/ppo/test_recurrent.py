@@ -1,36 +1,36 @@
-"""Memories: step by step or unrolled, they hold what the episode has shown."""
+"""Recurrent cores: single steps, unrolled sequences, and states after each result."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from envserve.slab import Status
-from ppo.agent.networks.recurrent import Memory, is_pending, next_state
+from ppo.agent.networks.recurrent import RecurrentCore, is_pending, next_state
 
 
-def make() -> Memory:
-    return Memory(2, hidden_sizes=(5,), units=3, activation="tanh", seed=7)
+def make_core() -> RecurrentCore:
+    return RecurrentCore(2, hidden_sizes=(5,), units=3, activation="tanh", seed=7)
 
 
-def averaging() -> Memory:
-    """A memory of one unit that turns h into (h + tanh(x)) / 2, for one input x."""
-    memory = Memory(1, hidden_sizes=(), units=1, activation="tanh", seed=0)
-    kernel, recurrent_kernel, bias = memory.trainable_variables
-    # Update and reset gates, and candidate: sigmoid(0) is a half.
+def averaging_core() -> RecurrentCore:
+    """Return a core of one unit that turns h into (h + tanh(x)) / 2, given input x."""
+    core = RecurrentCore(1, hidden_sizes=(), units=1, activation="tanh", seed=0)
+    kernel, recurrent_kernel, bias = core.trainable_variables
+    # Columns: update gate, reset gate, candidate. sigmoid(0) is 0.5.
     kernel.assign([[0.0, 0.0, 1.0]])
     recurrent_kernel.assign([[0.0, 0.0, 0.0]])
     bias.assign(np.zeros((2, 3)))
-    return memory
+    return core
 
 
-def test_a_step_is_a_gru_after_the_hidden_layers() -> None:
-    memory = make()
+def test_step_applies_the_hidden_layers_and_a_gru() -> None:
+    core = make_core()
     weight, offset, kernel, recurrent_kernel, bias = (
-        variable.numpy() for variable in memory.trainable_variables
+        variable.numpy() for variable in core.trainable_variables
     )
     random = np.random.default_rng(0)
     bias[:] = random.normal(size=bias.shape)
-    memory.trainable_variables[-1].assign(bias)
+    core.trainable_variables[-1].assign(bias)
     rows, state = random.normal(size=(4, 2)), random.normal(size=(4, 3))
     hidden = np.tanh(rows @ weight + offset)
     # Cho et al. 2014, with the reset gate after the recurrent product.
@@ -38,22 +38,26 @@ def test_a_step_is_a_gru_after_the_hidden_layers() -> None:
     of_update, of_reset, of_candidate = np.split(
         state @ recurrent_kernel + bias[1], 3, axis=1
     )
-    kept = 1 / (1 + np.exp(-(update + of_update)))
-    share = 1 / (1 + np.exp(-(reset + of_reset)))
-    wanted = kept * state + (1 - kept) * np.tanh(candidate + share * of_candidate)
-    embedding = memory.embed(tf.constant(rows, tf.float32))
-    got = memory.advance(embedding, tf.constant(state, tf.float32))
-    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    update_gate = 1 / (1 + np.exp(-(update + of_update)))
+    reset_gate = 1 / (1 + np.exp(-(reset + of_reset)))
+    expected = update_gate * state + (1 - update_gate) * np.tanh(
+        candidate + reset_gate * of_candidate
+    )
+    embedding = core.embed(tf.constant(rows, tf.float32))
+    got = core.advance(embedding, tf.constant(state, tf.float32))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
-def test_without_hidden_layers_the_gru_takes_the_features() -> None:
-    assert averaging().embed(tf.constant([[100.0]])) == 100.0
-    assert averaging().advance(tf.constant([[100.0]]), tf.constant([[0.5]])) == 0.75
+def test_without_hidden_layers_the_gru_gets_the_features() -> None:
+    assert averaging_core().embed(tf.constant([[100.0]])) == 100.0
+    assert (
+        averaging_core().advance(tf.constant([[100.0]]), tf.constant([[0.5]])) == 0.75
+    )
 
 
 @pytest.mark.parametrize("jit_compile", [True, False])
-def test_unrolling_is_stepping(jit_compile: bool) -> None:
-    memory = make()
+def test_unroll_equals_single_steps(jit_compile: bool) -> None:
+    core = make_core()
     random = np.random.default_rng(1)
     rows = tf.constant(random.normal(size=(9, 4, 2)), tf.float32)
     ended = tf.constant(random.random((9, 4)) < 0.3)
@@ -62,27 +66,27 @@ def test_unrolling_is_stepping(jit_compile: bool) -> None:
 
     @tf.function(jit_compile=jit_compile)
     def unroll() -> tuple[tf.Tensor, ...]:
-        embedding = tf.stack([memory.embed(rows[step]) for step in range(9)])
+        embedding = tf.stack([core.embed(rows[step]) for step in range(9)])
         with tf.GradientTape() as tape:
-            outputs, last = memory.unroll(embedding, state, ended, pending)
+            outputs, last = core.unroll(embedding, state, ended, pending)
             loss = tf.reduce_sum(tf.square(outputs))
-        kernel = memory.trainable_variables[-3].value
+        kernel = core.trainable_variables[-3].value
         return outputs, last, tape.gradient(loss, kernel)
 
     outputs, last, gradient = unroll()
     with tf.GradientTape() as tape:
         loss = 0.0
         for step in range(9):
-            output = memory.advance(memory.embed(rows[step]), state)
+            output = core.advance(core.embed(rows[step]), state)
             np.testing.assert_allclose(outputs[step], output, atol=1e-6)
             loss += tf.reduce_sum(tf.square(output))
             state = next_state(state, output, ended[step], pending[step])
     np.testing.assert_allclose(last, state, atol=1e-6)
-    kernel = memory.trainable_variables[-3].value
+    kernel = core.trainable_variables[-3].value
     np.testing.assert_allclose(gradient, tape.gradient(loss, kernel), atol=1e-5)
 
 
-def test_a_state_is_dropped_kept_or_followed() -> None:
+def test_next_state_is_zero_unchanged_or_the_output() -> None:
     before, after = tf.constant([[1.0]] * 4), tf.constant([[2.0]] * 4)
     status = tf.constant(
         [Status.OK, Status.PENDING, Status.LATE, Status.WORKER_DIED], tf.uint8

@@ -1,4 +1,4 @@
-"""Rollouts: completed episodes across them."""
+"""`EpisodeTracker`: completed and lost episodes across rollouts."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from tests.ppo.runs import rollout_of
 from tests.ppo.test_simulate import echo
 
 
-def test_episodes_are_found_across_rollouts_in_order_of_time() -> None:
+def test_episodes_across_rollouts_are_returned_in_order_of_time() -> None:
     fake = CountingBatchEnv([2, 5])
     simulation = Simulation(in_graph(fake), echo, horizon=3)
     tracker = EpisodeTracker(2)
@@ -21,30 +21,30 @@ def test_episodes_are_found_across_rollouts_in_order_of_time() -> None:
     ]
 
 
-def test_an_episode_that_lost_a_step_does_not_count() -> None:
+def test_episode_with_a_lost_step_is_not_counted() -> None:
     fake = CountingBatchEnv([3], lost=frozenset({(1, 0)}))
     simulation = Simulation(in_graph(fake), echo, horizon=6)
     # Steps 0 and 1 belong to the lost episode; the next one takes steps 2 to 4.
     assert EpisodeTracker(1).add(simulation.run((0, 0))) == [Episode(0, 3.0, 3)]
 
 
-def marked(valid: str, done: str) -> Rollout:
-    """One env that earns 1 in each step; "x" stands for true."""
+def rollout_of_flags(valid: str, done: str) -> Rollout:
+    """Return a rollout of one env with reward 1; "x" means true."""
     flags = [np.array([[mark == "x"] for mark in marks]) for marks in (valid, done)]
     ones = np.ones((len(valid), 1))
     return rollout_of(len(valid), reward=ones, valid=flags[0], truncated=flags[1])
 
 
-def test_an_episode_that_went_on_during_padding_does_not_count() -> None:
+def test_episode_that_continued_during_padding_is_not_counted() -> None:
     tracker = EpisodeTracker(1)
-    assert tracker.add(marked("xx..x", "....x")) == []
-    assert tracker.lost_in_a_row.tolist() == [1]
-    assert tracker.add(marked("xx", ".x")) == [Episode(0, 2.0, 2)]
-    assert tracker.lost_in_a_row.tolist() == [0]
+    assert tracker.add(rollout_of_flags("xx..x", "....x")) == []
+    assert tracker.consecutive_lost.tolist() == [1]
+    assert tracker.add(rollout_of_flags("xx", ".x")) == [Episode(0, 2.0, 2)]
+    assert tracker.consecutive_lost.tolist() == [0]
 
 
-def test_padding_before_a_loss_is_not_a_loss_of_its_own() -> None:
+def test_padding_before_a_lost_episode_is_not_counted_as_another_loss() -> None:
     tracker = EpisodeTracker(1)
-    assert tracker.add(marked("x...", "...x")) == []
-    assert tracker.add(marked("x.", "..")) == []
-    assert tracker.lost_in_a_row.tolist() == [1]
+    assert tracker.add(rollout_of_flags("x...", "...x")) == []
+    assert tracker.add(rollout_of_flags("x.", "..")) == []
+    assert tracker.consecutive_lost.tolist() == [1]

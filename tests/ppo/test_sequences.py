@@ -18,7 +18,7 @@ from ppo.rollout import Rollout
 from ppo.simulate import Simulation
 from tests.ppo import runs
 from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, in_graph
-from tests.ppo.runs import Learner, copy, fill_masked, rollout_of, traced_already
+from tests.ppo.runs import Learner, copy, fill_masked, no_retracing, rollout_of
 
 # Ends at all phases of sequences of 4, in every way, also in a row; episodes that go on
 # through padding, and through a late result; and one that never ends.
@@ -67,7 +67,7 @@ def acting(
     fake = ScriptedBatchEnv(
         SCRIPTS[: config.num_envs], num_splits=num_splits, action_space=SPACES[kind]
     )
-    return runs.acting(
+    return runs.agent_simulation(
         agent,
         in_graph(fake),
         config.horizon,
@@ -102,7 +102,7 @@ def replay(agent: Agent, rollouts: list[Rollout]) -> list[Replay]:
             outputs = [
                 memory.advance(embedding, tf.constant(state))
                 for memory, embedding, state in zip(
-                    agent.memories, agent.embed(features), states, strict=True
+                    agent.cores, agent.embed(features), states, strict=True
                 )
             ]
             distribution = agent.distribution(features, outputs[0])
@@ -129,7 +129,7 @@ def replay(agent: Agent, rollouts: list[Rollout]) -> list[Replay]:
 def value_of(agent: Agent, observation: np.ndarray, state: Any) -> tf.Tensor:
     features = agent.preprocess(tf.constant(observation))
     _, embedding = agent.embed(features)
-    output = agent.memories[1].advance(embedding, tf.constant(state))
+    output = agent.cores[1].advance(embedding, tf.constant(state))
     return agent.value(features, output)
 
 
@@ -250,7 +250,7 @@ def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() 
             normalize_observations=False,
         ),
     )
-    kernel, recurrent_kernel, bias = agent.memories[1].trainable_variables
+    kernel, recurrent_kernel, bias = agent.cores[1].trainable_variables
     kernel.assign([[0.0, 0.0, 1.0]])  # update and reset gates are 1/2
     recurrent_kernel.assign([[0.0, 0.0, 0.0]])
     bias.assign(np.zeros((2, 3)))
@@ -299,7 +299,7 @@ def test_the_compiled_update_agrees_with_the_plain_one() -> None:
     # One minibatch: the two ways shuffle by different random numbers.
     rollout = learner("compiled").rollout
     metrics, parameters = learner("compiled").outcome(rollout)
-    with traced_already("embed"):
+    with no_retracing("embed"):
         learner("compiled").outcome(rollout, seed=(3, 6))
     plain_metrics, plain_parameters = learner("plain").outcome(rollout)
     assert metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Rollouts: contents, counts of calls and traces, continuity."""
+"""`Simulation`: contents of rollouts, numbers of calls and traces, continuity."""
 
 from typing import Any
 from unittest import mock
@@ -28,24 +28,26 @@ def observe_nested(rows: np.ndarray) -> Any:
 
 
 def echo(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Act with ten times the step count that is observed, beyond the bounds."""
+    """Return ten times the observed step count, which exceeds the action bounds."""
     del seed
     count = tf.cast(observation[:, 1], tf.float32)
     return 10.0 * count[:, None], -count
 
 
-def noise(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def random_policy(
+    observation: tf.Tensor, seed: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
     action = tf.random.stateless_normal([observation.shape[0], 1], seed)
     return action, action[:, 0]
 
 
-def test_rows_hold_what_was_seen_done_and_answered() -> None:
+def test_rollout_contains_observations_actions_and_results() -> None:
     fake = CountingBatchEnv([2, 3], terminates=[True, False])
     rollout = simulate(in_graph(fake), echo, horizon=4)
     counts = [[0, 0], [1, 1], [0, 2], [1, 0], [0, 1]]
     assert rollout.observation[:, :, 1].tolist() == counts
     assert rollout.observation[:, :, 0].tolist() == [[0, 1]] * 5
-    # Stored unclipped, as the log-probabilities mean them; the env gets them clipped.
+    # Actions are stored unclipped, as in the log-probabilities, and sent clipped.
     assert rollout.action[:, :, 0].tolist() == [[0, 0], [10, 10], [0, 20], [10, 0]]
     assert [a.ravel().tolist() for a in fake.actions] == [
         [0, 0],
@@ -62,17 +64,17 @@ def test_rows_hold_what_was_seen_done_and_answered() -> None:
     assert rollout.valid.all()
 
 
-def test_rollouts_go_on_where_the_last_one_ended() -> None:
+def test_next_rollout_continues_where_the_last_one_ended() -> None:
     simulation = Simulation(in_graph(CountingBatchEnv([5])), echo, horizon=3)
     simulation.run((0, 0))
     rollout = simulation.run((0, 1))
     assert rollout.observation[:, 0, 1].tolist() == [3, 4, 0, 1]
 
 
-def test_where_a_gpu_is_seen_each_operation_goes_where_it_can(
+def test_with_a_gpu_the_default_executor_runs_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one thread the loop would be the GPU's, the call into Python with it."""
+    """The single-threaded executor cannot call Python from a loop on the GPU."""
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
     asked = mock.Mock(wraps=tf.experimental.function_executor_type)
     monkeypatch.setattr(tf.experimental, "function_executor_type", asked)
@@ -81,14 +83,14 @@ def test_where_a_gpu_is_seen_each_operation_goes_where_it_can(
     asked.assert_called_once_with("DEFAULT")
 
 
-def test_lost_steps_are_marked() -> None:
+def test_lost_steps_are_not_valid() -> None:
     fake = CountingBatchEnv([9, 9], lost=frozenset({(1, 0)}))
     rollout = simulate(in_graph(fake), echo, horizon=3)
     assert rollout.valid.tolist() == [[True, True], [False, True], [True, True]]
     assert rollout.observation[:, 0, 1].tolist() == [0, 1, 0, 1]
 
 
-def test_python_is_entered_once_per_batch_step_and_the_loop_traced_once(
+def test_python_is_called_once_per_batch_step_and_the_loop_is_traced_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
@@ -114,7 +116,7 @@ def test_python_is_entered_once_per_batch_step_and_the_loop_traced_once(
     assert len(fake.actions) == 3 * 7
 
 
-def test_rows_of_a_server_that_comes_later_are_of_the_graph_that_was_traced() -> None:
+def test_rows_of_a_server_that_joins_later_do_not_cause_retracing() -> None:
     fake = ScriptedBatchEnv(["........", "PPPX...."])
     policy = mock.Mock(side_effect=echo)
     simulation = Simulation(in_graph(fake), policy, horizon=4)
@@ -123,17 +125,17 @@ def test_rows_of_a_server_that_comes_later_are_of_the_graph_that_was_traced() ->
     assert simulation.run((0, 1)).valid.all()
 
 
-def test_noise_depends_on_seed_and_step_only() -> None:
+def test_noise_depends_only_on_seed_and_step() -> None:
     def actions(seed: tuple[int, int]) -> np.ndarray:
         env = in_graph(CountingBatchEnv([9, 9]))
-        return simulate(env, noise, 4, seed).action
+        return simulate(env, random_policy, 4, seed).action
 
     np.testing.assert_array_equal(actions((1, 2)), actions((1, 2)))
     assert len(np.unique(actions((1, 2)))) == 8
     assert not np.isin(actions((1, 2)), actions((1, 3))).any()
 
 
-def test_nested_observations_keep_structure_and_dtype() -> None:
+def test_nested_observations_keep_their_structure_and_dtypes() -> None:
     fake = CountingBatchEnv([3, 5], observation_space=NESTED, observe=observe_nested)
     seen: list[Any] = []
 
@@ -144,7 +146,7 @@ def test_nested_observations_keep_structure_and_dtype() -> None:
 
     rollout = simulate(in_graph(fake), policy, horizon=4)
     rows = [(tf.uint8, [2, 2, 2]), (tf.int64, [2]), (tf.float64, [2, 1])]
-    assert seen == [rows, rows]  # for what it gives, and in the loop
+    assert seen == [rows, rows]  # traced once for its output shapes, once in the loop
     assert rollout.reward.dtype == np.float64
     assert rollout.truncated[2].tolist() == [True, False]
     assert rollout.observation["image"].dtype == np.uint8
@@ -156,7 +158,7 @@ def test_nested_observations_keep_structure_and_dtype() -> None:
     assert rollout.action[:, 1, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_discrete_actions_arrive_as_integers() -> None:
+def test_discrete_actions_are_sent_as_integers() -> None:
     fake = CountingBatchEnv([9], action_space=gymnasium.spaces.Discrete(3, start=5))
 
     def policy(observation: Any, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -168,7 +170,7 @@ def test_discrete_actions_arrive_as_integers() -> None:
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_an_env_that_gives_no_number_ends_the_rollout_by_its_name(
+def test_observation_that_is_not_finite_raises_an_error_with_the_env_index(
     number: float,
 ) -> None:
     def observe(rows: np.ndarray) -> np.ndarray:
@@ -181,7 +183,7 @@ def test_an_env_that_gives_no_number_ends_the_rollout_by_its_name(
 
 
 @pytest.mark.parametrize("terminates", [False, True])
-def test_a_final_observation_has_to_be_finite_where_it_is_learned_from(
+def test_final_observation_must_be_finite_if_its_value_is_used(
     terminates: bool,
 ) -> None:
     def observe(rows: np.ndarray) -> np.ndarray:
@@ -197,8 +199,8 @@ def test_a_final_observation_has_to_be_finite_where_it_is_learned_from(
 
 
 @pytest.mark.parametrize("bad", ["action", "log-probability"])
-def test_a_policy_that_diverges_is_told_apart_from_a_bad_env(bad: str) -> None:
-    """Before an env gets the action; of log-probabilities, after the rollout."""
+def test_diverged_policy_raises_another_error_than_a_faulty_env(bad: str) -> None:
+    """Actions are checked before they are sent, log-probabilities after the rollout."""
 
     def diverged(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
         broken = tf.where(observation[:, 0] * observation[:, 1] == 2.0, np.nan, 0.0)

@@ -1,4 +1,4 @@
-"""Rollouts of several splits: the same rows, and one split's envs beside the policy."""
+"""Rollouts with several splits have the same contents as with one split."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learning.update import Updater
 from ppo.simulate import Simulation
-from tests.ppo.runs import acting, copy
+from tests.ppo.runs import agent_simulation, copy
 
 HORIZON = 30
 NUM_ENVS = 6
@@ -35,7 +35,7 @@ def local(num_splits: int) -> BatchEnv:
 
 
 def two_lanes() -> BatchEnv:
-    """A batch whose splits are rows that do not follow each other."""
+    """Return a batch whose splits are not contiguous rows."""
     lanes = [
         Pool(
             PoolSettings(
@@ -55,7 +55,7 @@ def two_lanes() -> BatchEnv:
 
 
 def act_by_row(observation: tf.Tensor, noise: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Let an action depend on its own row alone, bit for bit."""
+    """Return actions that depend on nothing but their row, bit for bit."""
     score = tf.cast(observation[:, 2], tf.float32) + noise[:, 0]
     return tf.cast(score > 0.0, tf.int64), score
 
@@ -74,24 +74,24 @@ def collect(batch: BatchEnv, on_step: Any = lambda: None) -> list[list[np.ndarra
 
 
 @pytest.mark.parametrize("make_batch", [lambda: local(2), lambda: local(3), two_lanes])
-def test_splits_change_no_bit_of_a_rollout(make_batch: Any) -> None:
+def test_splits_do_not_change_a_rollout(make_batch: Any) -> None:
     expected = collect(local(1))
     for ours, theirs in zip(collect(make_batch()), expected, strict=True):
         ended = theirs[4] | theirs[5]
         assert ended.any()
         for index, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-            if index == 7:  # final observations have a meaning only at the end
+            if index == 7:  # final observations only matter where an episode ended
                 left, right = left[ended], right[ended]
             np.testing.assert_array_equal(left, right)
 
 
-def test_steps_are_counted_once_however_many_splits() -> None:
+def test_on_step_is_called_once_per_batch_step_with_splits() -> None:
     calls: list[int] = []
     collect(local(2), lambda: calls.append(1))
     assert len(calls) == 3 * HORIZON
 
 
-def test_a_rollout_that_was_cut_short_is_followed_by_a_whole_one() -> None:
+def test_rollout_after_an_interrupted_one_is_complete() -> None:
     calls: list[int] = []
 
     def on_step() -> None:
@@ -108,11 +108,11 @@ def test_a_rollout_that_was_cut_short_is_followed_by_a_whole_one() -> None:
         rollout = simulation.run((0, 1))
         assert rollout.valid.all()
         assert batch.num_in_flight == 0
-        # A new episode: CartPole starts near the upright.
+        # All envs began new episodes: CartPole starts close to upright.
         assert (np.abs(rollout.observation[0]) <= 0.05).all()
 
 
-def test_errors_name_the_row_of_the_batch() -> None:
+def test_errors_name_the_env_index_in_the_batch() -> None:
     def diverged(observation: Any, noise: Any) -> tuple[tf.Tensor, tf.Tensor]:
         log_prob = tf.where(tf.abs(noise[:, 0]) < 1e9, 0.0, np.nan)
         return tf.zeros([observation.shape[0]], tf.int64), log_prob
@@ -128,7 +128,7 @@ def test_errors_name_the_row_of_the_batch() -> None:
             simulation.run((0, 0))
 
 
-def test_the_policy_sees_the_rows_of_one_split() -> None:
+def test_policy_gets_the_rows_of_one_split() -> None:
     shapes = []
 
     def policy(observation: tf.Tensor, noise: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -140,22 +140,24 @@ def test_the_policy_sees_the_rows_of_one_split() -> None:
     assert set(map(str, shapes)) == {"([3, 4], [3, 1])"}
 
 
-def test_an_agents_noise_is_its_rows_own() -> None:
-    """Networks of another batch size may round otherwise, so compare closely."""
+def test_noise_of_a_row_does_not_depend_on_the_splits() -> None:
+    """Log-probabilities may differ in rounding, because the batch size differs."""
     actions = []
     for num_splits in (1, 2):
         with local(num_splits) as batch:
             agent = Agent(batch.observation_space, batch.action_space, CONFIG)
-            rollout = acting(agent, InGraphBatchEnv(batch), HORIZON).run((1, 2))
+            rollout = agent_simulation(agent, InGraphBatchEnv(batch), HORIZON).run(
+                (1, 2)
+            )
             actions.append((rollout.action.copy(), rollout.log_prob.copy()))
     np.testing.assert_array_equal(actions[0][0], actions[1][0])
     np.testing.assert_allclose(actions[0][1], actions[1][1], rtol=1e-5)
 
 
-def test_the_ratio_is_one_before_the_first_gradient_step() -> None:
+def test_ratio_is_one_before_the_first_gradient_step() -> None:
     with local(2) as batch:
         agent = Agent(batch.observation_space, batch.action_space, CONFIG)
-        simulation = acting(agent, InGraphBatchEnv(batch), HORIZON)
+        simulation = agent_simulation(agent, InGraphBatchEnv(batch), HORIZON)
         learned = Updater(agent, CONFIG).update(simulation.run((1, 2)), seed=(3, 4))
     assert learned["ratio_deviation"] < 1e-5
     assert learned["approximate_kl"] > 0

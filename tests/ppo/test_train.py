@@ -1,4 +1,4 @@
-"""The loop: files, resuming, stopping, reproducibility, errors."""
+"""The training loop: files, resuming, stopping, reproducibility, errors."""
 
 import json
 import shutil
@@ -34,14 +34,14 @@ eagerly = pytest.mark.usefixtures("without_graphs")
 
 @pytest.fixture
 def without_graphs() -> Iterator[None]:
-    """Tracing takes longer than the few steps of a small run."""
+    """Run eagerly, because tracing takes longer than the few steps of a small run."""
     tf.config.run_functions_eagerly(True)
     yield
     tf.config.run_functions_eagerly(False)
 
 
 def eights(num_envs: int) -> CountingBatchEnv:
-    """Episodes that end with each rollout, so that stopping cuts nothing off."""
+    """Return envs whose episodes end with each rollout, so that stops lose nothing."""
     return CountingBatchEnv([8] * num_envs)
 
 
@@ -49,7 +49,7 @@ def losing(lost: frozenset[tuple[int, int]]) -> Maker:
     return Maker(lambda num_envs: CountingBatchEnv([3] * num_envs, lost=lost))
 
 
-def test_a_run_leaves_metrics_and_checkpoints_and_closes_its_envs(
+def test_run_writes_metrics_and_checkpoints_and_closes_its_envs(
     tmp_path: Path,
 ) -> None:
     maker = Maker()
@@ -71,18 +71,18 @@ def test_a_run_leaves_metrics_and_checkpoints_and_closes_its_envs(
 
 
 @eagerly
-def test_a_run_learns_from_as_many_valid_steps_as_it_was_given(tmp_path: Path) -> None:
+def test_run_collects_other_steps_for_lost_ones(tmp_path: Path) -> None:
     lost = frozenset((batch_step, 1) for batch_step in range(16))
     result = run(tmp_path / "run", maker=losing(lost))
     assert result.is_finished
     rows = rows_of(tmp_path / "run")
     assert [row["steps"] for row in rows] == [8, 16, 32, 48, 64]
-    # The rate falls with the steps, and so to 0 at the end here, too.
+    # The learning rate depends on the valid steps, so it reaches 0 at the end.
     rates = SMALL.learning_rate * (1 - np.array([0, 8, 16, 32, 48]) / 64)
     np.testing.assert_allclose([row["learning_rate"] for row in rows], rates, rtol=1e-5)
 
 
-def test_the_same_config_gives_the_same_bits_and_another_seed_does_not(
+def test_same_seed_gives_equal_parameters_and_another_seed_does_not(
     tmp_path: Path,
 ) -> None:
     results = [
@@ -94,7 +94,7 @@ def test_the_same_config_gives_the_same_bits_and_another_seed_does_not(
 
 
 @eagerly
-def test_a_stopped_run_is_saved_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_stopped_run_is_saved_and_can_be_resumed(tmp_path: Path) -> None:
     maker = Maker(eights)
     stopped = run(tmp_path / "run", maker=maker, should_stop=lambda: True)
     assert not stopped.is_finished
@@ -104,7 +104,7 @@ def test_a_stopped_run_is_saved_and_goes_on_where_it_was(tmp_path: Path) -> None
     assert resumed.is_finished
     assert resumed.steps == 64
     assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4]
-    # The resumed run does not play its first episodes again.
+    # The resumed run has other seeds, so it does not repeat its first episodes.
     assert maker.seeds[0] != maker.seeds[1]
     # Stopping at the end of an episode changes nothing else.
     straight = run(tmp_path / "straight", maker=maker)
@@ -112,14 +112,14 @@ def test_a_stopped_run_is_saved_and_goes_on_where_it_was(tmp_path: Path) -> None
 
 
 @eagerly
-def test_a_moved_run_goes_on_and_forgets_what_its_checkpoint_does_not_know(
+def test_moved_run_resumes_and_removes_metrics_after_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     maker = Maker(eights)
     straight = run(tmp_path / "straight", maker=maker)
     without = SMALL.replace(checkpoint_every=0, checkpoint_seconds=1e9)
     run(tmp_path / "made", without, maker)
-    # As if it had been killed in its last iteration, with one checkpoint.
+    # The state of a run that was killed in its last iteration, with one checkpoint.
     shutil.rmtree(tmp_path / "made" / "checkpoints" / "00000004")
     events = tmp_path / "made" / "tensorboard"
     (old,) = events.iterdir()
@@ -130,7 +130,7 @@ def test_a_moved_run_goes_on_and_forgets_what_its_checkpoint_does_not_know(
     resumed = run(moved.path, config, maker, resume=True)
     np.testing.assert_array_equal(parameters(straight.agent), parameters(resumed.agent))
     assert [row["iteration"] for row in rows_of(moved.path)] == [1, 2, 3, 4]
-    # TensorBoard shows each step once, with what came last.
+    # TensorBoard shows each step once, with the last value.
     accumulator = plugin_event_accumulator.EventAccumulator(
         str(moved.path / "tensorboard")
     )
@@ -141,7 +141,7 @@ def test_a_moved_run_goes_on_and_forgets_what_its_checkpoint_does_not_know(
 
 
 @eagerly
-def test_a_finished_run_does_nothing_more_until_changed_settings_fit(
+def test_finished_run_continues_only_with_more_steps_and_equal_networks(
     tmp_path: Path,
 ) -> None:
     before = run(tmp_path / "run")
@@ -158,7 +158,7 @@ def test_a_finished_run_does_nothing_more_until_changed_settings_fit(
 
 
 @eagerly
-def test_resuming_what_ended_within_its_first_iteration_begins_again(
+def test_run_without_a_complete_iteration_starts_again_when_resumed(
     tmp_path: Path,
 ) -> None:
     run_folder = RunFolder.create(tmp_path / "run", SMALL)
@@ -178,7 +178,7 @@ def test_resuming_without_the_checkpoints_is_an_error(tmp_path: Path) -> None:
     assert maker.made == []
 
 
-def test_lost_steps_are_neither_counted_nor_learned_from(tmp_path: Path) -> None:
+def test_lost_steps_are_not_counted(tmp_path: Path) -> None:
     lost = frozenset((step, 0) for step in range(8)) | {(3, 1)}
     result = run(tmp_path / "run", maker=losing(lost))
     assert result.steps == 64 - 9
@@ -186,7 +186,7 @@ def test_lost_steps_are_neither_counted_nor_learned_from(tmp_path: Path) -> None
     assert rows_of(tmp_path / "run")[0]["invalid_steps"] == 9
 
 
-def test_an_iteration_without_any_valid_step_changes_nothing_and_is_an_error(
+def test_iteration_without_valid_steps_is_an_error_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
     lost = frozenset((step, b) for step in range(16) for b in range(2))
@@ -199,7 +199,7 @@ def test_an_iteration_without_any_valid_step_changes_nothing_and_is_an_error(
     np.testing.assert_array_equal(parameters(saved), parameters(fresh))
 
 
-def test_hardly_any_valid_step_for_ten_iterations_ends_the_run(tmp_path: Path) -> None:
+def test_ten_iterations_with_few_valid_steps_end_the_run(tmp_path: Path) -> None:
     lost = frozenset(
         (step, b) for step in range(400) for b in range(2) if (step % 8, b) != (0, 0)
     )
@@ -209,7 +209,7 @@ def test_hardly_any_valid_step_for_ten_iterations_ends_the_run(tmp_path: Path) -
 
 
 @eagerly
-def test_checkpoints_are_due_by_time_too(tmp_path: Path) -> None:
+def test_checkpoints_are_written_by_time_too(tmp_path: Path) -> None:
     config = SMALL.replace(checkpoint_every=0, checkpoints_to_keep=9)
     for seconds, expected in ((0.0, [1, 2, 3, 4]), (1e6, [1, 4])):
         folder = tmp_path / str(seconds)
@@ -218,7 +218,7 @@ def test_checkpoints_are_due_by_time_too(tmp_path: Path) -> None:
         assert saved == expected
 
 
-def test_an_interrupt_within_a_rollout_ends_it(tmp_path: Path) -> None:
+def test_interrupt_within_a_rollout_ends_the_run(tmp_path: Path) -> None:
     maker = Maker()
 
     def interrupt() -> None:
@@ -231,7 +231,7 @@ def test_an_interrupt_within_a_rollout_ends_it(tmp_path: Path) -> None:
     assert maker.made[0].is_closed
 
 
-def test_an_error_of_the_envs_arrives_as_itself_and_loses_nothing(
+def test_error_of_the_envs_is_raised_unchanged_after_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     class Failing(CountingBatchEnv):
@@ -250,7 +250,7 @@ def test_an_error_of_the_envs_arrives_as_itself_and_loses_nothing(
     np.testing.assert_array_equal(parameters(straight.agent), parameters(resumed.agent))
 
 
-def test_numbers_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
+def test_observations_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     def observe(rows: np.ndarray) -> np.ndarray:
         return np.where(rows == 2.0, np.nan, rows)
 
@@ -259,12 +259,12 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
         run(tmp_path / "run", maker=maker)
 
 
-def test_an_update_that_diverges_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+def test_diverged_update_ends_the_run_without_a_checkpoint(tmp_path: Path) -> None:
     class Exploding(CountingBatchEnv):
         def step(self, actions: np.ndarray, out: Any = None) -> Any:
             result = super().step(actions, out)
             if len(self.actions) > 24:  # in the last iteration
-                out.reward[:] = 1e30  # its square does not fit into float32
+                out.reward[:] = 1e30  # its square overflows float32
             return result
 
     maker = Maker(lambda num_envs: Exploding([3] * num_envs))
@@ -279,7 +279,7 @@ def test_an_update_that_diverges_ends_the_run_and_is_not_saved(tmp_path: Path) -
 
 @eagerly
 @pytest.mark.parametrize("is_events", [False, True])
-def test_a_full_disk_ends_the_run_with_what_to_do(
+def test_full_disk_ends_the_run_with_an_error_that_names_the_remedy(
     is_events: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -296,14 +296,14 @@ def test_a_full_disk_ends_the_run_with_what_to_do(
 
 
 @eagerly
-def test_a_folder_without_room_for_events_is_an_error(tmp_path: Path) -> None:
+def test_unwritable_tensorboard_folder_is_an_error(tmp_path: Path) -> None:
     run_folder = RunFolder.create(tmp_path / "run", SMALL)
     (run_folder.path / "tensorboard").write_text("")
     with pytest.raises(RunWriteError, match="make it writable"):
         train(SMALL, run_folder, Maker())
 
 
-def test_envs_that_fail_at_once_leave_the_best_checkpoint_as_it_is(
+def test_best_checkpoint_is_unchanged_if_envs_fail_after_a_resume(
     tmp_path: Path,
 ) -> None:
     class Failing(CountingBatchEnv):
@@ -319,7 +319,7 @@ def test_envs_that_fail_at_once_leave_the_best_checkpoint_as_it_is(
     assert best.name == "00000004"
 
 
-def test_the_newest_checkpoint_is_evaluated_on_envs_of_its_own(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_evaluated_on_separate_envs(tmp_path: Path) -> None:
     maker = Maker()
     run(tmp_path / "run", maker=maker)
     run_folder, config = RunFolder.open(tmp_path / "run")
@@ -334,14 +334,15 @@ def test_the_newest_checkpoint_is_evaluated_on_envs_of_its_own(tmp_path: Path) -
     evaluate_run(config, run_folder, maker, which=32)
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert saved["steps"] == 32
-    (tmp_path / "run" / "evaluation.json.partial").mkdir()  # it cannot be saved
+    # The evaluation cannot be written if a folder has the name of its partial file.
+    (tmp_path / "run" / "evaluation.json.partial").mkdir()
     with pytest.raises(RunWriteError) as caught:
         evaluate_run(config, run_folder, maker)
     shown = "Evaluation after 64 steps: mean return 3.0 over 3 episodes "
     assert caught.value.__notes__ == [shown + "(lowest 3.0, highest 3.0)"]
 
 
-def test_a_worker_that_dies_costs_its_rows_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_rows_of_a_dead_worker_are_lost(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.touch()
     config = SMALL.replace(

@@ -16,7 +16,7 @@ from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Learner, fill_masked, parameters, traced_already
+from tests.ppo.runs import SMALL, Learner, fill_masked, no_retracing, parameters
 
 LOST = frozenset({(2, 0), (5, 1), (6, 1)})
 CONFIG = SMALL.replace(
@@ -186,7 +186,7 @@ def test_scaled_rewards_are_clipped() -> None:
 def test_the_compiled_update_is_traced_once_and_has_static_shapes(kind: str) -> None:
     updater = learner(kind).updater
     learner(kind).update()
-    with traced_already("distribution"):
+    with no_retracing("distribution"):
         learner(kind).update(progress=0.5, seed=(3, 6))
     graph = updater._compiled.get_concrete_function(
         tf.nest.map_structure(tf.convert_to_tensor, learner(kind).rollout),
@@ -234,7 +234,7 @@ def test_the_divergence_is_that_of_the_policies_before_and_after() -> None:
     before = subject.agent.distribution(features).parameters
     metrics = subject.update()
     after = subject.agent.distribution(features)
-    by_hand = tf.reduce_mean(subject.agent.distribution_of(before).kl(after))
+    by_hand = tf.reduce_mean(subject.agent.distribution_from(before).kl(after))
     assert metrics["kl"] == pytest.approx(float(by_hand), rel=1e-4)
     assert metrics["kl"] > 1e-4
     assert metrics["epochs_run"] == 3

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from ppo.agent.agent import Agent
 from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Learner, acting, fill_masked
+from tests.ppo.runs import SMALL, Learner, agent_simulation, fill_masked
 
 ACTIONS = spaces.MultiDiscrete([2, 3])
 OBSERVATIONS = spaces.Dict(
@@ -49,7 +49,7 @@ def learn(**changes: Any) -> Learner:
         [3, 4], terminates=[True, False], lost=LOST,
         action_space=ACTIONS, observation_space=OBSERVATIONS, observe=observe,
     )  # fmt: skip
-    simulation = acting(
+    simulation = agent_simulation(
         agent, in_graph(fake), config.horizon, sequence_length=config.sequence_length
     )
     return Learner(agent, config, simulation.run((1, 2)))

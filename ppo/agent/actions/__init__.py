@@ -1,1 +1,1 @@
-"""What a policy does: kinds of action spaces and masks, distributions."""
+"""Action spaces, action masks and action distributions."""

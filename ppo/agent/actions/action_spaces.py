@@ -1,8 +1,8 @@
-"""What a policy has to know of an action space, in one object per kind of space.
+"""Adapters between policies and action spaces, one per kind of space.
 
-How many numbers its network gives per row, which distribution they stand for, which
-flags can forbid a choice, how sampled actions are stored, and how they become the env's
-own.
+An adapter determines the number of network outputs, the distribution that they
+parametrise, the shape of the action mask, and how sampled actions are stored and mapped
+to env actions.
 """
 
 import math
@@ -25,11 +25,11 @@ from ppo.config.config import Config
 from ppo.errors import UnsupportedSpaceError
 
 MASK_KEY = "action_mask"
-"""Where flags say which actions are allowed, in the outermost Dict of an observation.
+"""Key of the action mask in the outermost Dict of an observation.
 
-As in PettingZoo, there is one per action. For MultiDiscrete they are those of all
-choices in a row, as in SB3-contrib, or a Tuple with the flags of each choice, as
-`MultiDiscrete.sample` takes them."""
+As in PettingZoo, the mask has one flag per action, which is 1 if the action is allowed.
+For MultiDiscrete, the flags of all choices are concatenated, as in SB3-contrib, or are
+a Tuple with an array per choice, as for `MultiDiscrete.sample`."""
 
 _FLAGS = (
     gymnasium.spaces.Box,
@@ -38,47 +38,55 @@ _FLAGS = (
 )
 
 
-class ActionKind:
-    """One kind of action space.
+class ActionAdapter:
+    """Adapter between a policy and an action space.
 
     Attributes:
-        output_size: numbers per row that the policy network gives.
-        noise_size: numbers per row that sampling takes.
+        output_size: Number of outputs of the policy network per row.
+        noise_size: Number of noise values per row that sampling needs.
     """
 
     distribution_type: type[Any]
-    """The type of what `distribution` returns."""
+    """Type of the action distribution."""
 
     def __init__(self, space: Any) -> None:
         self._space = space
         self.output_size = self.noise_size = math.prod(space.shape)
-        self._choice_sizes: list[int] = []  # options of each, which a mask may forbid
+        self._choice_sizes: list[int] = []  # empty: no mask is possible
 
     def noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw what sampling so many actions needs, `[num_rows, noise_size]`."""
+        """Return noise for sampling actions, `[num_rows, noise_size]`.
+
+        Args:
+            num_rows: Number of actions.
+            seed: int32 pair.
+        """
         return self.distribution_type.noise(num_rows, self.noise_size, seed)
 
     def distribution(self, parameters: Sequence[tf.Tensor], allowed: Any) -> Any:
-        """Return the distribution for logits, or means and log standard deviations.
+        """Return the action distribution.
 
-        `allowed` is bool `[N, output_size]`, or None if everything is.
+        Args:
+            parameters: Logits, or means and log standard deviations.
+            allowed: The action mask, bool `[N, output_size]`, or None to allow all.
         """
         return self.distribution_type(*parameters)
 
     def spec(self, num_rows: int) -> tf.TensorSpec:
-        """Describe so many of the actions that the distribution samples."""
+        """Return shape and dtype of `num_rows` sampled actions."""
         return tf.TensorSpec([num_rows, math.prod(self._space.shape)], tf.int64)
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
-        """Turn sampled actions, of any number of rows, into the env's own."""
+        """Map sampled actions, of any number of rows, to env actions."""
         dtype = self._space.dtype
         return tf.reshape(tf.cast(action, dtype), [-1, *self._space.shape])
 
     def check_mask(self, observation_space: gymnasium.Space[Any]) -> None:
-        """Check that a mask, if observations have one, has a flag for every action.
+        """Check that the action mask, if there is one, has a flag for every action.
 
         Raises:
-            UnsupportedSpaceError: it does not fit, or nothing else is observed.
+            UnsupportedSpaceError: The mask has another shape, the action space supports
+                no masks, or observations contain nothing but the mask.
         """
         if not (
             isinstance(observation_space, gymnasium.spaces.Dict)
@@ -91,8 +99,8 @@ class ActionKind:
         if not sizes:
             raise UnsupportedSpaceError(
                 f"{where}: expected a Discrete or MultiDiscrete action space, got "
-                f"{self._space}; bits can be a MultiDiscrete of twos, and what is no "
-                "mask needs another name."
+                f"{self._space}; replace a MultiBinary by a MultiDiscrete of twos, or, "
+                "if this is not an action mask, rename the key."
             )
         is_split = isinstance(mask, gymnasium.spaces.Tuple)
         parts, wanted = (mask.spaces, sizes) if is_split else ([mask], [sum(sizes)])
@@ -106,18 +114,24 @@ class ActionKind:
             )
         if len(observation_space.spaces) == 1:
             raise UnsupportedSpaceError(
-                f"{where}: expected something to observe besides it; add a key to the "
-                "Dict."
+                f"{where}: expected other observations besides the mask; add a key to "
+                "the Dict."
             )
 
 
-def action_kind(
+def make_action_adapter(
     space: gymnasium.Space[Any], config: Config | None = None
-) -> ActionKind:
-    """Return what to know of a space; a config says how Boxes are acted in.
+) -> ActionAdapter:
+    """Return the adapter of an action space.
+
+    Args:
+        space: The action space of one env.
+        config: The config, which selects the distribution of Box actions. Without it,
+            they are Gaussian.
 
     Raises:
-        UnsupportedSpaceError: no policy can act in it, or not as the config says.
+        UnsupportedSpaceError: The space is not supported, or not with the distribution
+            of the config.
     """
     if isinstance(space, gymnasium.spaces.Box):
         return _BoxActions(space, config)
@@ -133,8 +147,11 @@ def action_kind(
     )
 
 
-class _BoxActions(ActionKind):
-    """-1 and 1 stand for finite bounds; what lies beyond is clipped, or squashed."""
+class _BoxActions(ActionAdapter):
+    """Real or integer vectors; -1 and 1 are mapped to finite bounds.
+
+    Values outside the bounds are clipped. With a squashed Gaussian there are none.
+    """
 
     distribution_type = DiagonalGaussian
 
@@ -142,8 +159,8 @@ class _BoxActions(ActionKind):
         super().__init__(space)
         if space.dtype == bool or not self.output_size:
             raise UnsupportedSpaceError(
-                "Action space: expected a Box of numbers, one at least, got "
-                f"{space}; make bits a MultiBinary."
+                "Action space: expected a Box with at least one number, got "
+                f"{space}; use a MultiBinary for bits."
             )
         if config is None:
             return
@@ -167,13 +184,13 @@ class _BoxActions(ActionKind):
         if len(space.shape) != 1:
             action = tf.reshape(action, [-1, *space.shape])
         bounded = np.isfinite(space.low) & np.isfinite(space.high)
-        # float64: the width of a float32 space may not fit into float32.
+        # In float64, because the difference of two float32 bounds can overflow float32.
         low = np.where(bounded, space.low, -1.0).astype(np.float64)
         high = np.where(bounded, space.high, 1.0).astype(np.float64)
         centre, radius = (low + high) / 2, (high - low) / 2
         if (centre != 0.0).any() or (radius != 1.0).any():
             action = centre + radius * tf.cast(action, tf.float64)
-        if space.dtype.kind in "iu":  # a cast would wrap around what lies beyond
+        if space.dtype.kind in "iu":  # values outside the bounds would wrap around
             action = tf.round(tf.cast(action, tf.float64))
             action = tf.clip_by_value(action, low, high)
         action = tf.cast(action, space.dtype)
@@ -183,8 +200,8 @@ class _BoxActions(ActionKind):
         return tf.clip_by_value(action, space.low, space.high)
 
 
-class _DiscreteActions(ActionKind):
-    """A choice, counted from 0."""
+class _DiscreteActions(ActionAdapter):
+    """One choice, numbered from 0."""
 
     distribution_type = Categorical
 
@@ -209,8 +226,8 @@ class _DiscreteActions(ActionKind):
         return tf.cast(action, dtype) + np.asarray(self._space.start, dtype)
 
 
-class _MultiDiscreteActions(ActionKind):
-    """Choices, each counted from 0, in the order of the flattened space."""
+class _MultiDiscreteActions(ActionAdapter):
+    """Several choices, each numbered from 0, in the order of the flattened space."""
 
     distribution_type = MultiCategorical
 
@@ -224,14 +241,14 @@ class _MultiDiscreteActions(ActionKind):
         self, parameters: Sequence[tf.Tensor], allowed: Any
     ) -> MultiCategorical:
         (logits,) = parameters
-        return MultiCategorical.of(logits, self._choice_sizes, allowed)
+        return MultiCategorical.from_logits(logits, self._choice_sizes, allowed)
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         start = np.asarray(self._space.start, self._space.dtype)
         return super().to_env_action(action) + start
 
 
-class _MultiBinaryActions(ActionKind):
+class _MultiBinaryActions(ActionAdapter):
     """Bits, in the order of the flattened space."""
 
     distribution_type = Bernoulli

@@ -1,9 +1,10 @@
-"""Action distributions: Gaussians, categorical, several choices at once, Bernoulli.
+"""Action distributions: Gaussian, squashed Gaussian, (multi-)categorical, Bernoulli.
 
-Each is a value made of tensors, `[N, ...]`, that can sample, tell its mode, and give
-log-probability, entropy and Kullback-Leibler divergence per row, in float32. A choice
-that is not allowed has a logit so low that its probability is 0 in float32. It stays
-finite, so that neither entropy nor any gradient becomes NaN.
+A distribution consists of tensors `[N, ...]`, one distribution per row, and computes
+samples, mode, log-probability, entropy and KL divergence of each row in float32.
+
+Masked actions have a logit of -1e9, so their probability is 0 in float32. The logit is
+finite, because -inf would make entropy and gradients NaN.
 """
 
 import math
@@ -16,34 +17,34 @@ import tensorflow as tf
 
 _FORBIDDEN = -1e9
 _LOG_TWO_PI = math.log(2.0 * math.pi)
-_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)  # of exp(-x^2 / 2)
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)  # weight exp(-x^2 / 2)
 
 
 class Distribution(Protocol):
-    """What a policy head hands to the rollout and to the losses."""
+    """Distributions of the actions of N rows."""
 
     @staticmethod
     def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw what `sample` needs, `[num_rows, size]`; `seed` is an int32 pair."""
+        """Return noise `[num_rows, size]` for `sample`; `seed` is an int32 pair."""
 
     @property
     def parameters(self) -> tuple[tf.Tensor, ...]:
-        """What the type makes the same distribution from, `[N, ...]` each."""
+        """Arguments that construct the same distribution, `[N, ...]` each."""
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
-        """Turn a row of noise into an action, for each row."""
+        """Return one action per row, given noise `[N, size]`."""
 
     def mode(self) -> tf.Tensor:
         """Return the most likely action per row."""
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
-        """Return the log-density of one action per row, `[N]`."""
+        """Return the log-probability or log-density of one action per row, `[N]`."""
 
     def entropy(self) -> tf.Tensor:
         """Return the entropy in nats per row, `[N]`."""
 
     def kl(self, other: Self) -> tf.Tensor:
-        """Return the divergence KL(self || other) in nats per row, `[N]`."""
+        """Return KL(self || other) in nats per row, `[N]`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class DiagonalGaussian:
 
     @staticmethod
     def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw standard normal numbers `[num_rows, size]`; `seed` is an int32 pair."""
+        """Return standard normal noise `[num_rows, size]`; `seed` is an int32 pair."""
         return tf.random.stateless_normal([num_rows, size], seed)
 
     @property
@@ -69,7 +70,7 @@ class DiagonalGaussian:
         return self.mean, self.log_std + tf.zeros_like(self.mean)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
-        """Turn a row of noise into an action, for each row: float32 `[N, A]`."""
+        """Return one action per row, float32 `[N, A]`, given noise `[N, A]`."""
         return self.mean + tf.exp(self.log_std) * noise
 
     def mode(self) -> tf.Tensor:
@@ -97,21 +98,23 @@ class DiagonalGaussian:
 
 @dataclass(frozen=True)
 class SquashedGaussian(DiagonalGaussian):
-    """What tanh makes of independent normal numbers, over the last axis.
+    """Distributions of the tanh of independent normal variables over the last axis.
 
-    Actions are these numbers before tanh, since float32 has no room for what is near
-    -1 and 1 after it. Densities are those after it, and divergences the same anyway.
+    Actions are stored before tanh, because values close to -1 and 1 after tanh cannot
+    be inverted in float32. Log-densities and entropies are those after tanh. KL
+    divergences are the same before and after it.
     """
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
-        """Return the log-density of tanh of `action` `[N, A]` per row, `[N]`."""
+        """Return the log-density of tanh(`action`), `[N, A]`, per row, `[N]`."""
         return super().log_prob(action) - tf.reduce_sum(_log_slope(action), axis=-1)
 
     def entropy(self) -> tf.Tensor:
         """Return the entropy in nats per row, `[N]`.
 
-        That is what it is before tanh, and the mean log slope of tanh, by Gauss-Hermite
-        quadrature: within 0.005 per dimension for deviations up to 2, without noise.
+        This is the entropy before tanh plus the mean of log(tanh'(x)), which is
+        computed by Gauss-Hermite quadrature, without sampling noise. The error is below
+        0.005 nats per dimension for standard deviations up to 2.
         """
         spread = tf.exp(self.log_std)[..., None] * _NODES.astype(np.float32)
         slopes = _log_slope(self.mean[..., None] + spread)  # [N, A, nodes]
@@ -119,17 +122,17 @@ class SquashedGaussian(DiagonalGaussian):
         return super().entropy() + tf.reduce_sum(weights * slopes, axis=[-2, -1])
 
 
-def _log_slope(number: tf.Tensor) -> tf.Tensor:
-    """Return log(1 - tanh(x)^2), which is finite for any finite x."""
-    return 2.0 * (math.log(2.0) - number - tf.math.softplus(-2.0 * number))
+def _log_slope(x: tf.Tensor) -> tf.Tensor:
+    """Return log(1 - tanh(x)^2), the log slope of tanh; finite for any finite x."""
+    return 2.0 * (math.log(2.0) - x - tf.math.softplus(-2.0 * x))
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """A choice of one of K actions, numbered from 0.
+    """Choice of one of K actions, numbered from 0.
 
     Attributes:
-        logits: float32 `[..., K]`, unnormalised log-probabilities; `[N, K]` below.
+        logits: Unnormalised log-probabilities, float32 `[N, K]`.
     """
 
     logits: tf.Tensor
@@ -141,7 +144,7 @@ class Categorical:
 
     @staticmethod
     def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw Gumbel noise `[num_rows, size]`; `seed` is an int32 pair."""
+        """Return Gumbel noise `[num_rows, size]`; `seed` is an int32 pair."""
         uniform = tf.random.stateless_uniform(
             [num_rows, size], seed, minval=1e-20, maxval=1.0
         )
@@ -153,9 +156,9 @@ class Categorical:
         return (self.logits,)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
-        """Turn a row of noise into an action, for each row: int64 `[N]`.
+        """Return one action per row, int64 `[N]`, given noise `[N, K]`.
 
-        Adding Gumbel noise to the logits makes their argmax a sample.
+        The argmax of logits plus Gumbel noise is a sample (Gumbel-max trick).
         """
         return tf.argmax(self.logits + noise, axis=-1, output_type=tf.int64)
 
@@ -165,7 +168,7 @@ class Categorical:
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
         """Return the log-probability of `action` (integer `[N]`) per row, `[N]`."""
-        # A product with a one-hot row: the gradient of a gather is a slow scatter.
+        # Not `tf.gather`, whose gradient is a slow scatter.
         chosen = tf.one_hot(action, self.logits.shape[-1], dtype=self.logits.dtype)
         return tf.reduce_sum(chosen * self.log_probs, axis=-1)
 
@@ -183,17 +186,22 @@ class Categorical:
 
 @dataclass(frozen=True)
 class MultiCategorical(Categorical):
-    """D independent choices, choice d among `sizes[d]` options numbered from 0.
+    """D independent choices; choice d has `sizes[d]` options, numbered from 0.
 
     Attributes:
-        logits: float32 `[N, D, max(sizes)]`; what lies beyond a size is masked.
+        logits: float32 `[N, D, max(sizes)]`; the logits after each size are masked.
     """
 
     @classmethod
-    def of(cls, logits: tf.Tensor, sizes: Sequence[int], allowed: Any = None) -> Self:
-        """Make it of logits `[N, sum(sizes)]`, and of bool flags if some are forbidden.
+    def from_logits(
+        cls, logits: tf.Tensor, sizes: Sequence[int], allowed: Any = None
+    ) -> Self:
+        """Create the distribution from the concatenated logits of all choices.
 
-        The sizes are the numbers of options of each choice.
+        Args:
+            logits: float32 `[N, sum(sizes)]`.
+            sizes: Number of options of each choice.
+            allowed: Action mask, bool `[N, sum(sizes)]`; None allows all.
         """
         rows = padded_choices(logits, sizes)
         if allowed is not None:
@@ -204,7 +212,7 @@ class MultiCategorical(Categorical):
         return cls(rows)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
-        """Turn noise, `[N, D * max(sizes)]`, into actions, int64 `[N, D]`."""
+        """Return actions, int64 `[N, D]`, given noise `[N, D * max(sizes)]`."""
         return super().sample(tf.reshape(noise, [-1, *self.logits.shape[1:]]))
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
@@ -225,14 +233,14 @@ class Bernoulli:
     """Independent bits over the last axis.
 
     Attributes:
-        logits: float32 `[N, A]`, log of the odds that a bit is 1.
+        logits: Log odds that a bit is 1, float32 `[N, A]`.
     """
 
     logits: tf.Tensor
 
     @staticmethod
     def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw logistic noise `[num_rows, size]`; `seed` is an int32 pair."""
+        """Return logistic noise `[num_rows, size]`; `seed` is an int32 pair."""
         uniform = tf.random.stateless_uniform(
             [num_rows, size], seed, minval=1e-20, maxval=1.0
         )
@@ -244,9 +252,10 @@ class Bernoulli:
         return (self.logits,)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
-        """Turn a row of noise into an action, for each row: 0 or 1, int64 `[N, A]`.
+        """Return one action per row, 0 or 1, int64 `[N, A]`, given noise `[N, A]`.
 
-        Logistic noise exceeds -x with probability sigmoid(x).
+        A bit is 1 if logit + noise > 0. Logistic noise exceeds -x with probability
+        sigmoid(x).
         """
         return tf.cast(self.logits + noise > 0, tf.int64)
 
@@ -261,7 +270,7 @@ class Bernoulli:
 
     def entropy(self) -> tf.Tensor:
         """Return the entropy in nats per row, `[N]`."""
-        # log(1 + e^x) - x * sigmoid(x), which is even in x.
+        # log(1 + e^x) - x * sigmoid(x)
         surprise = tf.math.softplus(self.logits)
         mean = self.logits * tf.math.sigmoid(self.logits)
         return tf.reduce_sum(surprise - mean, axis=-1)
@@ -276,24 +285,33 @@ class Bernoulli:
 
 
 def masked_logits(logits: tf.Tensor, allowed: tf.Tensor) -> tf.Tensor:
-    """Take all probability from actions that are not allowed: logits `[..., K]`.
+    """Return logits `[..., K]` that give masked actions a probability of 0.
 
-    Where nothing is allowed, all is: an ended episode or a padding row has to choose
-    something, and whatever it is does not count.
+    If no action of a row is allowed, all are. This happens at the end of an episode and
+    in padding rows, whose actions have no effect.
+
+    Args:
+        logits: float32 `[..., K]`.
+        allowed: bool `[..., K]`.
     """
     allowed |= ~tf.reduce_any(allowed, axis=-1, keepdims=True)
     return tf.where(allowed, logits, _FORBIDDEN)
 
 
 def padded_choices(joined: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
-    """Give each of D choices a row of its own, filled up with 0 or False.
+    """Split concatenated choices, and pad each with 0 or False to the largest size.
 
-    Turns `[N, sum(sizes)]`, the choices one after the other, to `[N, D, max(sizes)]`.
+    Args:
+        joined: Values of all D choices, `[N, sum(sizes)]`.
+        sizes: Number of options of each choice.
+
+    Returns:
+        `[N, D, max(sizes)]`.
     """
     longest = max(sizes)
     if min(sizes) == longest:
         return tf.reshape(joined, [-1, len(sizes), longest])
-    # Not a gather, whose gradient is a slow scatter.
+    # Not `tf.gather`, whose gradient is a slow scatter.
     parts = [
         tf.pad(part, [[0, 0], [0, longest - size]])
         for part, size in zip(tf.split(joined, sizes, axis=1), sizes, strict=True)

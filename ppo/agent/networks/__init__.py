@@ -1,4 +1,4 @@
-"""What an agent thinks with: perceptrons, convolutions, memories, custom models.
+"""Networks of an agent: perceptrons, convolutions, recurrent cores, custom models.
 
-`build` makes those that a config asks for.
+`build` creates the networks of a config.
 """

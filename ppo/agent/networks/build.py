@@ -1,7 +1,8 @@
-"""Which networks a config means, for what is observed and done.
+"""Create the networks of a config for an observation space and an action space.
 
-A torso turns observations into one vector per row, where that takes more than joining
-the leaves; a policy and a value network stand on it. They may share one torso.
+A torso turns preprocessed observations into features. The policy network and the value
+network follow it, with a recurrent core in between if the config has one. Both may
+share one torso.
 """
 
 from collections.abc import Sequence
@@ -9,18 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ppo.agent.actions.action_spaces import ActionKind
+from ppo.agent.actions.action_spaces import ActionAdapter
 from ppo.agent.actions.distributions import DiagonalGaussian
 from ppo.agent.networks.convolution import ImageTorso
-from ppo.agent.networks.custom import CustomPart, make_custom_model
+from ppo.agent.networks.custom import CustomHead, make_custom_model
 from ppo.agent.networks.perceptrons import (
     GaussianHead,
+    IdentityTorso,
     LogitsHead,
-    NoTorso,
     Perceptron,
     ValueHead,
 )
-from ppo.agent.networks.recurrent import Memory
+from ppo.agent.networks.recurrent import RecurrentCore
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
 from ppo.errors import UnsupportedSpaceError
@@ -28,41 +29,47 @@ from ppo.images import can_convolve
 
 
 class Networks(NamedTuple):
-    """What an agent thinks with. A shared torso is one object in both places."""
+    """The networks of an agent. A shared torso is the same object in both fields."""
 
     policy_torso: Any
     value_torso: Any
     policy: Any
-    """Gives the parameters of the action distribution for what its torso gave."""
+    """Maps the torso's output to the parameters of the action distribution."""
     value: Any
-    memories: tuple[Memory, ...] = ()
-    """Those of policy and value, between torso and network; none without recurrence."""
+    """Maps the torso's output to values `[N]`."""
+    cores: tuple[RecurrentCore, ...] = ()
+    """Recurrent cores of policy and value, between torso and network, or empty."""
 
     @property
     def is_torso_shared(self) -> bool:
-        """Whether policy and value need what one torso gives."""
+        """Whether policy and value use the output of the same torso."""
         return self.policy_torso is self.value_torso
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The parts by name, policy first, each once."""
+        """All parts with variables, by name, those of the policy first, each once."""
         parts = {"policy_torso": self.policy_torso, "value_torso": self.value_torso}
         if self.is_torso_shared:
             parts = {"torso": self.policy_torso}
         parts |= {"policy": self.policy, "value": self.value}
         names = ("policy_memory", "value_memory")
-        parts |= dict(zip(names, self.memories, strict=False))
+        parts |= dict(zip(names, self.cores, strict=False))
         return {name: part for name, part in parts.items() if part.trackables}
 
 
 def build_networks(
-    preprocess: ObservationPreprocessor, actions: ActionKind, config: Config
+    preprocess: ObservationPreprocessor, actions: ActionAdapter, config: Config
 ) -> Networks:
-    """Make the networks that a config asks for.
+    """Create the networks of a config.
+
+    Args:
+        preprocess: Preprocessor of the observations.
+        actions: Adapter of the action space.
+        config: The settings of the networks.
 
     Raises:
-        UnsupportedSpaceError: convolutions are asked for, but there is no image.
-        ConfigError: a custom network cannot be loaded, or does not fit.
+        UnsupportedSpaceError: The network is "cnn", but no image is observed.
+        ConfigError: A custom network cannot be loaded or does not match the spaces.
     """
     seeds = np.random.SeedSequence(config.seed).generate_state(6) >> 2
     policy_seed, value_seed, *other_seeds = map(int, seeds)
@@ -73,13 +80,15 @@ def build_networks(
         model = make_custom_model(
             config, preprocess.input_space, actions.output_size, policy_seed
         )
-        return Networks(model, model, CustomPart(0, head), CustomPart(1, NoTorso()))
+        return Networks(
+            model, model, CustomHead(0, head), CustomHead(1, IdentityTorso())
+        )
     torsos, input_size = _torsos(preprocess, config, other_seeds[:2])
     policy_layers, value_layers = _layers(config, (policy_seed, value_seed))
-    memories: tuple[Memory, ...] = ()
-    if config.recurrent_size:  # then memories have the hidden layers
-        memories = tuple(
-            Memory(input_size, units=config.recurrent_size, **layers)
+    cores: tuple[RecurrentCore, ...] = ()
+    if config.recurrent_size:  # the hidden layers then precede the GRU, in the core
+        cores = tuple(
+            RecurrentCore(input_size, units=config.recurrent_size, **layers)
             for layers in _layers(config, other_seeds[2:])
         )
         input_size = config.recurrent_size
@@ -88,11 +97,11 @@ def build_networks(
     value_layers |= {"output_size": 1, "output_gain": 1.0}
     policy = Perceptron(input_size, head=head, **policy_layers)
     value = Perceptron(input_size, head=ValueHead(), **value_layers)
-    return Networks(*torsos, policy, value, memories)
+    return Networks(*torsos, policy, value, cores)
 
 
 def _layers(config: Config, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what hidden layers of the policy and of the value are made of."""
+    """Return keyword arguments for the hidden layers of the policy and of the value."""
     sizes = (config.policy_layers, config.value_layers)
     return [
         {"hidden_sizes": hidden_sizes, "activation": config.activation, "seed": seed}
@@ -103,17 +112,17 @@ def _layers(config: Config, seeds: Sequence[int]) -> list[dict[str, Any]]:
 def _torsos(
     preprocess: ObservationPreprocessor, config: Config, seeds: Sequence[int]
 ) -> tuple[tuple[Any, Any], int]:
-    """Return the torsos of policy and value, and the size of what they give."""
+    """Return the torsos of policy and value, and the size of their output."""
     spaces = preprocess.leaf_spaces
     has_image = any(map(can_convolve, spaces))
     if config.network == "mlp" or (config.network == "auto" and not has_image):
-        torso = NoTorso()
+        torso = IdentityTorso()
         return (torso, torso), preprocess.size
     if not has_image:
         raise UnsupportedSpaceError(
-            "network cnn: expected an image to observe, a Box of uint8 from 0 to 255 "
-            "with shape [H, W], [H, W, C] or [C, H, W] and sides of at least 8, got "
-            f"{', '.join(map(str, spaces))}; choose the network mlp."
+            "network cnn: expected observations with an image, a Box of uint8 from 0 "
+            "to 255 with shape [H, W], [H, W, C] or [C, H, W] and at least 8x8 pixels, "
+            f"got {', '.join(map(str, spaces))}; choose the network mlp."
         )
     count = 1 if config.shared_torso else 2
     torsos = [ImageTorso(spaces, seed) for seed in seeds[:count]]

@@ -1,7 +1,7 @@
-"""Convolutional networks for images, and what joins them with other observations.
+"""Convolutional networks for images, and the torso that applies them.
 
-Sides of at least 36 pixels get the network of Mnih et al. 2015 ("Nature-CNN"), smaller
-ones layers whose kernels and strides leave something to see.
+Images of at least 36x36 pixels are processed by the network of Mnih et al. 2015
+("Nature-CNN"), smaller ones by layers with smaller kernels and strides.
 """
 
 import math
@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 from gymnasium.spaces import flatdim
 
-from ppo.agent.networks.perceptrons import Part, flatten_observation
-from ppo.images import can_convolve, image_layout
+from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation
+from ppo.images import can_convolve, image_axes
 
-_LARGE_SIDE = 36  # the first from which Nature-CNN's last layer has an output
+_LARGE_SIDE = 36  # the smallest side for which Nature-CNN's last layer has an output
 _LARGE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # filters, kernel, stride
 _SMALL = ((16, 3, 1), (32, 3, 2), (32, 3, 2))
 _LARGE_FEATURES = 512
@@ -24,10 +24,9 @@ _SMALL_FEATURES = 128
 
 
 def channels_last(images: tf.Tensor) -> tf.Tensor:
-    """Bring images into the order that convolutions take.
+    """Transpose and reshape images to the layout of convolutions.
 
-    Channels are the first or last of three axes, whichever is shorter; the last if
-    both are alike. A fourth axis in front is a stack of frames.
+    See `image_axes` for the axes of the channels. Stacked frames become channels.
 
     Args:
         images: `[N, H, W]`, `[N, H, W, C]`, `[N, C, H, W]`, `[N, S, H, W, C]` or
@@ -37,7 +36,7 @@ def channels_last(images: tf.Tensor) -> tf.Tensor:
         `[N, H, W, channels]`.
     """
     shape = tuple(images.shape[1:])
-    height, width, channels = image_layout(shape)
+    height, width, channels = image_axes(shape)
     order = [axis + 1 for axis in (height, width, *channels)]
     if order != list(range(1, len(order) + 1)):
         images = tf.transpose(images, [0, *order])
@@ -48,19 +47,19 @@ def channels_last(images: tf.Tensor) -> tf.Tensor:
 
 
 def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
-    """Build the network for images of one shape.
+    """Create the convolutional network for images of one shape.
 
-    Orthogonal weights of gain sqrt(2), zero biases, rectified linear units.
+    Layers have orthogonal weights with gain sqrt(2), zero biases, and ReLU.
 
     Args:
-        shape: of an image, in any order that `channels_last` knows.
-        seed: layers add their index to it.
+        shape: Shape of an image, in any layout that `channels_last` accepts.
+        seed: Seed of the weights; the index of the layer is added to it.
 
     Returns:
-        Maps float32 `[N, H, W, channels]` to features, 512 of a large image and 128 of
-        a small one.
+        A model from float32 `[N, H, W, channels]` to features, 512 for large images and
+        128 for small ones.
     """
-    height, width, channels = image_layout(tuple(shape))
+    height, width, channels = image_axes(tuple(shape))
     sides = shape[height], shape[width]
     is_large = min(sides) >= _LARGE_SIDE
     initializers = [
@@ -93,12 +92,15 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
     return keras.Sequential(layers)
 
 
-class ImageTorso(Part):
-    """A convolutional network per image; what else is observed goes past them.
+class ImageTorso(NetworkPart):
+    """A convolutional network per image; other observations are concatenated to them.
 
     Args:
-        spaces: leaves of the observation space.
-        seed: of the weights.
+        spaces: The leaves of the observation space.
+        seed: Seed of the weights.
+
+    Attributes:
+        size: Number of features.
     """
 
     def __init__(self, spaces: Sequence[gymnasium.Space[Any]], seed: int) -> None:
@@ -119,7 +121,7 @@ class ImageTorso(Part):
         )
 
     def __call__(self, observation: Any) -> tf.Tensor:
-        """Return the features of all leaves, float32 `[N, size]`."""
+        """Return the concatenated features of all leaves, float32 `[N, size]`."""
         leaves = tf.nest.flatten(observation)
         features = [
             leaf if network is None else network(channels_last(leaf))

@@ -1,9 +1,9 @@
-"""Custom networks: a function that the config names, in a module or a file.
+"""Custom networks, created by a user function that the config names.
 
     def make(observation_space, action_size, config, seed): ...
 
-It returns a model, which maps observations to what the policy needs and to values; see
-`docs/networks.md`. What it returns is tried out before anything is trained.
+The function returns a model from observations to policy outputs and values; see
+`docs/networks.md`. The model is checked with a small batch before the training starts.
 """
 
 from typing import Any
@@ -14,20 +14,32 @@ import numpy as np
 import tensorflow as tf
 from gymnasium.vector.utils import create_empty_array
 
-from ppo.agent.networks.perceptrons import Part
+from ppo.agent.networks.perceptrons import NetworkPart
 from ppo.config.config import Config
 from ppo.errors import ConfigError
-from ppo.user_code import blamed, load_own
+from ppo.user_code import load_user_code, user_code_errors
 
 _TRIAL_ROWS = 2
 
 
 class CustomModel:
-    """A custom model, checked once: observations to outputs and values.
+    """A user's model from observations to policy outputs and values.
+
+    The constructor calls the model with a small batch and checks its outputs and
+    variables.
+
+    Args:
+        model: The user's model.
+        name: Value of the setting `network`, for error messages.
+        input_space: Space of the model's input, without the batch axis.
+        size: Expected number of policy outputs per row.
 
     Attributes:
         trackables: Objects that a checkpoint must store, by name.
-        trainable_variables: The Keras variables that the optimizer changes.
+        trainable_variables: Keras variables that the optimizer changes.
+
+    Raises:
+        ConfigError: The outputs or the variables are not as expected.
     """
 
     def __init__(
@@ -55,11 +67,12 @@ class CustomModel:
         self.trackables = {"model": model} if trackables is None else dict(trackables)
         self._check_variables()
         self.trainable_variables = list(model.trainable_variables)
-        # As in training, whose graphs know no values; nothing is run again.
+        # Trace the model as the training does, to reject code that needs concrete
+        # values. Tracing does not run the model again.
         tf.function(lambda rows: model(rows)).get_concrete_function(rows)
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return outputs for the actions, `[N, size]`, and values, `[N]`."""
+        """Return policy outputs `[N, size]` and values `[N]`."""
         output, value = self._model(observation)
         return output, tf.reshape(value, [-1])
 
@@ -82,33 +95,45 @@ class CustomModel:
         missing = [v.path for v in variables if id(v) not in saved]
         if missing:
             raise ConfigError(
-                f"network {self._name}: expected trackables that hold all trainable "
-                f"variables, but a checkpoint would forget {missing}; add them."
+                f"network {self._name}: expected trackables with all trainable "
+                f"variables, but a checkpoint would not store {missing}; add them."
             )
 
 
-class CustomPart(Part):
-    """What a head makes of one of the two outputs of a custom model."""
+class CustomHead(NetworkPart):
+    """Applies a head to one of the two outputs of a custom model.
+
+    Args:
+        index: Index of the output: 0 for the policy, 1 for the value.
+        head: The head.
+    """
 
     def __init__(self, index: int, head: Any) -> None:
         self._index, self._head = index, head
         self.trackables = head.trackables
 
     def __call__(self, outputs: tuple[tf.Tensor, tf.Tensor]) -> Any:
-        """Return parameters of an action distribution, or values `[N]`."""
+        """Return the parameters of the action distribution, or values `[N]`."""
         return self._head(outputs[self._index])
 
 
 def make_custom_model(
     config: Config, input_space: gymnasium.Space[Any], size: int, seed: int
 ) -> CustomModel:
-    """Make and check the model that a config names, of `size` outputs for the actions.
+    """Create and check the custom model of a config.
+
+    Args:
+        config: The config, which names the function.
+        input_space: Space of the model's input, without the batch axis.
+        size: Number of policy outputs per row.
+        seed: Seed of the weights.
 
     Raises:
-        ConfigError: there is no such function, it raises, or its model does not fit.
+        ConfigError: The function does not exist or raises, or its model has other
+            outputs or variables than expected.
     """
-    make = load_own("network", config.network)
-    with blamed(f"network {config.network}", make):
+    make = load_user_code("network", config.network)
+    with user_code_errors(f"network {config.network}", make):
         model = make(input_space, size, config, seed)
         if not callable(model):
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""Policy and value networks: multilayer perceptrons of Keras layers.
+"""Multilayer perceptrons of Keras layers, and the heads of policy and value networks.
 
-A network takes what its torso gave, or where there is none preprocessed observations (a
-float32 array or a nest of them, a row per sample), and gives the parameters of an
-action distribution, or values. To add a kind, write a `Part` with `__call__`; nothing
-else knows the layers inside.
+A network maps the output of its torso to the parameters of an action distribution, or
+to values. Without a torso, its input is a preprocessed observation: a nest of float32
+arrays `[N, ...]`. To add a kind of network, subclass `NetworkPart` and implement
+`__call__`.
 """
 
 import math
@@ -17,9 +17,9 @@ from ppo.config.config import Config
 
 
 def flatten_observation(observation: Any) -> tf.Tensor:
-    """Join leaves, float32 `[N, ...]`, into one vector per sample, `[N, D]`.
+    """Concatenate float32 leaves `[N, ...]` to one vector per row, `[N, D]`.
 
-    Their order is that of `tf.nest.flatten`.
+    The leaves are in the order of `tf.nest.flatten`.
     """
     leaves = tf.nest.flatten(observation)
     rows = [tf.reshape(leaf, [-1, math.prod(leaf.shape[1:])]) for leaf in leaves]
@@ -35,9 +35,10 @@ def mlp(
     activation: str,
     seed: int,
 ) -> keras.Sequential:
-    """Build a perceptron with orthogonal weights and zero biases.
+    """Create a perceptron with orthogonal weights and zero biases.
 
-    Hidden layers have gain sqrt(2), the last one `output_gain` and no activation.
+    The weights of hidden layers have gain sqrt(2). Those of the output layer, which has
+    no activation function, have `output_gain`.
     """
     layers: list[Any] = [keras.Input((input_size,), dtype="float32")]
     for index, size in enumerate([*hidden_sizes, output_size]):
@@ -55,15 +56,15 @@ def mlp(
     return keras.Sequential(layers)
 
 
-class Part:
-    """Something that an agent thinks with."""
+class NetworkPart:
+    """Base class of torsos, recurrent cores, heads and networks."""
 
     trackables: Mapping[str, Any] = {}
-    """What a checkpoint must hold, by name: Keras layers and variables."""
+    """Keras layers and variables that a checkpoint must store, by name."""
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """The Keras variables that the optimizer changes."""
+        """Keras variables that the optimizer changes."""
         return [
             variable
             for trackable in self.trackables.values()
@@ -71,19 +72,20 @@ class Part:
         ]
 
 
-class NoTorso(Part):
-    """Leaves observations as they are; the networks behind it join their leaves."""
+class IdentityTorso(NetworkPart):
+    """A torso that returns observations unchanged; networks flatten them."""
 
     def __call__(self, observation: Any) -> Any:
-        """Return the observation."""
+        """Return the observation unchanged."""
         return observation
 
 
-class GaussianHead(Part):
-    """Turns outputs of a network into means and log standard deviations.
+class GaussianHead(NetworkPart):
+    """Turns network outputs into means and log standard deviations.
 
-    The latter are parameters that do not depend on the observation; or, if they are
-    state-dependent, the second half of the outputs added to what they are initially.
+    By default, the log standard deviations are trained parameters. With
+    `state_dependent_std`, they are the second half of the outputs plus
+    `initial_log_std`.
     """
 
     def __init__(self, output_size: int, config: Config) -> None:
@@ -101,29 +103,29 @@ class GaussianHead(Part):
         return mean, tf.clip_by_value(self._initial + log_std, -20.0, 2.0)
 
 
-class LogitsHead(Part):
-    """Takes outputs for logits: of a choice, of several choices, or of bits."""
+class LogitsHead(NetworkPart):
+    """Returns network outputs as logits of discrete or binary actions."""
 
     def __call__(self, outputs: Any) -> tuple[tf.Tensor]:
         """Return the logits, `[N, K]`."""
         return (outputs,)
 
 
-class ValueHead(Part):
-    """Takes the only output for a value: the expected discounted return."""
+class ValueHead(NetworkPart):
+    """Returns the only network output as the value: the expected discounted return."""
 
     def __call__(self, outputs: Any) -> tf.Tensor:
-        """Return one value per sample, `[N]`."""
+        """Return one value per row, `[N]`."""
         return tf.squeeze(outputs, axis=-1)
 
 
-class Perceptron(Part):
-    """A perceptron on the joined leaves of observations, and the head behind it."""
+class Perceptron(NetworkPart):
+    """A perceptron on flattened observations, followed by a head."""
 
     def __init__(self, input_size: int, *, head: Any, **layers: Any) -> None:
         self._layers, self._head = mlp(input_size, **layers), head
         self.trackables = {"layers": self._layers, **head.trackables}
 
     def __call__(self, observation: Any) -> Any:
-        """Return what the head makes of it, `[N, ...]`."""
+        """Return the outputs of the head, `[N, ...]`."""
         return self._head(self._layers(flatten_observation(observation)))

@@ -1,8 +1,8 @@
-"""Memories: hidden layers and a GRU between the observations and a network's heads.
+"""Recurrent cores: hidden layers and a GRU between the observations and the heads.
 
-The state of a row is what the GRU gave at its last step, `[N, units]`, and zero where
-an episode begins. `next_state` alone says what becomes of it, to those who act and to
-those who learn, so that the learner meets the states that acted.
+The state of a row is the GRU's output at the previous step, `[N, units]`, and zero at
+the start of an episode. Acting and learning both use `next_state`, so the update
+computes the same states as the rollout, up to changes of the parameters.
 """
 
 import math
@@ -13,14 +13,21 @@ import keras
 import tensorflow as tf
 
 from envserve.client import Status
-from ppo.agent.networks.perceptrons import Part, flatten_observation, mlp
+from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation, mlp
 
 
-class Memory(Part):
-    """Sums up an episode's observations until now in one vector per row.
+class RecurrentCore(NetworkPart):
+    """Summarises the observations of an episode so far in one vector per row.
+
+    Args:
+        input_size: Number of inputs per row.
+        hidden_sizes: Sizes of the hidden layers before the GRU.
+        units: Number of units of the GRU.
+        activation: Activation function of the hidden layers.
+        seed: Seed of the weights; the index of the layer is added to it.
 
     Attributes:
-        units: size of that vector.
+        units: Size of the state and of the output.
     """
 
     def __init__(
@@ -55,16 +62,20 @@ class Memory(Part):
         self.trackables = {**hidden, "cell": self._cell}
 
     def embed(self, observation: Any) -> tf.Tensor:
-        """Return what the GRU takes for preprocessed rows `[N, ...]`: `[N, D]`."""
+        """Return the GRU's inputs `[N, D]` for preprocessed rows `[N, ...]`."""
         rows = flatten_observation(observation)
         return rows if self._hidden is None else self._activation(self._hidden(rows))
 
     def advance(self, embedding: tf.Tensor, state: tf.Tensor) -> tf.Tensor:
-        """Take in one observation per row, `[N, D]` as `embed` gives it.
+        """Run one step of the GRU.
+
+        Args:
+            embedding: Result of `embed`, `[N, D]`.
+            state: State before the step, `[N, units]`.
 
         Returns:
-            What the heads take, float32 `[N, units]`; it is the state of the next step,
-            too, unless `next_state` says otherwise.
+            The output for the heads, float32 `[N, units]`. `next_state` computes the
+            state of the next step from it.
         """
         output, _ = self._cell(embedding, [state])
         return output
@@ -76,16 +87,16 @@ class Memory(Part):
         ended: tf.Tensor,
         pending: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Take in sequences, one step after the other.
+        """Run the GRU over N sequences of L steps.
 
         Args:
-            embedding: float32 `[L, N, D]`, as `embed` gives it.
-            state: float32 `[N, units]`, before the first step.
-            ended: bool `[L, N]`; an episode ended in this step.
-            pending: bool `[L, N]`; nothing was done in this step.
+            embedding: Results of `embed`, float32 `[L, N, D]`.
+            state: States before the first step, float32 `[N, units]`.
+            ended: bool `[L, N]`; whether an episode ended in the step.
+            pending: bool `[L, N]`; whether the row was padding, see `is_pending`.
 
         Returns:
-            The outputs of the steps, `[L, N, units]`, and the state after the last.
+            The outputs of all steps, `[L, N, units]`, and the states after the last.
         """
         length = embedding.shape[0]
         outputs = tf.TensorArray(tf.float32, length, element_shape=state.shape)
@@ -101,30 +112,38 @@ class Memory(Part):
             lambda step, *_: step < length,
             body,
             (tf.constant(0), state, outputs),
-            maximum_iterations=length,  # XLA has to know, to find gradients
+            maximum_iterations=length,  # XLA needs a bound to compute gradients
         )
         return outputs.stack(), state
 
 
 class States(NamedTuple):
-    """States of some rows in each memory, `[n, units]`, before a step and after it.
+    """States of each recurrent core before and after the current step of some rows.
 
-    As long as the step's result is out, nobody knows which of the two goes on.
+    Both are kept until the result of the step is received, because a row that was
+    padding continues from its state before the step.
     """
 
     before: tuple[tf.Tensor, ...]
+    """For each core, `[n, units]`."""
     after: tuple[tf.Tensor, ...]
+    """For each core, `[n, units]`."""
 
     @classmethod
     def zero(cls, num_rows: int, sizes: Sequence[int]) -> Self:
-        """Return the states of rows whose episodes begin, given the memories' units."""
+        """Return the states at the start of an episode.
+
+        Args:
+            num_rows: Number of rows.
+            sizes: Units of each core.
+        """
         states = tuple(tf.zeros([num_rows, size]) for size in sizes)
         return cls(states, states)
 
-    def follow(
+    def after_result(
         self, terminated: tf.Tensor, truncated: tf.Tensor, status: tf.Tensor
     ) -> Self:
-        """Return the states to go on from, given a step's result, `[n]` each."""
+        """Return the states for the next step, given the step's result, `[n]` each."""
         if not self.after:
             return self
         ended, pending = terminated | truncated, is_pending(status)
@@ -138,24 +157,28 @@ class States(NamedTuple):
 def next_state(
     state: tf.Tensor, output: tf.Tensor, ended: tf.Tensor, pending: tf.Tensor
 ) -> tf.Tensor:
-    """Return the state in which a row meets its next observation.
+    """Return the states before the next observation.
 
-    A row that came back as padding will be asked the same again, so its observation is
-    not taken in twice; a lost episode ends some rows later.
+    The state of a padding row does not change, because the row returns the same
+    observation again in the next step, which would otherwise be processed twice.
 
     Args:
-        state: `[N, units]`, before the step.
-        output: `[N, units]`, what a memory made of that and the step's observation.
-        ended: bool `[N]`; the step ended an episode, in whatever way.
-        pending: bool `[N]`; the step did nothing, see `is_pending`.
+        state: States before the step, `[N, units]`.
+        output: Outputs of the core in the step, `[N, units]`.
+        ended: bool `[N]`; whether the step ended an episode, for whatever reason.
+        pending: bool `[N]`; whether the row was padding, see `is_pending`.
 
     Returns:
-        `[N, units]`: zero, `state` or `output`.
+        For each row zero, `state` or `output`, `[N, units]`.
     """
     kept = tf.where(pending[:, None], state, output)
     return tf.where(ended[:, None], tf.zeros_like(kept), kept)
 
 
 def is_pending(status: tf.Tensor) -> tf.Tensor:
-    """Return where nothing was done, bool, given `envserve.slab.Status` as uint8."""
+    """Return which rows are padding, in which no env was stepped, as bool.
+
+    Args:
+        status: `envserve.slab.Status` as uint8.
+    """
     return tf.equal(status, tf.constant(int(Status.PENDING), tf.uint8))
