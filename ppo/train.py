@@ -19,7 +19,7 @@ from ppo.environments import MakeEnv
 from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import CurveEvaluator, Evaluation, derived_seed
 from ppo.learners import ALONE, Learners
-from ppo.learning.objective import policy_loss_of
+from ppo.learning.objective import load_policy_loss
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
@@ -101,7 +101,7 @@ def train(
         envserve.errors.EnvserveError: the envs failed for good.
     """
     first = Counters(*learners.gather(_first_counters(run_folder) if resume else ())[0])
-    callbacks, policy_loss = Callbacks(config.callbacks), policy_loss_of(config)
+    callbacks, policy_loss = Callbacks(config.callbacks), load_policy_loss(config)
     seed = config.seed
     if first.iteration > 0:  # a resumed run must not replay its first episodes
         seed = derived_seed(seed, first.iteration, 1)

@@ -102,7 +102,7 @@ def test_clip_range_and_entropy_decay_if_asked_to() -> None:
 def test_a_coefficient_is_a_variable_that_checkpoints_hold() -> None:
     made = [
         AdaptiveCoefficient(
-            initial=initial, low_kl=1.0, high_kl=2.0, step=2.0, bounds=(1, 9)
+            initial=initial, low_kl=1.0, high_kl=2.0, factor=2.0, bounds=(1, 9)
         )
         for initial in (3.0, 4.0)
     ]

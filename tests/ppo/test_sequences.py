@@ -13,7 +13,7 @@ import tensorflow as tf
 from envserve.slab import Status
 from ppo.agent.agent import Agent
 from ppo.config import Config
-from ppo.learning.samples import Sequences
+from ppo.learning.samples import SequenceSampler
 from ppo.rollout import Rollout
 from ppo.simulate import Simulation
 from tests.ppo import runs
@@ -227,7 +227,9 @@ def values(
         for array in (rollout.observation, rollout.final_observation)
     )
     tensors = tf.nest.map_structure(tf.constant, rollout)
-    value, final_value = Sequences(agent, config).values(tensors, rows, final_rows)
+    value, final_value = SequenceSampler(agent, config).values(
+        tensors, rows, final_rows
+    )
     return value.numpy(), final_value.numpy()
 
 
@@ -307,15 +309,15 @@ def test_the_compiled_update_agrees_with_the_plain_one() -> None:
 
 
 def test_sequences_stay_whole_and_are_dealt_out_once() -> None:
-    sequences = Sequences(make(), CONFIG.replace(sequence_length=4))
+    sequences = SequenceSampler(make(), CONFIG.replace(sequence_length=4))
     time, env = np.divmod(np.arange(72), 6)
-    rows = sequences.rows(tf.constant(np.stack([time, env], axis=1)))  # [T * B, 2]
+    rows = sequences.reorder(tf.constant(np.stack([time, env], axis=1)))  # [T * B, 2]
     # Six envs of three sequences each.
     for index, sequence in enumerate(rows.numpy().reshape(18, 4, 2)):
         assert sequence[:, 0].tolist() == [4 * (index // 6) + n for n in range(4)]
         assert set(sequence[:, 1]) == {index % 6}
     samples = {"rows": rows, "state": tf.range(18)[:, None]}
-    dealt = sequences.shuffle(samples, 6, tf.constant([1, 2]))
+    dealt = sequences.minibatches(samples, 6, tf.constant([1, 2]))
     assert dealt["rows"].shape == (6, 12, 2)
     assert dealt["state"].shape == (6, 3, 1)
     numbers = dealt["state"].numpy().ravel()
