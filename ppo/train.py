@@ -17,7 +17,7 @@ from ppo.agent.agent import Agent
 from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
-from ppo.evaluation.evaluate import CurveEvaluator, Evaluation, derived_seed
+from ppo.evaluation.evaluate import Evaluation, PeriodicEvaluator, derived_seed
 from ppo.learners import ALONE, Learners
 from ppo.learning.objective import load_policy_loss
 from ppo.run_folder import checkpoint
@@ -114,7 +114,7 @@ def train(
                 checkpoint.restore(run_folder.checkpoints, run.state)
             run_folder.save_config(config)
         learners.align(checkpoint.variables(run.state))
-        evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
+        evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
         with MetricsWriter(
             run_folder.path, config, resumed_from=resumed_from
@@ -137,7 +137,7 @@ class _Loop:
     _callbacks: Callbacks
     _run_folder: RunFolder
     _writer: MetricsWriter
-    _evaluator: CurveEvaluator
+    _evaluator: PeriodicEvaluator
 
     def __post_init__(self) -> None:
         self._config, self._learners = self._run.config, self._run.learners

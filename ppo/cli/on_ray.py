@@ -57,7 +57,7 @@ def train_on_ray(given: Given) -> int:
                 if num_failed == _TRIES:
                     raise LearnerLostError(
                         f"Gave up after {_TRIES} failures: {why}; to continue the run, "
-                        f"use --run-dir {run.word}"
+                        f"use --run-dir {run.quoted_path}"
                     ) from None
                 print(f"Restarting all learners: {why}", file=sys.stderr, flush=True)
     finally:

@@ -34,7 +34,7 @@ from ppo.errors import BadInputError, PpoError, RunFolderError
 from ppo.run_folder.folder import EnvSource, RunFolder
 
 if TYPE_CHECKING:
-    from ppo.run_folder.checkpoint import Which
+    from ppo.run_folder.checkpoint import CheckpointId
 
 
 _BAD_INPUT = (
@@ -175,7 +175,7 @@ def opened_run(
     import_modules: list[str] | None,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
-) -> Iterator[tuple[RunFolder, Config, "Which", EnvSource, Screen]]:
+) -> Iterator[tuple[RunFolder, Config, "CheckpointId", EnvSource, Screen]]:
     """Check what a command was given of a run, then start TensorFlow.
 
     Errors within are reported. Yields folder, config, checkpoint, place and screen; the
@@ -222,7 +222,7 @@ def place_of(
     return place
 
 
-def which_checkpoint(text: str | None) -> "Which":
+def which_checkpoint(text: str | None) -> "CheckpointId":
     """Read what `--checkpoint` was given.
 
     Raises:

@@ -66,7 +66,7 @@ def train_seeds(
         with contextlib.suppress(SystemExit):  # without matplotlib
             plot(list(returns), out=path / f"{metric}.png", metric=metric)
     if len(returns) < len(runs):
-        screen.print(f"Go on with: ppo train --resume {plan.run_folder.word}")
+        screen.print(f"Go on with: ppo train --resume {plan.run_folder.quoted_path}")
     return int(has_failed)
 
 

@@ -334,7 +334,7 @@ class Watchers(contextlib.ExitStack):
 
 def _end(screen: Screen, plan: Plan, has_film: bool) -> None:
     """Film an episode if that is asked for and can be; say what to do next."""
-    path, more_steps = plan.run_folder.word, 2 * plan.config.total_steps
+    path, more_steps = plan.run_folder.quoted_path, 2 * plan.config.total_steps
     if has_film:
         try:
             film_run(screen, plan.run_folder, plan.config, plan.place, episodes=1)
@@ -375,5 +375,5 @@ def hints_at_resuming(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
 
 
 def _how_to_go_on(run_folder: RunFolder) -> str:
-    resume = f"ppo train --resume {run_folder.word}"
+    resume = f"ppo train --resume {run_folder.quoted_path}"
     return f"Go on with: {os.environ.get(on_ray.AGAIN, resume)}"

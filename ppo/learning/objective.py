@@ -53,8 +53,9 @@ def load_policy_loss(config: Config) -> Callable[..., tf.Tensor]:
             loss, norm = test(policy_loss, DiagonalGaussian, [rows, -rows], rows)
     if not (abs(loss) < tf.float32.max and 0.0 < norm < tf.float32.max):
         raise ConfigError(
-            f"{label}: {line_of(function)}expected a finite loss and a finite, non-zero "
-            f"gradient when all ratios are 1; got loss {loss}, gradient norm {norm}."
+            f"{label}: {line_of(function)}expected a finite loss and a finite, "
+            f"non-zero gradient when all ratios are 1; got loss {loss}, gradient "
+            f"norm {norm}."
         )
     return policy_loss
 

@@ -103,7 +103,7 @@ class SequenceSampler(StepSampler):
     def __init__(self, agent: Agent, config: Config) -> None:
         super().__init__(agent, config)
         self.length = config.sequence_length or config.horizon
-        self.count //= self.length
+        self.num_samples //= self.length
 
     def reorder(self, rows: tf.Tensor) -> tf.Tensor:
         """Reorder rows of a rollout, `[T * B, ...]`, as samples."""
@@ -130,7 +130,7 @@ class SequenceSampler(StepSampler):
         pending = is_pending(rollout.status)
         return {
             "state": tuple(
-                tf.reshape(state, [self.count, state.shape[-1]])  # [K, B] -> [S]
+                tf.reshape(state, [self.num_samples, state.shape[-1]])  # [K, B] -> [S]
                 for state in rollout.state
             ),
             "ended": self.reorder(tf.reshape(rollout.done, [-1])),
@@ -166,7 +166,7 @@ class SequenceSampler(StepSampler):
         computed from the state after the preceding step; the reset comes afterwards.
         """
         agent, memory = self._agent, self._agent.memories[1]
-        num_rows = self.count * self.length
+        num_rows = self.num_samples * self.length
         _, embedding = agent.embed(features)
         outputs, last_state = self._unroll(
             1, self.reorder(embedding[:num_rows]), self.recurrent_inputs(rollout)

@@ -20,7 +20,7 @@ from ppo.agent.normalize import ReturnScale
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
 
-Which = int | Literal["best"] | None
+CheckpointId = int | Literal["best"] | None
 """A checkpoint: after so many env steps, of the best evaluation, or the newest."""
 
 
@@ -86,8 +86,8 @@ def save(
         _remove(final)
     partial.rename(final)
     _flush_to_disk(folder)
-    best = _best(folder)
-    for old in _complete(folder)[:-keep]:
+    best = _find_best(folder)
+    for old in _complete_checkpoints(folder)[:-keep]:
         if best is None or old != best[0]:
             _remove(old)
     return final
@@ -100,7 +100,7 @@ def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
         CheckpointError: there is none, or it belongs to other networks.
     """
     path = checkpoint_at(folder)
-    _read(path, state, is_complete=True)
+    _load_state(path, state, is_complete=True)
     return read_counters(folder)
 
 
@@ -110,7 +110,7 @@ def variables(state: tf.train.Checkpoint) -> list[tf.Variable]:
     return [part for part in parts if isinstance(part, tf.Variable)]
 
 
-def load_agent(folder: Path, agent: Agent, which: Which = None) -> Counters:
+def load_agent(folder: Path, agent: Agent, which: CheckpointId = None) -> Counters:
     """Load only the agent from a checkpoint, to evaluate it or to make it act.
 
     Raises:
@@ -118,32 +118,32 @@ def load_agent(folder: Path, agent: Agent, which: Which = None) -> Counters:
     """
     path = checkpoint_at(folder, which)
     checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
-    _read(path, checkpoint, is_complete=False)
-    return _counters(path)
+    _load_state(path, checkpoint, is_complete=False)
+    return _read_counters(path)
 
 
-def read_counters(folder: Path, which: Which = None) -> Counters:
+def read_counters(folder: Path, which: CheckpointId = None) -> Counters:
     """Return how far a checkpoint of a folder had come, by default the newest.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    return _counters(checkpoint_at(folder, which))
+    return _read_counters(checkpoint_at(folder, which))
 
 
 def best_return(folder: Path) -> float:
     """Return the mean return of the best evaluation that left a checkpoint, or -inf."""
-    best = _best(folder)
+    best = _find_best(folder)
     return -math.inf if best is None else best[1]
 
 
-def checkpoint_at(folder: Path, which: Which = None) -> Path:
+def checkpoint_at(folder: Path, which: CheckpointId = None) -> Path:
     """Return a checkpoint of a folder; of equal evaluations the earliest is the best.
 
     Raises:
         CheckpointError: there is no such checkpoint; names those there are.
     """
-    complete = _complete(folder)
+    complete = _complete_checkpoints(folder)
     if not complete:
         raise CheckpointError(
             f"{folder}: expected a checkpoint, found none; the run ended before its "
@@ -152,14 +152,14 @@ def checkpoint_at(folder: Path, which: Which = None) -> Path:
     if which is None:
         return complete[-1]
     if which == "best":
-        best = _best(folder)
+        best = _find_best(folder)
         if best is None:
             raise CheckpointError(
                 f"{folder}: expected the checkpoint of an evaluation, found none; "
                 "train with --set evaluate_every=STEPS, or take the newest."
             )
         return best[0]
-    found = {_counters(path).steps: path for path in complete}
+    found = {_read_counters(path).steps: path for path in complete}
     if which not in found:
         known = ", ".join(map(str, sorted(found)))
         raise CheckpointError(
@@ -169,7 +169,7 @@ def checkpoint_at(folder: Path, which: Which = None) -> Path:
     return found[which]
 
 
-def _counters(path: Path) -> Counters:
+def _read_counters(path: Path) -> Counters:
     """Read how far a run had come when this checkpoint was written."""
     path = path / "counters.json"
     try:
@@ -181,11 +181,11 @@ def _counters(path: Path) -> Counters:
         ) from error
 
 
-def _best(folder: Path) -> tuple[Path, float] | None:
+def _find_best(folder: Path) -> tuple[Path, float] | None:
     """Find the best evaluation, the earliest of equals, and its mean return."""
     evaluated = [
         (path, _evaluation_return(path / _EVALUATION))
-        for path in _complete(folder)
+        for path in _complete_checkpoints(folder)
         if (path / _EVALUATION).exists()
     ]
     return max(evaluated, key=operator.itemgetter(1), default=None)
@@ -201,7 +201,9 @@ def _evaluation_return(path: Path) -> float:
         ) from error
 
 
-def _read(path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool) -> None:
+def _load_state(
+    path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool
+) -> None:
     try:
         status = checkpoint.read(str(path / "state"))
         status.assert_existing_objects_matched()
@@ -216,7 +218,7 @@ def _read(path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool) -> 
         ) from error
 
 
-def _complete(folder: Path) -> list[Path]:
+def _complete_checkpoints(folder: Path) -> list[Path]:
     """List the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []

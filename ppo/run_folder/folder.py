@@ -53,7 +53,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @property
-    def word(self) -> str:
+    def quoted_path(self) -> str:
         """The path, as a shell reads it as one word."""
         return shlex.quote(str(self.path))
 
@@ -82,7 +82,10 @@ class RunFolder:
         run = cls(path)
         try:
             read_config(run.config_path)
-            is_foreign, hint = False, f"continue that run with --resume {run.word}, or "
+            is_foreign, hint = (
+                False,
+                f"continue that run with --resume {run.quoted_path}, or ",
+            )
         except ConfigError:
             is_foreign, hint = run.config_path.exists(), ""
         if is_foreign or not is_free:

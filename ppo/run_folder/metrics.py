@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ppo.config.config import Config
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics_file import cut_off_after
+from ppo.run_folder.metrics_file import truncate_after
 
 _SUM = {
     *("invalid_steps", "lost_episodes", "rollout_seconds", "undone_epochs"),
@@ -55,8 +55,8 @@ class MetricsWriter:
         iteration, steps = resumed_from or (0, 0)
         with self._writing():
             if resumed_from is not None:
-                cut_off_after(folder / "metrics.jsonl", iteration)
-                _announce_restart(events, steps + 1)
+                truncate_after(folder / "metrics.jsonl", iteration)
+                _truncate_events(events, steps + 1)
             self._events = tf.summary.create_file_writer(str(events))
             if not iteration:
                 with self._events.as_default(step=0):
@@ -86,10 +86,10 @@ class MetricsWriter:
             while line:
                 line = line[self._lines.write(line) :]
             for name, value in values.items():
-                tf.summary.scalar(tag_of(name), value)
+                tf.summary.scalar(tensorboard_tag(name), value)
 
 
-def tag_of(name: str) -> str:
+def tensorboard_tag(name: str) -> str:
     """Return a metric's name with its group, as TensorBoard has it."""
     if "/" in name:  # of an info or a callback
         return name
@@ -117,7 +117,7 @@ def _write_config(config: Config) -> None:
     hparams.hparams(plain)
 
 
-def _announce_restart(folder: Path, step: int) -> None:
+def _truncate_events(folder: Path, step: int) -> None:
     """Tell TensorBoard to forget what it has of this step and later ones.
 
     It reads event files in the order of their names, which begin with the time; behind
@@ -158,7 +158,7 @@ class ReportWindow:
 
     def take(self) -> dict[str, float]:
         """Return the row, with throughputs, and begin a new one."""
-        row = {name: _joined(name, values) for name, values in self._values.items()}
+        row = {name: _aggregate(name, values) for name, values in self._values.items()}
         rollout, update = row["rollout_seconds"], row["update_seconds"]
         row["steps_per_second"] = _per_second(self._steps, rollout + update)
         row["rollout_steps_per_second"] = _per_second(self._steps, rollout)
@@ -168,7 +168,7 @@ class ReportWindow:
         return row
 
 
-def _joined(name: str, values: list[float]) -> float:
+def _aggregate(name: str, values: list[float]) -> float:
     if name in _LAST or name.startswith("info/"):
         return values[-1]
     known = [value for value in values if not math.isnan(value)]

@@ -12,7 +12,7 @@ from typing import Any
 from ppo.errors import RunFolderError
 
 
-def cut_off_after(path: Path, iteration: int) -> None:
+def truncate_after(path: Path, iteration: int) -> None:
     """Shorten the file, if there is one, to the rows of an iteration and those before.
 
     Raises:

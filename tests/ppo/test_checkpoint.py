@@ -18,7 +18,7 @@ from ppo.errors import CheckpointError, RunWriteError
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
-from ppo.run_folder.checkpoint import Counters, Which, training_state
+from ppo.run_folder.checkpoint import CheckpointId, Counters, training_state
 from ppo.run_folder.folder import RunFolder
 from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, rollout_of
@@ -197,7 +197,7 @@ def test_the_best_is_kept_besides_the_newest_and_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", [None, 300, "best"])
 def test_there_being_none_is_an_error_that_names_the_folder(
-    which: Which, tmp_path: Path
+    which: CheckpointId, tmp_path: Path
 ) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         message = f"{folder}: expected a checkpoint, found none"

@@ -17,8 +17,8 @@ from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import (
-    CurveEvaluator,
     Evaluation,
+    PeriodicEvaluator,
     evaluate,
     evaluation_seed,
 )
@@ -107,7 +107,9 @@ def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
 def test_episodes_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo.evaluation.evaluate._MAX_BATCH_STEPS", 300)
     fake = CountingBatchEnv([3, 10**9])
-    message = "1 have not ended, none in the last 300 steps; give .* a time limit .*"
+    message = (
+        "1 have not ended, and none .* in the last 300 steps; train with a time limit"
+    )
     message += r"--set 'wrappers=\[{name = \"TimeLimit\""
     with pytest.raises(EnvDataError, match=message):
         played(fake, 2)
@@ -243,7 +245,7 @@ def test_an_evaluation_is_traced_once() -> None:
     agent = Agent(BOX, ACTIONS, CONFIG)
     maker = evaluating()
     maker(num_envs=2, seed=0)  # as a training would
-    evaluator = CurveEvaluator(agent, CONFIG, maker)
+    evaluator = PeriodicEvaluator(agent, CONFIG, maker)
     assert evaluator.evaluate().lengths.tolist() == [3, 3, 5]
     with traced_already("distribution"):
         for _ in range(2):
@@ -259,7 +261,7 @@ def test_no_more_envs_are_asked_for_than_have_something_to_do(
 ) -> None:
     config = CONFIG.replace(num_envs=num_envs, curve_episodes=episodes, total_steps=999)
     maker = Maker()
-    evaluation = CurveEvaluator(Agent(BOX, ACTIONS, config), config, maker)
+    evaluation = PeriodicEvaluator(Agent(BOX, ACTIONS, config), config, maker)
     assert len(evaluation.evaluate().returns) == episodes
     assert maker.asked[0][0] == expected
     assert len(maker.asked) == 1
@@ -271,7 +273,7 @@ def test_servers_without_room_are_an_error_that_says_what_to_do(tmp_path: Path) 
 
     with pytest.raises(EnvsBusy, match="0 of 16") as caught:
         run(tmp_path, CONFIG, evaluating(refuse))
-    assert "take 2 envs besides those of the training" in caught.value.__notes__[0]
+    assert "need 2 additional envs" in caught.value.__notes__[0]
     # What was learned is saved, and reported.
     assert counters(tmp_path) == (2, 32)
     assert [row["steps"] for row in rows_of(tmp_path)] == [16, 32]

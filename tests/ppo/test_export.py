@@ -188,7 +188,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "file"):
         with pytest.raises(OutputError, match="expected a new or empty folder"):
             export_policy(*policy_of("box"), folder)
-    with pytest.raises(OutputError, match="expected a folder that can be written"):
+    with pytest.raises(OutputError, match="expected a writable folder"):
         export_policy(*policy_of("box"), tmp_path / "file" / "model")
 
 

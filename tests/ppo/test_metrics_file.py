@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ppo.errors import RunFolderError
-from ppo.run_folder.metrics_file import cut_off_after, last_iteration, read_metrics
+from ppo.run_folder.metrics_file import last_iteration, read_metrics, truncate_after
 
 
 def read(folder: Path, text: str) -> list[float]:
@@ -39,13 +39,13 @@ def test_what_a_resumed_run_will_do_again_is_cut_off(
     path = tmp_path / "metrics.jsonl"
     lines = [f'{{"iteration": {k}, "steps": {16 * k}}}\n' for k in (1, 2, 3)]
     path.write_text("".join(lines) + tail)
-    cut_off_after(path, iteration)
+    truncate_after(path, iteration)
     assert path.read_text() == "".join(lines[:expected])
     assert last_iteration(path) == expected
 
 
 def test_there_being_no_file_yet_is_nothing_to_cut(tmp_path: Path) -> None:
-    cut_off_after(tmp_path / "metrics.jsonl", 3)
+    truncate_after(tmp_path / "metrics.jsonl", 3)
     assert last_iteration(tmp_path / "metrics.jsonl") == 0
     assert list(tmp_path.iterdir()) == []
 

@@ -74,7 +74,7 @@ def test_numbers_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     c = run(tmp_path / "c", [(30, 1.0)])
     with pytest.raises(BadInputError, match="numbers of mean_return, but it has none"):
         read_curves([a])
-    with pytest.raises(BadInputError, match=r"Did you mean mean_return\? There are me"):
+    with pytest.raises(BadInputError, match=r"Did you mean mean_return\? Metrics: me"):
         read_curves([b], "return")
     with pytest.raises(BadInputError, match="one ends at 20 and another begins at 30"):
         read_curves([b, c])
@@ -106,5 +106,5 @@ def test_the_command_draws_a_png_or_says_why_not(tmp_path: Path) -> None:
     for name in ("curves.gif7", "missing/curves.png"):
         code, _, error = ppo("plot", *runs, "--out", tmp_path / name)
         assert code == 2
-        assert "expected an image file that can be written" in error
+        assert "expected a writable image file" in error
         assert error.count("\n") == 1

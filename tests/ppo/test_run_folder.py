@@ -9,7 +9,7 @@ import pytest
 from ppo.config import Config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics import MetricsWriter, tag_of
+from ppo.run_folder.metrics import MetricsWriter, tensorboard_tag
 from tests.ppo.runs import rows_of
 
 CONFIG = Config(env_name="CartPole-v1")
@@ -100,7 +100,7 @@ def test_tensorboard_has_metrics_in_groups() -> None:
     ]
     names = [tag.partition("/")[2] for tag in tags]
     names[0] = "evaluation_return_std"
-    assert [*map(tag_of, names)] == tags
+    assert [*map(tensorboard_tag, names)] == tags
 
 
 @pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoints", "notes"])

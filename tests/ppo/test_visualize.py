@@ -160,17 +160,17 @@ def test_over_a_server(tmp_path: Path) -> None:
     assert films(tmp_path / "run" / "films") == frames
     assert other_code == 2
     assert "env argument 'length' is not allowed" in other_error
-    assert "expected an env that takes" not in other_error
+    assert "expected an env that accepts" not in other_error
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("", "takes render_mode='rgb_array'; TypeError:"),
-        ("raise", "RuntimeError: no canvas; the env has to support render_mode"),
+        ("raise", "RuntimeError: no canvas; the env must support render_mode"),
         ("pygame", r"pip install 'envserve\[video\]' where the envs run"),
         ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),
-        ("none", "got NoneType; the env has to support render_mode='rgb_array'"),
+        ("none", "got NoneType; the env must support render_mode='rgb_array'"),
         ("grows", "expected frames of one size"),
     ],
 )
