@@ -172,7 +172,9 @@ def test_a_checkpoint_is_found_by_its_steps(tmp_path: Path) -> None:
     assert checkpoint.checkpoint_at(tmp_path, 200) == paths[1]
     assert checkpoint.checkpoint_at(tmp_path, None) == paths[2]
     assert checkpoint.load_agent(tmp_path, learner.agent, 100) == Counters(1, 100)
-    with pytest.raises(CheckpointError, match="at 300 steps, found those at 100, 200,"):
+    with pytest.raises(
+        CheckpointError, match="at 300 steps, found checkpoints at 100, 200,"
+    ):
         checkpoint.checkpoint_at(tmp_path, 300)
 
 

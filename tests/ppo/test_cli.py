@@ -53,7 +53,7 @@ from tests.ppo.runs import ppo
         (["--seed", "3", "--resume", "b"], "leave out --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable: expected --run-dir"),
         (["--resume", "b", "--run-dir", "b", "--restartable"], "no --resume"),
-        (["--resume", "nowhere"], "nowhere: expected the folder of a run, found none"),
+        (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
         (["missing.toml"], "missing.toml: expected a config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
@@ -135,7 +135,9 @@ def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:
     run.env_source_path.unlink()  # as in the folders of older runs
     assert run.env_source() == EnvSource()
     run.env_source_path.write_text("[]")
-    with pytest.raises(RunFolderError, match="Remove this file, and say them again"):
+    with pytest.raises(
+        RunFolderError, match="Remove this file, and repeat the options"
+    ):
         run.env_source()
 
 

@@ -107,9 +107,7 @@ def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
 def test_episodes_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo.evaluation.evaluate._MAX_BATCH_STEPS", 300)
     fake = CountingBatchEnv([3, 10**9])
-    message = (
-        "1 have not ended, and none .* in the last 300 steps; train with a time limit"
-    )
+    message = "1 have not ended, and none ended in the last 300 steps; train with .*"
     message += r"--set 'wrappers=\[{name = \"TimeLimit\""
     with pytest.raises(EnvDataError, match=message):
         played(fake, 2)

@@ -207,4 +207,4 @@ def test_the_command_exports_the_checkpoint_that_is_asked_for(tmp_path: Path) ->
     assert (newest != first).any()
     code, _, error = ppo("export", tmp_path / "run", "x", "--checkpoint", "7")
     assert code == 2
-    assert "expected a checkpoint at 7 steps, found those at 100, 200;" in error
+    assert "expected a checkpoint at 7 steps, found checkpoints at 100, 200;" in error

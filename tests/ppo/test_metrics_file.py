@@ -51,7 +51,7 @@ def test_there_being_no_file_yet_is_nothing_to_cut(tmp_path: Path) -> None:
 
 
 def test_no_metrics_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="expected the metrics of a run; No such"):
+    with pytest.raises(RunFolderError, match="cannot read the metrics; No such"):
         read_metrics(tmp_path / "metrics.jsonl")
     with pytest.raises(RunFolderError, match="at least one iteration, found none"):
         read(tmp_path, '{"steps": 1')

@@ -78,7 +78,7 @@ def test_numbers_that_are_not_there_are_an_error(tmp_path: Path) -> None:
         read_curves([b], "return")
     with pytest.raises(BadInputError, match="one ends at 20 and another begins at 30"):
         read_curves([b, c])
-    with pytest.raises(RunFolderError, match="expected the folder of a run"):
+    with pytest.raises(RunFolderError, match="expected a run folder"):
         read_curves([tmp_path / "d"])
 
 

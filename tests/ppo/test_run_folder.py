@@ -29,7 +29,7 @@ def test_a_folder_with_files_is_not_taken(name: str, tmp_path: Path) -> None:
         RunFolder.create(tmp_path, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "red" in (tmp_path / name).read_text()
-    with pytest.raises(RunFolderError, match="folder that can be created"):
+    with pytest.raises(RunFolderError, match="cannot create the folder"):
         RunFolder.create(tmp_path / name, CONFIG)
 
 
@@ -43,7 +43,7 @@ def test_a_run_that_never_began_may_be_started_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("nowhere/thesis.tex", "", "expected the folder of a run, found none"),
+        ("nowhere/thesis.tex", "", "expected a run folder, found none"),
         ("run/thesis.tex", "", r"found no config\.json"),
         (
             "run/config.json",

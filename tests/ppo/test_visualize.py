@@ -194,7 +194,7 @@ def test_checkpoint_and_ffmpeg_are_looked_for_before_an_env_is_started(
     save_run(tmp_path / "run", CONFIG)
     run_folder, _ = RunFolder.open(tmp_path / "run")
     run_folder.save_config(config)
-    known = re.escape("at 7 steps, found those at 100;")
+    known = re.escape("at 7 steps, found checkpoints at 100;")
     with pytest.raises(CheckpointError, match=known):
         visualize(tmp_path / "run", which=7)
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
