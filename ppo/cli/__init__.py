@@ -1,3 +1,3 @@
-"""The commands of `ppo`, one per file; `ppo.cli.app` puts them together."""
+"""The commands of `ppo`, one per module; `ppo.cli.app` is the entry point."""
 
 __all__: list[str] = []

@@ -15,14 +15,14 @@ import pytest
 from envserve.errors import ServerLost, WrapperError
 from ppo.__main__ import main as program
 from ppo.cli.options import (
-    opened_run,
-    place_of,
+    open_run,
+    parse_checkpoint,
     plain_warnings,
-    which_checkpoint,
+    resolve_env_source,
 )
-from ppo.cli.run_setup import Plan, new_folder
+from ppo.cli.run_setup import Plan, create_default_folder
 from ppo.cli.stop_signals import StopSignals
-from ppo.cli.train import hints_at_resuming
+from ppo.cli.train import resume_hints
 from ppo.config import Config
 from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
@@ -48,9 +48,9 @@ from tests.ppo.runs import ppo
         (["cartpole", "--seed", "-1"], "seed: expected an int >= 0; got -1"),
         (
             ["--run-dir", "a", "--resume", "b"],
-            "leave out --run-dir, --seed and --seeds",
+            "omit --run-dir, --seed and --seeds",
         ),
-        (["--seed", "3", "--resume", "b"], "leave out --run-dir, --seed and --seeds"),
+        (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable: expected --run-dir"),
         (["--resume", "b", "--run-dir", "b", "--restartable"], "no --resume"),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
@@ -108,7 +108,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
         ("a/cartpole.toml", "cartpole-now-2"),
         ("my_env.py:cartpole", "cartpole-now-3"),
     ]:
-        assert new_folder(name) == Path("runs", folder)
+        assert create_default_folder(name) == Path("runs", folder)
 
 
 def test_where_no_folder_can_be_made_that_is_said(
@@ -119,7 +119,9 @@ def test_where_no_folder_can_be_made_that_is_said(
     with pytest.raises(
         RunFolderError, match=r"^runs/cartpole-\d+-\d+: expected a folder"
     ):
-        RunFolder.create(new_folder("cartpole"), Config(env_name="CartPole-v1"))
+        RunFolder.create(
+            create_default_folder("cartpole"), Config(env_name="CartPole-v1")
+        )
 
 
 def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:
@@ -127,10 +129,10 @@ def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:
     made = EnvSource(addresses=("127.0.0.1:7",), import_modules=("mine",))
     run = RunFolder.create(tmp_path / "run", config, made)
     assert run.env_source() == made
-    assert place_of(made, None, None) == made
-    moved = place_of(made, ["127.0.0.2"], None)
+    assert resolve_env_source(made, None, None) == made
+    moved = resolve_env_source(made, ["127.0.0.2"], None)
     assert moved == EnvSource(addresses=("127.0.0.2",), import_modules=("mine",))
-    here = place_of(made, ["local"], ["file.py", "module"])
+    here = resolve_env_source(made, ["local"], ["file.py", "module"])
     assert here == EnvSource(import_modules=(str(Path("file.py").absolute()), "module"))
     run.env_source_path.unlink()  # as in the folders of older runs
     assert run.env_source() == EnvSource()
@@ -150,7 +152,7 @@ def test_a_taken_run_folder_is_refused(tmp_path: Path) -> None:
     # Nor is it resumed with the config of another env.
     code, _, error = ppo("train", "pendulum", "--resume", tmp_path)
     assert code == 2
-    assert "whose env is CartPole-v1: leave out CONFIG" in error
+    assert "whose env is CartPole-v1; omit CONFIG" in error
 
 
 def test_resuming_is_not_proposed_where_it_would_fail_too(tmp_path: Path) -> None:
@@ -162,10 +164,10 @@ def test_resuming_is_not_proposed_where_it_would_fail_too(tmp_path: Path) -> Non
         raise error
 
     for error in (WrapperError("no such wrapper"), ServerLost("gone")):
-        with pytest.raises(type(error)), hints_at_resuming() as runs:
+        with pytest.raises(type(error)), resume_hints() as runs:
             fail(error, runs)
         notes.append(getattr(error, "__notes__", []))
-    assert notes == [[], [f"Go on with: ppo train --resume {tmp_path}"]]
+    assert notes == [[], [f"Resume with: ppo train --resume {tmp_path}"]]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "visualize"])
@@ -175,10 +177,10 @@ def test_a_checkpoint_is_named_by_its_steps_or_as_the_best(
     arguments = {"export": ["out"], "visualize": ["--outdir", "out"]}.get(command, [])
     code, _, error = ppo(command, "run", *arguments, "--checkpoint", "last")
     assert code == 2
-    assert "expected a number of env steps or best, got 'last'" in error
-    assert which_checkpoint("best") == "best"
-    assert which_checkpoint("10,240") == 10240
-    assert which_checkpoint(None) is None
+    assert "expected a number of env steps, or best, got 'last'" in error
+    assert parse_checkpoint("best") == "best"
+    assert parse_checkpoint("10,240") == 10240
+    assert parse_checkpoint(None) is None
 
 
 def test_a_run_is_looked_at_with_fewer_servers_than_it_wanted(
@@ -189,7 +191,7 @@ def test_a_run_is_looked_at_with_fewer_servers_than_it_wanted(
     RunFolder.create(
         tmp_path, wanted, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
     )
-    with opened_run(tmp_path, None, ["local"], None) as (_, config, _, place, _):
+    with open_run(tmp_path, None, ["local"], None) as (_, config, _, place, _):
         env_maker(config, place.addresses)  # would raise
 
 
@@ -295,10 +297,12 @@ def test_what_leaps_when_a_run_gets_longer_is_said(tmp_path: Path) -> None:
     longer = earlier.replace(total_steps=200 * 2048 + 1)
 
     def leap(config: Config, steps: int, before: Config | None = earlier) -> str:
-        return Plan(RunFolder(tmp_path), config, "", EnvSource(), before).leap(steps)
+        return Plan(RunFolder(tmp_path), config, "", EnvSource(), before).decay_warning(
+            steps
+        )
 
     assert leap(longer, 100 * 2048).endswith(
-        "leaps from 0 % to 50 % of its first value: learning_rate, clip_range."
+        "increase from 0 % to 50 % of their initial values: learning_rate, clip_range."
     )
     assert "from 75 % to 88 % of" in leap(longer, 25 * 2048)
     assert leap(earlier, 100 * 2048) == ""

@@ -125,7 +125,7 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     assert terminal.exit_code() == 0
     for text in (
         "CartPole-v1, settings of cartpole",
-        "4 in 1 worker process here",
+        "4 in 1 local worker process",
         "99,968: whole iterations of 128 within 100,000",
         "starting TensorFlow, ",
         "compiling, ",
@@ -158,7 +158,7 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     more = f"total_steps={stopped_at + 384}"
     output = finished(start("train", "--resume", folder, "--set", more))
     words = " ".join(output.split())
-    assert "leaps from 0 % to " in words
+    assert "increase from 0 % to " in words
     assert "% of its first value: learning_rate." in words
 
 
@@ -210,6 +210,6 @@ def test_sigterm_outside_of_iterations_is_no_end_either(
     finally:
         process.kill()
     assert process.returncode == 3, error
-    hint = f"Go on with: ppo train --resume {folder}"
+    hint = f"Resume with: ppo train --resume {folder}"
     assert error.startswith("Stopped ")
     assert (hint in error) == folder.exists() == has_begun

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo.cli import compilation_cache
-from ppo.cli.compilation_cache import keep_compiled_code
+from ppo.cli.compilation_cache import enable_compilation_cache
 
 FLAG = "--tf_xla_persistent_cache_directory"
 #: As TensorFlow writes it: a key, what was compiled, and the code, with their lengths.
@@ -47,7 +47,7 @@ def test_what_the_user_says_stands(
     root: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     monkeypatch.setenv("TF_XLA_FLAGS", flags)
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     assert os.environ["TF_XLA_FLAGS"] == flags
     assert not root.exists()
 
@@ -58,7 +58,7 @@ def test_other_flags_are_kept_and_each_version_and_machine_has_a_folder(
     for version, xla_flags in (("1.0", ""), ("2.0", ""), ("2.0", "--xla_a=1")):
         monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_auto_jit=2")
         monkeypatch.setenv("XLA_FLAGS", xla_flags)
-        keep_compiled_code(version)
+        enable_compilation_cache(version)
         before, _, folder = os.environ["TF_XLA_FLAGS"].partition(f" {FLAG}=")
         assert before == "--tf_xla_auto_jit=2"
         assert Path(folder).parent == root
@@ -72,7 +72,7 @@ def test_without_a_usable_folder_all_goes_on_without_one(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 
@@ -80,7 +80,7 @@ def test_a_disk_that_is_nearly_full_is_left_alone(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilation_cache, "_MAX_BYTES", 2**63)
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 
@@ -97,6 +97,6 @@ def test_what_is_old_or_left_half_written_goes(
         path.write_bytes(ENTRY if path.suffix == ".pb" else b"half")
         os.utime(path, (now - age, now - age))
     (folder / "cut.pb").write_bytes(ENTRY[:-1])
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["mid.pb", "new.pb", "x.pb.tmp"]

@@ -208,7 +208,7 @@ def test_a_wrong_tf_config_is_one_line(
     code, _, errors = ppo("train", "cartpole", "--distribute", "--run-dir", run)
     assert code == 2
     assert len(errors.splitlines()) == 1
-    assert errors.startswith("Error: --distribute: expected a TF_CONFIG such as {")
+    assert errors.startswith("Error: --distribute: expected a TF_CONFIG like {")
     assert f"got {text!r}; set it for each learner" in errors
     assert not run.exists()
 
@@ -234,7 +234,9 @@ def test_only_the_first_learner_resumes(
     monkeypatch.setenv("TF_CONFIG", pairs.told()[1])
     code, _, errors = ppo("train", "--resume", tmp_path, "--distribute")
     assert code == 2
-    assert errors.startswith("Error: --distribute: leave out --seeds; --resume is")
+    assert errors.startswith(
+        "Error: --distribute: cannot be combined with --seeds; only"
+    )
 
 
 ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
@@ -285,7 +287,7 @@ def test_learners_on_ray_have_one_folder_which_is_named_when_they_are_given_up(
 
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError))
     monkeypatch.setattr(on_ray, "connected", lambda **_: ray)
-    monkeypatch.setattr(on_ray, "_round", fail)
+    monkeypatch.setattr(on_ray, "_train_once", fail)
     monkeypatch.setattr(time, "strftime", lambda form: "now")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ppo", "train", *ON_RAY])
@@ -309,7 +311,10 @@ def test_learners_must_be_told_the_same(tmp_path: Path) -> None:
     with pairs.started(main, [[first], [other]], tmp_path) as processes:
         assert [*map(pairs.end_code, processes)] == [2, 2]
     for text in pairs.said(tmp_path):
-        assert "Learner 1: expected the settings of learner 0, got another disc" in text
+        assert (
+            "Learner 1: expected the settings of learner 0, but these differ: disc"
+            in text
+        )
     assert not (tmp_path / "run").exists()
 
 

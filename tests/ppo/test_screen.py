@@ -14,10 +14,10 @@ from rich.console import Console
 
 from ppo.cli.options import (
     Terminated,
-    errors_held,
-    interrupts_kept,
+    deferred_stderr,
+    preserved_interrupts,
+    sigterm_raises,
     start_tensorflow,
-    terminable,
 )
 from ppo.cli.progress import Screen, sparkline
 from ppo.config.named_configs import CONFIGS
@@ -174,22 +174,22 @@ def test_a_sparkline_is_of_all_numbers_whatever_its_width() -> None:
 
 def test_an_interrupt_that_is_swallowed_ends_what_it_was_for() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), interrupts_kept():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), preserved_interrupts():  # noqa: PT012
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         raise ImportError("half of it is not there")
-    with interrupts_kept():
+    with preserved_interrupts():
         pass
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_termination_that_is_swallowed_ends_it_too_and_nobody_elses() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with terminable(), pytest.raises(Terminated), interrupts_kept():  # noqa: PT012
+    with sigterm_raises(), pytest.raises(Terminated), preserved_interrupts():  # noqa: PT012
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         raise ImportError("half of it is not there")
-    with interrupts_kept():
+    with preserved_interrupts():
         assert signal.getsignal(signal.SIGTERM) is before
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -197,9 +197,9 @@ def test_a_termination_that_is_swallowed_ends_it_too_and_nobody_elses() -> None:
 def test_what_is_held_back_is_shown_if_something_fails(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with errors_held():
+    with deferred_stderr():
         os.write(2, b"said for nothing")
-    with pytest.raises(ValueError, match="it fails"), errors_held():  # noqa: PT012
+    with pytest.raises(ValueError, match="it fails"), deferred_stderr():  # noqa: PT012
         os.write(2, b"why it fails; ")
         raise ValueError("it fails")
     os.write(2, b"after that")
@@ -212,7 +212,7 @@ def test_a_gpu_is_for_images_and_for_others_beside_it(
 ) -> None:
     for variable in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS"):
         monkeypatch.setenv(variable, "0")
-    monkeypatch.setattr("ppo.cli.options.keep_compiled_code", lambda _: None)
+    monkeypatch.setattr("ppo.cli.options.enable_compilation_cache", lambda _: None)
     with mock.patch("tensorflow.config") as known:
         known.list_physical_devices.return_value = ["GPU:0"]
         start_tensorflow(1, 1, CONFIGS[name])

@@ -60,7 +60,7 @@ def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     assert "seed 9: mean return 90.0\n" in output
     assert "Mean return 80.0 over 2 of 3 seeds, std 14.1, 95 % interval" in output
     assert "interval 70.0 to 90.0, lowest 70.0\n" in output
-    assert f"Go on with: ppo train --resume '{folder}'\n" in output
+    assert f"Resume with: ppo train --resume '{folder}'\n" in output
     assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(10.0 * seed)")
     code, output, _ = ppo("train", "--resume", folder)
@@ -94,7 +94,7 @@ def test_seeds_that_a_callback_has_ended_are_done(
     assert starts(folder) == [2, 2, 2]
     code, _, error = ppo("train", "--resume", folder, "--metrics-port", "0")
     assert code == 2
-    assert "expected a run of one seed" in error
+    assert "cannot be combined with several seeds" in error
     code, _, error = ppo("evaluate", folder)
     assert code == 2
     assert error == f"Error: {folder}: expected one run, got several; name a seed's.\n"
@@ -109,7 +109,7 @@ def test_one_signal_ends_all_seeds_and_a_second_one_at_once(
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == expected, error
     assert "failed" not in output
-    hint = f"Go on with: ppo train --resume {tmp_path / 'study'}\n"
+    hint = f"Resume with: ppo train --resume {tmp_path / 'study'}\n"
     assert hint in (error if count == 2 else output)
     assert starts(tmp_path / "study")[1:] == [1, 0]
 
@@ -121,18 +121,18 @@ def test_a_signal_before_any_seed_begins_ends_the_study(
     monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(looks))
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == 0, error
-    assert "Go on with: ppo train --resume" in output
+    assert "Resume with: ppo train --resume" in output
     assert starts(tmp_path / "study") == [0, 0, 0]
 
 
 def test_a_study_cannot_be_watched_as_one_run(tmp_path: Path) -> None:
     code, _, error = ppo(*study(tmp_path / "study", "--film"))
     assert code == 2
-    assert "leave these out, or --seeds" in error
+    assert "omit these options or --seeds" in error
     code, _, error = ppo("train", "CartPole-v1", "--at-once", "2")
     assert code == 2
     assert "--at-once: expected --seeds" in error
     code, _, error = ppo("train", "--resume", tmp_path, "--seeds", "3")
     assert code == 2
-    assert "leave out --run-dir, --seed and --seeds" in error
+    assert "omit --run-dir, --seed and --seeds" in error
     assert list(tmp_path.iterdir()) == []
