@@ -1,9 +1,9 @@
-"""What batch-ppo got wrong is right here: a test per fault, numbers worked out by hand.
+"""Regression tests for the known bugs of batch-ppo, with numbers computed by hand.
 
-The predecessor kept whole episodes, padded to one length, and trained on chunks of
-them. Here rollouts cross the ends of episodes, and rows can be invalid; the same
-mistakes would be possible. The sixth, a penalty that cannot rise again, is in
-test_schedules.py, the seventh, chunks of zero states, in test_sequences.py.
+batch-ppo stored whole episodes, padded to one length, and trained on chunks of them.
+Here, rollouts continue across episode ends, and rows can be invalid, so similar bugs
+are possible. Bug 6 (a penalty that cannot rise again) is tested in test_schedules.py,
+and bug 7 (chunks that start from zero states) in test_sequences.py.
 """
 
 import functools
@@ -56,7 +56,7 @@ def make_rollout(agent: Agent, num_rows: int) -> Rollout:
 
 
 def padded(rollout: Rollout, num_rows: int) -> Rollout:
-    """Lengthen a rollout by invalid rows that hold nonsense."""
+    """Append invalid rows with meaningless numbers to a rollout."""
     missing = num_rows - len(rollout.valid)
 
     def lengthened(rows: np.ndarray) -> np.ndarray:
@@ -68,7 +68,7 @@ def padded(rollout: Rollout, num_rows: int) -> Rollout:
     return longer
 
 
-def judge(
+def advantages(
     reward: list[float], value: list[float], final_value: list[float], **named: Any
 ) -> tuple[list[float], list[float]]:
     """Return advantages and targets of one env, as the update computes them."""
@@ -80,10 +80,10 @@ def judge(
     return run(reward, value[:-1], following, **named)
 
 
-def test_1_the_value_target_of_a_piece_of_an_episode_sees_past_its_end() -> None:
-    """50 steps of an episode of 200, reward 1: 126.6 and 106.2, not 44.3 and 1.0."""
-    rest = (1 - 0.995**150) / 0.005  # what follows the piece
-    _, target = judge([1.0] * 50, [0.0] * 50 + [rest], [0.0] * 50, discount=0.995)
+def test_1_value_targets_include_rewards_after_the_end_of_the_rollout() -> None:
+    """Check 50 of 200 steps, reward 1: targets 126.6 and 106.2, not 44.3 and 1.0."""
+    rest = (1 - 0.995**150) / 0.005  # value after the 50 steps
+    _, target = advantages([1.0] * 50, [0.0] * 50 + [rest], [0.0] * 50, discount=0.995)
     assert target[0] == pytest.approx(126.6, abs=0.05)
     assert target[49] == pytest.approx(106.2, abs=0.05)
     assert sum(0.995**k for k in range(50)) == pytest.approx(44.3, abs=0.05)
@@ -91,7 +91,7 @@ def test_1_the_value_target_of_a_piece_of_an_episode_sees_past_its_end() -> None
 
 @pytest.mark.parametrize("minibatch_size", [50, 5])
 def test_1_value_targets_do_not_depend_on_minibatches(minibatch_size: int) -> None:
-    """Reward 1 for ever is worth 1 / (1 - 0.995) = 200: nothing is left to learn."""
+    """With reward 1 forever, all values are 1 / (1 - 0.995) = 200, so the loss is 0."""
     config = CONFIG.replace(minibatch_size=minibatch_size, learning_rate=0.0)
     agent = Agent(BOX, ACTIONS, config)
     kernel, bias = agent.trainable_variables[-2:]
@@ -105,8 +105,8 @@ def test_1_value_targets_do_not_depend_on_minibatches(minibatch_size: int) -> No
 def test_2_nothing_is_bootstrapped_after_the_end_of_an_episode(
     is_valid_after: bool,
 ) -> None:
-    """No reward, V = 2, next row V = 3: advantage -2.0, not 0.99 * 3 - 2 = +0.97."""
-    advantage, _ = judge(
+    """With reward 0, V = 2 and next V = 3, the advantage is -2.0, not 0.99 * 3 - 2."""
+    advantage, _ = advantages(
         reward=[0.0, 0.0],
         value=[2.0, 3.0, 3.0],
         final_value=[3.0, 3.0],
@@ -116,8 +116,8 @@ def test_2_nothing_is_bootstrapped_after_the_end_of_an_episode(
     assert advantage[0] == pytest.approx(-2.0)
 
 
-def test_3_advantages_are_normalised_by_valid_rows_alone() -> None:
-    """50 of 1,000 rows: mean 0 and deviation 1, not 4.1 and 1.4."""
+def test_3_advantages_are_normalised_over_valid_rows_only() -> None:
+    """With 50 valid rows of 1,000: mean 0 and standard deviation 1, not 4.1 and 1.4."""
     valid = np.arange(1000) < 50
     advantage = np.where(valid, 3.08 + (-1.0) ** np.arange(1000), 0.0)
     wrong = (advantage[:50] - advantage.mean()) / advantage.std()
@@ -129,8 +129,8 @@ def test_3_advantages_are_normalised_by_valid_rows_alone() -> None:
     assert normalized.std() == pytest.approx(1.0, abs=1e-6)
 
 
-def test_4_the_divergence_is_averaged_over_valid_rows_alone() -> None:
-    """20 of 1,000 rows: .05, not .001; and so the penalty rises instead of falling."""
+def test_4_the_kl_is_averaged_over_valid_rows_only() -> None:
+    """With 20 valid rows of 1,000: KL 0.05, not 0.001, so the penalty increases."""
     zero = tf.zeros([1000, 1])
     old = DiagonalGaussian(zero, tf.zeros([1]))
     # KL of two unit Gaussians is half the squared distance of their means.
@@ -151,10 +151,10 @@ def test_4_the_divergence_is_averaged_over_valid_rows_alone() -> None:
         {"objective": "penalty", "entropy_coefficient": 0.1, "value_clip_range": 0.1},
     ],
 )
-def test_3_and_4_padding_changes_neither_the_update_nor_what_it_reports(
+def test_3_and_4_padding_does_not_affect_the_update_or_its_metrics(
     changes: dict[str, Any],
 ) -> None:
-    """One gradient step from 20 rows, and from the same with 980 invalid ones."""
+    """Compare one gradient step on 20 rows with one on these and 980 invalid rows."""
     outcomes = []
     for num_rows in (20, 1000):
         config = CONFIG.replace(
@@ -163,7 +163,7 @@ def test_3_and_4_padding_changes_neither_the_update_nor_what_it_reports(
         agent = Agent(BOX, ACTIONS, config)
         rollout = make_rollout(agent, 20)
         rollout.reward[:] = rollout.action[..., 0]
-        # The episode ends with the rows: what follows them is not their future.
+        # The episode ends here, so the padding does not affect the advantages.
         rollout.terminated[-1] = True
         if num_rows > 20:
             rollout = padded(rollout, num_rows)
@@ -174,8 +174,8 @@ def test_3_and_4_padding_changes_neither_the_update_nor_what_it_reports(
     np.testing.assert_allclose(outcomes[0][1], outcomes[1][1], rtol=1e-4, atol=1e-6)
 
 
-def test_4_diagnostics_of_minibatches_are_averaged_over_valid_rows() -> None:
-    """200 minibatches of 5 rows, 20 valid rows: most minibatches have none."""
+def test_4_minibatch_diagnostics_are_averaged_over_valid_rows() -> None:
+    """With 20 valid rows in 200 minibatches of 5, most minibatches have none."""
     entropy = []
     for num_rows in (20, 1000):
         config = CONFIG.replace(horizon=num_rows, minibatch_size=5, learning_rate=0.0)
@@ -188,18 +188,18 @@ def test_4_diagnostics_of_minibatches_are_averaged_over_valid_rows() -> None:
     assert entropy == pytest.approx([by_hand, by_hand], rel=1e-5)
 
 
-def test_5_a_time_limit_is_not_an_end() -> None:
-    """Reward 1, V = 200 everywhere, cut after two steps: the target stays 200."""
-    judged = functools.partial(
-        judge,
+def test_5_truncation_bootstraps_and_termination_does_not() -> None:
+    """With reward 1 and V = 200, targets stay 200 if truncated after two steps."""
+    compute = functools.partial(
+        advantages,
         reward=[1.0, 1.0],
         value=[200.0, 200.0, 0.0],
         final_value=[0.0, 200.0],
         discount=0.995,
     )
-    _, truncated = judged(truncated=(1,))
+    _, truncated = compute(truncated=(1,))
     assert truncated == pytest.approx([200.0, 200.0])
-    _, terminated = judged(terminated=(1,))
+    _, terminated = compute(terminated=(1,))
     assert terminated == pytest.approx([1.995, 1.0], rel=1e-5)
 
 
@@ -214,30 +214,28 @@ def eager() -> Iterator[None]:
 def test_8_every_epoch_is_a_new_shuffle_of_all_rows() -> None:
     config = CONFIG.replace(minibatch_size=10, epochs=6)
     agent = Agent(BOX, ACTIONS, config)
-    seen: list[list[float]] = []
+    recorded: list[list[float]] = []
 
-    def noting(**minibatch: Any) -> tf.Tensor:
-        seen.append(minibatch["action"][:, 0].numpy().tolist())
+    def recording(**minibatch: Any) -> tf.Tensor:
+        recorded.append(minibatch["action"][:, 0].numpy().tolist())
         return losses.policy_loss(**minibatch)
 
     rollout = make_rollout(agent, 50)
-    Updater(agent, config, noting).update(rollout, seed=(1, 2))
+    Updater(agent, config, recording).update(rollout, seed=(1, 2))
     rows = rollout.action[:, 0, 0].tolist()
     assert len(set(rows)) == 50
     place = {row: index for index, row in enumerate(rows)}
-    minibatches = [[place[row] for row in minibatch] for minibatch in seen]
+    minibatches = [[place[row] for row in minibatch] for minibatch in recorded]
     epochs = [minibatches[start : start + 5] for start in range(0, 30, 5)]
     orders = [np.concatenate(epoch).tolist() for epoch in epochs]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len(set(map(tuple, orders))) == 6
-    # A window of half the rows could not bring the last ones to the front.
+    # A shuffle within half of the rows could not move the last rows to the front.
     assert max(max(epoch[0]) for epoch in epochs) >= 45
     assert min(min(epoch[-1]) for epoch in epochs) < 5
 
 
-def test_9_statistics_that_wait_for_the_update_leave_ratio_and_divergence_alone() -> (
-    None
-):
+def test_9_normalisation_statistics_do_not_change_ratio_and_kl_of_an_update() -> None:
     config = CONFIG.replace(
         normalize_observations=True, learning_rate=0.0, objective="penalty"
     )
@@ -249,18 +247,19 @@ def test_9_statistics_that_wait_for_the_update_leave_ratio_and_divergence_alone(
         assert metrics["ratio_deviation"] < 1e-5
         assert metrics["kl"] == pytest.approx(0.0, abs=1e-7)
         assert metrics["approximate_kl"] == pytest.approx(0.0, abs=1e-6)
-        # As the training loop does it: first the update, then the statistics.
+        # As in the training loop, update the statistics after the agent.
         agent.preprocess.update(
             3.0 + rollout.observation[:-1, 0], tf.ones([50], tf.bool)
         )
         rollout = make_rollout(agent, 50)
 
 
-def test_10_a_rare_reward_keeps_its_size() -> None:
-    """1 in 1,000 steps has a deviation of .032 per step: 31.6, cut off at 10.
+def test_10_rewards_are_scaled_by_the_returns_and_not_by_the_rewards() -> None:
+    """Scale a reward of 1 in one of 1,000 steps.
 
-    The discounted return falls from 1 by a factor of .99 per step. Its square has mean
-    (1 / (1 - .99**2)) / 1000 = .0503 and it has mean .1, so its deviation is .2007.
+    The standard deviation of rewards is .032, whose factor 31.6 would exceed the clip
+    range of 10. The discounted return decays from 1 by .99 per step: mean .1, mean
+    square (1 / (1 - .99**2)) / 1000 = .0503, therefore standard deviation .2007.
     """
     reward = np.zeros((1000, 1))
     reward[0] = 1.0
@@ -272,7 +271,7 @@ def test_10_a_rare_reward_keeps_its_size() -> None:
     assert float(scale.factor) < CONFIG.reward_clip
 
 
-def test_11_the_mean_of_an_action_is_not_bounded() -> None:
+def test_11_the_mean_action_of_the_policy_is_not_bounded() -> None:
     agent = Agent(BOX, ACTIONS, CONFIG)
     bias = next(v for v in agent.trainable_variables if v.shape == (1,))
     bias.assign([5.0])
@@ -281,7 +280,7 @@ def test_11_the_mean_of_an_action_is_not_bounded() -> None:
 
 
 @pytest.mark.parametrize("count", [2**24, 2**31, 2**40])
-def test_12_statistics_count_on_beyond_16_million_and_2_billion_rows(
+def test_12_running_statistics_stay_exact_beyond_16_million_and_2_billion_rows(
     count: int,
 ) -> None:
     moments = RunningMoments(())
@@ -290,6 +289,6 @@ def test_12_statistics_count_on_beyond_16_million_and_2_billion_rows(
     for _ in range(3):
         moments.update(tf.constant([1000.0]), tf.constant([True]))
     assert int(moments.trackables["count"]) == count + 3
-    # Float32 sums would have moved by 0, or by twice this.
+    # With float32 sums, the mean would change by 0 or by twice this value.
     assert float(moments.mean) == pytest.approx(3000.0 / (count + 3), rel=1e-9)
     assert float(moments.variance) == pytest.approx(1 + 3e6 / count, rel=1e-6)
