@@ -1,10 +1,10 @@
-"""Kills a training at chosen moments, resumes it each time, and tells how it went.
+"""Kill a training at random switch, resume it each time, and report the result.
 
     python -m tests.ppo.killed_training FOLDER SEED KILLS
 
-Every training is a process of its own, forked off one that has loaded TensorFlow but
-not used it. It ends by SIGKILL at the n-th access to its run folder, or at the n-th
-batch step. Prints a JSON object; the parameters go to `straight.npy` and `killed.npy`.
+Every training is a process, forked from this one, which has imported TensorFlow but
+not used it. SIGKILL ends it at the n-th access to its run folder, or at the n-th batch
+step. Prints a JSON object, and saves the parameters to `straight.npy` and `killed.npy`.
 """
 
 import functools
@@ -38,8 +38,8 @@ CONFIG = SMALL.replace(
 _ACCESSES = ("open", "os.")  # audit events: open, os.rename, os.remove, os.truncate ...
 
 
-class Moments:
-    """Counts accesses to a folder and batch steps, and kills the process at one."""
+class KillSwitch:
+    """Kill the process at the n-th access to a folder, or at the n-th batch step."""
 
     def __init__(self, folder: Path, kind: str, number: int) -> None:
         self._folder = os.fsencode(folder)
@@ -67,25 +67,25 @@ class Moments:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(folder: Path, result: Path, moments: Moments) -> None:
-    """Train, or go on where an earlier process ended; saves the parameters."""
+def run(folder: Path, result: Path, switch: KillSwitch) -> None:
+    """Start or resume the training; save the parameters at its end."""
     tf.config.run_functions_eagerly(True)  # tracing takes longer than these few steps
-    moments.install()
+    switch.install()
     try:
         run_folder, config = RunFolder.open(folder)
         is_resumed = True
     except RunFolderError:
         run_folder, config = RunFolder.create(folder, CONFIG), CONFIG
         is_resumed = False
-    # Episodes end with each rollout, so that nothing is cut off by resuming.
+    # Episodes end with each rollout, so resuming does not interrupt an episode.
     maker = Maker(lambda num_envs: CountingBatchEnv([4] * num_envs))
-    trained = train(config, run_folder, maker, resume=is_resumed, on_step=moments.step)
+    trained = train(config, run_folder, maker, resume=is_resumed, on_step=switch.step)
     assert trained.is_finished
     np.save(result, parameters(trained.agent))
 
 
 def in_process(function: Callable[[], None]) -> int:
-    """Run a function in a forked process; returns how that ended, as `os.wait` does."""
+    """Run a function in a forked process, and return its exit code."""
     process = os.fork()
     if process == 0:
         try:
@@ -105,22 +105,20 @@ def newest(folder: Path) -> int:
 def main(folder: Path, seed: int, kills: int) -> None:
     generator = random.Random(seed)
     straight, killed = folder / "straight", folder / "killed"
-    never = Moments(straight, "never", 1)
+    never = KillSwitch(straight, "never", 1)
     straight_code = in_process(lambda: run(straight, folder / "straight.npy", never))
     ends = []
     for number in range(kills):
-        # So many that a process gets through about two of the twelve iterations.
+        # With these limits, a process completes about two of the twelve iterations.
         kind, most = generator.choice([("step", 12), ("access", 60)])
-        moments = Moments(killed, kind, generator.randint(1, most))
-        code = in_process(
-            functools.partial(run, killed, folder / "killed.npy", moments)
-        )
+        switch = KillSwitch(killed, kind, generator.randint(1, most))
+        code = in_process(functools.partial(run, killed, folder / "killed.npy", switch))
         reported = last_iteration(killed / "metrics.jsonl")
         ends.append([kind, code, reported, newest(killed)])
         if code == 0:
             ends[-1][0] = f"finished as number {number}"
     last_code = in_process(
-        lambda: run(killed, folder / "killed.npy", Moments(killed, "never", 1))
+        lambda: run(killed, folder / "killed.npy", KillSwitch(killed, "never", 1))
     )
     codes = [straight_code, last_code]
     print(json.dumps({"codes": codes, "ends": ends}))

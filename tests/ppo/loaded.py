@@ -1,4 +1,4 @@
-"""Loads TensorFlow as `ppo train` does: imported by what tests fork processes off."""
+"""Import TensorFlow as `ppo train` does, before tests fork processes."""
 
 import os
 

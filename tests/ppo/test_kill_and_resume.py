@@ -1,4 +1,4 @@
-"""Trainings that are killed in the middle of anything, and go on all the same."""
+"""Trainings that are killed at random moments and resumed."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from ppo.run_folder.metrics_file import read_metrics
 _KILLS = 6
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_bits_of_one_that_was_not(
+def test_a_killed_and_resumed_run_ends_with_the_parameters_of_an_uninterrupted_run(
     tmp_path: Path, random_seed: int
 ) -> None:
     command = [sys.executable, "-m", "tests.ppo.killed_training", str(tmp_path)]
@@ -22,12 +22,12 @@ def test_a_killed_run_goes_on_and_ends_with_the_bits_of_one_that_was_not(
         text=True,
         check=True,
     )
-    told = json.loads(result.stdout.splitlines()[-1])
-    assert told["codes"] == [0, 0], result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["codes"] == [0, 0], result.stderr
     before = 0
-    for kind, code, reported, saved in told["ends"]:
+    for kind, code, reported, saved in report["ends"]:
         assert code == (0 if kind.startswith("finished") else -9), result.stderr
-        # An interval between checkpoints is two iterations; a run begins with one.
+        # Checkpoints are two iterations apart.
         assert saved >= before
         assert reported - saved <= 2
         before = saved

@@ -80,7 +80,7 @@ def test_missing_values_are_an_error(tmp_path: Path) -> None:
         read_curves([a])
     with pytest.raises(BadInputError, match=r"Did you mean mean_return\? Metrics: me"):
         read_curves([b], "return")
-    with pytest.raises(BadInputError, match="ends at step 20 and another .* 30"):
+    with pytest.raises(BadInputError, match=r"ends at step 20 and another .* 30"):
         read_curves([b, c])
     with pytest.raises(RunFolderError, match="expected a run folder"):
         read_curves([tmp_path / "d"])

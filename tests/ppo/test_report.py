@@ -90,8 +90,8 @@ def test_iterations_before_a_divergence_are_reported(
 
 def test_a_row_contains_the_normalisation_statistics(tmp_path: Path) -> None:
     (row,) = trained(tmp_path, CONFIG.replace(total_steps=16))
-    # Env 0 observes (0, count) and env 1 (1, count). Env 0 loses its fourth step, at which
-    # it observed the first observation of an episode.
+    # Env 0 observes (0, count) and env 1 (1, count). Env 0 loses its fourth step, whose
+    # observation is the first one of an episode.
     counts = [0, 1, 2] + [0, 1, 2, 0] + [0, 1, 2, 0, 1, 2, 0, 1]
     columns = np.array([[0.0] * 7 + [1.0] * 8, counts])
     assert row["observation_mean_max"] == pytest.approx(columns.mean(axis=1).max())
