@@ -171,9 +171,8 @@ class ImageTask(_Task):
 class RecallTask(_Task):
     """Rewards the answer in the last of 5 steps if it equals the cue in the first step.
 
-    The observation contains the cue (-1 or 1 in the first step, 0 afterwards) and a flag
-    for the last step. A policy without recurrence cannot remember the cue, and can only
-    guess.
+    The observation contains the cue (-1 or 1 in the first step, 0 afterwards) and a
+    flag for the last step. A policy without recurrence can only guess.
 
     With discrete actions, the right answer (1 for cue 1, 0 for cue -1) earns 1, so
     guessing earns 0.5. Otherwise, the answer earns 1 minus its squared distance from
