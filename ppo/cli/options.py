@@ -71,7 +71,7 @@ InterOpThreads = Annotated[int, Meta(ge=0), Option(_INTER_OP)]
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM within `sigterm_raises`, in the way of a Ctrl-C."""
+    """SIGTERM, raised like the `KeyboardInterrupt` of a Ctrl-C."""
 
 
 @contextlib.contextmanager
@@ -265,7 +265,9 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def report_errors(log_format: str = "text", again: bool = False) -> Iterator[None]:
+def report_errors(
+    log_format: str = "text", is_restartable: bool = False
+) -> Iterator[None]:
     """Print expected errors without a traceback, and exit.
 
     Args:
@@ -277,5 +279,5 @@ def report_errors(log_format: str = "text", again: bool = False) -> Iterator[Non
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
-        may_recover = again and isinstance(error, AddressError)
+        may_recover = is_restartable and isinstance(error, AddressError)
         fail(error, 2 if isinstance(error, _BAD_INPUT) and not may_recover else 1)

@@ -132,9 +132,9 @@ def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
 
 
 def start_training(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a `ppo train` process that ends with this process and ignores Ctrl-C.
+    """Start a `ppo train` process that stops if this process ends.
 
-    The caller forwards signals to it.
+    Its session is new, so Ctrl-C does not reach it; the caller forwards signals.
     """
     command = [sys.executable, "-P", "-c", _RUN, "train", *words]
     options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ppo.train import Progress
 
 
-_RESUMING_FAILS_TOO = (BadInputError, SpaceError, WrapperError)
+_PERMANENT_ERRORS = (BadInputError, SpaceError, WrapperError)
 
 _RAY: Final = Option(panel="On Ray")
 _WATCHING: Final = Option(panel="Watching")
@@ -129,7 +129,7 @@ def train(
         resume_hints(3 if restartable else 130) as runs,
         sigterm_raises(),
         Screen(console(), logger) as screen,
-        Monitors(screen, page, metrics_port, metrics_host) as watchers,
+        Monitors(screen, page, metrics_port, metrics_host) as monitors,
     ):
         addresses, index = (
             learners_from_tf_config(seeds, resume) if distribute else (["here"], 0)
@@ -144,7 +144,7 @@ def train(
             source = resolve_env_source(EnvSource(), connect, import_)
             if index:  # only the first learner keeps its run folder
                 folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
-                run_dir = Path(watchers.enter_context(folder))
+                run_dir = Path(monitors.enter_context(folder))
             plan = plan_new_run(screen, config, changes, run_dir, source)
         runs.append(run_folder := plan.run_folder)
         try:
@@ -155,7 +155,7 @@ def train(
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
             plan = _join_learners(screen, plan, threads, addresses, index)
-            is_finished = _train(screen, watchers, plan, num_workers)
+            is_finished = _train(screen, monitors, plan, num_workers)
         finally:
             if not index and (plan.is_resumed or not run_folder.remove_if_unused()):
                 screen.print(f"Run folder: {run_folder.path}")
@@ -230,7 +230,7 @@ def _join_learners(
 
 
 def _train(
-    screen: Screen, watchers: "Monitors", plan: Plan, num_workers: int | None
+    screen: Screen, monitors: "Monitors", plan: Plan, num_workers: int | None
 ) -> bool:
     """Train and evaluate; return whether the training has finished.
 
@@ -249,7 +249,7 @@ def _train(
     first = learners.index * share.num_envs
     make_env = env_maker(share, *arguments, first_env_index=first)
 
-    def make_shown_env(
+    def make_monitored_env(
         *, num_envs: int, seed: int, is_training: bool = False
     ) -> "BatchEnv":
         if not is_training:
@@ -257,7 +257,7 @@ def _train(
             return make_env(num_envs=num_envs, seed=seed)
         screen.phase(f"starting {num_envs} envs")
         env = make_env(num_envs=num_envs, seed=seed, is_training=True)
-        watchers.begin(env, plan)
+        monitors.begin(env, plan)
         screen.phase("compiling")
         return env
 
@@ -267,9 +267,9 @@ def _train(
         result = run_training(
             config,
             run_folder,
-            make_shown_env,
+            make_monitored_env,
             resume=plan.is_resumed,
-            on_progress=watchers.show,
+            on_progress=monitors.show,
             should_stop=stop.has_fired,
             on_step=stop.check,
             learners=learners,
@@ -382,7 +382,7 @@ def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
     try:
         yield runs
     except (PpoError, EnvserveError) as error:
-        can_resume = not isinstance(error, _RESUMING_FAILS_TOO)
+        can_resume = not isinstance(error, _PERMANENT_ERRORS)
         if can_resume and runs and runs[0].has_checkpoint():
             error.add_note(_resume_hint(runs[0]))
         raise

@@ -1,8 +1,8 @@
 """Advantages and value targets over whole rollouts `[T, B]`.
 
-Three cases stop the sum over time: a `terminated` step does not bootstrap, a
-`truncated` step bootstraps from the value of the final observation, and a row that is
-not `valid` has weight 0, and no advantage propagates through it.
+The sum over time stops in three cases. A `terminated` step does not bootstrap. A
+`truncated` step bootstraps from the value of its final observation. A row that is not
+`valid` has advantage and target 0, and later advantages do not propagate through it.
 """
 
 import tensorflow as tf

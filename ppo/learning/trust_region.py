@@ -1,6 +1,6 @@
 """Keep the updated policy close to the policy that collected the rollout.
 
-Ratio clipping alone does not: once most ratios are outside the clip range, nothing
+Ratio clipping alone is not enough: once most ratios are outside the clip range, nothing
 pulls them back. Therefore the update measures the KL divergence after every epoch and
 rolls back an epoch that moved the policy too far. Gradients are clipped per network, so
 that a single large gradient does not cause a large step after many small ones.
@@ -17,7 +17,7 @@ class EpochRollback:
     """Restore variables to their values before an epoch.
 
     Adam's first moments are restored as well, because they would continue in the wrong
-    direction. Its second moments stay: they make the following steps smaller.
+    direction. Its second moments are kept, because they make the next steps smaller.
 
     Args:
         variables: variables to restore.
