@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from envserve.cli.program import Given
 from envserve.ray import connected, last_line
-from ppo.cli.run_setup import create_default_folder
+from ppo.cli.run_setup import create_folder
 from ppo.cli.seeds import start_training
 from ppo.cli.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
@@ -53,7 +53,7 @@ def train_on_ray(given: Given) -> int:
         )
     needs = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
     ray = connected(log_to_driver=False)
-    run = RunFolder(run_dir or create_default_folder(values["config"]))
+    run = RunFolder(run_dir or create_folder(values["config"]))
     words = given.words("on", "learners", "resources", "run_dir")
     folder = ["--run-dir", str(run.path)]
     words += [*folder, "--distribute", "--restartable"]

@@ -89,9 +89,7 @@ class Plan(NamedTuple):
         ]
 
 
-def learners_from_tf_config(
-    seeds: int | None, resume: Path | None
-) -> tuple[list[str], int]:
+def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
     """Read TF_CONFIG; return all learners' addresses, HOST:PORT, and our index."""
     text = os.environ.get("TF_CONFIG")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
@@ -163,13 +161,11 @@ def plan_new_run(
         if not names:
             base = base.replace(**suited(*spaces))
             config = _with_absolute_paths(apply_settings(base, changes))
-    run_folder = RunFolder.create(
-        run_dir or create_default_folder(name), config, source
-    )
+    run_folder = RunFolder.create(run_dir or create_folder(name), config, source)
     return Plan(run_folder, config, origin, source)
 
 
-def create_default_folder(name: str) -> Path:
+def create_folder(name: str) -> Path:
     """Create a new folder `runs/CONFIG-TIME` that no other run uses."""
     stem = re.sub(r"\.(toml|json|py)$", "", re.split("[/:]", name)[-1])
     first = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

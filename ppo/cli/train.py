@@ -29,12 +29,7 @@ from ppo.cli.options import (
     start_tensorflow,
 )
 from ppo.cli.progress import Screen
-from ppo.cli.run_setup import (
-    Plan,
-    learners_from_tf_config,
-    plan_new_run,
-    plan_resumed_run,
-)
+from ppo.cli.run_setup import Plan, plan_new_run, plan_resumed_run, read_tf_config
 from ppo.cli.seeds import train_seeds
 from ppo.cli.stop_signals import StopSignals
 from ppo.cli.visualize import film as film_run
@@ -132,7 +127,7 @@ def train(
         Monitors(screen, page, metrics_port, metrics_host) as monitors,
     ):
         addresses, index = (
-            learners_from_tf_config(seeds, resume) if distribute else (["here"], 0)
+            read_tf_config(seeds, resume) if distribute else (["here"], 0)
         )
         can_restart = restartable and not index
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)

@@ -87,9 +87,7 @@ def evaluate(agent: Agent, env: BatchEnv, episodes: int) -> Evaluation:
         EnvDataError: no episode ended within 110,000 batch steps.
         EnvsLostError: 20 episodes of an env were lost in a row.
     """
-    return _play_episodes(
-        _simulation(agent, InGraphBatchEnv(env, agent.actions)), env, episodes
-    )
+    return _play(_simulation(agent, InGraphBatchEnv(env, agent.actions)), env, episodes)
 
 
 class PeriodicEvaluator:
@@ -144,7 +142,7 @@ class PeriodicEvaluator:
             )
             raise
         with env:
-            return _play_episodes(self._simulation_with(env), env, self._episodes)
+            return _play(self._simulation_with(env), env, self._episodes)
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
         """Return the simulation, restarted with these envs, without retracing it."""
@@ -211,7 +209,7 @@ def _simulation(
     )
 
 
-def _play_episodes(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
+def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
     quotas = np.full(env.num_envs, episodes // env.num_envs)
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]

@@ -169,7 +169,7 @@ def visualize_run(
         _make_folder(outdir)
         for number in range(1, episodes + 1):
             path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
-            played[path] = _record_episode(path, env, start_episode, rate)
+            played[path] = _record(path, env, start_episode, rate)
             on_episode(path, played[path])
     evaluation = Evaluation.from_episodes(played.values(), counters.steps)
     summary = {"env_name": config.env_name, "seed": seed, **evaluation.as_dict()}
@@ -241,7 +241,7 @@ def _add_to_tensorboard(video: Path, folder: Path, steps: int) -> None:
     events.close()
 
 
-def _record_episode(
+def _record(
     path: Path,
     env: BatchEnv,
     start_episode: Callable[[], Callable[[Any], np.ndarray]],

@@ -20,7 +20,7 @@ from ppo.cli.options import (
     plain_warnings,
     resolve_env_source,
 )
-from ppo.cli.run_setup import Plan, create_default_folder
+from ppo.cli.run_setup import Plan, create_folder
 from ppo.cli.stop_signals import StopSignals
 from ppo.cli.train import resume_hints
 from ppo.config import Config
@@ -108,7 +108,7 @@ def test_runs_that_start_in_the_same_second_have_different_folders(
         ("a/cartpole.toml", "cartpole-now-2"),
         ("my_env.py:cartpole", "cartpole-now-3"),
     ]:
-        assert create_default_folder(name) == Path("runs", folder)
+        assert create_folder(name) == Path("runs", folder)
 
 
 def test_a_default_folder_that_cannot_be_created_is_an_error(
@@ -117,9 +117,7 @@ def test_a_default_folder_that_cannot_be_created_is_an_error(
     monkeypatch.chdir(tmp_path)
     Path("runs").touch()
     with pytest.raises(RunFolderError, match=r"^runs/cartpole-\d+-\d+: cannot create"):
-        RunFolder.create(
-            create_default_folder("cartpole"), Config(env_name="CartPole-v1")
-        )
+        RunFolder.create(create_folder("cartpole"), Config(env_name="CartPole-v1"))
 
 
 def test_options_override_the_saved_env_source(tmp_path: Path) -> None:
