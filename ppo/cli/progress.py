@@ -74,7 +74,7 @@ class Screen:
         self._is_live = console.is_interactive and logger is None
         self._has_glyphs = not console.options.ascii_only
         self._seconds_between_lines = seconds_between_lines
-        self._phase, self._is_passing, self._began = "", True, 0.0
+        self._phase, self._is_transient, self._began = "", True, 0.0
         self._progress: Progress | None = None
         self._first = self._last = (0.0, 0)  # (time, env steps) of progress reports
         self._returns: list[float] = []
@@ -104,14 +104,15 @@ class Screen:
         else:
             self._ticker.join()
 
-    def phase(self, name: str, *, is_passing: bool = False) -> None:
+    def phase(self, name: str, *, is_transient: bool = False) -> None:
         """Start a phase, or none if `name` is empty.
 
-        When a phase ends, its line stays on the screen, except if `is_passing`.
+        When a phase ends, its line stays on the screen, unless it `is_transient`.
         """
-        self._end_phase(is_finished=not is_passing)
-        self._phase, self._is_passing, self._began = name, is_passing, time.monotonic()
-        if name and not self._is_live and not is_passing:
+        self._end_phase(is_finished=not is_transient)
+        self._phase, self._is_transient = name, is_transient
+        self._began = time.monotonic()
+        if name and not self._is_live and not is_transient:
             self.print(f"{name} ...")
 
     def rename(self, name: str) -> None:
@@ -125,7 +126,7 @@ class Screen:
         if is_first:
             self._end_phase(is_finished=True)
             self._first = self._last
-        self._phase, self._is_passing, self._began = _TRAINING, False, self._first[0]
+        self._phase, self._is_transient, self._began = _TRAINING, False, self._first[0]
         if not math.isnan(progress.mean_return):
             self._returns.append(progress.mean_return)
         if is_first and not self._is_live:
@@ -144,8 +145,8 @@ class Screen:
             self._logger.info(text.strip(), extra={"fields": known})
 
     def _end_phase(self, *, is_finished: bool) -> None:
-        """End the current phase; print its line if it is finished and not passing."""
-        name, is_finished = self._phase, is_finished and not self._is_passing
+        """End the current phase; print its line if it is finished and not transient."""
+        name, is_finished = self._phase, is_finished and not self._is_transient
         duration = _duration(time.monotonic() - self._began)
         if is_finished and self._progress is not None and name == _TRAINING:
             timing, results = self._cells(self._progress)

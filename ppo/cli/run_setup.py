@@ -147,7 +147,7 @@ def plan_new_run(
         raise ConfigError(f"Expected {WORDS}.")
     base = load_config(name)
     config = _with_absolute_paths(apply_settings(base, changes))
-    screen.phase(f"starting {env_name_of(config.env_name)}", is_passing=True)
+    screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker
 
     whole = config.replace(num_splits=1)

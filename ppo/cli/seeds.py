@@ -96,7 +96,7 @@ def _train(
     waiting = [seed for seed in runs if _mean_return(plan, runs[seed]) is None]
     running: dict[int, subprocess.Popen[bytes]] = {}
     num_failed = 0
-    screen.phase("training", is_passing=True)
+    screen.phase("training", is_transient=True)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         stack.callback(_terminate, running)
         while running or (waiting and not stop.has_fired()):

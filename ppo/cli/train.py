@@ -248,7 +248,7 @@ def _train(
         *, num_envs: int, seed: int, is_training: bool = False
     ) -> "BatchEnv":
         if not is_training:
-            screen.phase("evaluating", is_passing=True)
+            screen.phase("evaluating", is_transient=True)
             return make_env(num_envs=num_envs, seed=seed)
         screen.phase(f"starting {num_envs} envs")
         env = make_env(num_envs=num_envs, seed=seed, is_training=True)

@@ -60,7 +60,7 @@ def film(
         result = f"return {episode.total_reward:.1f}, {episode.length} steps"
         screen.print(f"{path}: {result}")
 
-    screen.phase(f"filming {episodes} episodes", is_passing=True)
+    screen.phase(f"filming {episodes} episodes", is_transient=True)
     evaluation = visualize_run(
         config,
         run_folder,

@@ -105,7 +105,7 @@ def test_without_a_terminal_there_are_plain_lines(clock: Clock) -> None:
     target = console(80, is_terminal=False)
     with Screen(target) as screen:
         train_a_little(screen, clock)
-        screen.phase("evaluating", is_passing=True)
+        screen.phase("evaluating", is_transient=True)
         screen.phase("")
         screen.print("[3] done")
     target.file.seek(0)
