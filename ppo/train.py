@@ -18,9 +18,9 @@ from ppo.agent.agent import Agent
 from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
-from ppo.evaluation.evaluate import CurveEvaluator, Evaluation, derived_seed
+from ppo.evaluation.evaluate import Evaluation, PeriodicEvaluator, derived_seed
 from ppo.learners import SINGLE_LEARNER, Learners
-from ppo.learning.objective import policy_loss_of
+from ppo.learning.objective import load_policy_loss
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
@@ -112,7 +112,7 @@ def train(
             has been written.
     """
     first = Counters(*learners.gather(_first_counters(run_folder) if resume else ())[0])
-    callbacks, policy_loss = Callbacks(config.callbacks), policy_loss_of(config)
+    callbacks, policy_loss = Callbacks(config.callbacks), load_policy_loss(config)
     seed = config.seed
     if first.iteration > 0:  # a resumed run must not replay its first episodes
         seed = derived_seed(seed, first.iteration, 1)
@@ -125,7 +125,7 @@ def train(
                 checkpoint.restore(run_folder.checkpoints, run.state)
             run_folder.save_config(config)
         learners.broadcast(checkpoint.variables(run.state))
-        evaluator = CurveEvaluator(run.agent, config, make_env, on_step)
+        evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
         with MetricsWriter(
             run_folder.path, config, resumed_from=resumed_from
@@ -149,7 +149,7 @@ class _Loop:
     _callbacks: Callbacks
     _run_folder: RunFolder
     _writer: MetricsWriter
-    _evaluator: CurveEvaluator
+    _evaluator: PeriodicEvaluator
 
     def __post_init__(self) -> None:
         self._config, self._learners = self._run.config, self._run.learners

@@ -30,8 +30,8 @@ STAMPS = {
     "benchmarks/suite.py:suite: datetime.now",
     "tests/chaos/cli.py:chaos: datetime.now",
     "tests/chaos/case_tables.py:_save: datetime.now",
-    "ppo/cli/run_setup.py:new_folder: time.strftime",
-    "ppo/run_folder/metrics.py:_announce_restart: time.time",
+    "ppo/cli/run_setup.py:create_folder: time.strftime",
+    "ppo/run_folder/metrics.py:_truncate_events: time.time",
     "envserve/keys/key_folder.py:new_key: datetime.now",
     "envserve/server/audit.py:write: datetime.now",
 }

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scores.run_one import Score
 from benchmarks.scores.tasks import MEASURES, TASKS, Measure, Task
-from ppo.cli.seeds import interval
+from ppo.cli.seeds import bootstrap_interval
 
 COLUMNS = (
     *("env", "steps", "goal", "anchors", "E", "B", "M", "std", "95 % interval"),
@@ -99,7 +99,7 @@ def _row(task: Task, scores: Sequence[Score]) -> list[str]:
         task.anchors,
         *(_number(np.mean(measured(each, scores))) for each in MEASURES),
         _number(np.std(values, ddof=1)) if has_several else "-",
-        " to ".join(map(_number, interval(values))) if has_several else "-",
+        " to ".join(map(_number, bootstrap_interval(values))) if has_several else "-",
         f"{len(scores)} of {task.num_seeds}",
         _number(min(score.final for score in scores)),
         _largest(scores),

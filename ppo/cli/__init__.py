@@ -1,1 +1,1 @@
-"""The commands of `ppo`, one per file; `ppo.cli.app` puts them together."""
+"""The commands of `ppo`, one per module; `ppo.cli.app` is the entry point."""

@@ -1,8 +1,7 @@
-"""The `ppo` program: its commands, each in the module of its name.
+"""The `ppo` program; each command is in the module of the same name.
 
-Exit codes: 0 when done or stopped by SIGINT or SIGTERM, 130 when a second signal cut it
-short, 1 when a run failed, 2 when the request cannot be carried out; docs/exit-codes.md
-has those of --restartable.
+Exit codes: 0 after success or a first SIGINT or SIGTERM, 130 after a second signal, 1
+if a run failed, 2 for invalid input. docs/exit-codes.md lists those of --restartable.
 """
 
 import os
@@ -20,8 +19,8 @@ PROGRAM = Program(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line, by default that of the process."""
-    # --import finds modules of the working directory too, as `python -m` would; last,
-    # so that no file in it hides another module.
+    """Run a command line; by default, the arguments of the process."""
+    # --import also finds modules in the working directory, as with `python -m`. It is
+    # last in the path so that its files do not shadow other modules.
     sys.path.append(os.getcwd())
     PROGRAM.main(arguments)

@@ -1,8 +1,8 @@
-"""What XLA has compiled, kept from run to run in the user's cache folder.
+"""Cache the code that XLA compiles in the user's cache folder, across runs.
 
-TensorFlow writes an entry under another name and renames it, so processes may share the
-folder. What else would end a training is looked for before TensorFlow sees the folder:
-one that cannot be written to, a full disk, an entry that a crash of the host has cut.
+TensorFlow writes entries atomically, so processes can share the folder. Other problems
+would end a training, so they are checked before TensorFlow uses the folder: a folder
+that is not writable, a full disk, and incomplete entries after a crash of the host.
 """
 
 import contextlib
@@ -15,37 +15,37 @@ import tempfile
 from pathlib import Path
 
 _FLAG = "--tf_xla_persistent_cache_directory"
-_MAX_BYTES = 256 << 20  # of all versions together; an update takes 2 MB
-_UNFINISHED_SECONDS = 3600.0  # then what was to be renamed is of a killed process
+_MAX_BYTES = 256 << 20  # of the whole cache; a compiled update has about 2 MB
+_UNFINISHED_SECONDS = 3600.0  # older temporary files are from killed processes
 
 
-def keep_compiled_code(tensorflow_version: str) -> None:
-    """Tell TensorFlow where to keep compiled code, unless `TF_XLA_FLAGS` says where.
+def enable_compilation_cache(tensorflow_version: str) -> None:
+    """Set `TF_XLA_FLAGS` so that TensorFlow caches compiled code.
 
-    Does nothing where there is no folder to keep it in.
+    Does nothing if the user has set a cache folder, or if no folder is usable.
     """
     flags = os.environ.get("TF_XLA_FLAGS", "").strip()
-    if _FLAG in flags or not (flags + "--").startswith("--"):  # a file of flags
+    if _FLAG in flags or not (flags + "--").startswith("--"):  # name of a flags file
         return
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder
         default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
         cache = Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser()
         root = cache / "envserve" / "xla"
-        folder = root / f"{tensorflow_version}-{_machine()}"
+        folder = root / f"{tensorflow_version}-{_machine_hash()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        _tidy(root, now=folder.stat().st_mtime)
+        _clean_up(root, now=folder.stat().st_mtime)
         has_room = shutil.disk_usage(folder).free > _MAX_BYTES
-        if has_room and len(str(folder).split()) == 1:  # flags end at spaces
+        if has_room and len(str(folder).split()) == 1:  # spaces separate flags
             os.environ["TF_XLA_FLAGS"] = f"{flags} {_FLAG}={folder}".strip()
 
 
-def _machine() -> str:
-    """Return a hash of what compiled code depends on, besides TensorFlow's version."""
+def _machine_hash() -> str:
+    """Return a hash of the hardware and the flags that compiled code depends on."""
     facts = [platform.machine(), platform.processor(), str(os.cpu_count())]
     facts.append(os.environ.get("XLA_FLAGS", ""))
     for gpu in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        facts.append(gpu.read_text().partition("\n")[0])  # its model
+        facts.append(gpu.read_text().partition("\n")[0])  # the model name
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         names = ("model name", "flags", "Features")
@@ -53,17 +53,17 @@ def _machine() -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
-def _tidy(root: Path, now: float) -> None:
-    """Remove what is not whole, and the oldest of what is too much.
+def _clean_up(root: Path, now: float) -> None:
+    """Remove incomplete entries, then the oldest ones until the cache fits its limit.
 
-    `now` is by the clock of the file system.
+    `now` is a time of the file system's clock.
     """
     found = []
     for path in root.glob("*/*"):
-        with contextlib.suppress(FileNotFoundError):  # another process tidies, too
+        with contextlib.suppress(FileNotFoundError):  # removed by another process
             stat = path.stat()
             is_young = now - stat.st_mtime < _UNFINISHED_SECONDS
-            if _is_whole(path) if path.suffix == ".pb" else is_young:
+            if _is_complete(path) if path.suffix == ".pb" else is_young:
                 found.append((stat.st_mtime, stat.st_size, path))
             else:
                 path.unlink()
@@ -74,8 +74,8 @@ def _tidy(root: Path, now: float) -> None:
             path.unlink(missing_ok=True)
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a file ends where the last of its protobuf fields does: the code."""
+def _is_complete(path: Path) -> bool:
+    """Return whether a file ends where its last protobuf field, the code, ends."""
     with path.open("rb") as file:
         tag, end = b"", path.stat().st_size
         while file.tell() < end:

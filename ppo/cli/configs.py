@@ -1,4 +1,4 @@
-"""`ppo configs`: the named configs, or every setting of one."""
+"""The command `ppo configs`: list the named configs, or all settings of one config."""
 
 import json
 import textwrap
@@ -9,11 +9,11 @@ from rich.table import Table
 
 from envserve.cli.terminal import console
 from envserve.settings import field_docs
-from ppo.cli.options import reported_errors
+from ppo.cli.options import report_errors
 from ppo.config.config import Config
 from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS, load_config
 
-#: By the first key of each group.
+#: Titles of groups of settings, by the first setting of each group.
 _GROUPS = {
     "env_name": "Env",
     "total_steps": "Run and rollouts",
@@ -33,29 +33,26 @@ def configs(name: str | None = None) -> None:
         name: Config whose settings to show: a name, a file or an env.
     """
     if name is not None:
-        with reported_errors():
+        with report_errors():
             config = load_config(name)
             _print_keys(config)
         if config == Config(env_name=name):
             print(
-                "Choices as actions and images have other defaults: docs/training.md."
+                "Discrete actions and images have other defaults; see docs/training.md."
             )
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("name", "env", "steps", "expected return"):
-        table.add_column(title, overflow="fold")  # whole, to be typed
+        table.add_column(title, overflow="fold")  # names must stay complete
     for name, config in CONFIGS.items():
         steps, expected = f"{config.total_steps:,}", EXPECTED_RETURNS.get(name, "-")
         table.add_row(name, config.env_name, steps, expected)
     console().print(table)
-    print("Any other env trains, too: `ppo train my_env.py:Walk`, `ppo train Taxi-v4`.")
+    print("Other envs: `ppo train my_env.py:Walk`, `ppo train Taxi-v4`.")
 
 
 def _print_keys(config: Config) -> None:
-    """Print value and meaning of each key, those that differ from the defaults first.
-
-    The meaning is the first sentence of its description.
-    """
+    """Print the value and description of each setting, changed settings first."""
     changed = config.non_defaults()
     _print_group("Differs from the defaults", config, changed, "bold cyan")
     keys = list(vars(config))
@@ -66,7 +63,7 @@ def _print_keys(config: Config) -> None:
 
 
 def _print_group(title: str, config: Config, keys: Iterable[str], style: str) -> None:
-    # Plain lines: a table would cut values and meanings to the terminal's width.
+    # A table would truncate values and descriptions to the width of the terminal.
     out, docs = console(), field_docs(Config)
     out.print(f"{title}\n", style=style, soft_wrap=True)
     for key in keys:

@@ -1,4 +1,4 @@
-"""`ppo evaluate`: the mean return of a checkpoint."""
+"""The command `ppo evaluate`: compute the mean return of a checkpoint's policy."""
 
 from ppo.cli.options import (
     Checkpoint,
@@ -8,7 +8,7 @@ from ppo.cli.options import (
     IntraOpThreads,
     NumWorkers,
     Run,
-    opened_run,
+    open_run,
 )
 
 
@@ -24,12 +24,14 @@ def evaluate(
 ) -> None:
     """Evaluate the policy of a checkpoint, by default the newest."""
     threads = intra_op_threads, inter_op_threads
-    with opened_run(run, checkpoint, connect, import_, *threads) as opened:
+    with open_run(run, checkpoint, connect, import_, *threads) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.evaluate import evaluate_run
 
-        run_folder, config, which, place, screen = opened
-        make_env = env_maker(config, place.addresses, num_workers, place.import_modules)
+        run_folder, config, which, source, screen = opened
+        make_env = env_maker(
+            config, source.addresses, num_workers, source.import_modules
+        )
         screen.phase(f"evaluating {config.evaluation_episodes} episodes")
         evaluation = evaluate_run(config, run_folder, make_env, which=which)
         screen.print(str(evaluation))

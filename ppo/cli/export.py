@@ -1,8 +1,8 @@
-"""`ppo export`: a policy as a TensorFlow SavedModel."""
+"""The command `ppo export`: write a policy as a TensorFlow SavedModel."""
 
 from pathlib import Path
 
-from ppo.cli.options import Checkpoint, Connect, Import, Run, opened_run
+from ppo.cli.options import Checkpoint, Connect, Import, Run, open_run
 
 
 def export(
@@ -21,13 +21,12 @@ def export(
     Args:
         dir_: New folder to write the SavedModel to.
     """
-    with opened_run(run, checkpoint, connect, import_) as opened:
+    with open_run(run, checkpoint, connect, import_) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.export import export_run
 
-        run_folder, config, which, place, screen = opened
-        make_env = env_maker(config, place.addresses, 1, place.import_modules)
+        run_folder, config, which, source, screen = opened
+        make_env = env_maker(config, source.addresses, 1, source.import_modules)
         screen.phase("exporting")
         counters = export_run(config, run_folder, make_env, dir_, which=which)
-        text = f"SavedModel: {dir_}, the policy after {counters.steps:,} steps"
-        screen.print(text)
+        screen.print(f"SavedModel after {counters.steps:,} steps: {dir_}")

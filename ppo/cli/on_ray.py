@@ -1,4 +1,8 @@
-"""`ppo train --on ray`: learners on the nodes of a Ray cluster, the first one here."""
+"""`ppo train --on ray`: train with learners on the nodes of a Ray cluster.
+
+The first learner runs on this host and writes the run folder. If a learner fails, all
+learners are restarted from the newest checkpoint.
+"""
 
 import contextlib
 import json
@@ -12,22 +16,30 @@ from typing import Any, Final
 
 from envserve.cli.program import GivenOptions
 from envserve.ray import connect_to_cluster, last_line
-from ppo.cli.run_setup import new_folder
-from ppo.cli.seeds import started
+from ppo.cli.run_setup import create_folder
+from ppo.cli.seeds import start_training
 from ppo.cli.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
-_TOLD: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
-AGAIN: Final = "PPO_TRAIN_AGAIN"  # tells the first by which command all go on
-_ROOM_SECONDS, _END_SECONDS, _TRIES = 60, 10, 3
+_CLUSTER: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
+#: Environment variable with the command that resumes the training on Ray, for messages
+#: of the first learner.
+RESUME_COMMAND: Final = "PPO_TRAIN_AGAIN"
+_PLACEMENT_SECONDS, _STOP_SECONDS, _MAX_FAILURES = 60, 10, 3
 
 
 def train_on_ray(given: GivenOptions) -> int:
-    """Train with learners that are all placed again if one fails; return exit code.
+    """Train with several learners; restart all of them if one fails.
 
     Args:
-      given: What `ppo train` was given.
+        given: arguments of `ppo train`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LearnerLostError: learners failed three times without a new checkpoint.
     """
     values, newest, num_failed = given.values, None, 0
     is_restartable, run_dir = "restartable" in values, values.get("run_dir")
@@ -35,87 +47,91 @@ def train_on_ray(given: GivenOptions) -> int:
     refused = {"seeds", "resume", "distribute", "page"}
     if not needed <= values.keys() or refused & values.keys():
         raise ConfigError(
-            "--on ray: expected CONFIG and --learners N, with --restartable also "
-            "--run-dir DIR, and no --seeds, --resume, --distribute or --page."
+            "--on ray: expected CONFIG and --learners N, and --run-dir DIR if "
+            "--restartable; cannot be combined with --seeds, --resume, --distribute or "
+            "--page."
         )
     needs = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
     ray = connect_to_cluster(log_to_driver=False)
-    run = RunFolder(run_dir or new_folder(values["config"]))
+    run = RunFolder(run_dir or create_folder(values["config"]))
     words = given.words("on", "learners", "resources", "run_dir")
-    place = ["--run-dir", str(run.path)]
-    words += [*place, "--distribute", "--restartable"]
-    again = ["ppo", *sys.argv[1:], *(place if run_dir is None else ())]
+    folder = ["--run-dir", str(run.path)]
+    words += [*folder, "--distribute", "--restartable"]
+    resume = ["ppo", *sys.argv[1:], *(folder if run_dir is None else ())]
     try:
         while True:
             try:
-                code = _round(ray, needs, words, again)
+                code = _train_once(ray, needs, words, resume)
                 return 0 if code == 3 and not is_restartable else code
             except (LearnerLostError, ValueError, ray.exceptions.RayError) as error:
-                found, why = run.checkpoints.glob("[0-9]" * 8), last_line(error)
-                known, newest = newest, max(found, default=None)
-                num_failed = num_failed + 1 if newest == known else 1
-                if num_failed == _TRIES:
+                found, reason = run.checkpoints.glob("[0-9]" * 8), last_line(error)
+                previous, newest = newest, max(found, default=None)
+                num_failed = num_failed + 1 if newest == previous else 1
+                if num_failed == _MAX_FAILURES:
                     raise LearnerLostError(
-                        f"Gave up after {_TRIES} failures: {why}; to continue the run, "
-                        f"use --run-dir {run.word}"
+                        f"Gave up after {_MAX_FAILURES} failures: {reason}; to "
+                        f"continue the run, use --run-dir {run.quoted_path}"
                     ) from None
-                print(f"Restarting all learners: {why}", file=sys.stderr, flush=True)
+                print(f"Restarting all learners: {reason}", file=sys.stderr, flush=True)
     finally:
         if run_dir is None:
             run.remove_if_unused()
 
 
-def _round(
-    ray: Any, needs: list[dict[str, float]], words: list[str], again: list[str]
+def _train_once(
+    ray: Any, needs: list[dict[str, float]], words: list[str], resume: list[str]
 ) -> int:
-    """Have all learn; returns how the first has ended if that is how the run has."""
+    """Start all learners, and return the exit code of the first one.
+
+    Raises:
+        LearnerLostError: the first learner failed, and a restart may help.
+        ray.exceptions.RayError: another learner or its node failed.
+    """
     num, here = len(needs), {f"node:{ray.util.get_node_ip_address()}": 0.001}
     group = ray.util.placement_group([needs[0] | here, *needs[1:]], "SPREAD")
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(ray.util.remove_placement_group, group)
-        if not group.wait(_ROOM_SECONDS):
+    with contextlib.ExitStack() as stack:
+        stack.callback(ray.util.remove_placement_group, group)
+        if not group.wait(_PLACEMENT_SECONDS):
             free = {name: ray.available_resources().get(name, 0) for name in needs[0]}
-            raise PpoError(  # there may be, at another time
-                f"--learners {num}: expected {needs[0]} for each, the first on this "
-                f"host; found {free} free in the cluster (ray status, --resources)."
+            raise PpoError(  # not a ConfigError: resources may become free later
+                f"--learners {num}: expected {needs[0]} per learner, the first on "
+                f"this host; {free} is free in the cluster (ray status, --resources)."
             )
         at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         rest = {"num_cpus": 0, "num_gpus": needs[0].get("GPU", 0), "max_retries": 0}
         on = [ray.remote(scheduling_strategy=at(group, n), **rest) for n in range(num)]
-        addresses = json.dumps(ray.get([each(_address).remote() for each in on]))
-        place = ray.get_runtime_context().gcs_address, os.getcwd()
-        told = [{"TF_CONFIG": _TOLD % (addresses, index)} for index in range(num)]
-        others = [on[n](_train).remote(words, told[n], *place) for n in range(1, num)]
-        at_end.callback(ray.wait, others, num_returns=num - 1, timeout=_END_SECONDS)
-        told[0][AGAIN] = shlex.join(again)
-        first = at_end.enter_context(started(words, env=os.environ | told[0]))
-        # Without the others it cannot stop as it would, or not soon.
-        at_end.push(
-            lambda e, *_: first.send_signal(15 if e is KeyboardInterrupt else 9)
-        )
-        stop = at_end.enter_context(StopSignals(first.terminate))
+        addresses = json.dumps(ray.get([each(_free_address).remote() for each in on]))
+        where = ray.get_runtime_context().gcs_address, os.getcwd()
+        extra = [{"TF_CONFIG": _CLUSTER % (addresses, index)} for index in range(num)]
+        others = [on[n](_learn).remote(words, extra[n], *where) for n in range(1, num)]
+        stack.callback(ray.wait, others, num_returns=num - 1, timeout=_STOP_SECONDS)
+        extra[0][RESUME_COMMAND] = shlex.join(resume)
+        first = stack.enter_context(start_training(words, env=os.environ | extra[0]))
+        # On an error, kill the first learner: a graceful stop needs the other learners.
+        stack.push(lambda e, *_: first.send_signal(15 if e is KeyboardInterrupt else 9))
+        stop = stack.enter_context(StopSignals(first.terminate))
         while first.poll() is None:
             with contextlib.suppress(TimeoutExpired):
                 first.wait(0.5)
             ray.get(ray.wait(others, num_returns=num - 1, timeout=0)[0])
         if (code := first.returncode) not in (0, 2, 130) and not stop.has_fired():
-            raise LearnerLostError(f"learner 0 has ended with exit code {code}")
+            raise LearnerLostError(f"learner 0 exited with code {code}")
         return code if code >= 0 else 3
 
 
-def _address() -> str:
+def _free_address() -> str:
     import ray
 
     with socket.create_server(("", 0)) as free:
         return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
 
-def _train(words: list[str], told: dict[str, str], cluster: str, folder: str) -> None:
-    """Learn on this node; raises `LearnerLostError` with what was said last."""
-    known = os.environ | told | {"RAY_ADDRESS": cluster}
-    here = folder if os.path.isdir(folder) else None
-    process = started(words, env=known, cwd=here, stdout=PIPE, stderr=STDOUT)
-    said = process.communicate()[0].decode(errors="replace")
+def _learn(words: list[str], extra: dict[str, str], cluster: str, folder: str) -> None:
+    """Run a learner on this node; raise `LearnerLostError` with its last output."""
+    env = os.environ | extra | {"RAY_ADDRESS": cluster}
+    cwd = folder if os.path.isdir(folder) else None
+    process = start_training(words, env=env, cwd=cwd, stdout=PIPE, stderr=STDOUT)
+    output = process.communicate()[0].decode(errors="replace")
     if process.returncode not in (0, 3):
-        time.sleep(_END_SECONDS / 2)  # the first one may say it, too
-        raise LearnerLostError(f"exit code {process.returncode}: {last_line(said)}")
+        time.sleep(_STOP_SECONDS / 2)  # the first learner may report the same error
+        raise LearnerLostError(f"exit code {process.returncode}: {last_line(output)}")

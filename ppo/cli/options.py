@@ -1,6 +1,6 @@
-"""What the commands share: options, TensorFlow's start, and how errors are shown.
+"""Shared parts of the commands: options, error reports, and the start of TensorFlow.
 
-TensorFlow is only loaded once the input is checked.
+TensorFlow is loaded only after the input has been checked, because that takes seconds.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from envserve.errors import (
     VideoError,
     WrapperError,
 )
-from ppo.cli.compilation_cache import keep_compiled_code
+from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.errors import BadInputError, PpoError, RunFolderError
 from ppo.run_folder.folder import EnvSource, RunFolder
 
 if TYPE_CHECKING:
-    from ppo.run_folder.checkpoint import Which
+    from ppo.run_folder.checkpoint import CheckpointId
 
 
 _BAD_INPUT = (
@@ -71,12 +71,12 @@ InterOpThreads = Annotated[int, Meta(ge=0), Option(_INTER_OP)]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come, where that interrupts as Ctrl-C does."""
+    """SIGTERM, raised like the `KeyboardInterrupt` of a Ctrl-C."""
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Have SIGTERM raise `Terminated` within, where nothing else awaits it."""
+def sigterm_raises() -> Iterator[None]:
+    """Make SIGTERM raise `Terminated` within this context."""
 
     def interrupt(*_: object) -> None:
         raise Terminated
@@ -89,42 +89,42 @@ def terminable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Let an interrupt end what runs within, also if that has swallowed it."""
-    seen: list[KeyboardInterrupt] = []
+def preserved_interrupts() -> Iterator[None]:
+    """Raise an interrupt again at the end if the code within suppressed it."""
+    raised: list[KeyboardInterrupt] = []
 
-    def note(number: int, _: object) -> None:
-        is_end = number == signal.SIGTERM
-        seen.append(Terminated() if is_end else KeyboardInterrupt())
-        raise seen[-1]
+    def interrupt(number: int, _: object) -> None:
+        is_sigterm = number == signal.SIGTERM
+        raised.append(Terminated() if is_sigterm else KeyboardInterrupt())
+        raise raised[-1]
 
-    before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, note)}
-    if callable(signal.getsignal(signal.SIGTERM)):  # as `terminable` makes it
-        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, note)
+    before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
+    if callable(signal.getsignal(signal.SIGTERM)):  # within `sigterm_raises`
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if seen:
-            raise seen[-1]
+        if raised:
+            raise raised[-1]
 
 
 @contextlib.contextmanager
-def errors_held() -> Iterator[None]:
-    """Show what is written to standard error within only if something is raised.
+def deferred_stderr() -> Iterator[None]:
+    """Write output on stderr only if the code within raises.
 
-    TensorFlow says there that it uses oneDNN and finds no GPU, and no level of its log
-    keeps it from it.
+    TensorFlow reports there that it uses oneDNN and finds no GPU; its log levels do not
+    suppress these messages.
     """
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as buffer:
         before = os.dup(2)
-        os.dup2(held.fileno(), 2)
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         except BaseException:
-            held.seek(0)
-            os.write(before, held.read())
+            buffer.seek(0)
+            os.write(before, buffer.read())
             raise
         finally:
             os.dup2(before, 2)
@@ -134,32 +134,36 @@ def errors_held() -> Iterator[None]:
 def start_tensorflow(
     intra_op_threads: int, inter_op_threads: int, config: Config | None = None
 ) -> None:
-    """Load TensorFlow quietly, with so many threads; 0 leaves the number to it.
+    """Load and configure TensorFlow, without its log output.
 
-    Two take a third off an update of small networks; a rollout uses none of them. Where
-    updates are not compiled, as those of images, oneDNN's convolutions take half the
-    time of others; small layers are slower with it.
+    Args:
+        intra_op_threads: threads for one operation; 0 lets TensorFlow choose. Two
+            threads shorten an update of small networks by a third; rollouts use none.
+        inter_op_threads: operations that run in parallel; 0 lets TensorFlow choose.
+        config: settings of the run. Without `jit_compile` (for image observations),
+            oneDNN is enabled: it halves the time of convolutions, but slows down small
+            layers.
 
     Raises:
         BadInputError: TensorFlow is not installed.
     """
-    # What it calls an error arrives as one; that compiled code was loaded is none.
+    # TensorFlow logs harmless messages as errors; real errors are raised as well.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     has_plain_updates = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(has_plain_updates)))
     try:
-        with interrupts_kept(), errors_held():
+        with preserved_interrupts(), deferred_stderr():
             import tensorflow as tf
 
             gpus = tf.config.list_physical_devices("GPU")
     except ModuleNotFoundError as error:
         raise BadInputError(
-            f"Training needs TensorFlow ({error}): pip install 'envserve[train]'."
+            f"Training needs TensorFlow ({error}); pip install 'envserve[train]'."
         ) from error
-    keep_compiled_code(tf.__version__)
+    enable_compilation_cache(tf.__version__)
     tf.get_logger().setLevel("ERROR")
     logging.getLogger("absl").setLevel("ERROR")
-    for gpu in gpus:  # all of its memory is taken otherwise
+    for gpu in gpus:  # by default, TensorFlow allocates all GPU memory
         tf.config.experimental.set_memory_growth(gpu, True)
     if gpus and config is not None and not config.use_gpu:
         tf.config.set_visible_devices([], "GPU")
@@ -168,65 +172,67 @@ def start_tensorflow(
 
 
 @contextlib.contextmanager
-def opened_run(
+def open_run(
     run: Path,
     checkpoint: str | None,
     connect: list[str] | None,
     import_modules: list[str] | None,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
-) -> Iterator[tuple[RunFolder, Config, "Which", EnvSource, Screen]]:
-    """Check what a command was given of a run, then start TensorFlow.
+) -> Iterator[tuple[RunFolder, Config, "CheckpointId", EnvSource, Screen]]:
+    """Open an existing run for a command, and start TensorFlow; report errors.
 
-    Errors within are reported. Yields folder, config, checkpoint, place and screen; the
-    config is content with fewer servers than the training wanted.
+    Yields:
+        The run folder, its config without the minimum number of servers, the
+        checkpoint, the source of the envs, and a screen.
     """
-    with reported_errors():
-        which = which_checkpoint(checkpoint)
+    with report_errors():
+        which = parse_checkpoint(checkpoint)
         run_folder, config = RunFolder.open(run)
         if any(run.glob("seed-*/config.json")) and not run_folder.has_checkpoint():
             raise RunFolderError(
-                f"{run}: expected the folder of one run, found those of several seeds; "
-                f"name one of them."
+                f"{run}: expected the folder of one run, found runs of several seeds; "
+                "choose one of its folders seed-N."
             )
         config = config.replace(min_servers=0, num_servers=0)
-        place = place_of(run_folder.env_source(), connect, import_modules)
-        if place.addresses and connect is None:
-            print(f"Env servers of the run: {', '.join(place.addresses)}")
+        source = resolve_env_source(run_folder.env_source(), connect, import_modules)
+        if source.addresses and connect is None:
+            print(f"Env servers of the run: {', '.join(source.addresses)}")
         with Screen(console()) as screen:
             screen.phase("starting TensorFlow")
             start_tensorflow(intra_op_threads, inter_op_threads, config)
-            yield run_folder, config, which, place, screen
+            yield run_folder, config, which, source, screen
 
 
-def place_of(
-    place: EnvSource, connect: list[str] | None, import_modules: list[str] | None
+def resolve_env_source(
+    source: EnvSource, connect: list[str] | None, import_modules: list[str] | None
 ) -> EnvSource:
-    """Return where envs are; raises AddressError if nobody knows a server.
+    """Return the source of the envs, with the options replacing the earlier source.
 
-    That is as options say, else as it was.
+    Raises:
+        AddressError: the address of a server cannot be resolved.
     """
     from envserve.client.link.discovery import resolve
 
-    addresses, modules = place.addresses, place.import_modules
+    addresses, modules = source.addresses, source.import_modules
     if connect is not None:
         addresses = () if connect == ["local"] else tuple(connect)
     if import_modules is not None:
         modules = tuple(map(with_absolute_path, import_modules))
-    place = EnvSource(addresses=addresses, import_modules=modules)
+    source = EnvSource(addresses=addresses, import_modules=modules)
     try:
-        for word in place.addresses:
+        for word in source.addresses:
             resolve(word)
     except AddressError as error:
         raise AddressError(f"--connect: {error}") from error
-    return place
+    return source
 
 
-def which_checkpoint(text: str | None) -> "Which":
-    """Read what `--checkpoint` was given.
+def parse_checkpoint(text: str | None) -> "CheckpointId":
+    """Parse the value of `--checkpoint`.
 
     Raises:
-        BadInputError: it is neither a number of steps nor "best".
+        BadInputError: the value is neither a number of steps nor "best".
     """
     if text is None:
         return None
@@ -236,18 +242,18 @@ def which_checkpoint(text: str | None) -> "Which":
         return int(text.replace(",", ""))
     except ValueError:
         raise BadInputError(
-            f"--checkpoint: expected a number of env steps or best, got {text!r}."
+            f"--checkpoint: expected a number of env steps, or best, got {text!r}."
         ) from None
 
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Write warnings of the envs to stderr as they are, also above a live bar.
+    """Write warnings about envs to stderr as plain lines.
 
-    Left to the root logger, their looks change once TensorFlow's logging sets it up.
+    TensorFlow configures the root logger, which would change their format.
     """
     logger = logging.getLogger("envserve")
-    handler = logging.lastResort  # looks up sys.stderr anew for each line
+    handler = logging.lastResort  # reads sys.stderr per line, which a screen replaces
     assert handler is not None
     logger.addHandler(handler)
     logger.propagate = False
@@ -259,11 +265,19 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported_errors(log_format: str = "text", again: bool = False) -> Iterator[None]:
-    """Print known errors instead of a traceback; warnings of envs are plain in text."""
+def report_errors(
+    log_format: str = "text", is_restartable: bool = False
+) -> Iterator[None]:
+    """Print expected errors without a traceback, and exit.
+
+    Args:
+        log_format: with "text", warnings about envs are plain lines.
+        again: whether the command will be repeated. An unknown address then is not an
+            input error, because the servers may start later.
+    """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
-        may_pass = again and isinstance(error, AddressError)  # servers may come
-        fail(error, 2 if isinstance(error, _BAD_INPUT) and not may_pass else 1)
+        may_recover = is_restartable and isinstance(error, AddressError)
+        fail(error, 2 if isinstance(error, _BAD_INPUT) and not may_recover else 1)

@@ -1,11 +1,11 @@
-"""`ppo plot`: learning curves of runs."""
+"""The command `ppo plot`: plot the learning curves of runs."""
 
 import os
 from pathlib import Path
 from typing import Annotated
 
 from envserve.cli.program import Option
-from ppo.cli.options import reported_errors
+from ppo.cli.options import report_errors
 
 
 def plot(
@@ -27,11 +27,11 @@ def plot(
     """
     from ppo.evaluation.plot import draw_curves, read_curves
 
-    with reported_errors():
+    with report_errors():
         curves = read_curves(runs, metric)
         if out is None:
-            places = map(os.path.abspath, runs)
-            folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([*places]))
+            paths = map(os.path.abspath, runs)
+            folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([*paths]))
             out = folder / f"{metric.replace('/', '_')}.png"
         out = out if out.suffix else out.with_suffix(".png")
         draw_curves(curves, metric, out)

@@ -1,7 +1,7 @@
-"""What a run shows: its phases with their seconds, and how far it has come.
+"""Show the phases and the progress of a run.
 
-On a terminal that is redrawn four times a second, also while TensorFlow is busy.
-Elsewhere it is a line per phase, and one every ten seconds.
+A terminal is redrawn four times per second, even while TensorFlow is busy. Without a
+terminal, a line is printed per phase and every ten seconds.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _TRAINING = "training"
-_NARROWEST, _WIDEST, _GAP = 8, 40, 2  # of bars and sparklines, in columns
+_NARROWEST, _WIDEST, _GAP = 8, 40, 2  # width of bars and sparklines, in columns
 _METRICS = ("value_loss", "policy_loss", "entropy")
 
 
-class _Lossy:
-    """A stream that loses what cannot be written: no run ends for that."""
+class _FaultTolerantStream:
+    """A stream that ignores write errors, so that they do not end a run."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -46,16 +46,19 @@ class _Lossy:
             self._stream.flush()
 
     def flush(self) -> None:
-        """Does nothing: all is flushed as it is written."""
+        """Do nothing, because `write` flushes."""
 
 
 class Screen:
-    """Shows what a command does while it does that; a context manager.
+    """Context manager that shows the current phase and progress of a command.
 
     Args:
-        console: where to.
-        logger: where to instead, a record per line.
-        seconds_between_lines: how often there is a line where there is no terminal.
+        console: console to draw on.
+        logger: logger to use instead of the console, one record per line.
+        seconds_between_lines: interval of progress lines if there is no terminal.
+
+    Attributes:
+        total_steps: env steps at the end of the training.
     """
 
     def __init__(
@@ -66,14 +69,14 @@ class Screen:
         seconds_between_lines: float = 10.0,
     ) -> None:
         self.total_steps = 0
-        console.file = cast(IO[str], _Lossy(console.file))
+        console.file = cast(IO[str], _FaultTolerantStream(console.file))
         self._console, self._logger = console, logger
         self._is_live = console.is_interactive and logger is None
         self._has_glyphs = not console.options.ascii_only
         self._seconds_between_lines = seconds_between_lines
-        self._phase, self._is_passing, self._began = "", True, 0.0
+        self._phase, self._is_transient, self._began = "", True, 0.0
         self._progress: Progress | None = None
-        self._first = self._last = (0.0, 0)  # of the progress: when, and env steps
+        self._first = self._last = (0.0, 0)  # (time, env steps) of progress reports
         self._returns: list[float] = []
         self._spinner = Spinner("dots" if self._has_glyphs else "line", style="cyan")
         self._is_over = threading.Event()
@@ -82,7 +85,7 @@ class Screen:
             console=console,
             get_renderable=self._rows,
             transient=True,
-            redirect_stderr=sys.stderr.isatty(),  # a log file gets its own lines
+            redirect_stderr=sys.stderr.isatty(),  # otherwise, stderr is a log file
         )
 
     def __enter__(self) -> Self:
@@ -93,7 +96,7 @@ class Screen:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        """Draw no longer; what was finished stays."""
+        """Stop drawing; the lines of finished phases stay."""
         self._end_phase(is_finished=exception_type is None)
         self._is_over.set()
         if self._is_live:
@@ -101,32 +104,36 @@ class Screen:
         else:
             self._ticker.join()
 
-    def phase(self, name: str, *, is_passing: bool = False) -> None:
-        """Name what is done from now on, if anything; a passing one leaves no line."""
-        self._end_phase(is_finished=not is_passing)
-        self._phase, self._is_passing, self._began = name, is_passing, time.monotonic()
-        if name and not self._is_live and not is_passing:
+    def phase(self, name: str, *, is_transient: bool = False) -> None:
+        """Start a phase, or none if `name` is empty.
+
+        When a phase ends, its line stays on the screen, unless it `is_transient`.
+        """
+        self._end_phase(is_finished=not is_transient)
+        self._phase, self._is_transient = name, is_transient
+        self._began = time.monotonic()
+        if name and not self._is_live and not is_transient:
             self.print(f"{name} ...")
 
     def rename(self, name: str) -> None:
-        """Say otherwise what is being done, since as long as before."""
+        """Rename the current phase without restarting its clock."""
         self._phase = name
 
     def show(self, progress: "Progress") -> None:
-        """Take in how far the training is."""
+        """Show the progress of the training."""
         self._last = time.monotonic(), progress.steps
         is_first, self._progress = self._progress is None, progress
         if is_first:
             self._end_phase(is_finished=True)
             self._first = self._last
-        self._phase, self._is_passing, self._began = _TRAINING, False, self._first[0]
+        self._phase, self._is_transient, self._began = _TRAINING, False, self._first[0]
         if not math.isnan(progress.mean_return):
             self._returns.append(progress.mean_return)
         if is_first and not self._is_live:
             self.print(self._line())
 
     def print(self, text: str, style: str | None = None) -> None:
-        """Leave a line of text, above what is redrawn."""
+        """Print a line above the part that is redrawn."""
         if self._logger is None:
             self._console.print(text, style=style, markup=False, soft_wrap=True)
         else:
@@ -138,15 +145,17 @@ class Screen:
             self._logger.info(text.strip(), extra={"fields": known})
 
     def _end_phase(self, *, is_finished: bool) -> None:
-        """Leave a line of a phase that came to its end."""
-        name, is_finished = self._phase, is_finished and not self._is_passing
-        took = _duration(time.monotonic() - self._began)
+        """End the current phase; print its line if it is finished and not transient."""
+        name, is_finished = self._phase, is_finished and not self._is_transient
+        duration = _duration(time.monotonic() - self._began)
         if is_finished and self._progress is not None and name == _TRAINING:
-            reached, earned = self._cells(self._progress)
+            timing, results = self._cells(self._progress)
             curve = sparkline(self._returns, 16) if self._has_glyphs else ""
-            self.print(f"{name}, {took}: {reached[1]}, {earned[0]} {curve}".rstrip())
+            self.print(
+                f"{name}, {duration}: {timing[1]}, {results[0]} {curve}".rstrip()
+            )
         elif is_finished and name and self._is_live:
-            self.print(f"{name}, {took}", style="dim")
+            self.print(f"{name}, {duration}", style="dim")
         self._phase = ""
 
     def _print_lines(self) -> None:
@@ -157,30 +166,34 @@ class Screen:
     def _line(self) -> str:
         if self._progress is None or self._phase != _TRAINING:
             return f"{self._phase}, {_duration(time.monotonic() - self._began)} so far"
-        (left, *reached), earned = self._cells(self._progress)
-        return ", ".join((*reached, *earned, left))
+        (time_left, *timing), results = self._cells(self._progress)
+        return ", ".join((*timing, *results, time_left))
 
     def _cells(self, progress: "Progress") -> tuple[list[str], list[str]]:
-        """Return how far it is, and what it has learned, the most important first."""
-        now, (since, first), (_, steps) = time.monotonic(), self._first, self._last
-        left = "? left"
+        """Return texts about time and steps, and about results; important ones first.
+
+        The first text is the time left, the second the env steps.
+        """
+        now, (start, first), (_, steps) = time.monotonic(), self._first, self._last
+        time_left = "? left"
         if steps > first:
-            speed = (steps - first) / (self._last[0] - since)
-            seconds = (self.total_steps - steps) / speed - (now - self._last[0])
-            left = f"{_duration(max(seconds, 0.0))} left"
-        reached = [
-            left,
+            steps_per_second = (steps - first) / (self._last[0] - start)
+            seconds = (self.total_steps - steps) / steps_per_second
+            seconds -= now - self._last[0]
+            time_left = f"{_duration(max(seconds, 0.0))} left"
+        timing = [
+            time_left,
             f"{steps:,}/{self.total_steps:,} steps",
             f"{progress.steps_per_second:,.0f} steps/s",
         ]
         mean = progress.mean_return
-        earned = [f"return {'-' if math.isnan(mean) else f'{mean:.1f}'}"]
+        results = [f"return {'-' if math.isnan(mean) else f'{mean:.1f}'}"]
         if progress.lost_steps:
-            earned.append(f"{progress.lost_steps:,} lost")
-        known = progress.metrics
-        for name in filter(known.__contains__, _METRICS):
-            earned.append(f"{name.replace('_', ' ')} {known[name]:.2g}")
-        return reached, earned
+            results.append(f"{progress.lost_steps:,} lost")
+        metrics = progress.metrics
+        for name in filter(metrics.__contains__, _METRICS):
+            results.append(f"{name.replace('_', ' ')} {metrics[name]:.2g}")
+        return timing, results
 
     def _rows(self) -> RenderableType:
         if not self._phase:
@@ -189,7 +202,7 @@ class Screen:
         self._spinner.update(text=name)
         if self._progress is None:
             return self._spinner
-        reached, earned = self._cells(self._progress)
+        timing, results = self._cells(self._progress)
         steps, width = self._progress.steps, self._console.width
 
         def bar(columns: int) -> RenderableType:
@@ -200,8 +213,8 @@ class Screen:
             return Text(glyphs.ljust(columns), "green")
 
         return Group(
-            _row(self._spinner, len(name) + 2, bar, reached, width),
-            _row(Text(earned[0], "bold"), len(earned[0]), curve, earned[1:], width),
+            _row(self._spinner, len(name) + 2, bar, timing, width),
+            _row(Text(results[0], "bold"), len(results[0]), curve, results[1:], width),
         )
 
 
@@ -212,23 +225,26 @@ def _row(
     cells: Sequence[str],
     width: int,
 ) -> Table:
-    """Join what fits into a row: the last cells are left out first."""
-    kept = list(cells)
-    room = width - lead_width - _GAP
+    """Lay out a row of at most `width` columns; drop the last cells if it is too long.
+
+    `graphic` draws a bar or a sparkline in the number of columns that remain.
+    """
+    shown = list(cells)
+    available = width - lead_width - _GAP
 
     def needed() -> int:
-        return _NARROWEST + sum(cell_len(cell) + _GAP for cell in kept)
+        return _NARROWEST + sum(cell_len(cell) + _GAP for cell in shown)
 
-    while kept and needed() > room:
-        kept.pop()
-    columns = max(min(room - needed() + _NARROWEST, _WIDEST), 1)
+    while shown and needed() > available:
+        shown.pop()
+    columns = max(min(available - needed() + _NARROWEST, _WIDEST), 1)
     row = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
-    row.add_row(lead, graphic(columns), *kept)
+    row.add_row(lead, graphic(columns), *shown)
     return row
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
-    """Draw numbers as bars in so many characters, from lowest to highest."""
+    """Draw numbers as a line of `columns` bar characters, scaled to their range."""
     ends = [-(-(i + 1) * len(values) // columns) for i in range(columns)]
     shown = [values[end - 1] for end in ends if values]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
@@ -237,7 +253,6 @@ def sparkline(values: Sequence[float], columns: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return some seconds as a short text."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     return str(datetime.timedelta(seconds=int(seconds)))

@@ -1,4 +1,4 @@
-"""What `ppo train` is to do: a new run or an old one, of which env, and where."""
+"""Plan the run of `ppo train`: new or resumed, its config, and its env source."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from envserve.envs.user_envs import env_name_of, with_absolute_path
 from envserve.host_resources import num_cores
-from ppo.cli.options import place_of
+from ppo.cli.options import resolve_env_source
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.config.named_configs import (
@@ -31,46 +31,51 @@ _CLUSTER = (
 
 
 class Plan(NamedTuple):
-    """What is to run, where its config comes from, and where it all is."""
+    """A planned run: its folder, its config, and the source of its envs."""
 
     run_folder: RunFolder
     config: Config
     origin: str
-    place: EnvSource
-    earlier: Config | None = None
-    """What the run has had until now, if it is resumed."""
+    """Description of where the config comes from, for messages."""
+    env_source: EnvSource
+    earlier_config: Config | None = None
+    """Config before the changes of this command, if the run is resumed."""
     learners: Any = None
-    """Those of the run, once they have met."""
+    """Learners of the run, once they are connected."""
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the run has begun before."""
-        return self.earlier is not None
+        """Whether the run continues an earlier one."""
+        return self.earlier_config is not None
 
-    def leap(self, steps: int) -> str:
-        """Say what falls over the run, and leaps up as it gets longer; or nothing."""
-        config, earlier = self.config, self.earlier or self.config
-        falling = {
+    def decay_warning(self, steps: int) -> str:
+        """Return a warning if decaying settings jump up because the run is longer now.
+
+        Returns an empty string if there is nothing to warn about.
+        """
+        config, earlier = self.config, self.earlier_config or self.config
+        is_decaying = {
             "learning_rate": config.learning_rate_schedule == "linear",
             "clip_range": config.decay_clip_range,
             "entropy_coefficient": config.decay_entropy_coefficient,
         }
-        names = ", ".join(name for name, falls in falling.items() if falls)
+        names = ", ".join(name for name, decays in is_decaying.items() if decays)
         if not names or config.planned_steps <= earlier.planned_steps:
             return ""
         before, now = (1 - steps / each.planned_steps for each in (earlier, config))
         return (
-            f"The run is longer now: what falls to 0 by its end leaps from "
-            f"{100 * before:.0f} % to {100 * now:.0f} % of its first value: {names}."
+            f"The run is longer now, so settings that decay to 0 increase from "
+            f"{100 * before:.0f} % to {100 * now:.0f} % of their initial values: "
+            f"{names}."
         )
 
     def header(self, num_workers: int | None) -> list[str]:
-        """Say in lines what will be done, and where."""
+        """Return the lines that describe the run when it starts."""
         config = self.config
         workers = min(num_workers or num_cores(), config.num_envs)
-        where = f"in {workers} worker process{'es' if workers > 1 else ''} here"
-        if self.place.addresses:
-            where = f"on {', '.join(self.place.addresses)}"
+        where = f"in {workers} local worker process{'es' if workers > 1 else ''}"
+        if self.env_source.addresses:
+            where = f"on {', '.join(self.env_source.addresses)}"
         steps = f"{config.planned_steps:,}"
         if config.planned_steps < config.total_steps:
             steps += f": whole iterations of {config.steps_per_iteration:,}"
@@ -84,96 +89,100 @@ class Plan(NamedTuple):
         ]
 
 
-def cluster(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
-    """Return the learners that TF_CONFIG names, HOST:PORT, and which one this is."""
+def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
+    """Read TF_CONFIG; return all learners' addresses, HOST:PORT, and our index."""
     text = os.environ.get("TF_CONFIG")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-        told = json.loads(text or "")
-        ((job, addresses),) = told["cluster"].items()
-        task, index = told["task"]["type"], told["task"]["index"]
-        is_fine = all(re.fullmatch(r".+:\d+", address) for address in addresses)
-        if is_fine and job == task == "worker" and index in range(len(addresses)):
+        values = json.loads(text or "")
+        ((job, addresses),) = values["cluster"].items()
+        task, index = values["task"]["type"], values["task"]["index"]
+        is_valid = all(re.fullmatch(r".+:\d+", address) for address in addresses)
+        if is_valid and job == task == "worker" and index in range(len(addresses)):
             if seeds is None and (index == 0 or resume is None):
                 return addresses, index
             raise ConfigError(
-                "--distribute: leave out --seeds; --resume is for the learner of index "
-                "0, others are started as at first."
+                "--distribute: cannot be combined with --seeds; only the learner with "
+                "index 0 takes --resume, start the others without it."
             )
     raise ConfigError(
-        f"--distribute: expected a TF_CONFIG such as {_CLUSTER}, got {text!r}; set it "
-        "for each learner, with the same workers, and an index of its own from 0 on."
+        f"--distribute: expected a TF_CONFIG like {_CLUSTER}, got {text!r}; set it for "
+        "each learner, with the same workers and consecutive indices from 0."
     )
 
 
-def resumed_plan(
+def plan_resumed_run(
     path: Path,
     name: str | None,
     changes: list[str],
     connect: list[str] | None,
     import_modules: list[str] | None,
 ) -> Plan:
-    """Find out how a run goes on, and remember where."""
+    """Plan how to resume a run, and save a changed env source in its folder."""
     run_folder, earlier = RunFolder.open(path)
     env_name = env_name_of(earlier.env_name)
     if name is not None and env_name_of(load_config(name).env_name) != env_name:
         raise ConfigError(
-            f"--resume takes the config from the earlier run, whose env is "
-            f"{earlier.env_name}: leave out CONFIG; use --set to change a setting."
+            f"--resume uses the config of the earlier run, whose env is "
+            f"{earlier.env_name}; omit CONFIG, and use --set to change a setting."
         )
-    place = place_of(run_folder.env_source(), connect, import_modules)
+    source = resolve_env_source(run_folder.env_source(), connect, import_modules)
     config = apply_settings(earlier, changes)
-    run_folder.save_env_source(place)
-    return Plan(run_folder, config, "of the run", place, earlier)
+    run_folder.save_env_source(source)
+    return Plan(run_folder, config, "of the run", source, earlier)
 
 
-def new_plan(
+def plan_new_run(
     screen: Screen,
     name: str | None,
     changes: list[str],
     run_dir: Path | None,
-    place: EnvSource,
+    source: EnvSource,
 ) -> Plan:
-    """Find out what to run, look at its env, and then make a folder."""
+    """Plan a new run, and create its folder.
+
+    Starts an env to read its spaces. An env without a named config gets settings that
+    suit its spaces.
+    """
     if name is None:
         raise ConfigError(f"Expected {CONFIG_FORMS}.")
     base = load_config(name)
-    config = _located(apply_settings(base, changes))
-    screen.phase(f"looking at {env_name_of(config.env_name)}", is_passing=True)
+    config = _with_absolute_paths(apply_settings(base, changes))
+    screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker
 
     whole = config.replace(num_splits=1)
-    make_env = env_maker(whole, place.addresses, 1, place.import_modules)
+    make_env = env_maker(whole, source.addresses, 1, source.import_modules)
     with make_env(num_envs=1, seed=0) as env:
         spaces = env.observation_space, env.action_space
     origin = f"of {name}"
     if is_env(name):
-        known = [word for word in CONFIGS if CONFIGS[word] == base]
-        origin = f"of {known[0]}" if known else "suited to its spaces"
-        if not known:
+        names = [name for name in CONFIGS if CONFIGS[name] == base]
+        origin = f"of {names[0]}" if names else "suited to its spaces"
+        if not names:
             base = base.replace(**recommended_settings(*spaces))
-            config = _located(apply_settings(base, changes))
-    run_folder = RunFolder.create(run_dir or new_folder(name), config, place)
-    return Plan(run_folder, config, origin, place)
+            config = _with_absolute_paths(apply_settings(base, changes))
+    run_folder = RunFolder.create(run_dir or create_folder(name), config, source)
+    return Plan(run_folder, config, origin, source)
 
 
-def new_folder(name: str) -> Path:
-    """Make a folder named after config and time, which no other run takes, too."""
+def create_folder(name: str) -> Path:
+    """Create a new folder `runs/CONFIG-TIME` that no other run uses."""
     stem = re.sub(r"\.(toml|json|py)$", "", re.split("[/:]", name)[-1])
     first = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for end in ("", *(f"-{number}" for number in range(2, 100))):
         path = first.with_name(first.name + end)
         try:
             path.mkdir(parents=True)
-        except FileExistsError:  # of the same second
+        except FileExistsError:  # another run started in the same second
             continue
-        except OSError:  # `RunFolder.create` says why
+        except OSError:  # `RunFolder.create` reports the reason
             pass
         break
     return path
 
 
-def _located(config: Config) -> Config:
-    """Return a config whose files are found from any folder."""
+def _with_absolute_paths(config: Config) -> Config:
+    """Make file names in a config independent of the working directory."""
     return config.replace(
         env_name=with_absolute_path(config.env_name),
         import_modules=tuple(map(with_absolute_path, config.import_modules)),

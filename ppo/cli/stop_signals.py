@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a polite request, with a way out for the impatient."""
+"""Stop gracefully at the first SIGINT or SIGTERM, and at once at the second."""
 
 import signal
 import socket
@@ -9,14 +9,18 @@ from typing import Any, Self
 
 
 class StopSignals:
-    """While entered, notes the first SIGINT or SIGTERM instead of dying of it.
+    """Context manager that records the first SIGINT or SIGTERM.
 
-    A second signal raises `KeyboardInterrupt`, in the main thread as soon as that runs
-    Python, and in whoever calls `check`. While the main thread is inside TensorFlow,
-    Python handles no signal, so a thread of its own listens to them.
+    A second signal raises `KeyboardInterrupt` in the main thread, as soon as that runs
+    Python code, and in any thread that calls `check`. Python runs no signal handler
+    while the main thread is inside TensorFlow, so a listener thread also receives the
+    signals.
 
     Args:
-        on_first: called at once when the first signal comes, in that thread.
+        on_first: called in the listener thread when the first signal arrives.
+
+    Attributes:
+        received: the first signal, or None.
     """
 
     def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
@@ -28,9 +32,9 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        """Install the handlers; only the main thread may."""
+        """Install the handlers; must be called in the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._handle)
         self._writer.setblocking(False)
         self._previous_descriptor = signal.set_wakeup_fd(
             self._writer.fileno(), warn_on_full_buffer=False
@@ -39,7 +43,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the previous handlers back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_descriptor)
@@ -48,16 +52,16 @@ class StopSignals:
         self._reader.close()
 
     def has_fired(self) -> bool:
-        """Whether a signal has come."""
+        """Return whether a signal has arrived."""
         return self.received is not None
 
     def check(self) -> None:
-        """Raise `KeyboardInterrupt` if a second signal has come; from any thread."""
+        """Raise `KeyboardInterrupt` if a second signal has arrived; thread-safe."""
         if self._is_impatient:
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
-        """Take in the number of each signal, one byte, until the writer is closed."""
+        """Read one byte per signal, its number, until the writer is closed."""
         count = 0
         while number := self._reader.recv(1):
             count += number[0] in self._previous
@@ -66,8 +70,8 @@ class StopSignals:
             elif count > 1:
                 self._is_impatient = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # Two signals during one call of TensorFlow arrive here as one.
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Python merges two signals during one call of TensorFlow into one.
         if self.received is not None or self._is_impatient:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

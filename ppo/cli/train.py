@@ -1,4 +1,4 @@
-"""`ppo train`: a run from its config to its evaluation."""
+"""The command `ppo train`: train an agent, and evaluate it at the end."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ from ppo.cli.options import (
     IntraOpThreads,
     NumWorkers,
     Terminated,
-    place_of,
-    reported_errors,
+    report_errors,
+    resolve_env_source,
+    sigterm_raises,
     start_tensorflow,
-    terminable,
 )
 from ppo.cli.progress import Screen
-from ppo.cli.run_setup import Plan, cluster, new_plan, resumed_plan
+from ppo.cli.run_setup import Plan, plan_new_run, plan_resumed_run, read_tf_config
 from ppo.cli.seeds import train_seeds
 from ppo.cli.stop_signals import StopSignals
 from ppo.cli.visualize import film as film_run
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ppo.train import Progress
 
 
-_RESUMING_FAILS_TOO = (BadInputError, SpaceError, WrapperError)
+_PERMANENT_ERRORS = (BadInputError, SpaceError, WrapperError)
 
 _RAY: Final = Option(panel="On Ray")
 _WATCHING: Final = Option(panel="Watching")
@@ -102,63 +102,65 @@ def train(
         on: Train with several learners on a Ray cluster, the first on this host.
         learners: Number of learners on the Ray cluster.
     """
-    with reported_errors(log_format, restartable):
+    with report_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
             return on_ray.train_on_ray(given)
         is_study = seeds is not None or (resume is not None and _is_study(resume))
         if is_study and (page or film or metrics_port is not None):
             raise ConfigError(
-                "--page, --film, --metrics-port: expected a run of one seed; leave "
-                "these out, or --seeds."
+                "--page, --film, --metrics-port: cannot be combined with several "
+                "seeds; omit these options or --seeds."
             )
         if at_once is not None and not is_study:
             raise ConfigError(
-                "--at-once: expected --seeds as well; add it, or leave --at-once out."
+                "--at-once: expected --seeds as well; add it, or omit --at-once."
             )
     logger = None
     if log_format == "json":
         set_up_logs("info", log_format)
         logger = logging.getLogger("ppo")
     with (
-        reported_errors(log_format, restartable),
-        hints_at_resuming(3 if restartable else 130) as runs,
-        terminable(),
+        report_errors(log_format, restartable),
+        resume_hints(3 if restartable else 130) as runs,
+        sigterm_raises(),
         Screen(console(), logger) as screen,
-        Watchers(screen, page, metrics_port, metrics_host) as watchers,
+        Monitors(screen, page, metrics_port, metrics_host) as monitors,
     ):
-        addresses, index = cluster(seeds, resume) if distribute else (["here"], 0)
+        addresses, index = (
+            read_tf_config(seeds, resume) if distribute else (["here"], 0)
+        )
         can_restart = restartable and not index
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
         changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
         if resume is not None:
-            plan = resumed_plan(resume, config, changes, connect, import_)
+            plan = plan_resumed_run(resume, config, changes, connect, import_)
         else:
-            place = place_of(EnvSource(), connect, import_)
-            if index:  # only the first leaves a run
+            source = resolve_env_source(EnvSource(), connect, import_)
+            if index:  # only the first learner keeps its run folder
                 folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
-                run_dir = Path(watchers.enter_context(folder))
-            plan = new_plan(screen, config, changes, run_dir, place)
+                run_dir = Path(monitors.enter_context(folder))
+            plan = plan_new_run(screen, config, changes, run_dir, source)
         runs.append(run_folder := plan.run_folder)
         try:
             if seeds is not None or _is_study(run_folder.path):
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
-            plan.config.per_learner(len(addresses))  # raises before anything is started
+            plan.config.per_learner(len(addresses))  # raises if it cannot be divided
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
-            plan = _agreed_plan(screen, plan, threads, addresses, index)
-            is_finished = _train(screen, watchers, plan, num_workers)
+            plan = _join_learners(screen, plan, threads, addresses, index)
+            is_finished = _train(screen, monitors, plan, num_workers)
         finally:
             if not index and (plan.is_resumed or not run_folder.remove_if_unused()):
                 screen.print(f"Run folder: {run_folder.path}")
         if is_finished and not index:
-            _end(screen, plan, film)
+            _finish(screen, plan, film)
         return 3 if restartable and not is_finished else 0
 
 
 def _is_study(path: Path) -> bool:
-    """Whether a folder has runs of several seeds."""
+    """Return whether a folder contains runs of several seeds."""
     return any(path.glob("seed-*/config.json"))
 
 
@@ -169,27 +171,36 @@ def _folder_to_resume(
     seed: int | None,
     seeds: int | None,
 ) -> Path | None:
-    """Return the folder of a run to go on with, if there is one."""
+    """Check the options that select a run; return the folder to resume, or None."""
     if can_restart and (run_dir is None or (resume, seeds) != (None, None)):
-        raise ConfigError("--restartable: expected --run-dir, no --resume, no --seeds.")
+        raise ConfigError(
+            "--restartable: expected --run-dir, without --resume or --seeds."
+        )
     if can_restart and run_dir and RunFolder(run_dir).config_path.exists():
         return run_dir
     if resume is not None and (run_dir, seed, seeds) != (None,) * 3:
         raise ConfigError(
-            "--resume takes folder and seed from the earlier run: leave out "
-            "--run-dir, --seed and --seeds; use --set to change a setting."
+            "--resume uses the folder and seed of the earlier run; omit --run-dir, "
+            "--seed and --seeds, and use --set to change a setting."
         )
     return resume
 
 
-def _agreed_plan(
+def _join_learners(
     screen: Screen,
     plan: Plan,
     threads: tuple[int, int],
     addresses: list[str],
     index: int,
 ) -> Plan:
-    """Start TensorFlow, meet the other learners, and return what all are to do."""
+    """Start TensorFlow and connect to the other learners.
+
+    Returns:
+        The plan with the learners, and with the config of learner 0.
+
+    Raises:
+        ConfigError: learners of a new run have different settings.
+    """
     screen.phase("starting TensorFlow")
     start_tensorflow(*threads, plan.config)
     from ppo.learners import Learners
@@ -197,73 +208,77 @@ def _agreed_plan(
     learners = Learners(addresses, index)
     if learners.num == 1:
         return plan._replace(learners=learners)
-    screen.phase(f"learner {index} waits for {learners.num - 1} more")
+    screen.phase(f"learner {index}: waiting for {learners.num - 1} other learners")
     learners.connect()
-    own = (plan.is_resumed, dataclasses.asdict(plan.config))
-    (is_resumed, first), *others = learners.gather(own)
+    settings = (plan.is_resumed, dataclasses.asdict(plan.config))
+    (is_resumed, first), *others = learners.gather(settings)
     for number, (_, other) in enumerate(others, 1):
         names = [name for name in first if first[name] != other.get(name)]
         if names and not is_resumed:
             learners.wait_for_all()
             raise ConfigError(
-                f"Learner {number}: expected the settings of learner 0, got another "
-                f"{', '.join(names)}; start all with the same CONFIG and --set."
+                f"Learner {number}: expected the settings of learner 0, but these "
+                f"differ: {', '.join(names)}; start all learners with the same CONFIG "
+                "and --set."
             )
     return plan._replace(config=Config(**first), learners=learners)
 
 
 def _train(
-    screen: Screen, watchers: "Watchers", plan: Plan, num_workers: int | None
+    screen: Screen, monitors: "Monitors", plan: Plan, num_workers: int | None
 ) -> bool:
-    """Train and evaluate, or return False if a signal stops it."""
+    """Train and evaluate; return whether the training has finished.
+
+    Returns False if a signal stopped it.
+    """
     from ppo.environments import env_maker
     from ppo.evaluation.evaluate import evaluate_run
     from ppo.run_folder.checkpoint import read_counters
     from ppo.train import train as run_training
 
-    run_folder, config, place = plan.run_folder, plan.config, plan.place
+    run_folder, config, source = plan.run_folder, plan.config, plan.env_source
     learners, share = plan.learners, config.per_learner(plan.learners.num)
     if plan.is_resumed and run_folder.has_checkpoint():
-        _tell_of_earlier(screen, plan, read_counters(run_folder.checkpoints).steps)
-    where = (place.addresses, num_workers, place.import_modules)
+        _report_earlier_run(screen, plan, read_counters(run_folder.checkpoints).steps)
+    arguments = (source.addresses, num_workers, source.import_modules)
     first = learners.index * share.num_envs
-    make_env = env_maker(share, *where, first_env_index=first)
+    make_env = env_maker(share, *arguments, first_env_index=first)
 
-    def make_shown_env(
+    def make_monitored_env(
         *, num_envs: int, seed: int, is_training: bool = False
     ) -> "BatchEnv":
         if not is_training:
-            screen.phase("evaluating", is_passing=True)
+            screen.phase("evaluating", is_transient=True)
             return make_env(num_envs=num_envs, seed=seed)
         screen.phase(f"starting {num_envs} envs")
         env = make_env(num_envs=num_envs, seed=seed, is_training=True)
-        watchers.begin(env, plan)
+        monitors.begin(env, plan)
         screen.phase("compiling")
         return env
 
-    announcement = "Stopping after this iteration; Ctrl-C again stops now"
+    announcement = "Stopping after this iteration; press Ctrl-C again to stop at once"
     screen.total_steps = config.planned_steps
     with StopSignals(lambda: screen.print(announcement)) as stop:
         result = run_training(
             config,
             run_folder,
-            make_shown_env,
+            make_monitored_env,
             resume=plan.is_resumed,
-            on_progress=watchers.show,
+            on_progress=monitors.show,
             should_stop=stop.has_fired,
             on_step=stop.check,
             learners=learners,
         )
     if result.lost_steps:
-        screen.print(f"{result.lost_steps:,} steps were lost to envs that failed.")
+        screen.print(f"{result.lost_steps:,} steps were lost because envs failed.")
     if not learners.is_chief:
-        screen.print(f"Learner {learners.index} is done after {result.steps:,} steps.")
+        screen.print(f"Learner {learners.index} finished after {result.steps:,} steps.")
         return result.is_finished
     if not result.is_finished:
         screen.phase("")
         screen.print(
             f"Stopped by {stop.received.name if stop.received else 'request'} after "
-            f"{result.steps:,} steps. {_how_to_go_on(run_folder)}"
+            f"{result.steps:,} steps. {_resume_hint(run_folder)}"
         )
         return False
     screen.phase(f"evaluating {config.evaluation_episodes} episodes")
@@ -273,17 +288,18 @@ def _train(
     return True
 
 
-def _tell_of_earlier(screen: Screen, plan: Plan, steps: int) -> None:
+def _report_earlier_run(screen: Screen, plan: Plan, steps: int) -> None:
     if plan.config.is_finished_after(steps):
         screen.print(
-            f"The run is already at {steps:,} steps; --set total_steps=... to train on."
+            f"The run is already at {steps:,} steps; use --set total_steps=... to "
+            "continue the training."
         )
-    if leap := plan.leap(steps):
-        screen.print(leap)
+    if warning := plan.decay_warning(steps):
+        screen.print(warning)
 
 
-class Watchers(contextlib.ExitStack):
-    """A page and a port for metrics, as far as they are asked for."""
+class Monitors(contextlib.ExitStack):
+    """The optional monitors of a run: a web page and a Prometheus port."""
 
     def __init__(
         self, screen: Screen, has_page: bool, port: int | None, host: str
@@ -291,7 +307,7 @@ class Watchers(contextlib.ExitStack):
         super().__init__()
         self._screen, self._has_page, self._metrics = screen, has_page, None
         self._env: BatchEnv | None = None
-        self._evaluated: dict[str, float] = {}  # the last time
+        self._evaluated: dict[str, float] = {}  # metrics of the latest evaluation
         if has_page:
             try:
                 import envserve.monitoring.page.app  # noqa: F401
@@ -308,13 +324,13 @@ class Watchers(contextlib.ExitStack):
             screen.print(f"Metrics: {self._metrics.address}")
 
     def begin(self, env: "BatchEnv", plan: Plan) -> None:
-        """Let others look from now on; `env` is what the run trains on."""
+        """Start the monitors; `env` contains the envs of the training."""
         self._env = env
         if self._has_page:
             from envserve.monitoring.local_status_server import LocalStatusServer
             from envserve.monitoring.page.serve import page_process
 
-            servers = plan.place.addresses or [
+            servers = plan.env_source.addresses or [
                 self.enter_context(LocalStatusServer(env)).address
             ]
             run, insecure = plan.run_folder.path, plan.config.insecure
@@ -323,57 +339,61 @@ class Watchers(contextlib.ExitStack):
             self._screen.print(f"Page: {url}")
 
     def show(self, progress: "Progress") -> None:
-        """Take in how far the training is."""
+        """Update the monitors and the screen."""
         if self._metrics is not None and self._env is not None:
             new = progress.metrics.items()
             self._evaluated |= {k: v for k, v in new if k.startswith("evaluation_")}
             row = {**self._evaluated, **progress.metrics}
             self._metrics.update(progress.steps, row, self._env.stats())
-        self._screen.show(progress)  # last: who reads it may then ask for the others
+        self._screen.show(progress)  # last: its readers expect current metrics
 
 
-def _end(screen: Screen, plan: Plan, has_film: bool) -> None:
-    """Film an episode if that is asked for and can be; say what to do next."""
-    path, more_steps = plan.run_folder.word, 2 * plan.config.total_steps
+def _finish(screen: Screen, plan: Plan, has_film: bool) -> None:
+    """Record an episode if requested, and print commands for the next steps."""
+    path, more_steps = plan.run_folder.quoted_path, 2 * plan.config.total_steps
     if has_film:
         try:
-            film_run(screen, plan.run_folder, plan.config, plan.place, episodes=1)
+            film_run(screen, plan.run_folder, plan.config, plan.env_source, episodes=1)
         except (PpoError, EnvserveError) as error:
-            screen.print(f"No film: {error}")
+            screen.print(f"Could not record a video: {error}")
     screen.print("Next:")
-    screen.print(f"  ppo visualize {path}  # films of it")
-    screen.print(f"  tensorboard --logdir {path}  # its curves")
+    screen.print(f"  ppo visualize {path}  # record videos")
+    screen.print(f"  tensorboard --logdir {path}  # show learning curves")
     more = f"ppo train --resume {path} --set total_steps={more_steps}"
-    screen.print(f"  {more}  # more steps")
+    screen.print(f"  {more}  # train for more steps")
 
 
 @contextlib.contextmanager
-def hints_at_resuming(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
-    """Say how to go on when a run ends early; yields a list for its folder.
+def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
+    """Print how to resume when a run ends early.
 
-    What SIGTERM has cut short ends with a code of its own.
+    Args:
+        terminated_code: exit code after SIGTERM.
+
+    Yields:
+        A list to which the caller appends the run folder.
     """
     runs: list[RunFolder] = []
     try:
         yield runs
     except (PpoError, EnvserveError) as error:
-        can_go_on = not isinstance(error, _RESUMING_FAILS_TOO)
-        if can_go_on and runs and runs[0].has_checkpoint():
-            error.add_note(_how_to_go_on(runs[0]))
+        can_resume = not isinstance(error, _PERMANENT_ERRORS)
+        if can_resume and runs and runs[0].has_checkpoint():
+            error.add_note(_resume_hint(runs[0]))
         raise
     except KeyboardInterrupt as interrupt:
-        text = "Stopped before the first checkpoint; there is nothing to go on with."
+        text = "Stopped before the first checkpoint; the run cannot be resumed."
         if runs and runs[0].has_checkpoint():
             newest = max(runs[0].checkpoints.glob("[0-9]" * 8))
             text = f"Stopped at once; the newest checkpoint is {newest}. "
-            text += _how_to_go_on(runs[0])
+            text += _resume_hint(runs[0])
         elif runs and any(runs[0].path.glob("seed-*")):
-            text = f"Stopped at once. {_how_to_go_on(runs[0])}"
+            text = f"Stopped at once. {_resume_hint(runs[0])}"
         print(text, file=sys.stderr)
-        is_told = isinstance(interrupt, Terminated)
-        raise SystemExit(terminated_code if is_told else 130) from None
+        is_sigterm = isinstance(interrupt, Terminated)
+        raise SystemExit(terminated_code if is_sigterm else 130) from None
 
 
-def _how_to_go_on(run_folder: RunFolder) -> str:
-    resume = f"ppo train --resume {run_folder.word}"
-    return f"Go on with: {os.environ.get(on_ray.AGAIN, resume)}"
+def _resume_hint(run_folder: RunFolder) -> str:
+    resume = f"ppo train --resume {run_folder.quoted_path}"
+    return f"Resume with: {os.environ.get(on_ray.RESUME_COMMAND, resume)}"

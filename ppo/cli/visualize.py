@@ -1,4 +1,4 @@
-"""`ppo visualize`: videos of a policy."""
+"""The command `ppo visualize`: record videos of a policy."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from envserve.cli.options import Count
-from ppo.cli.options import Checkpoint, Connect, Import, Run, opened_run
+from ppo.cli.options import Checkpoint, Connect, Import, Run, open_run
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.run_folder.folder import EnvSource, RunFolder
@@ -34,37 +34,37 @@ def visualize(
         episodes: Number of episodes to film.
         seed: Seed of the env; by default, that of the run's evaluation.
     """
-    with opened_run(run, checkpoint, connect, import_) as opened:
-        run_folder, config, which, place, screen = opened
+    with open_run(run, checkpoint, connect, import_) as opened:
+        run_folder, config, which, source, screen = opened
         chosen: dict[str, Any] = {"outdir": outdir, "which": which, "seed": seed}
-        film(screen, run_folder, config, place, episodes=episodes, **chosen)
+        film(screen, run_folder, config, source, episodes=episodes, **chosen)
 
 
 def film(
     screen: Screen,
     run_folder: RunFolder,
     config: Config,
-    place: EnvSource,
+    source: EnvSource,
     *,
     episodes: int,
     outdir: Path | None = None,
     **chosen: Any,
 ) -> None:
-    """Film episodes with `visualize_run`; print the file and return of each."""
+    """Record episodes with `visualize_run`; print the file and return of each."""
     from envserve.worker.rendering import headless_variables
     from ppo.evaluation.videos import rendering_env_maker, visualize_run
 
     os.environ.update(headless_variables(os.environ))  # for the workers
 
     def report(path: Path, episode: "Episode") -> None:
-        earned = f"return {episode.total_reward:.1f}, {episode.length} steps"
-        screen.print(f"{path}: {earned}")
+        result = f"return {episode.total_reward:.1f}, {episode.length} steps"
+        screen.print(f"{path}: {result}")
 
-    screen.phase(f"filming {episodes} episodes", is_passing=True)
+    screen.phase(f"filming {episodes} episodes", is_transient=True)
     evaluation = visualize_run(
         config,
         run_folder,
-        rendering_env_maker(config, place.addresses, place.import_modules),
+        rendering_env_maker(config, source.addresses, source.import_modules),
         outdir or run_folder.path / "films",
         episodes=episodes,
         on_episode=report,

@@ -1,7 +1,7 @@
-"""Evaluation: exactly N complete episodes with the most likely actions.
+"""Evaluate a policy on exactly N complete episodes with its most likely actions.
 
-Every env plays a quota fixed beforehand. Counting whichever N episodes end first would
-favour short ones.
+Every env plays a fixed number of episodes. Using the first N episodes that end would
+favour short episodes.
 """
 
 import math
@@ -19,7 +19,7 @@ from ppo.errors import EnvDataError, EnvsLostError, RunWriteError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Episode, EpisodeTracker
 from ppo.run_folder import checkpoint
-from ppo.run_folder.checkpoint import Which
+from ppo.run_folder.checkpoint import CheckpointId
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 
@@ -27,29 +27,31 @@ _HORIZON = 100
 _MAX_BATCH_STEPS = 110_000  # an Atari episode may take 108,000
 _MAX_LOST_IN_A_ROW = 20
 TIME_LIMIT_REMEDY = (
-    "give the env a time limit when you train, such as --set "
+    "train with a time limit, for example --set "
     """'wrappers=[{name = "TimeLimit", max_episode_steps = 1000}]'."""
 )
-"""What to do where episodes do not end."""
+"""Advice in error messages about episodes that do not end."""
 
 
 class Evaluation(NamedTuple):
-    """Returns and lengths of the episodes, env by env."""
+    """Returns and lengths of the episodes of an evaluation, ordered by env."""
 
     returns: np.ndarray
     lengths: np.ndarray
     steps: int | None = None
-    """Env steps that the policy was trained for, if it is that of a checkpoint."""
+    """Env steps that the policy was trained for; None if unknown."""
 
     @classmethod
-    def of(cls, episodes: Iterable[Episode], steps: int | None = None) -> Self:
-        """Return what these episodes earned."""
+    def from_episodes(
+        cls, episodes: Iterable[Episode], steps: int | None = None
+    ) -> Self:
+        """Create an evaluation from the episodes that were played."""
         _, returns, lengths, _ = zip(*episodes, strict=True)
         return cls(np.array(returns), np.array(lengths), steps)
 
     @property
     def mean_return(self) -> float:
-        """Mean over episodes."""
+        """Mean return over episodes."""
         return float(np.mean(self.returns))
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ class Evaluation(NamedTuple):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a summary and all returns, as plain numbers."""
+        """Return summary statistics and all returns, as values for JSON."""
         return {
             "steps": self.steps,
             "episodes": len(self.returns),
@@ -76,29 +78,29 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(agent: Agent, env: BatchEnv, episodes: int) -> Evaluation:
-    """Play so many complete episodes by the mode of the policy.
+    """Evaluate the agent's most likely actions on a number of complete episodes.
 
-    The agent's statistics stay as they are. An episode that lost a step is played
-    again, up to 20 times in a row per env. With more envs than episodes, some idle.
+    The agent's normalisation statistics are not updated. An episode with a lost step is
+    played again, up to 20 times in a row per env.
 
     Raises:
-        EnvDataError: an episode did not end within 110,000 batch steps.
-        EnvsLostError: an env fails again and again.
+        EnvDataError: no episode ended within 110,000 batch steps.
+        EnvsLostError: 20 episodes of an env were lost in a row.
     """
     return _play(_simulation(agent, InGraphBatchEnv(env, agent.actions)), env, episodes)
 
 
-class CurveEvaluator:
-    """Evaluates an agent again and again while it learns: every time the same episodes.
+class PeriodicEvaluator:
+    """Evaluate an agent repeatedly during training, on the same episodes each time.
 
-    The envs are made anew for each evaluation and closed after it: servers that are
-    shared lend them only meanwhile, and all evaluations start from the same seeds.
+    New envs are created for each evaluation and closed after it. All evaluations
+    therefore start from the same seeds, and env servers are free in between.
 
     Args:
-        agent: acts by the mode of its policy.
-        config: names the number of episodes, and the seed.
-        make_env: makes the envs.
-        on_step: called after every batch step; what it raises ends the evaluation.
+        agent: agent to evaluate, with its most likely actions.
+        config: provides the number of episodes and the seed.
+        make_env: creates the envs.
+        on_step: called after every batch step; an exception ends the evaluation.
     """
 
     def __init__(
@@ -110,11 +112,11 @@ class CurveEvaluator:
     ) -> None:
         self._agent = agent
         self._episodes = config.curve_episodes
-        # No more envs than keep the last round of episodes full.
+        # Use the smallest number of envs that needs the same number of rounds.
         rounds = math.ceil(self._episodes / config.num_envs)
         self._num_envs = math.ceil(self._episodes / rounds)
-        # Not the seed of the evaluation at the end: the best of the curve is chosen by
-        # these episodes, and has to show what it can do on others.
+        # The final evaluation uses another seed, because these episodes select the best
+        # checkpoint, and its final score must not depend on them.
         self._seed = derived_seed(config.seed, 0, 3)
         self._make_env = make_env
         self._on_step = on_step
@@ -122,27 +124,28 @@ class CurveEvaluator:
         self._simulation: Simulation | None = None
 
     def evaluate(self) -> Evaluation:
-        """Play the episodes with the agent as it is.
+        """Evaluate the agent with its current parameters.
 
         Raises:
             EnvDataError: an episode did not end.
-            EnvsLostError: an env fails again and again.
-            envserve.errors.EnvserveError: the envs cannot be made, or failed for good.
+            EnvsLostError: too many episodes of an env were lost in a row.
+            envserve.errors.EnvserveError: the envs cannot be created, or failed
+                permanently.
         """
         try:
             env = self._make_env(num_envs=self._num_envs, seed=self._seed)
         except EnvsBusy as error:
             error.add_note(
-                f"Evaluations on the way (evaluate_every) take {self._num_envs} envs "
-                "besides those of the training: start the servers with more "
-                "--envs-per-worker, or --set evaluate_every=0."
+                f"Evaluations during training (evaluate_every) need {self._num_envs} "
+                "additional envs; start the servers with more --envs-per-worker, or "
+                "train with --set evaluate_every=0."
             )
             raise
         with env:
             return _play(self._simulation_with(env), env, self._episodes)
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
-        """Return the simulation, at its start with these envs; it is traced once."""
+        """Return the simulation, restarted with these envs, without retracing it."""
         if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
             self._graph_env = InGraphBatchEnv(env, self._agent.actions)
             self._simulation = _simulation(self._agent, self._graph_env, self._on_step)
@@ -158,23 +161,24 @@ def evaluate_run(
     make_env: MakeEnv,
     agent: Agent | None = None,
     *,
-    which: Which = None,
+    which: CheckpointId = None,
 ) -> Evaluation:
-    """Evaluate an agent on envs of its own, and save the result in the run folder.
+    """Evaluate an agent on new envs, and save the result in the run folder.
 
     Args:
-        config: names the number of episodes.
-        run_folder: has the checkpoints; `evaluation.json` goes there.
-        make_env: makes the envs, which are closed at the end.
-        agent: that of the newest checkpoint, of a training that has just ended, as is
-            noted then; by default it is loaded.
-        which: the checkpoint to load.
+        config: provides the number of episodes and the seed.
+        run_folder: contains the checkpoints; `evaluation.json` is written there.
+        make_env: creates the envs, which are closed at the end.
+        agent: the agent of a training that has just finished; `evaluation.json` then
+            records the steps of that training. By default, the agent is loaded from a
+            checkpoint.
+        which: the checkpoint to load; by default, the newest.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it does not fit the config.
-        RunWriteError: the result cannot be saved; a note of the error has it.
+        CheckpointError: the checkpoint does not exist, or does not fit the config.
+        RunWriteError: the result cannot be saved; a note on the error contains it.
     """
-    # Sooner than envs start: there may be no such checkpoint.
+    # Fail on a missing checkpoint before envs start.
     counters = checkpoint.read_counters(run_folder.checkpoints, which)
     episodes = config.evaluation_episodes
     seed = evaluation_seed(config.seed)
@@ -182,7 +186,7 @@ def evaluate_run(
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = Agent(env.observation_space, env.action_space, config)
-            # A run that goes on may have written a newer one since.
+            # A run in progress may have written a newer one in the meantime.
             counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
         evaluation = evaluate(agent, env, episodes)._replace(steps=counters.steps)
     try:
@@ -201,7 +205,7 @@ def _simulation(
         agent.mode,
         _HORIZON,
         on_step,
-        state_sizes=agent.state_sizes[:1],  # values are not asked for
+        state_sizes=agent.state_sizes[:1],  # acting does not need the value's state
     )
 
 
@@ -210,13 +214,14 @@ def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]
     tracker = EpisodeTracker(env.num_envs)
-    idle_steps = 0  # since an episode that counts has ended
+    idle_steps = 0  # since the last episode within the quotas ended
     while any(len(done) < quota for done, quota in zip(played, quotas, strict=True)):
         if idle_steps >= _MAX_BATCH_STEPS:
             missing = episodes - sum(map(len, played))
             raise EnvDataError(
-                f"{env!r}: expected {episodes} episodes, {missing} have not ended, "
-                f"none in the last {_MAX_BATCH_STEPS:,} steps; {TIME_LIMIT_REMEDY}"
+                f"{env!r}: expected {episodes} episodes, but {missing} have not ended, "
+                f"and none ended in the last {_MAX_BATCH_STEPS:,} steps; "
+                f"{TIME_LIMIT_REMEDY}"
             )
         idle_steps += _HORIZON
         for episode in tracker.add(simulation.run((0, 0))):
@@ -224,8 +229,8 @@ def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
                 played[episode.env_index].append(episode)
                 idle_steps = 0
         unfinished = np.array([len(done) for done in played]) < quotas
-        _check_losses(env, np.where(unfinished, tracker.consecutive_lost, 0))
-    return Evaluation.of(episode for done in played for episode in done)
+        _check_lost_episodes(env, np.where(unfinished, tracker.consecutive_lost, 0))
+    return Evaluation.from_episodes(episode for done in played for episode in done)
 
 
 def _have_same_splits(one: BatchEnv, other: BatchEnv) -> bool:
@@ -234,21 +239,21 @@ def _have_same_splits(one: BatchEnv, other: BatchEnv) -> bool:
     )
 
 
-def _check_losses(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
+def _check_lost_episodes(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
     worst = int(np.argmax(lost_in_a_row))
     if lost_in_a_row[worst] >= _MAX_LOST_IN_A_ROW:
         raise EnvsLostError(
             f"Env {worst} of {env!r}: expected complete episodes, but the last "
-            f"{lost_in_a_row[worst]} were lost in a row; see the log for why it fails."
+            f"{lost_in_a_row[worst]} were lost in a row; the log has the reasons."
         )
 
 
 def evaluation_seed(seed: int) -> int:
-    """Return a seed for envs that training never used."""
+    """Return the env seed of the final evaluation, which training does not use."""
     return derived_seed(seed, 0, 2)
 
 
 def derived_seed(seed: int, iteration: int, purpose: int) -> int:
-    """Return a seed of its own for envs that a run makes."""
+    """Return an env seed that is unique to this iteration and purpose."""
     sequence = np.random.SeedSequence(seed, spawn_key=(iteration, purpose))
     return int(sequence.generate_state(1)[0] >> 1)

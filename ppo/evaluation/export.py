@@ -1,7 +1,7 @@
-"""A policy as a SavedModel: raw observations in, the env's own actions out.
+"""Export a policy as a SavedModel that maps raw observations to env actions.
 
-Loading it takes TensorFlow and nothing of this project. Observations are structured as
-the observation space, with any number of rows, and the normaliser is inside.
+Loading the SavedModel needs only TensorFlow. Observations have the structure of the
+observation space, with any number of rows. Normalisation is part of the model.
 """
 
 import re
@@ -17,7 +17,7 @@ from ppo.environments import MakeEnv
 from ppo.errors import OutputError, UnsupportedSpaceError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.run_folder import checkpoint
-from ppo.run_folder.checkpoint import Counters, Which
+from ppo.run_folder.checkpoint import CheckpointId, Counters
 from ppo.run_folder.folder import RunFolder
 
 
@@ -27,18 +27,21 @@ def export_run(
     make_env: MakeEnv,
     folder: Path,
     *,
-    which: Which = None,
+    which: CheckpointId = None,
 ) -> Counters:
-    """Export the policy of a run's checkpoint; returns how far it had come.
+    """Export the policy of a checkpoint.
 
-    One env is made for its spaces, and closed at the end.
+    Creates one env to read its spaces, and closes it at the end.
+
+    Returns:
+        The counters of the checkpoint: iteration and env steps.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it does not fit the config.
-        OutputError: the folder is taken, or cannot be written.
+        CheckpointError: the checkpoint does not exist, or does not fit the config.
+        OutputError: the folder is not empty, or cannot be written.
     """
     _check_free(folder)
-    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # sooner than an env starts
+    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # fail before an env starts
     with make_env(num_envs=1, seed=config.seed) as env:
         agent = Agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
@@ -49,49 +52,53 @@ def export_run(
 def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
     """Write the agent's policy as a SavedModel.
 
-    What is loaded from it has two functions, whose observations are rows `[N, ...]`,
-    structured as the space, and whose actions are rows `[N, ...]` that the env takes:
+    The loaded model has two functions. Observations are rows `[N, ...]` with the
+    structure of the observation space; actions are rows `[N, ...]` that the env
+    accepts:
 
-    *   `mode(observation)`: the most likely actions.
-    *   `sample(observation, seed)`: drawn ones; the same seed (int32 pair) gives the
-        same actions.
+    *   `mode(observation)`: return the most likely actions.
+    *   `sample(observation, seed)`: sample actions; the same seed (int32 pair) results
+        in the same actions.
 
-    The signatures `serving_default` and `sample` are the same two with flat inputs,
-    `observation` or `observation_KEY`, and the output `action`.
+    The signatures `serving_default` and `sample` are the same functions with flat
+    inputs, `observation` or `observation_KEY`, and the output `action`.
 
-    A recurrent policy is told what it remembers, and tells it: a state per row, float32
-    `[N, units]`, which is zero where an episode begins. There are then
+    A recurrent policy also has a state per row, float32 `[N, units]`, which is zero at
+    the start of an episode:
 
-    *   `initial_state(num_rows)`: zeros for so many rows.
-    *   `mode(observation, state)` and `sample(observation, state, seed)`: actions, and
-        the state for the next observation. Both signatures call it `state`, too.
+    *   `initial_state(num_rows)`: return zero states.
+    *   `mode(observation, state)` and `sample(observation, state, seed)`: return the
+        actions and the state for the next observation. The signatures also have an
+        input and an output `state`.
 
-    The statistics of the agent's observations are included. The env has the same
-    task's spaces; the folder is new or empty.
+    Args:
+        agent: agent to export, with its normalisation statistics.
+        env: env with the spaces of the agent's task.
+        folder: new or empty folder.
 
     Raises:
-        OutputError: the folder is taken, or cannot be written.
+        OutputError: the folder is not empty, or cannot be written.
     """
     _check_free(folder)
-    model, signatures = _model(agent, env)
+    model, signatures = _build_model(agent, env)
     partial = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         tf.saved_model.save(model, str(partial), signatures=signatures)
         partial.rename(folder)
     except (OSError, tf.errors.OpError) as error:
-        raise OutputError(
-            f"{folder}: expected a folder that can be written; {error}."
-        ) from error
+        raise OutputError(f"{folder}: expected a writable folder; {error}.") from error
 
 
-def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any]]:
-    """Return what is saved, and its signatures."""
-    mode, sample = _functions(agent, env)
-    inputs = [_named_inputs(env.observation_spec)]
+def _build_model(
+    agent: Agent, env: InGraphBatchEnv
+) -> tuple[tf.Module, dict[str, Any]]:
+    """Return the module to save, and its signatures."""
+    mode, sample = _policy_functions(agent, env)
+    inputs = [_input_specs(env.observation_spec)]
     model = tf.Module()
     if agent.state_sizes:
-        size = agent.state_sizes[0]  # nobody asks for values, and for their memory
+        size = agent.state_sizes[0]  # the exported model does not compute values
         inputs.append(tf.TensorSpec([None, size], tf.float32, "state"))
         model.initial_state = tf.function(
             lambda num_rows: tf.zeros([num_rows, size]),
@@ -104,7 +111,7 @@ def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any
     }
     model.mode = tf.function(mode, input_signature=inputs)
     model.sample = tf.function(sample, input_signature=[*inputs, seed])
-    # Only what is found in an attribute is saved, also of what the functions read.
+    # TensorFlow saves only variables that are attributes of the module.
     model.used_variables = [
         variable
         for signature in signatures.values()
@@ -113,8 +120,8 @@ def _model(agent: Agent, env: InGraphBatchEnv) -> tuple[tf.Module, dict[str, Any
     return model, signatures
 
 
-def _functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
-    """Return `mode` and `sample`; those of a recurrent policy have a state."""
+def _policy_functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
+    """Return `mode` and `sample`, with states if the policy is recurrent."""
 
     def act(choose: Any, observation: Any, seed: Any, *state: tf.Tensor) -> Any:
         action, _, *state_after = choose(observation, seed, *state)
@@ -134,7 +141,7 @@ def _functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
 
 
 def _with_named_outputs(function: Any, specs: list[Any]) -> Any:
-    """Trace a function for a signature, which gives tensors by name."""
+    """Trace a function as a signature, which returns tensors by name."""
 
     def named(*inputs: Any) -> dict[str, tf.Tensor]:
         outputs = function(*inputs)
@@ -145,16 +152,16 @@ def _with_named_outputs(function: Any, specs: list[Any]) -> Any:
     return tf.function(named, input_signature=specs).get_concrete_function()
 
 
-def _named_inputs(specs: Any) -> Any:
-    """Give each leaf any number of rows, and a name of its own."""
+def _input_specs(specs: Any) -> Any:
+    """Return specs with a variable number of rows, and a unique name for each leaf."""
     taken: set[str] = set()
 
     def named(part: Any, path: str) -> Any:
         if isinstance(part, dict):
             if odd := [key for key in part if not isinstance(key, str)]:
                 raise UnsupportedSpaceError(
-                    f"Observation space: expected texts as keys, which is all that a "
-                    f"SavedModel takes, got {odd[0]!r}; rename it by a wrapper."
+                    f"Observation space: expected only strings as keys, because a "
+                    f"SavedModel requires them, got {odd[0]!r}; rename it in a wrapper."
                 )
             return {key: named(part[key], f"{path}_{key}") for key in part}
         if isinstance(part, tuple):
@@ -172,6 +179,6 @@ def _check_free(folder: Path) -> None:
     is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     if is_taken or not folder.name:
         raise OutputError(
-            f"{folder}: expected a new or empty folder, got one with files in it, a "
-            "file, or this one; choose another."
+            f"{folder}: expected a new or empty folder, got a folder with files, a "
+            "file, or the working directory; choose another."
         )

@@ -1,7 +1,7 @@
-"""Curves of runs over env steps.
+"""Plot the learning curves of runs: a metric over env steps.
 
-Runs that share a config but for the seed become one curve: their mean, and a band of
-one standard deviation around it, as far as all of them have come.
+Runs whose configs differ only in the seed are merged into one curve: their mean, and a
+band of one standard deviation, over the steps that all of them have reached.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from ppo.errors import BadInputError, OutputError, suggestion
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
-_MOST_KEYS = 3
+_MAX_KEYS = 3
 
 
 class Curve(NamedTuple):
-    """One metric over env steps, of one run or of several that differ in their seed."""
+    """One metric over env steps, of one run or of several runs with other seeds."""
 
     label: str
     num_runs: int
@@ -29,40 +29,39 @@ class Curve(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Runs that share a config but for the seed."""
+    """Runs whose configs differ only in the seed."""
 
     config: Config
     paths: list[Path]
 
 
 def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve]:
-    """Read the metrics of run folders, and join those that only differ in their seed.
+    """Read the metrics of run folders, and merge runs that differ only in the seed.
 
-    Where joined runs have their numbers at different steps, lines between these are
-    followed.
+    Merged runs may report at different steps; their values are interpolated linearly.
 
     Args:
-        runs: at least one run's folder.
-        metric: a name in `metrics.jsonl`.
+        runs: run folders, at least one.
+        metric: name of a metric in `metrics.jsonl`.
 
     Returns:
         A curve per config, in the order of the runs.
 
     Raises:
-        RunFolderError: a folder is not that of a run, or has no metrics.
-        BadInputError: there are no numbers of that name, or runs of one config have
-            no steps in common.
+        RunFolderError: a folder is not a run folder, or has no metrics.
+        BadInputError: a run has no such metric, or the runs of one config have no
+            steps in common.
     """
-    groups = _grouped(runs)
+    groups = _group_runs(runs)
     labels = _labels(groups)
     return [
-        _joined(group, label, metric)
+        _merge(group, label, metric)
         for group, label in zip(groups, labels, strict=True)
     ]
 
 
 def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
-    """Draw curves of a metric to an image file, whose suffix says of which kind.
+    """Draw curves of a metric to an image file; its suffix selects the format.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -72,7 +71,7 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise BadInputError(
-            f"Plots need matplotlib ({error}): pip install 'envserve[plot]'."
+            f"Plots need matplotlib ({error}); pip install 'envserve[plot]'."
         ) from error
     figure: Any = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -90,12 +89,11 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
         figure.savefig(out, dpi=150)
     except (OSError, ValueError) as error:
         raise OutputError(
-            f"{out}: expected an image file that can be written, such as curves.png; "
-            f"{error}."
+            f"{out}: expected a writable image file, for example curves.png; {error}."
         ) from error
 
 
-def _grouped(runs: Sequence[Path]) -> list[_Group]:
+def _group_runs(runs: Sequence[Path]) -> list[_Group]:
     groups: dict[str, _Group] = {}
     for path in runs:
         config = RunFolder.open(path)[1].replace(seed=0)
@@ -104,7 +102,7 @@ def _grouped(runs: Sequence[Path]) -> list[_Group]:
 
 
 def _labels(groups: Sequence[_Group]) -> list[str]:
-    """Name each group by the settings that tell it from the others."""
+    """Name each group after the settings in which the groups differ."""
     first = groups[0].config
     if len(groups) == 1:
         return [first.env_name]
@@ -113,7 +111,7 @@ def _labels(groups: Sequence[_Group]) -> list[str]:
         for key in vars(first)
         if any(vars(group.config)[key] != vars(first)[key] for group in groups)
     ]
-    if len(keys) > _MOST_KEYS:
+    if len(keys) > _MAX_KEYS:
         return [group.paths[0].resolve().name for group in groups]
     return [
         ", ".join(_setting(key, vars(group.config)[key]) for key in keys)
@@ -125,7 +123,7 @@ def _setting(key: str, value: Any) -> str:
     return value if key == "env_name" else f"{key}={value}"
 
 
-def _joined(group: _Group, label: str, metric: str) -> Curve:
+def _merge(group: _Group, label: str, metric: str) -> Curve:
     series = [_series(path, metric) for path in group.paths]
     first = max(steps[0] for steps, _ in series)
     last = min(steps[-1] for steps, _ in series)
@@ -134,28 +132,28 @@ def _joined(group: _Group, label: str, metric: str) -> Curve:
     if not steps.size:
         raise BadInputError(
             f"{', '.join(map(str, group.paths))}: expected runs of one config to have "
-            f"{metric} at common steps, but one ends at {last:,.0f} and another begins "
-            f"at {first:,.0f}; leave one of them out."
+            f"common steps with {metric}, but one run ends at step {last:,.0f} and "
+            f"another begins at step {first:,.0f}; omit one of them."
         )
     values = np.stack([np.interp(steps, *points) for points in series])
     return Curve(label, len(series), steps, values.mean(axis=0), values.std(axis=0))
 
 
 def _series(path: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read steps and values of one run, float64 `[N]` each."""
+    """Read the steps and values of a metric of one run, float64 `[N]` each."""
     rows = read_metrics(path / "metrics.jsonl")
     names = {name for row in rows for name in row}
     if metric not in names:
         raise BadInputError(
             f"{path}: expected a metric of the run, got {metric!r}."
-            f"{suggestion(metric, names)} There are {', '.join(sorted(names))}."
+            f"{suggestion(metric, names)} Metrics: {', '.join(sorted(names))}."
         )
     points = [
         (row["steps"], row[metric]) for row in rows if row.get(metric) is not None
     ]
     if not points:
         raise BadInputError(
-            f"{path}: expected numbers of {metric}, but it has none yet; train on."
+            f"{path}: expected values of {metric}, found none; continue the training."
         )
     steps, values = np.array(points, np.float64).T
     return steps, values

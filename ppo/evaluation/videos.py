@@ -1,8 +1,8 @@
-"""Films of an agent that acts by the mode of its policy: a video per episode.
+"""Record videos of an agent that takes its most likely actions, one per episode.
 
-A video shows one episode and nothing else: the first frame its reset, the last one the
-state that ended it. An env that does not render, or lacks what it draws with where it
-runs, is an error that says what to do.
+A video contains exactly one episode: the first frame shows the reset, the last frame
+the final state. If the env does not render, or a rendering library is missing on its
+host, the error contains the remedy.
 """
 
 import json
@@ -28,21 +28,21 @@ from ppo.evaluation.evaluate import TIME_LIMIT_REMEDY, Evaluation, evaluation_se
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Episode
 from ppo.run_folder import checkpoint
-from ppo.run_folder.checkpoint import Which
+from ppo.run_folder.checkpoint import CheckpointId
 from ppo.run_folder.folder import RunFolder
 
 _MAX_LOST_IN_A_ROW = 20
-_MAX_STEPS = 30_000  # a film of a quarter of an hour
+_MAX_STEPS = 30_000  # about 17 minutes at 30 frames per second
 _DEFAULT_FRAMES_PER_SECOND = 30.0
 _REMEDIES = (
     ("pygame", "pip install 'envserve[video]' where the envs run"),
     (
         "mujoco|opengl|egl|osmesa|glfw",
-        "where there is no screen MuJoCo draws by EGL or OSMesa: install libegl1 or "
+        "without a display, MuJoCo renders with EGL or OSMesa: install libegl1 or "
         "libosmesa6 where the envs run, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa "
-        "there, for a server when it is started",
+        "there (for env servers, before they start)",
     ),
-    ("", "the env has to support render_mode='rgb_array'"),
+    ("", "the env must support render_mode='rgb_array'"),
 )
 
 
@@ -51,13 +51,13 @@ def rendering_env_maker(
     addresses: Sequence[str] | None = None,
     import_modules: Sequence[str] | None = None,
 ) -> MakeEnv:
-    """Return a function that starts or reaches envs which can be filmed.
+    """Return a function that creates envs for recording.
 
-    They are those of `env_maker`, except that they render, and that an ended episode
-    stays at its end: else its last frame would be lost.
+    They are the envs of `env_maker`, but they render, and they are not reset
+    automatically, because that would discard the last frame of an episode.
     """
     env_kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
-    # Spares are other episodes, and reset in threads that may not draw.
+    # Spare envs reset in background threads, where rendering may not work.
     config = config.replace(env_kwargs=env_kwargs, spare_envs=False, num_splits=1)
     make_env = env_maker(config, addresses, 1, import_modules, autoreset="disabled")
 
@@ -70,7 +70,7 @@ def rendering_env_maker(
             if not error.remote_traceback or "render_mode" not in _last_line(error):
                 raise
             raise VideoError(
-                f"{config.env_name}: expected an env that takes "
+                f"{config.env_name}: expected an env that accepts "
                 f"render_mode='rgb_array'; {_last_line(error)}."
             ) from error
 
@@ -78,10 +78,10 @@ def rendering_env_maker(
 
 
 def render_frame(env: BatchEnv) -> np.ndarray:
-    """Return a frame of a batch's first env, uint8 `[height, width, 3]`.
+    """Render a frame of the first env of a batch, uint8 `[height, width, 3]`.
 
     Raises:
-        VideoError: it does not render, or cannot where it runs; says what to do.
+        VideoError: rendering failed; the message contains the remedy.
     """
     try:
         frame = env.render(0)
@@ -92,24 +92,24 @@ def render_frame(env: BatchEnv) -> np.ndarray:
             if re.search(pattern, error.remote_traceback, re.IGNORECASE)
         )
         raise VideoError(
-            f"{env.spec.env_name}: expected render() to give a frame; "
+            f"{env.spec.env_name}: expected render() to return a frame; "
             f"{_last_line(error)}; {next(remedies)}."
         ) from error
     is_array = isinstance(frame, np.ndarray)
     if not (is_array and frame.dtype == np.uint8 and frame.shape[2:] == (3,)):
         got = f"{frame.dtype}{list(frame.shape)}" if is_array else type(frame).__name__
         raise VideoError(
-            f"{env.spec.env_name}: expected render() to give a frame, uint8 [height, "
-            f"width, 3], got {got}; the env has to support render_mode='rgb_array'."
+            f"{env.spec.env_name}: expected render() to return a frame, uint8 [height, "
+            f"width, 3], got {got}; the env must support render_mode='rgb_array'."
         )
     return frame
 
 
 def frames_per_second(env: BatchEnv) -> float:
-    """Return how fast films of the env should play, by its metadata; else 30."""
+    """Return the frame rate in the env's metadata, or 30 if there is none."""
     try:
         metadata = env.get_attr("metadata")[0]
-    except CallError:  # it holds more than plain values
+    except CallError:  # the metadata cannot be serialised
         return _DEFAULT_FRAMES_PER_SECOND
     rate = metadata.get("render_fps") if isinstance(metadata, dict) else None
     if isinstance(rate, int | float) and 0.01 <= rate <= 1000.0:
@@ -129,41 +129,49 @@ def visualize_run(
     outdir: Path,
     *,
     episodes: int,
-    which: Which = None,
+    which: CheckpointId = None,
     seed: int | None = None,
     on_episode: Callable[[Path, Episode], None] = lambda path, episode: None,
 ) -> Evaluation:
-    """Film complete episodes of the agent of a checkpoint.
+    """Record complete episodes of the agent of a checkpoint.
 
-    Writes `step-STEPS-episode-K.mp4` for K from 1, and `step-STEPS.json` with returns,
-    lengths and videos, into a folder that is made if missing. An episode that lost a
-    step is played again. The env, see `rendering_env_maker`, is closed at the end. By
-    default it has the seed of the run's evaluation, whose first env then plays the same
-    episodes. TensorBoard shows the first one. `on_episode` is called with each video
-    that is complete.
+    An episode with a lost step is played again. The first video is also added to
+    TensorBoard.
+
+    Args:
+        config: settings of the run.
+        run_folder: folder with the checkpoints of the run.
+        make_env: creates the env, see `rendering_env_maker`; it is closed at the end.
+        outdir: folder for `step-STEPS-episode-K.mp4`, K from 1, and `step-STEPS.json`
+            with returns, lengths and videos; created if it does not exist.
+        episodes: number of episodes.
+        which: the checkpoint to load; by default, the newest.
+        seed: seed of the env; by default, that of the run's evaluation, whose first env
+            plays the same episodes.
+        on_episode: called with the path and the episode of each complete video.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it does not fit the config.
-        VideoError: the env does not render, or there is no ffmpeg.
+        CheckpointError: the checkpoint does not exist, or does not fit the config.
+        VideoError: the env does not render, or ffmpeg is not installed.
         OutputError: a file cannot be written.
         EnvDataError: an episode does not end.
-        EnvsLostError: the env fails again and again.
+        EnvsLostError: too many episodes were lost in a row.
     """
-    find_ffmpeg()  # sooner than an env starts
+    find_ffmpeg()  # fail before an env starts
     checkpoint.checkpoint_at(run_folder.checkpoints, which)
     seed = evaluation_seed(config.seed) if seed is None else seed
     played: dict[Path, Episode] = {}
     with make_env(num_envs=1, seed=seed) as env:
         agent = Agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
-        begin = _acting(agent, env)
+        start_episode = _make_actor(agent, env)
         rate = frames_per_second(env)
         _make_folder(outdir)
         for number in range(1, episodes + 1):
             path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
-            played[path] = _film(path, env, begin, rate)
+            played[path] = _record(path, env, start_episode, rate)
             on_episode(path, played[path])
-    evaluation = Evaluation.of(played.values(), counters.steps)
+    evaluation = Evaluation.from_episodes(played.values(), counters.steps)
     summary = {"env_name": config.env_name, "seed": seed, **evaluation.as_dict()}
     summary["lengths"] = evaluation.lengths.tolist()
     summary["videos"] = [path.name for path in played]
@@ -174,37 +182,39 @@ def visualize_run(
         raise OutputError(f"{path}: cannot be written; {error.strerror}.") from error
     with run_folder.writing():
         events = run_folder.path / "tensorboard"
-        _show_in_tensorboard(next(iter(played)), events, counters.steps)
+        _add_to_tensorboard(next(iter(played)), events, counters.steps)
     return evaluation
 
 
 def play_episode(
-    env: BatchEnv, act: Callable[[Any], np.ndarray], show: Callable[[np.ndarray], None]
+    env: BatchEnv,
+    act: Callable[[Any], np.ndarray],
+    on_frame: Callable[[np.ndarray], None],
 ) -> Episode | None:
-    """Play one episode in a batch of one env, and show every state that it was in.
+    """Play and render one episode in a batch of one env.
 
     Args:
-        env: does not reset itself, see `rendering_env_maker`.
+        env: env without autoreset, see `rendering_env_maker`.
         act: maps an observation `[1, ...]` to actions of the env.
-        show: called with a frame, uint8 `[height, width, 3]`, after the reset and after
-            each step.
+        on_frame: called with a frame, uint8 `[height, width, 3]`, after the reset and
+            after each step.
 
     Returns:
-        The episode; None if a step of it was lost.
+        The episode, or None if a step was lost.
 
     Raises:
         VideoError: the env does not render.
         EnvDataError: the episode does not end.
     """
     observation = env.reset()
-    show(render_frame(env))
+    on_frame(render_frame(env))
     total_reward = 0.0
     for length in range(1, _MAX_STEPS + 1):
         step = env.step(act(observation))
         if not step.valid[0]:
             return None
         total_reward += float(step.reward[0])
-        show(render_frame(env))
+        on_frame(render_frame(env))
         if step.terminated[0] or step.truncated[0]:
             return Episode(0, total_reward, length)
         observation = step.observation
@@ -214,15 +224,15 @@ def play_episode(
     )
 
 
-def _show_in_tensorboard(film: Path, folder: Path, steps: int) -> None:
-    """Add the first 20 seconds of a film as a GIF, which TensorBoard can play."""
+def _add_to_tensorboard(video: Path, folder: Path, steps: int) -> None:
+    """Add the first 20 seconds of a video as a GIF, which TensorBoard can play."""
     small = "-vf fps=10,scale=320:-2 -t 20 -f gif -"
-    command = [find_ffmpeg(), "-loglevel", "error", "-i", str(film), *small.split()]
-    made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
-    if made.returncode:
-        raise VideoError(f"{film}: expected a film that ffmpeg reads; {made.stderr!r}.")
-    width, height = struct.unpack("<HH", made.stdout[6:10])
-    image = [str(width).encode(), str(height).encode(), made.stdout]
+    command = [find_ffmpeg(), "-loglevel", "error", "-i", str(video), *small.split()]
+    gif = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    if gif.returncode:
+        raise VideoError(f"{video}: expected a readable video; ffmpeg: {gif.stderr!r}.")
+    width, height = struct.unpack("<HH", gif.stdout[6:10])
+    image = [str(width).encode(), str(height).encode(), gif.stdout]
     images = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="images")
     metadata = tf.compat.v1.SummaryMetadata(plugin_data=images)
     events = tf.summary.create_file_writer(str(folder))
@@ -231,30 +241,32 @@ def _show_in_tensorboard(film: Path, folder: Path, steps: int) -> None:
     events.close()
 
 
-def _film(
+def _record(
     path: Path,
     env: BatchEnv,
-    begin: Callable[[], Callable[[Any], np.ndarray]],
+    start_episode: Callable[[], Callable[[Any], np.ndarray]],
     rate: float,
 ) -> Episode:
-    """Write the video of the next episode that is complete."""
+    """Record the next complete episode."""
     for _ in range(_MAX_LOST_IN_A_ROW):
         with VideoWriter(path, rate) as video:
-            episode = play_episode(env, begin(), video.add)
+            episode = play_episode(env, start_episode(), video.add)
             if episode is not None:
                 return episode
             video.discard()
     raise EnvsLostError(
         f"{env!r}: expected a complete episode, but the last {_MAX_LOST_IN_A_ROW} were "
-        "lost in a row; see the log for why it fails."
+        "lost in a row; the log has the reasons."
     )
 
 
-def _acting(agent: Agent, env: BatchEnv) -> Callable[[], Callable[[Any], np.ndarray]]:
-    """Return a function to call when an episode begins.
+def _make_actor(
+    agent: Agent, env: BatchEnv
+) -> Callable[[], Callable[[Any], np.ndarray]]:
+    """Return a function that starts an episode.
 
-    It gives one from the episode's observations to the most likely actions, for the
-    env, which remembers what the agent does.
+    That function returns another, which maps the observations of the episode to the
+    most likely actions of the env, and keeps the recurrent state of the agent.
     """
     graph_env = InGraphBatchEnv(env, agent.actions)
 
@@ -263,7 +275,7 @@ def _acting(agent: Agent, env: BatchEnv) -> Callable[[], Callable[[Any], np.ndar
         action, _, *following = agent.mode(observation, tf.constant([0, 0]), *state)
         return graph_env.to_env_action(action), following
 
-    def begin() -> Callable[[Any], np.ndarray]:
+    def start_episode() -> Callable[[Any], np.ndarray]:
         state: Any = States.zero(1, agent.state_sizes[:1]).after
 
         def act_on_arrays(observation: Any) -> np.ndarray:
@@ -275,7 +287,7 @@ def _acting(agent: Agent, env: BatchEnv) -> Callable[[], Callable[[Any], np.ndar
 
         return act_on_arrays
 
-    return begin
+    return start_episode
 
 
 def _make_folder(outdir: Path) -> None:
@@ -283,5 +295,5 @@ def _make_folder(outdir: Path) -> None:
         outdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"{outdir}: expected a folder that can be created; {error.strerror}."
+            f"{outdir}: cannot create the folder; {error.strerror}."
         ) from error

@@ -1,6 +1,6 @@
-"""From a rollout to a better policy.
+"""The PPO update: improve an agent with a rollout.
 
-`samples` says how an agent looks at a rollout, `returns` has advantages and value
-targets, `losses` the objective, `schedules` what changes from one iteration to the
-next; `update` puts them together.
+`samples` arranges a rollout as samples, `returns` computes advantages and value
+targets, `losses` defines the objective, `schedules` adapts the coefficients between
+iterations, and `update` combines them.
 """

@@ -1,8 +1,8 @@
 """The PPO objective and its diagnostics, as functions of tensors.
 
-All inputs are float32 `[N]`. `weight` is 1 for a row that counts and 0 for one that
-does not; every mean divides by the number of rows that count. Rows of weight 0 must
-hold finite numbers, which then change nothing.
+All inputs are float32 `[N]`. `weight` is 1 for valid rows and 0 for rows to ignore;
+every mean is over the valid rows. The values of ignored rows must be finite, but do not
+affect the result.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _Mean = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def masked_mean(values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Return the mean over rows of weight 1; 0 if there is none."""
+    """Return the mean over rows of weight 1, or 0 if there are none."""
     return tf.reduce_sum(values * weight) / tf.maximum(tf.reduce_sum(weight), 1.0)
 
 
@@ -51,19 +51,20 @@ def policy_loss(
         log_ratio: log pi_new(a|o) - log pi_old(a|o).
         advantage: advantages, usually normalised.
         weight: 1 or 0 per row.
-        clip_range: epsilon; the ratio earns nothing outside [1 - eps, 1 + eps]. None
-            for the objective without clipping.
+        clip_range: epsilon; moving the ratio outside [1 - epsilon, 1 + epsilon] does
+            not improve the objective. None disables clipping.
 
     Returns:
-        A scalar to be minimised. With clipping, no row counts with more than 3 times
-        its advantage (dual clip, Ye et al. 2020).
+        A scalar to minimise. With clipping, a row contributes at most 3 times the
+        absolute value of its advantage (dual clip, Ye et al. 2020).
     """
-    ratio = tf.exp(tf.minimum(log_ratio, 20.0))  # e**20 is as good as infinity
+    ratio = tf.exp(tf.minimum(log_ratio, 20.0))  # prevents overflow
     if clip_range is None:
         return -masked_mean(ratio * advantage, weight)
     clipped = tf.clip_by_value(ratio, 1.0 - clip_range, 1.0 + clip_range)
     objective = tf.minimum(ratio * advantage, clipped * advantage)
-    # Of a bad action that has become likely, one row would be the whole minibatch.
+    # Without this bound, a bad action that has become likely would dominate the
+    # minibatch.
     objective = tf.maximum(objective, -_DUAL_CLIP * tf.abs(advantage))
     return -masked_mean(objective, weight)
 
@@ -71,11 +72,12 @@ def policy_loss(
 def kl_penalty_loss(
     kl: tf.Tensor, penalty: float, *, cutoff: float, cutoff_coefficient: float
 ) -> tf.Tensor:
-    """Return what a divergence costs: a share of it, and much more beyond a cutoff.
+    """Return the KL penalty: linear, plus a quadratic term above a cutoff.
 
-    That is `penalty * kl + cutoff_coefficient * max(kl - cutoff, 0)**2` (Hafner et al.
-    2017): the square keeps a policy from leaping before the penalty has adapted.
-    `kl` is the mean KL(old || new), a scalar; it and the cutoff are in nats.
+    The loss is `penalty * kl + cutoff_coefficient * max(kl - cutoff, 0)**2` (Hafner et
+    al. 2017). The quadratic term prevents large policy changes while the penalty
+    coefficient is still too small. `kl` is the mean KL(old || new), a scalar; `kl` and
+    `cutoff` are in nats.
     """
     excess = tf.maximum(kl - cutoff, 0.0)
     return penalty * kl + cutoff_coefficient * tf.square(excess)
@@ -91,9 +93,9 @@ def value_loss(
 ) -> tf.Tensor:
     """Return half the mean squared error.
 
-    With `clip_range`, a row counts with the greater of two errors: that of its value,
-    and that of its value moved to within `clip_range` of `old_value`. So it earns
-    nothing to move further than that in one iteration (as in OpenAI's baselines).
+    With `clip_range`, the error of a row is the larger of two: the error of `value`,
+    and the error of `value` clipped to within `clip_range` of `old_value`. A larger
+    change in one iteration therefore does not reduce the loss (as in OpenAI Baselines).
     """
     error = tf.square(value - target)
     if clip_range is not None:
@@ -103,14 +105,14 @@ def value_loss(
 
 
 def approximate_kl(log_ratio: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Estimate KL(old || new) in nats by `(r - 1) - log r` (Schulman 2020, k3)."""
+    """Estimate KL(old || new) in nats as `(r - 1) - log r` (Schulman 2020, k3)."""
     return masked_mean(tf.exp(log_ratio) - 1.0 - log_ratio, weight)
 
 
 def clip_fraction(
     log_ratio: tf.Tensor, weight: tf.Tensor, clip_range: float
 ) -> tf.Tensor:
-    """Return the share of rows whose ratio is outside the clip range."""
+    """Return the fraction of rows whose ratio is outside the clip range."""
     outside = tf.abs(tf.exp(log_ratio) - 1.0) > clip_range
     return masked_mean(tf.cast(outside, tf.float32), weight)
 
@@ -118,7 +120,10 @@ def clip_fraction(
 def explained_variance(
     value: tf.Tensor, target: tf.Tensor, weight: tf.Tensor, mean: _Mean = masked_mean
 ) -> tf.Tensor:
-    """Return 1 - Var(target - value) / Var(target): 1 is perfect, 0 is a constant."""
+    """Return 1 - Var(target - value) / Var(target).
+
+    1 is a perfect prediction; a constant prediction has 0.
+    """
     error = target - value
     error_variance = mean(tf.square(error - mean(error, weight)), weight)
     centred = target - mean(target, weight)

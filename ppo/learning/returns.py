@@ -1,22 +1,22 @@
 """Advantages and value targets over whole rollouts `[T, B]`.
 
-Three ends of an episode are kept apart: after `terminated` nothing is bootstrapped,
-after `truncated` the value of the final observation is, and a row that is not `valid`
-has weight 0 and lets nothing pass through it.
+The sum over time stops in three cases. A `terminated` step does not bootstrap. A
+`truncated` step bootstraps from the value of its final observation. A row that is not
+`valid` has advantage and target 0, and later advantages do not propagate through it.
 """
 
 import tensorflow as tf
 
 
 def next_values(value: tf.Tensor, final_value: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
-    """Return the value of the observation that each transition led to.
+    """Return the value of the observation that each step produced.
 
-    Envs restart within the step that ends an episode, so where an episode ended, the
-    following row belongs to the next one, and the final observation takes its place.
+    Envs are reset within the step that ends an episode. After such a step, the next row
+    belongs to a new episode, so the value of the final observation is used instead.
 
     Args:
-        value: float32 `[T + 1, B]`, values of the observations acted on, and of the
-            one after the last step.
+        value: float32 `[T + 1, B]`, values of the observations that actions were chosen
+            for, and of the observations after the last step.
         final_value: float32 `[T, B]`, values of the final observations.
         done: bool `[T, B]`, terminated or truncated.
     """
@@ -34,20 +34,19 @@ def advantages_and_targets(
     discount: float,
     gae_lambda: float,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, equation 16).
+    """Compute generalised advantage estimates (Schulman et al. 2016, equation 16).
 
     With `delta_t = r_t + discount * V(next_t) * (1 - terminated_t) - V(o_t)`,
 
         A_t = delta_t + discount * lambda * (1 - done_t) * A_{t+1},
 
-    and `A_t = 0` where row t is not valid. The observation that an invalid row was
-    acted on is still a real one: the row before it bootstraps from its value, and the
-    sum over lambda ends there.
+    and `A_t = 0` where row t is not valid. The observation of an invalid row is still
+    real: the preceding row bootstraps from its value, and the sum ends there.
 
     Args:
         reward: float32 `[T, B]`.
         value: float32 `[T, B]`, V(o_t).
-        next_value: float32 `[T, B]`, as `next_values` gives it.
+        next_value: float32 `[T, B]`, from `next_values`.
         terminated: bool `[T, B]`.
         truncated: bool `[T, B]`.
         valid: bool `[T, B]`.
@@ -70,8 +69,8 @@ def advantages_and_targets(
 def _reverse_linear_scan(addend: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     """Solve `y[t] = addend[t] + factor[t] * y[t + 1]`, `y[T] = 0`, along axis 0.
 
-    Recursive doubling: after k rounds, `addend` sums the next 2**k rows. A loop over
-    time costs more under XLA than these log2(T) rounds over the whole array.
+    Recursive doubling: after k rounds, `addend` sums the next 2**k rows. Under XLA,
+    these log2(T) rounds over the whole array are cheaper than a loop over time.
     """
     horizon = addend.shape[0]
     distance = 1

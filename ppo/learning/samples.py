@@ -1,9 +1,9 @@
-"""How an agent looks at a rollout: step by step or, with a memory, as sequences.
+"""Arrange a rollout as samples: single steps, or sequences if the agent is recurrent.
 
-A sequence is of one env. It starts from the states that acting had there, which the
-rollout has stored; within it, the agent's present parameters unroll. Rows `[T, B]` lie
-sequence by sequence, `[S * L]`: sequence k * B + b holds the steps k * L to (k + 1) * L
-of env b.
+A sequence contains consecutive steps of one env. The recurrent states at its start are
+those that the rollout stored; within the sequence, the current parameters compute the
+states. Rows `[T, B]` are reordered to `[S * L]`: sequence k * B + b contains steps
+k * L to (k + 1) * L - 1 of env b.
 """
 
 from typing import Any
@@ -17,127 +17,128 @@ from ppo.config.config import Config
 from ppo.rollout import Rollout
 
 
-class Steps:
-    """Looks at rollouts of a config's size step by step.
+class StepSampler:
+    """Arrange rollouts as single steps.
 
     Attributes:
-        count: S, how many pieces of a rollout are dealt out to minibatches: its steps.
+        num_samples: S, the number of steps in a rollout.
     """
 
     def __init__(self, agent: Agent, config: Config) -> None:
         self._agent = agent
         self._num_envs = config.num_envs
-        self.count = config.steps_per_iteration
+        self.num_samples = config.steps_per_iteration
 
-    def rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Put rows of a rollout, `[T * B, ...]`, into the order of samples."""
+    def reorder(self, rows: tf.Tensor) -> tf.Tensor:
+        """Reorder rows of a rollout, `[T * B, ...]`, as samples."""
         return rows
 
-    def is_seen(self, rollout: Rollout) -> tf.Tensor:
-        """Return where what was observed matters to learning, bool `[T, B]`."""
+    def uses_observation(self, rollout: Rollout) -> tf.Tensor:
+        """Return a mask of the observations that learning uses, bool `[T, B]`."""
         return rollout.valid
 
-    def memory(self, rollout: Rollout) -> dict[str, Any]:
-        """Return what samples hold besides rows."""
+    def recurrent_inputs(self, rollout: Rollout) -> dict[str, Any]:
+        """Return the additional inputs of recurrent networks; here, none."""
         return {}
 
-    def shuffle(self, samples: Any, count: int, seed: tf.Tensor) -> Any:
-        """Deal the steps, or whole sequences, out to so many minibatches.
+    def minibatches(self, samples: Any, count: int, seed: tf.Tensor) -> Any:
+        """Shuffle the samples and split them into minibatches.
 
         Args:
             samples: leaves `[T * B, ...]`, or `[S, ...]` with one row per sequence.
-            count: number of minibatches; divides S.
+            count: number of minibatches; must divide S.
             seed: int32 pair.
 
         Returns:
             Leaves `[count, T * B / count, ...]` or `[count, S / count, ...]`.
         """
         # Not stateless_shuffle: XLA cannot compile it.
-        order = tf.argsort(tf.random.stateless_uniform([self.count], seed))
+        order = tf.argsort(tf.random.stateless_uniform([self.num_samples], seed))
 
-        def dealt(rows: tf.Tensor) -> tf.Tensor:
+        def split(rows: tf.Tensor) -> tf.Tensor:
             inner = list(rows.shape[1:])
-            pieces = tf.reshape(rows, [self.count, -1, *inner])
-            pieces = tf.gather(pieces, order)
-            return tf.reshape(pieces, [count, rows.shape[0] // count, *inner])
+            rows_by_sample = tf.reshape(rows, [self.num_samples, -1, *inner])
+            shuffled = tf.gather(rows_by_sample, order)
+            return tf.reshape(shuffled, [count, rows.shape[0] // count, *inner])
 
-        return tf.nest.map_structure(dealt, samples)
+        return tf.nest.map_structure(split, samples)
 
     def distribution(self, samples: dict[str, Any]) -> Distribution:
-        """Return the action distribution, rows as those of the samples."""
+        """Return the action distribution of each row of the samples."""
         return self._agent.distribution(samples["features"])
 
     def distribution_and_value(
         self, samples: dict[str, Any]
     ) -> tuple[Distribution, tf.Tensor]:
-        """Return the action distribution and the values, rows as the samples'."""
+        """Return the action distribution and the value of each row of the samples."""
         return self._agent.distribution_and_value(samples["features"])
 
     def values(
         self, rollout: Rollout, features: Any, final_features: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Value all observations of a rollout.
+        """Compute the values of all observations of a rollout.
 
         Args:
-            rollout: for its states and ends.
-            features: rows `[(T + 1) * B, ...]`.
-            final_features: rows `[T * B, ...]`.
+            rollout: provides recurrent states and episode ends.
+            features: preprocessed observations, rows `[(T + 1) * B, ...]`.
+            final_features: preprocessed final observations, rows `[T * B, ...]`.
 
         Returns:
-            Values `[T + 1, B]`, and of the final observations `[T, B]`.
+            Values of the observations, `[T + 1, B]`, and of the final observations,
+            `[T, B]`.
         """
         shape = [-1, self._num_envs]
         value = tf.reshape(self._agent.value(features), shape)
         return value, tf.reshape(self._agent.value(final_features), shape)
 
 
-class Sequences(Steps):
-    """Cuts rollouts into sequences, and remembers through them.
+class SequenceSampler(StepSampler):
+    """Split rollouts into sequences, and unroll the recurrent networks over them.
 
     Attributes:
-        count: S, sequences of a rollout.
-        length: L, steps of a sequence.
+        num_samples: S, the number of sequences in a rollout.
+        length: L, the number of steps in a sequence.
     """
 
     def __init__(self, agent: Agent, config: Config) -> None:
         super().__init__(agent, config)
         self.length = config.sequence_length or config.horizon
-        self.count //= self.length
+        self.num_samples //= self.length
 
-    def rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Put rows of a rollout, `[T * B, ...]`, into the order of samples."""
+    def reorder(self, rows: tf.Tensor) -> tf.Tensor:
+        """Reorder rows of a rollout, `[T * B, ...]`, as samples."""
         inner = list(rows.shape[1:])
         shape = [-1, self.length, self._num_envs, *inner]
         rows = tf.reshape(rows, shape)  # [T * B, ...] -> [K, L, B, ...]
         return tf.reshape(_swap(rows, 1, 2), [-1, *inner])  # -> [S * L, ...]
 
-    def is_seen(self, rollout: Rollout) -> tf.Tensor:
-        """Return where what was observed matters to learning, bool `[T, B]`.
+    def uses_observation(self, rollout: Rollout) -> tf.Tensor:
+        """Return a mask of the observations that learning uses, bool `[T, B]`.
 
-        In valid rows, and where an episode goes on although its row is not to be
-        learned from: it is remembered.
+        Besides valid rows, these are invalid rows within an episode, because later
+        recurrent states depend on them.
         """
         return rollout.valid | ~(rollout.done | is_pending(rollout.status))
 
-    def memory(self, rollout: Rollout) -> dict[str, Any]:
-        """Return what samples hold besides rows.
+    def recurrent_inputs(self, rollout: Rollout) -> dict[str, Any]:
+        """Return the additional inputs of recurrent networks.
 
         Returns:
-            `state` before the sequences, of each memory, `[S, units]`; `ended` and
-            `pending`, bool `[S * L]`.
+            `state`: initial state of each recurrent network, `[S, units]`; `ended` and
+            `pending`: bool `[S * L]`.
         """
         pending = is_pending(rollout.status)
         return {
             "state": tuple(
-                tf.reshape(state, [self.count, state.shape[-1]])  # [K, B] -> [S]
+                tf.reshape(state, [self.num_samples, state.shape[-1]])  # [K, B] -> [S]
                 for state in rollout.state
             ),
-            "ended": self.rows(tf.reshape(rollout.done, [-1])),
-            "pending": self.rows(tf.reshape(pending, [-1])),
+            "ended": self.reorder(tf.reshape(rollout.done, [-1])),
+            "pending": self.reorder(tf.reshape(pending, [-1])),
         }
 
     def distribution(self, samples: dict[str, Any]) -> Distribution:
-        """Return the action distribution, rows as those of the samples."""
+        """Return the action distribution of each row of the samples."""
         (embedding,) = self._agent.embed(samples["features"], 1)
         remembered = self._rows_of_steps(self._unroll(0, embedding, samples)[0])
         return self._agent.distribution(samples["features"], remembered)
@@ -145,7 +146,7 @@ class Sequences(Steps):
     def distribution_and_value(
         self, samples: dict[str, Any]
     ) -> tuple[Distribution, tf.Tensor]:
-        """Return the action distribution and the values, rows as the samples'."""
+        """Return the action distribution and the value of each row of the samples."""
         features = samples["features"]
         for_policy, for_value = (
             self._rows_of_steps(self._unroll(index, embedding, samples)[0])
@@ -159,16 +160,16 @@ class Sequences(Steps):
     def values(
         self, rollout: Rollout, features: Any, final_features: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Value all observations of a rollout.
+        """Compute the values of all observations of a rollout.
 
-        A final observation is the last one of its episode: it is judged with the state
-        after the step before it, and the state is zero only then.
+        A final observation belongs to the episode that it ends. Its value is therefore
+        computed from the state after the preceding step; the reset comes afterwards.
         """
         agent, memory = self._agent, self._agent.cores[1]
-        num_rows = self.count * self.length
+        num_rows = self.num_samples * self.length
         _, embedding = agent.embed(features)
         outputs, last_state = self._unroll(
-            1, self.rows(embedding[:num_rows]), self.memory(rollout)
+            1, self.reorder(embedding[:num_rows]), self.recurrent_inputs(rollout)
         )
         outputs = self._steps_of_rollout(outputs)
         newest = memory.advance(embedding[num_rows:], last_state[-self._num_envs :])
@@ -182,7 +183,11 @@ class Sequences(Steps):
     def _unroll(
         self, index: int, embedding: tf.Tensor, samples: dict[str, Any]
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Let a memory run through M sequences: `[L, M, units]` and `[M, units]`."""
+        """Unroll a recurrent network over M sequences.
+
+        Returns:
+            Outputs `[L, M, units]`, and final states `[M, units]`.
+        """
         return self._agent.cores[index].unroll(
             self._steps_of_rows(embedding),
             samples["state"][index],

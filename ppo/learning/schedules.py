@@ -1,8 +1,8 @@
-"""The coefficients of an update, and how they change from one iteration to the next.
+"""Schedules for the coefficients of the update.
 
-Some fall linearly to 0 over the run. Others follow how far the policy moves: each is
-multiplied or divided by 1.5 when the divergence of an iteration, KL(old || new), is not
-in a band around its target.
+Some coefficients decay linearly to 0 over the run. Others adapt to the KL divergence of
+each iteration, KL(old || new): when it leaves a band around its target, the coefficient
+is multiplied or divided by 1.5.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from ppo.config.config import Config
 
 
 class Coefficients(NamedTuple):
-    """What holds for one iteration: Python floats, or float32 scalars in a graph."""
+    """Coefficients of one iteration: Python floats, or float32 scalars in a graph."""
 
     learning_rate: Any
     clip_range: Any
@@ -24,25 +24,27 @@ class Coefficients(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class AdaptiveCoefficient:
-    """A positive number that follows the divergence, in a checkpointed variable.
+    """A positive coefficient that adapts to the KL divergence of each iteration.
 
     Args:
-        initial: where it starts; moved into the bounds.
-        low_kl: below this divergence, in nats, it is divided by `step`.
-        high_kl: above this divergence it is multiplied by `step`.
-        step: above 1 for what holds the policy back, below 1 for what drives it.
-        bounds: least and greatest value. The least is above 0: from 0, no
-            multiplication leads back.
-        idle_kl: below this divergence it stays as it is.
+        initial: initial value; clipped to the bounds.
+        low_kl: KL divergence, in nats, below which the coefficient is divided by
+            `factor`.
+        high_kl: KL divergence above which it is multiplied by `factor`.
+        factor: above 1 if a larger coefficient slows the policy down (a penalty), below
+            1 if it speeds it up (a learning rate).
+        bounds: minimum and maximum. The minimum must be positive: multiplication cannot
+            leave 0.
+        idle_kl: KL divergence below which the coefficient does not change.
 
     Attributes:
-        variable: what a checkpoint must hold, float64.
+        variable: float64 variable with the value, to be stored in checkpoints.
     """
 
     initial: float
     low_kl: float
     high_kl: float
-    step: float
+    factor: float
     bounds: tuple[float, float]
     idle_kl: float = 0.0
 
@@ -57,11 +59,11 @@ class AdaptiveCoefficient:
         return float(self.variable)
 
     def update(self, kl: float) -> None:
-        """Take in the divergence of an iteration, in nats per valid row."""
+        """Adapt to the mean KL divergence of an iteration, in nats."""
         if kl > self.high_kl:
-            self.variable.assign(self._bounded(self.value * self.step))
+            self.variable.assign(self._bounded(self.value * self.factor))
         elif self.idle_kl <= kl < self.low_kl:
-            self.variable.assign(self._bounded(self.value / self.step))
+            self.variable.assign(self._bounded(self.value / self.factor))
 
     def _bounded(self, value: float) -> float:
         low, high = self.bounds
@@ -69,31 +71,32 @@ class AdaptiveCoefficient:
 
 
 class Schedules:
-    """Gives the coefficients of each iteration, as the config wants them.
+    """Compute the coefficients of each iteration according to the config.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name. They do not depend on
+        trackables: objects that a checkpoint must store, by name. They do not depend on
             the config, because a run may be resumed with other settings.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # The rule of batch-ppo. From its least value the penalty is back at 1 within
-        # 18 iterations.
+        # The rule of batch-ppo. The penalty can return from its minimum to 1 within 18
+        # iterations.
         self._kl_penalty = AdaptiveCoefficient(
             initial=config.initial_kl_penalty,
             low_kl=0.7 * config.kl_target,
             high_kl=1.3 * config.kl_target,
-            step=1.5,
+            factor=1.5,
             bounds=(1e-3, 1e6),
         )
-        # The rule of rl_games, but: where nothing moved there is nothing to adapt to,
-        # and what a rate leaps to while a task is solved would undo that.
+        # The rule of rl_games with two changes. The rate stays the same if the policy
+        # hardly moved, and never exceeds its initial value: once a task is solved, the
+        # KL divergence is small, and a rate that then grew would destroy the policy.
         self._kl_learning_rate = AdaptiveCoefficient(
             initial=config.learning_rate,
             low_kl=0.5 * config.kl_target,
             high_kl=2.0 * config.kl_target,
-            step=1.0 / 1.5,
+            factor=1.0 / 1.5,
             bounds=(min(1e-6, config.learning_rate), config.learning_rate),
             idle_kl=1e-4,
         )
@@ -106,7 +109,7 @@ class Schedules:
         """Return the coefficients of the next iteration.
 
         Args:
-            progress: share of the training that is over, in [0, 1].
+            progress: fraction of the training that is complete, in [0, 1].
         """
         config = self._config
         remaining = 1.0 - progress
@@ -125,7 +128,7 @@ class Schedules:
         )
 
     def update(self, kl: float) -> None:
-        """Adapt what is in use to the divergence of an iteration, in nats per row."""
+        """Adapt the active coefficients to the mean KL of an iteration, in nats."""
         if self._config.penalizes_kl:
             self._kl_penalty.update(kl)
         if self._config.learning_rate_schedule == "kl_adaptive":

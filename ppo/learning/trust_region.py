@@ -1,9 +1,9 @@
-"""What keeps one iteration's policy near the policy that collected its steps.
+"""Keep the updated policy close to the policy that collected the rollout.
 
-Clipped ratios alone do not: once most of them are outside the clip range, nothing pulls
-them back. So the divergence is measured after every epoch, and an epoch that moved the
-policy too far is undone; and gradients are clipped to what is usual for their network,
-so that one large gradient after a long calm is one step like the others.
+Ratio clipping alone is not enough: once most ratios are outside the clip range, nothing
+pulls them back. Therefore the update measures the KL divergence after every epoch and
+rolls back an epoch that moved the policy too far. Gradients are clipped per network, so
+that a single large gradient does not cause a large step after many small ones.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ import tensorflow as tf
 
 
 class EpochRollback:
-    """Restores variables to their values before an epoch.
+    """Restore variables to their values before an epoch.
 
     Adam's first moments are restored as well, because they would continue in the wrong
-    direction. Its second moments stay: they make the following steps smaller.
+    direction. Its second moments are kept, because they make the next steps smaller.
 
     Args:
-        variables: The variables to restore.
-        optimizer: Adam, built for these variables among others.
+        variables: variables to restore.
+        optimizer: Adam optimizer that was built with these variables, among others.
     """
 
     def __init__(self, variables: Sequence[Any], optimizer: keras.optimizers.Adam):
@@ -44,15 +44,20 @@ class EpochRollback:
 def clip_by_network(
     gradients: Sequence[tf.Tensor], networks: Sequence[Sequence[int]], max_norm: float
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Scale the gradients of each network, given by their indices, down to a norm.
+    """Clip the gradients of each network to a maximum norm.
+
+    Args:
+        gradients: gradients of all variables.
+        networks: indices of the gradients of each network.
+        max_norm: maximum global norm of the gradients of one network.
 
     Returns:
-        The gradients to be applied, and the norm of all of them before.
+        The clipped gradients, and the global norm of all gradients before clipping.
     """
     clipped, norms = list(gradients), []
     for indices in networks:
-        own, norm = tf.clip_by_global_norm([gradients[i] for i in indices], max_norm)
+        scaled, norm = tf.clip_by_global_norm([gradients[i] for i in indices], max_norm)
         norms.append(norm)
-        for index, gradient in zip(indices, own, strict=True):
+        for index, gradient in zip(indices, scaled, strict=True):
             clipped[index] = gradient
     return clipped, tf.linalg.norm(tf.stack(norms))

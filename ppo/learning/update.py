@@ -1,7 +1,7 @@
-"""The learning step: epochs of minibatches over one rollout, compiled as a whole.
+"""The PPO update: several epochs of minibatches over one rollout, compiled with XLA.
 
-Shapes are static throughout. Rows that are not valid have weight 0 everywhere and
-their content is replaced before any arithmetic, so it changes nothing.
+All shapes are static. Invalid rows have weight 0, and their contents are replaced with
+zeros before any arithmetic, so they do not affect the result.
 """
 
 import math
@@ -18,7 +18,7 @@ from ppo.errors import DivergedError
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
-from ppo.learning.samples import Sequences, Steps
+from ppo.learning.samples import SequenceSampler, StepSampler
 from ppo.learning.schedules import Coefficients, Schedules
 from ppo.learning.trust_region import EpochRollback, clip_by_network
 from ppo.rollout import Rollout
@@ -31,27 +31,28 @@ METRICS = (
     "clip_fraction",
     "gradient_norm",
 )
-"""Minibatch diagnostics, averaged over the valid rows of the last epoch; of an epoch
-that was undone, only `value_loss` and `gradient_norm`."""
+"""Minibatch diagnostics, averaged over the valid rows of the last epoch. After a
+rollback, `value_loss` and `gradient_norm` are those of the last epoch, and the others
+are those of the last epoch that was not rolled back."""
 
-_OF_POLICY = tuple(name not in {"value_loss", "gradient_norm"} for name in METRICS)
+_POLICY_METRICS = tuple(name not in {"value_loss", "gradient_norm"} for name in METRICS)
 
 
 class Updater:
-    """Improves an agent by PPO.
+    """Improve an agent with PPO.
 
     Args:
-        agent: whose networks are changed.
-        config: sizes, of a learner's share, and coefficients. Without `jit_compile` the
-            same graph runs as plain TensorFlow, with other random numbers for the
-            shuffling.
-        policy_loss: see `ppo.learning.objective`.
-        learners: who takes part, each with its part of every minibatch.
+        agent: agent to train.
+        config: settings; its sizes are this learner's share. Without `jit_compile`,
+            the same graph runs as plain TensorFlow, but shuffles with different random
+            numbers.
+        policy_loss: loss function of the policy; see `ppo.learning.objective`.
+        learners: group of learners; each computes its share of every minibatch.
 
     Attributes:
-        acting: with `overlap`, variables for the snapshot of the agent that rollouts
-            are collected with.
-        trackables: Objects that a checkpoint must store, by name.
+        acting: with `overlap`, variables for the snapshot of the agent that collects
+            rollouts.
+        trackables: objects that a checkpoint must store, by name.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Updater:
         self._learners = learners
         self._config = config
         self._policy_loss = policy_loss
-        self._view = (Sequences if agent.cores else Steps)(agent, config)
+        self._sampler = (SequenceSampler if agent.cores else StepSampler)(agent, config)
         self._variables = agent.trainable_variables
         self.optimizer = keras.optimizers.Adam(
             config.learning_rate, epsilon=config.adam_epsilon
@@ -73,9 +74,10 @@ class Updater:
         self.optimizer.build(self._variables)
         policy = agent.policy_variables
         self._rollback = EpochRollback(policy, self.optimizer)
-        # Where all variables are the policy's, the value cannot go on without it.
-        self._can_go_on = len(policy) < len(self._variables)
-        is_policy = [any(each is own for own in policy) for each in self._variables]
+        # If all variables belong to the policy, a rolled-back epoch ends the update.
+        # Otherwise, the value function continues to learn.
+        self._has_separate_value = len(policy) < len(self._variables)
+        is_policy = [any(v is other for other in policy) for v in self._variables]
         self._networks = [
             [index for index, flag in enumerate(is_policy) if flag is of_policy]
             for of_policy in (True, False)
@@ -103,24 +105,24 @@ class Updater:
         progress: float = 0.0,
         seed: tuple[int, int],
     ) -> dict[str, float]:
-        """Take up to `epochs` passes over a rollout.
+        """Train for up to `epochs` epochs on a rollout.
 
         Args:
-            rollout: what the agent collected with its present parameters.
-            reward_scale: what rewards are multiplied by.
-            progress: share of the training that is over, in [0, 1); moves the decays.
-            seed: decides the shuffling.
+            rollout: rollout that the agent collected with its current parameters.
+            reward_scale: factor that rewards are multiplied by.
+            progress: fraction of the training that is complete, in [0, 1).
+            seed: seed of the shuffling.
 
         Returns:
-            `METRICS`, and `ratio_deviation` (largest distance of a probability ratio
-            from 1 before the first gradient step: more than 1e-3 means a defect),
-            `explained_variance` of the values before the update, `epochs_run` of the
-            policy, `undone_epochs` (0 or 1), `kl`, the divergence KL(old || new) after
-            the update, and the `learning_rate` used. With a KL penalty the
-            `kl_penalty` used.
+            Metrics by name: `METRICS`; `ratio_deviation`, the largest distance of a
+            probability ratio from 1 before the first gradient step (more than 1e-3
+            indicates a bug); `explained_variance` of the values before the update;
+            `epochs_run`, the number of epochs that trained the policy; `undone_epochs`
+            (0 or 1); `kl`, KL(old || new) after the update; and the `learning_rate`.
+            With a KL penalty, also the `kl_penalty`.
 
         Raises:
-            DivergedError: a gradient was not finite, and now no parameter is.
+            DivergedError: a gradient was not finite; the parameters are now unusable.
         """
         config = self._config
         coefficients = self._schedules.at(progress)
@@ -135,24 +137,27 @@ class Updater:
         )
         metrics = {name: float(value) for name, value in values.items()}
         norm = metrics["gradient_norm"]
-        # Non-finite gradients poison all later steps, so the last epoch is enough.
+        # Non-finite gradients poison all later steps, so checking the last epoch is
+        # enough.
         if not math.isfinite(norm):
             raise DivergedError(
-                f"Update: expected gradients whose norm is finite, got {norm}; "
-                "training has diverged, try a lower learning_rate, or smaller rewards."
+                f"Update: expected a finite gradient norm, got {norm}; training has "
+                "diverged. Try a lower learning_rate, or smaller rewards."
             )
         metrics["learning_rate"] = coefficients.learning_rate
         if config.penalizes_kl:
             metrics["kl_penalty"] = coefficients.kl_penalty
-        # If the first epoch was undone, the policy has not moved, but it went too far.
+        # If the first epoch was rolled back, the KL is 0, but the schedules must react
+        # to a policy that moved too far.
         has_moved = metrics["epochs_run"] > 0
         self._schedules.update(metrics["kl"] if has_moved else math.inf)
         return metrics
 
-    def _piece(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a part of the update between two sums over learners.
+    def _jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a part of the update that needs no communication between learners.
 
-        XLA has no such sums on CPUs. A single learner compiles the update as a whole.
+        XLA cannot compile all-reduce operations on CPUs. With a single learner, the
+        whole update is compiled instead.
         """
         if self._learners.num == 1:
             return function
@@ -165,13 +170,13 @@ class Updater:
         coefficients: Coefficients,
         seed: tf.Tensor,
     ) -> dict[str, tf.Tensor]:
-        """Return the metrics by name."""
+        """Train on the rollout, and return metrics by name."""
         config = self._config
         self.optimizer.learning_rate.assign(coefficients.learning_rate)
-        samples, inputs, advantages, (value, deviation) = self._piece(self._begin)(
+        samples, inputs, advantages, (value, deviation) = self._jit(self._prepare)(
             rollout, reward_scale
         )
-        first_metrics = {  # of the agent that collected the rollout
+        first_metrics = {  # before the first gradient step
             "ratio_deviation": self._learners.max(deviation),
             "explained_variance": losses.explained_variance(
                 value, advantages["target"], samples["weight"], self._mean
@@ -179,37 +184,38 @@ class Updater:
         }
         metrics = tf.zeros([len(METRICS)])
         kl = tf.zeros([])
-        epoch = num_kept = tf.constant(0)
+        epoch = num_epochs = tf.constant(0)
         is_too_far = tf.constant(False)
-        while epoch < config.epochs and (self._can_go_on or not is_too_far):
+        while epoch < config.epochs and (self._has_separate_value or not is_too_far):
             if config.recompute_advantages:
-                _, advantages = self._piece(self._advantages)(rollout, *inputs)
+                _, advantages = self._jit(self._advantages)(rollout, *inputs)
             before = self._rollback.save()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
-            news = self._epoch(samples | advantages, coefficients, epoch_seed)
-            moved = self._divergence(samples)
+            epoch_metrics = self._epoch(samples | advantages, coefficients, epoch_seed)
+            epoch_kl = self._mean_kl(samples)
             if config.max_kl > 0:
-                is_too_far |= ~(moved <= config.max_kl)
+                is_too_far |= ~(epoch_kl <= config.max_kl)
                 self._rollback.restore(before, is_too_far)
-            is_old = is_too_far & (epoch > 0) & _OF_POLICY
-            metrics = tf.where(is_old, metrics, news)
-            kl = tf.where(is_too_far, kl, moved)
-            num_kept += tf.cast(~is_too_far, tf.int32)
+            keep_metrics = is_too_far & (epoch > 0) & _POLICY_METRICS
+            metrics = tf.where(keep_metrics, metrics, epoch_metrics)
+            kl = tf.where(is_too_far, kl, epoch_kl)
+            num_epochs += tf.cast(~is_too_far, tf.int32)
             epoch += 1
         return {
             **dict(zip(METRICS, tf.unstack(metrics), strict=True)),
             **first_metrics,
-            "epochs_run": num_kept,
+            "epochs_run": num_epochs,
             "undone_epochs": is_too_far,
             "kl": kl,
         }
 
-    def _begin(self, rollout: Rollout, reward_scale: tf.Tensor) -> tuple[Any, ...]:
+    def _prepare(self, rollout: Rollout, reward_scale: tf.Tensor) -> tuple[Any, ...]:
         """Prepare the rollout for learning.
 
         Returns:
-            The samples; inputs of `_advantages`, after the rollout; advantages and
-            targets; the values of the samples, and the largest `ratio_deviation`.
+            The samples; the arguments of `_advantages` that follow the rollout;
+            advantages and targets; and a pair of the samples' values and the largest
+            `ratio_deviation`.
         """
         features, final_features = [
             self._agent.preprocess(tf.nest.map_structure(_flat, observation))
@@ -222,25 +228,27 @@ class Updater:
             reward = tf.clip_by_value(reward * reward_scale, -limit, limit)
         inputs = features, final_features, reward
         value, advantages = self._advantages(rollout, *inputs)
-        distribution = self._view.distribution(samples)
+        distribution = self._sampler.distribution(samples)
         log_ratio = distribution.log_prob(samples["action"]) - samples["log_prob"]
         ratio = tf.exp(log_ratio * samples["weight"])
         deviation = tf.reduce_max(tf.abs(ratio - 1.0))
-        value = self._view.rows(_zero_unless(_flat(rollout.valid), _flat(value[:-1])))
+        value = self._sampler.reorder(
+            _zero_unless(_flat(rollout.valid), _flat(value[:-1]))
+        )
         return samples, inputs, advantages, (value, deviation)
 
     def _mean(self, values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-        """Return the mean over valid rows of all learners."""
+        """Return the mean over the valid rows of all learners."""
         mean = losses.masked_mean(values, weight)
         return self._learners.mean(mean, tf.reduce_sum(weight))
 
-    def _divergence(self, samples: dict[str, Any]) -> tf.Tensor:
-        """Return the mean KL(old || new) over valid rows of all learners, in nats."""
-        return self._mean(self._piece(self._kl)(samples), samples["weight"])
+    def _mean_kl(self, samples: dict[str, Any]) -> tf.Tensor:
+        """Return the mean KL(old || new) over the valid rows of all learners."""
+        return self._mean(self._jit(self._kl)(samples), samples["weight"])
 
     def _kl(self, samples: dict[str, Any]) -> tf.Tensor:
         old = self._agent.distribution_from(samples["old_policy"])
-        new = self._view.distribution(samples)
+        new = self._sampler.distribution(samples)
         return old.kl(new)
 
     def _epoch(
@@ -249,11 +257,11 @@ class Updater:
         """Take one gradient step per minibatch.
 
         Returns:
-            The means of `METRICS` over valid rows, in this order.
+            The means of `METRICS` over the valid rows, in that order.
         """
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size
-        minibatches = self._view.shuffle(samples, count, seed)
+        minibatches = self._sampler.minibatches(samples, count, seed)
         num_valid = self._learners.sum(tf.reduce_sum(minibatches["weight"], axis=1))
         total = tf.zeros([len(METRICS)])
         for index in tf.range(count):
@@ -270,16 +278,16 @@ class Updater:
             advantage = losses.normalized_advantages(advantage, weight, self._mean)
             minibatch = minibatch | {"advantage": advantage}
         if config.penalizes_kl and self._learners.num > 1:
-            minibatch = minibatch | {"kl": self._divergence(minibatch)}
+            minibatch = minibatch | {"kl": self._mean_kl(minibatch)}
         gradients, metrics = self._learners.mean(
-            self._piece(self._gradients)(minibatch, coefficients),
+            self._jit(self._gradients)(minibatch, coefficients),
             tf.reduce_sum(weight),
         )
-        metrics["gradient_norm"] = self._piece(self._apply)(gradients)
+        metrics["gradient_norm"] = self._jit(self._apply)(gradients)
         return tf.stack([metrics[name] for name in METRICS])
 
     def _apply(self, gradients: list[tf.Tensor]) -> tf.Tensor:
-        """Take the step, and return the norm of all gradients."""
+        """Apply the gradients, and return their global norm before clipping."""
         gradients, norm = clip_by_network(
             gradients, self._networks, self._config.max_gradient_norm
         )
@@ -289,10 +297,10 @@ class Updater:
     def _gradients(
         self, minibatch: dict[str, Any], coefficients: Coefficients
     ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """Return the gradients, and all `METRICS` except for their norm."""
+        """Return the gradients, and all `METRICS` except for `gradient_norm`."""
         config = self._config
         clip_range = coefficients.clip_range
-        # A constant 0 lets the compiler leave the entropy's gradient out.
+        # If the coefficient is the constant 0, XLA omits the entropy gradient.
         entropy_coefficient = (
             coefficients.entropy
             if config.decay_entropy_coefficient
@@ -300,7 +308,7 @@ class Updater:
         )
         weight = minibatch["weight"]
         with tf.GradientTape() as tape:
-            distribution, value = self._view.distribution_and_value(minibatch)
+            distribution, value = self._sampler.distribution_and_value(minibatch)
             log_prob = distribution.log_prob(minibatch["action"])
             log_ratio = (log_prob - minibatch["log_prob"]) * weight
             old = self._agent.distribution_from(minibatch["old_policy"])
@@ -314,7 +322,7 @@ class Updater:
             )
             if config.penalizes_kl:
                 kl = losses.masked_mean(old.kl(distribution), weight)
-                if "kl" in minibatch:  # what it costs depends on that of all learners
+                if "kl" in minibatch:  # the mean of all learners, this one's gradient
                     kl += tf.stop_gradient(minibatch["kl"] - kl)
                 policy_loss += losses.kl_penalty_loss(
                     kl,
@@ -345,31 +353,31 @@ class Updater:
         }
 
     def _samples(self, rollout: Rollout, features: Any) -> dict[str, Any]:
-        """Collect what does not change between epochs, rows `[T * B, ...]`."""
+        """Collect the inputs that all epochs share, rows `[T * B, ...]`."""
         valid = _flat(rollout.valid)
-        seen = _flat(self._view.is_seen(rollout))
+        is_used = _flat(self._sampler.uses_observation(rollout))
         count = self._config.steps_per_iteration
         samples = {
             "features": tf.nest.map_structure(
-                lambda rows: _zero_unless(seen, rows[:count]), features
+                lambda rows: _zero_unless(is_used, rows[:count]), features
             ),
             "action": _zero_unless(valid, _flat(rollout.action)),
             "log_prob": _zero_unless(valid, _flat(rollout.log_prob)),
             "weight": tf.cast(valid, tf.float32),
         }
-        samples = tf.nest.map_structure(self._view.rows, samples)
-        samples |= self._view.memory(rollout)
-        samples["old_policy"] = self._view.distribution(samples).parameters
+        samples = tf.nest.map_structure(self._sampler.reorder, samples)
+        samples |= self._sampler.recurrent_inputs(rollout)
+        samples["old_policy"] = self._sampler.distribution(samples).parameters
         if self._config.value_clip_range > 0:
-            _, samples["old_value"] = self._view.distribution_and_value(samples)
+            _, samples["old_value"] = self._sampler.distribution_and_value(samples)
         return samples
 
     def _advantages(
         self, rollout: Rollout, features: Any, final_features: Any, reward: tf.Tensor
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """Compute values `[T + 1, B]`, and advantages and targets, rows `[T * B]`."""
+        """Compute values `[T + 1, B]`, and advantages and targets, `[T * B]`."""
         config = self._config
-        value, final_value = self._view.values(rollout, features, final_features)
+        value, final_value = self._sampler.values(rollout, features, final_features)
         advantage, target = advantages_and_targets(
             reward=reward,
             value=value[:-1],
@@ -380,7 +388,7 @@ class Updater:
             discount=config.discount,
             gae_lambda=config.gae_lambda,
         )
-        rows = self._view.rows
+        rows = self._sampler.reorder
         return value, {
             "advantage": rows(_flat(advantage)),
             "target": rows(_flat(target)),

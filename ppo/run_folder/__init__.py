@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its config, checkpoints and metrics."""
+"""Read and write the files of a run: its config, checkpoints and metrics."""

@@ -1,8 +1,9 @@
-"""Checkpoints: everything that an interrupted run needs to go on bit for bit.
+"""Save and load checkpoints, from which an interrupted run continues bit for bit.
 
-Each is a folder named after its iteration. It is written under another name, flushed
-to disk and then renamed, so a folder with a proper name is always complete. One written
-after an evaluation says what that gave: the best of them is kept.
+A checkpoint is a folder named after its iteration. It is written under a temporary
+name, flushed to disk and then renamed, so a folder with its final name is always
+complete. A checkpoint of an evaluated agent also stores the mean return of the
+evaluation; the best one is never removed.
 """
 
 import json
@@ -20,15 +21,15 @@ from ppo.agent.normalize import ReturnScale
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
 
-Which = int | Literal["best"] | None
-"""A checkpoint: after so many env steps, of the best evaluation, or the newest."""
-
+CheckpointId = int | Literal["best"] | None
+"""Identifies a checkpoint: its number of env steps, "best" for the one with the best
+evaluation, or None for the newest."""
 
 _EVALUATION = "evaluation.json"
 
 
 class Counters(NamedTuple):
-    """How far a run has come. All randomness derives from these and the seed."""
+    """Progress of a run. All random numbers derive from the counters and the seed."""
 
     iteration: int = 0
     steps: int = 0
@@ -56,22 +57,22 @@ def save(
     """Write a checkpoint, then remove all but the newest `keep` and the best.
 
     Args:
-        folder: The checkpoints of a run; created if it is missing.
-        counters: How far the run has come.
-        state: All objects that the checkpoint stores.
-        keep: Number of newest checkpoints that are not removed.
-        evaluation_return: Mean return of the agent's evaluation, if there was one.
+        folder: folder for the checkpoints of a run; created if it does not exist.
+        counters: progress of the run.
+        state: all objects that the checkpoint stores, from `training_state`.
+        keep: number of newest checkpoints to keep.
+        evaluation_return: mean return of the agent's evaluation, if there was one.
 
     Returns:
         The folder of the new checkpoint.
 
     Raises:
-        OSError, tf.errors.OpError: It cannot be written, see `RunFolder.writing`;
-            earlier checkpoints are untouched.
+        OSError, tf.errors.OpError: the checkpoint cannot be written, see
+            `RunFolder.writing`; earlier checkpoints are not affected.
     """
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
-    for leftover in folder.glob("*.partial"):  # of a run that was killed
+    for leftover in folder.glob("*.partial"):  # from a run that was killed
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     state.write(str(partial / "state"))
@@ -86,8 +87,8 @@ def save(
         _remove(final)
     partial.rename(final)
     _flush_to_disk(folder)
-    best = _best(folder)
-    for old in _complete(folder)[:-keep]:
+    best = _find_best(folder)
+    for old in _complete_checkpoints(folder)[:-keep]:
         if best is None or old != best[0]:
             _remove(old)
     return final
@@ -97,10 +98,10 @@ def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
     """Load the newest checkpoint of a folder into the objects of a run.
 
     Raises:
-        CheckpointError: there is none, or it belongs to other networks.
+        CheckpointError: there is no checkpoint, or it belongs to other networks.
     """
     path = checkpoint_at(folder)
-    _read(path, state, is_complete=True)
+    _load_state(path, state, is_complete=True)
     return read_counters(folder)
 
 
@@ -110,82 +111,83 @@ def variables(state: tf.train.Checkpoint) -> list[tf.Variable]:
     return [part for part in parts if isinstance(part, tf.Variable)]
 
 
-def load_agent(folder: Path, agent: Agent, which: Which = None) -> Counters:
-    """Load only the agent from a checkpoint, to evaluate it or to make it act.
+def load_agent(folder: Path, agent: Agent, which: CheckpointId = None) -> Counters:
+    """Load only the agent from a checkpoint, which is enough for acting.
 
     Raises:
-        CheckpointError: there is none, or it belongs to other networks.
+        CheckpointError: the checkpoint does not exist, or belongs to other networks.
     """
     path = checkpoint_at(folder, which)
     checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
-    _read(path, checkpoint, is_complete=False)
-    return _counters(path)
+    _load_state(path, checkpoint, is_complete=False)
+    return _read_counters(path)
 
 
-def read_counters(folder: Path, which: Which = None) -> Counters:
-    """Return how far a checkpoint of a folder had come, by default the newest.
+def read_counters(folder: Path, which: CheckpointId = None) -> Counters:
+    """Return the counters stored in a checkpoint, by default the newest.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: the checkpoint does not exist, or is damaged.
     """
-    return _counters(checkpoint_at(folder, which))
+    return _read_counters(checkpoint_at(folder, which))
 
 
 def best_return(folder: Path) -> float:
-    """Return the mean return of the best evaluation that left a checkpoint, or -inf."""
-    best = _best(folder)
+    """Return the best mean return stored in a checkpoint, or -inf if there is none."""
+    best = _find_best(folder)
     return -math.inf if best is None else best[1]
 
 
-def checkpoint_at(folder: Path, which: Which = None) -> Path:
-    """Return a checkpoint of a folder; of equal evaluations the earliest is the best.
+def checkpoint_at(folder: Path, which: CheckpointId = None) -> Path:
+    """Return the path of a checkpoint, by default the newest.
+
+    If several evaluations are the best, the earliest counts.
 
     Raises:
-        CheckpointError: there is no such checkpoint; names those there are.
+        CheckpointError: the checkpoint does not exist; the message lists all.
     """
-    complete = _complete(folder)
+    complete = _complete_checkpoints(folder)
     if not complete:
         raise CheckpointError(
-            f"{folder}: expected a checkpoint, found none; the run ended before its "
-            "first one, start it anew."
+            f"{folder}: expected a checkpoint, found none; the run ended before it "
+            "wrote one. Start a new run."
         )
     if which is None:
         return complete[-1]
     if which == "best":
-        best = _best(folder)
+        best = _find_best(folder)
         if best is None:
             raise CheckpointError(
-                f"{folder}: expected the checkpoint of an evaluation, found none; "
-                "train with --set evaluate_every=STEPS, or take the newest."
+                f"{folder}: expected a checkpoint with an evaluation, found none; "
+                "train with --set evaluate_every=STEPS, or use the newest checkpoint."
             )
         return best[0]
-    found = {_counters(path).steps: path for path in complete}
+    found = {_read_counters(path).steps: path for path in complete}
     if which not in found:
         known = ", ".join(map(str, sorted(found)))
         raise CheckpointError(
-            f"{folder}: expected a checkpoint at {which} steps, found those at "
-            f"{known}; name one of these, or none for the newest."
+            f"{folder}: expected a checkpoint at {which} steps, found checkpoints at "
+            f"{known}; choose one of these, or omit the number to use the newest."
         )
     return found[which]
 
 
-def _counters(path: Path) -> Counters:
-    """Read how far a run had come when this checkpoint was written."""
+def _read_counters(path: Path) -> Counters:
     path = path / "counters.json"
     try:
         return Counters(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: expected the counters of a checkpoint; {error}. Remove this "
-            "checkpoint to go on from the one before."
+            f"{path}: cannot read the counters of the checkpoint; {error}. Remove this "
+            "checkpoint to continue from the preceding one."
         ) from error
 
 
-def _best(folder: Path) -> tuple[Path, float] | None:
-    """Find the best evaluation, the earliest of equals, and its mean return."""
+def _find_best(folder: Path) -> tuple[Path, float] | None:
+    """Return the checkpoint with the best evaluation, and its mean return."""
     evaluated = [
         (path, _evaluation_return(path / _EVALUATION))
-        for path in _complete(folder)
+        for path in _complete_checkpoints(folder)
         if (path / _EVALUATION).exists()
     ]
     return max(evaluated, key=operator.itemgetter(1), default=None)
@@ -196,18 +198,20 @@ def _evaluation_return(path: Path) -> float:
         return float(json.loads(path.read_text(encoding="utf-8"))["mean_return"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: expected the evaluation of a checkpoint; {error!r}. Remove this "
-            "file to forget that there was one."
+            f"{path}: cannot read the evaluation of the checkpoint; {error!r}. Remove "
+            "this file to ignore the evaluation."
         ) from error
 
 
-def _read(path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool) -> None:
+def _load_state(
+    path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool
+) -> None:
     try:
         status = checkpoint.read(str(path / "state"))
         status.assert_existing_objects_matched()
         if is_complete:
             status.assert_consumed()
-        status.expect_partial()  # or TensorFlow complains of what was not asked for
+        status.expect_partial()  # suppresses TensorFlow's warning about unread values
     except (AssertionError, ValueError, tf.errors.OpError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
@@ -216,15 +220,15 @@ def _read(path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool) -> 
         ) from error
 
 
-def _complete(folder: Path) -> list[Path]:
-    """List the complete checkpoints, oldest first."""
+def _complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the paths of the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.name.isdigit())
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, which at no time is half there under its proper name."""
+    """Remove a checkpoint; rename it first, so that it never looks complete."""
     doomed = path.with_name(f"{path.name}.old.partial")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -1,11 +1,11 @@
-"""The folder of one run: config, metrics, checkpoints, evaluation.
+"""Create, open and write the folder of a run.
 
-config.json        the settings, complete
-envs.json          where the envs are
+config.json        all settings
+envs.json          source of the envs: env servers and imported modules
 metrics.jsonl      one line per iteration or report
-tensorboard/       the same numbers for TensorBoard
+tensorboard/       the same metrics for TensorBoard
 checkpoints/       see `ppo.run_folder.checkpoint`
-evaluation.json    the evaluation at the end
+evaluation.json    result of the final evaluation
 """
 
 import contextlib
@@ -33,19 +33,19 @@ _FIRST_FILES = ("config.json", "envs.json", "config.json.partial", "envs.json.pa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvSource:
-    """Where the environments of a run come from; stored in the run folder."""
+    """Source of the envs of a run; stored in the run folder."""
 
     addresses: tuple[str, ...] = ()
-    """Env servers; if empty, environments run in worker processes of this host."""
+    """Addresses of env servers; if empty, envs run in worker processes on this host."""
     import_modules: tuple[str, ...] = ()
-    """Modules or files that local worker processes import."""
+    """Modules or Python files that local worker processes import."""
 
 
 _LOCAL = EnvSource()
 
 
 class RunFolder:
-    """Paths of a run, and the checks before anything is written there."""
+    """The folder of a run: its paths, and functions that read and write its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,41 +55,43 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @property
-    def word(self) -> str:
-        """The path, as a shell reads it as one word."""
+    def quoted_path(self) -> str:
+        """The path, quoted as one shell word."""
         return shlex.quote(str(self.path))
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Return whether the run can be resumed from a checkpoint."""
         return any(path.name.isdigit() for path in self.checkpoints.glob("*"))
 
     @classmethod
     def create(
         cls, path: Path, config: Config, env_source: EnvSource = _LOCAL
     ) -> "RunFolder":
-        """Create a new folder, and save the config and the source of the envs in it.
+        """Create a run folder, and save the config and the source of the envs in it.
 
-        A folder with nothing but these of a run that never began counts as new.
+        A folder that only contains these files counts as empty, because that run never
+        started.
 
         Raises:
-            RunFolderError: the path is taken, or the folder cannot be written.
+            RunFolderError: the folder is not empty, or cannot be written.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
             is_free = all(file.name in _FIRST_FILES for file in path.iterdir())
         except OSError as error:
             raise RunFolderError(
-                f"{path}: expected a folder that can be created; {_reason(error)}."
+                f"{path}: cannot create the folder; {_reason(error)}."
             ) from error
         run = cls(path)
         try:
             read_config(run.config_path)
-            is_foreign, hint = False, f"continue that run with --resume {run.word}, or "
+            is_foreign = False
+            hint = f"continue that run with --resume {run.quoted_path}, or "
         except ConfigError:
             is_foreign, hint = run.config_path.exists(), ""
         if is_foreign or not is_free:
             raise RunFolderError(
-                f"{path}: expected a new or empty folder, got one with files in it; "
+                f"{path}: expected a new or empty folder, got a folder with files; "
                 f"{hint}choose another --run-dir."
             )
         try:
@@ -106,23 +108,22 @@ class RunFolder:
         """Open the folder of an earlier run, and read its config.
 
         Raises:
-            RunFolderError: there is no such folder, or it is not that of a run.
-            ConfigError: its config cannot be read.
+            RunFolderError: the path is not a run folder.
+            ConfigError: the config cannot be read.
         """
         run = cls(path)
         if not path.is_dir():
-            raise RunFolderError(f"{path}: expected the folder of a run, found none.")
+            raise RunFolderError(f"{path}: expected a run folder, found none.")
         if not run.config_path.is_file():
             raise RunFolderError(
-                f"{path}: expected the folder of a run, found no config.json in it."
+                f"{path}: expected a run folder, found no config.json in it."
             )
         return run, read_config(run.config_path)
 
     def remove_if_unused(self) -> bool:
-        """Remove the folder of a run that has nothing to show; returns whether it did.
+        """Remove the folder if it contains no results, and return whether it is gone.
 
-        Such a folder has no row of metrics and no checkpoint in it, nor anything that
-        is not a run's.
+        Results are metrics, checkpoints, and any files that a run does not write.
         """
         if not self.path.is_dir():
             return True
@@ -134,7 +135,7 @@ class RunFolder:
         return True
 
     def env_source(self) -> EnvSource:
-        """Return the source of the run's envs; runs without `envs.json` ran locally.
+        """Read the source of the run's envs; without `envs.json`, envs are local.
 
         Raises:
             RunFolderError: `envs.json` cannot be read.
@@ -146,8 +147,8 @@ class RunFolder:
             return EnvSource()
         except (OSError, msgspec.DecodeError) as error:
             raise RunFolderError(
-                f"{self.env_source_path}: expected what the run was told by --connect "
-                f"and --import; {error!r:.200}. Remove this file, and say them again."
+                f"{self.env_source_path}: cannot read the run's --connect and --import "
+                f"options; {error!r:.200}. Remove this file, and repeat the options."
             ) from error
 
     def save_env_source(self, env_source: EnvSource) -> None:
@@ -156,7 +157,7 @@ class RunFolder:
             _write_atomically(self.env_source_path, _as_json(env_source))
 
     def save_config(self, config: Config) -> None:
-        """Replace the saved config, for a run that goes on with changed settings."""
+        """Replace the saved config, when a run is resumed with other settings."""
         with self.writing():
             _write_atomically(self.config_path, _as_json(config))
 
@@ -172,7 +173,7 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            tf = sys.modules.get("tensorflow")  # not worth loading for its exceptions
+            tf = sys.modules.get("tensorflow")  # do not load it for its exceptions
             if isinstance(error, OSError):
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 reason = _reason(error)
@@ -193,7 +194,7 @@ def _as_json(values: Config | EnvSource) -> str:
 
 
 def _reason(error: OSError) -> str:
-    """Say what went wrong, without the number and the path of an `OSError`."""
+    """Return the message of an `OSError` without its number and path."""
     return error.strerror or str(error)
 
 

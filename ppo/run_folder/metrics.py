@@ -1,8 +1,8 @@
-"""Numbers of a run over time: one JSON object per line, and TensorBoard events.
+"""Write the metrics of a run: one JSON object per line, and TensorBoard events.
 
-A report covers all iterations since the last one: counts and times are added up, what
-is a state is that of the last iteration, of what must not be large the largest counts,
-and all else is averaged over iterations.
+A report aggregates all iterations since the previous report: counts and durations are
+summed, settings and running statistics are those of the last iteration, divergences are
+maxima, and other metrics are means over iterations.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ import tensorflow as tf
 
 from ppo.config.config import Config
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics_file import cut_off_after
+from ppo.run_folder.metrics_file import truncate_after
 
 _SUM = {
     *("invalid_steps", "lost_episodes", "rollout_seconds", "undone_epochs"),
     "update_seconds",
 }
-_OF_ROLLOUTS = {
+_ROLLOUT_METRICS = {
     *("invalid_steps", "lost_episodes", "mean_length", "mean_return", "valid_fraction"),
 }
 _LAST = {"iteration", "kl_penalty", "learning_rate", "mean_length", "mean_return"}
@@ -31,13 +31,13 @@ _LARGEST = {"kl", "ratio_deviation"}
 
 
 class MetricsWriter:
-    """Appends rows of numbers to `metrics.jsonl` and to TensorBoard events.
+    """Append rows of metrics to `metrics.jsonl` and to TensorBoard events.
 
     Args:
-        folder: where `metrics.jsonl` is appended to; events go to `tensorboard` in it.
-        config: that of the run, which TensorBoard shows, too.
-        resumed_from: iteration and env steps of the checkpoint that a run goes on from:
-            what it reported after these is dropped, since it will do that again.
+        folder: run folder, which contains `metrics.jsonl` and `tensorboard`.
+        config: settings of the run, which are also written for TensorBoard.
+        resumed_from: iteration and env steps of the checkpoint that the run resumes
+            from; later rows are discarded, because the run will write them again.
 
     Raises:
         RunWriteError: the files cannot be written.
@@ -55,13 +55,13 @@ class MetricsWriter:
         iteration, steps = resumed_from or (0, 0)
         with self._writing():
             if resumed_from is not None:
-                cut_off_after(folder / "metrics.jsonl", iteration)
-                _announce_restart(events, steps + 1)
+                truncate_after(folder / "metrics.jsonl", iteration)
+                _truncate_events(events, steps + 1)
             self._events = tf.summary.create_file_writer(str(events))
             if not iteration:
                 with self._events.as_default(step=0):
                     _write_config(config)
-            # Unbuffered: what a full disk has refused must not come up again later.
+            # Unbuffered, so that closing the file does not retry a failed write.
             self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
 
     def __enter__(self) -> Self:
@@ -72,10 +72,10 @@ class MetricsWriter:
             self._events.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row at so many env steps; what is not finite is null in the JSON.
+        """Write the metrics after `step` env steps; non-finite values become null.
 
         Raises:
-            RunWriteError: it cannot be written, for instance as the disk is full.
+            RunWriteError: the row cannot be written, for example on a full disk.
         """
         row = {
             name: value if math.isfinite(value) else None
@@ -86,25 +86,25 @@ class MetricsWriter:
             while line:
                 line = line[self._lines.write(line) :]
             for name, value in values.items():
-                tf.summary.scalar(tag_of(name), value)
+                tf.summary.scalar(tensorboard_tag(name), value)
 
 
-def tag_of(name: str) -> str:
-    """Return a metric's name with its group, as TensorBoard has it."""
-    if "/" in name:  # of an info or a callback
+def tensorboard_tag(name: str) -> str:
+    """Return the tag of a metric in TensorBoard, GROUP/NAME."""
+    if "/" in name:  # from an env's info or a callback
         return name
     if name.startswith("evaluation_"):
         return name.replace("_", "/", 1)
     if name == "iteration" or name.endswith(("_seconds", "_per_second")):
         return f"time/{name}"
-    if name in _OF_ROLLOUTS:
+    if name in _ROLLOUT_METRICS:
         return f"rollout/{name}"
     is_scale = name.startswith("observation_") or name == "reward_scale"
     return f"{'normalization' if is_scale else 'losses'}/{name}"
 
 
 def _write_config(config: Config) -> None:
-    """Write a config as a text and as hyperparameters, by which runs are compared."""
+    """Write a config as text, and as hyperparameters for comparing runs."""
     from tensorboard.plugins.hparams import api as hparams
 
     values = dataclasses.asdict(config)
@@ -117,12 +117,12 @@ def _write_config(config: Config) -> None:
     hparams.hparams(plain)
 
 
-def _announce_restart(folder: Path, step: int) -> None:
-    """Tell TensorBoard to forget what it has of this step and later ones.
+def _truncate_events(folder: Path, step: int) -> None:
+    """Make TensorBoard discard the events at this step and later ones.
 
-    It reads event files in the order of their names, which begin with the time; behind
-    that comes a host name in those that TensorFlow writes. The first start of a session
-    that it meets is nothing special to it: only from the second on they are restarts.
+    TensorBoard reads event files in the order of their names, which begin with the
+    time. It ignores the first session start that it reads; each later one discards the
+    events from its step on. Therefore this file contains two.
     """
     folder.mkdir(exist_ok=True)
     path = folder / f"events.out.tfevents.{int(time.time()):010d}.0.restart"
@@ -136,12 +136,12 @@ def _announce_restart(folder: Path, step: int) -> None:
 
 
 def is_due(every: int, before: int, after: int) -> bool:
-    """Whether a multiple of `every` steps was reached on the way; never if it is 0."""
+    """Return whether `before` to `after` reaches a multiple of `every`; False for 0."""
     return every > 0 and before // every < after // every
 
 
 class ReportWindow:
-    """Joins the numbers of iterations to one row."""
+    """Aggregate the metrics of several iterations into one row."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -151,14 +151,14 @@ class ReportWindow:
         return bool(self._values)
 
     def add(self, steps: int, values: Mapping[str, float]) -> None:
-        """Take in an iteration that collected so many valid steps."""
+        """Add the metrics of an iteration that collected `steps` valid steps."""
         self._steps += steps
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float]:
-        """Return the row, with throughputs, and begin a new one."""
-        row = {name: _joined(name, values) for name, values in self._values.items()}
+        """Return the aggregated row, with throughputs, and start a new one."""
+        row = {name: _aggregate(name, values) for name, values in self._values.items()}
         rollout, update = row["rollout_seconds"], row["update_seconds"]
         row["steps_per_second"] = _per_second(self._steps, rollout + update)
         row["rollout_steps_per_second"] = _per_second(self._steps, rollout)
@@ -168,7 +168,7 @@ class ReportWindow:
         return row
 
 
-def _joined(name: str, values: list[float]) -> float:
+def _aggregate(name: str, values: list[float]) -> float:
     if name in _LAST or name.startswith("info/"):
         return values[-1]
     known = [value for value in values if not math.isnan(value)]

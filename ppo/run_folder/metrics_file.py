@@ -1,7 +1,7 @@
-"""Reads the `metrics.jsonl` of a run, however that run has ended.
+"""Read and truncate the `metrics.jsonl` of a run.
 
-A run that was killed may leave a line that is cut, which is not read, and iterations
-after its newest checkpoint. A run that is resumed first cuts both off.
+A run that was killed may leave an incomplete last line, which is ignored, and rows of
+iterations after its newest checkpoint. A resumed run first removes both.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Any
 from ppo.errors import RunFolderError
 
 
-def cut_off_after(path: Path, iteration: int) -> None:
-    """Shorten the file, if there is one, to the rows of an iteration and those before.
+def truncate_after(path: Path, iteration: int) -> None:
+    """Remove the rows after an iteration from the file, if it exists.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -32,7 +32,7 @@ def cut_off_after(path: Path, iteration: int) -> None:
 
 
 def last_iteration(path: Path) -> int:
-    """Return the last iteration that was reported; 0 if there is none, or no file.
+    """Return the last reported iteration, or 0 if there are no rows or no file.
 
     Raises:
         OSError: the file cannot be read.
@@ -42,10 +42,10 @@ def last_iteration(path: Path) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run; `steps` never falls from one to the next.
+    """Read the metrics of a run; `steps` never decreases from row to row.
 
     Returns:
-        At least one row: numbers by name, None where a number was not finite.
+        At least one row of metrics by name; non-finite values are None.
 
     Raises:
         RunFolderError: the file cannot be read, or has no complete row.
@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         rows = _complete_rows(path)
     except OSError as error:
         raise RunFolderError(
-            f"{path}: expected the metrics of a run; {error.strerror or error}."
+            f"{path}: cannot read the metrics; {error.strerror or error}."
         ) from error
     if not rows:
         raise RunFolderError(
@@ -70,7 +70,7 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete_row(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None for one that a killed run has cut."""
+    """Parse a line, or return None if it is incomplete."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -13,7 +13,7 @@ from benchmarks.scores.document import measured, table_rows, write_document
 from benchmarks.scores.many import _read, main
 from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import TASKS, Task
-from ppo.cli.seeds import interval
+from ppo.cli.seeds import bootstrap_interval
 from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS
 
 (CHEETAH,) = (task for task in TASKS if task.name == "cheetah-1M")
@@ -53,11 +53,11 @@ def test_each_task_trains_its_config_for_its_budget(task: Task) -> None:
 
 
 def test_the_interval_reflects_the_differences_between_seeds() -> None:
-    low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    low, high = bootstrap_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     # The mean of five draws from 1..5 has a standard deviation of sqrt(2 / 5).
     assert low == pytest.approx(3.0 - 1.96 * math.sqrt(0.4), abs=0.1)
     assert high == pytest.approx(3.0 + 1.96 * math.sqrt(0.4), abs=0.1)
-    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (low, high)
+    assert bootstrap_interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (low, high)
 
 
 def test_measures_use_the_final_return_each_seeds_best_or_the_best_mean() -> None:

@@ -1,7 +1,7 @@
-"""Tasks that take a policy seconds to learn: one per kind of space, and one to recall.
+"""Envs that a policy learns in seconds: one per kind of space, and one for recurrence.
 
-Where an episode has `LENGTH` steps, each of them earns at most 1. Importing this module
-registers them with Gymnasium, `ChoicesTask` as `learning-tests/Choices-v0`.
+Episodes have `LENGTH` steps unless stated otherwise; rewards are at most 1 per step.
+Importing this module registers them, `ChoicesTask` as `learning-tests/Choices-v0`.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ LENGTH = 8
 
 
 class _Task(gymnasium.Env[Any, Any]):
-    """Asks a new question at every step, whatever was answered."""
+    """Env with a random observation at every step, independent of the actions."""
 
     length = LENGTH
     action_space: Any
@@ -45,7 +45,7 @@ class _Task(gymnasium.Env[Any, Any]):
 
 
 class ChoicesTask(_Task):
-    """Earns the share of the observed choices that the action repeats."""
+    """Rewards the fraction of observed choices that the action repeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ChoicesTask(_Task):
 
 
 class BitsTask(_Task):
-    """Earns the share of the observed bits that the action turns round."""
+    """Rewards the fraction of observed bits that the action inverts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class BitsTask(_Task):
 
 
 class MaskedTask(_Task):
-    """Earns 1 for that of two allowed actions which is asked for; others are errors.
+    """Rewards the right one of two allowed actions with 1; other actions raise.
 
-    `observation` tells which actions are allowed, and whether the first or the second
-    one of them is asked for.
+    The observation contains the two allowed actions, and whether the first or the
+    second of them is right.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class MaskedTask(_Task):
         asked = int(self.np_random.integers(2))
         self._wanted = allowed[asked] + 1
         self._mask = np.isin(np.arange(6), allowed).astype(np.int8)
-        if self._count == self.length:  # as many do when nothing can be done any more
+        if self._count == self.length:  # a final observation may allow no action
             self._mask[:] = 0
         return {
             "observation": {"asked": asked, "where": allowed.astype(np.float32)},
@@ -110,15 +110,15 @@ class MaskedTask(_Task):
 
     def _judge(self, action: Any) -> float:
         if not self._mask[action - 1]:
-            raise RuntimeError(f"forbidden: {action} by {self._mask}")
+            raise RuntimeError(f"action {action} is not allowed by {self._mask}")
         return float(action == self._wanted)
 
 
 class MaskedChoicesTask(_Task):
-    """Earns the share of choices that are as observed; what is forbidden is an error.
+    """Rewards the fraction of choices that equal the observed ones; masked ones raise.
 
-    The mask has the flags of both choices in a row, or, if `split`, one after the other
-    in a tuple.
+    The mask is an array with the flags of both choices, or, if `split`, a tuple of one
+    array per choice.
     """
 
     def __init__(self, split: bool = False) -> None:
@@ -143,12 +143,12 @@ class MaskedChoicesTask(_Task):
     def _judge(self, action: Any) -> float:
         for mask, chosen in zip(self._masks, action, strict=True):
             if not mask[chosen]:
-                raise RuntimeError(f"forbidden: {action} by {self._masks}")
+                raise RuntimeError(f"action {action} is not allowed by {self._masks}")
         return float((action == self._asked).mean())
 
 
 class ImageTask(_Task):
-    """Earns 1 for going to the lit side of a noisy image: up, down, left or right."""
+    """Rewards the direction of a noisy image's bright side: up, down, left or right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,23 +161,22 @@ class ImageTask(_Task):
         across, along = self.np_random.integers([0, 4], [4, 10])
         lit = image[:, across : across + 3, along : along + 3]
         lit += 127
-        turned = {0: image, 1: image[:, ::-1], 2: image.swapaxes(1, 2)}
-        return turned.get(self._side, image.swapaxes(1, 2)[:, :, ::-1])
+        rotated = {0: image, 1: image[:, ::-1], 2: image.swapaxes(1, 2)}
+        return rotated.get(self._side, image.swapaxes(1, 2)[:, :, ::-1])
 
     def _judge(self, action: Any) -> float:
         return float(action == self._side)
 
 
 class RecallTask(_Task):
-    """Shows a cue, -1 or 1, then nothing, and asks for it in the last of its 5 steps.
+    """Rewards the answer in the last of 5 steps if it equals the cue in the first step.
 
-    Observes the cue, which is 0 from the second step on, and whether this is the last
-    step. All that came before is hidden then: whoever sees one observation alone can do
-    no better than to guess.
+    The observation contains the cue (-1 or 1 in the first step, 0 afterwards) and a
+    flag for the last step. A policy without recurrence can only guess.
 
-    Where actions are discrete, naming the cue (1 for 1, 0 for -1) earns 1, so guessing
-    earns 0.5. Else the answer earns 1 minus its squared distance from the cue, so the
-    best guess, 0, earns 0.
+    With discrete actions, the right answer (1 for cue 1, 0 for cue -1) earns 1, so
+    guessing earns 0.5. Otherwise, the answer earns 1 minus its squared distance from
+    the cue, so the best guess, 0, earns 0.
     """
 
     length = 5

@@ -1,7 +1,7 @@
-"""The benchmarks that need TensorFlow: each once, as small as can be; their sums.
+"""The benchmarks that need TensorFlow: one tiny run each, and their calculations.
 
-One runs as users run it. The others open their cases in this process, which has loaded
-TensorFlow already.
+One benchmark runs its cases in processes, as for users. The others run them in this
+process, which has already loaded TensorFlow.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ CARTPOLE = ("--env", "CartPole-v1", "--horizon", "4")
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opens cases here."""
+    """Run benchmark cases in this process."""
 
     def measure_cases(
         cases: Sequence[Case], repetitions: int, say: Any
@@ -54,7 +54,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_simulate_in_processes_of_its_own(bench: Bench) -> None:
+def test_simulate_runs_its_cases_in_processes(bench: Bench) -> None:
     only = ("--only", "simulate()", "--only", "BatchEnv")
     result = bench("simulate", *TINY, *CARTPOLE, *only)
     medians = {c: m["us_per_batch_step"] for c, m in result["medians"].items()}
@@ -65,7 +65,7 @@ def test_simulate_in_processes_of_its_own(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_simulate_beside_loops_in_python(bench: Bench) -> None:
+def test_simulate_compares_with_loops_in_python(bench: Bench) -> None:
     only = ("--only", "simulate()", "--only", "policy alone", "--only", "function")
     rows = bench("simulate", *TINY, *CARTPOLE, *only)["table"]["rows"]
     assert [row[0].split(",")[0] for row in rows] == [
@@ -75,7 +75,7 @@ def test_simulate_beside_loops_in_python(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_profile(bench: Bench) -> None:
+def test_profile_reports_the_time_of_each_part(bench: Bench) -> None:
     result = bench("profile", *TINY, *CARTPOLE, "--transport", "ipc")
     parts = [row[0] for row in result["table"]["rows"]]
     assert parts == [
@@ -86,7 +86,7 @@ def test_profile(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_overlap(bench: Bench) -> None:
+def test_overlap_compares_one_and_two_splits(bench: Bench) -> None:
     small = ("--env-milliseconds", "0.2", "--policy-milliseconds", "0.2")
     result = bench("overlap", *TINY, "--horizon", "4", *small)
     assert list(result["medians"])[-2:] == ["1 split", "2 splits"]
@@ -94,7 +94,7 @@ def test_overlap(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_train(bench: Bench) -> None:
+def test_train_reports_rollout_and_update_times(bench: Bench) -> None:
     small = ("--num-envs", "2", "--workers", "2", "--minibatch-size", "4")
     once = ("--repetitions", "1", "--iterations", "2", "--epochs", "1")
     result = bench("train", *CARTPOLE, *small, *once, "--only", "ppo")
@@ -104,7 +104,7 @@ def test_train(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_goal_is_where_training_ends(bench: Bench) -> None:
+def test_goal_ends_the_training_at_the_target_return(bench: Bench) -> None:
     small = ("--max-steps", "6144", "--workers", "2", "--repetitions", "1")
     easy = bench("goal", *small, "--target", "15", "--only", "ppo")["medians"]["ppo"]
     assert easy["mean_return"] >= 15
@@ -114,13 +114,13 @@ def test_goal_is_where_training_ends(bench: Bench) -> None:
     assert hard["table"]["rows"][0][-2] == "0 of 1"
 
 
-def test_an_unknown_goal_is_a_wrong_command_line() -> None:
+def test_an_unknown_goal_is_a_usage_error() -> None:
     with pytest.raises(SystemExit) as caught:
         main(["goal", "--task", "humanoid"])
     assert caught.value.code == 2
 
 
-def test_without_tensorflow_cases_are_skipped_with_a_word(
+def test_without_tensorflow_cases_are_skipped_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def start(**threads: int) -> None:
@@ -134,21 +134,21 @@ def test_without_tensorflow_cases_are_skipped_with_a_word(
 @pytest.mark.parametrize(
     ("cores", "policy", "num_envs", "env", "expected"),
     [
-        (2, 1.0, 16, 1.0, 9.0),  # all work by 2 cores: (16 + 2) / 2
-        (4, 1.0, 16, 1.0, 8.0),  # a worker's own 8 envs
-        (4, 5.0, 16, 1.0, 10.0),  # the policy of both splits, one after the other
-        # One env per worker: it steps for one split only, after that split's policy.
+        (2, 1.0, 16, 1.0, 9.0),  # 2 cores share all work: (16 + 2) / 2
+        (4, 1.0, 16, 1.0, 8.0),  # the 8 envs of one worker
+        (4, 5.0, 16, 1.0, 10.0),  # the policy of both splits, sequentially
+        # With one env per worker, each worker steps one split, after its policy.
         (8, 1.5, 2, 1.0, 3.0),
         (8, 1.5, 2, 4.0, 5.5),
     ],
 )
-def test_best_with_two_splits(
+def test_best_time_with_two_splits_is_the_largest_bound(
     cores: int, policy: float, num_envs: int, env: float, expected: float
 ) -> None:
     assert pieces(policy, num_envs, cores, env).best_with_two_splits() == expected
 
 
-def test_best_with_one_split_is_policy_and_then_envs() -> None:
+def test_best_time_with_one_split_is_the_sum_of_policy_and_envs() -> None:
     assert pieces(1.0, 16, 2).best_with_one_split() == 10.0
     assert pieces(1.0, 16, 1).best_with_one_split() == 18.0  # workers share a core
 
@@ -164,29 +164,29 @@ def pieces(policy: float, num_envs: int, cores: int, env: float = 1.0) -> Pieces
     )
 
 
-def test_the_slowest_worker_counts_and_cores_bound_all() -> None:
+def test_longest_worker_considers_the_slowest_worker_and_the_cores() -> None:
     spent = np.array([1.0, 2.0, 3.0, 4.0])
     assert longest_worker(spent, workers=2, cores=2) == 7.0
     assert longest_worker(spent, workers=4, cores=2) == 5.0
 
 
-def test_a_gate_lets_so_many_iterations_pass() -> None:
-    gate, made = Gate(), []
+def test_a_gate_lets_the_requested_number_of_iterations_pass() -> None:
+    gate, threads = Gate(), []
 
     def train() -> None:
         while not gate.is_closed:
-            made.append(threading.current_thread())
+            threads.append(threading.current_thread())
             gate.arrive()
 
     with gate.kept_by(train):
         gate.let_pass(1)
-        assert len(made) == 1
+        assert len(threads) == 1
         gate.let_pass(3)
-        assert len(made) == 4
-    assert threading.current_thread() not in made
+        assert len(threads) == 4
+    assert threading.current_thread() not in threads
 
 
-def test_a_gate_hands_on_what_the_training_raises() -> None:
+def test_a_gate_raises_the_exception_of_the_training() -> None:
     def train() -> None:
         raise ZeroDivisionError
 

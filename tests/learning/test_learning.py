@@ -1,4 +1,4 @@
-"""Some named configs learn what they should, and each kind of policy a task."""
+"""Named configs reach their returns, and policies for all kinds of spaces learn."""
 
 import json
 from pathlib import Path
@@ -25,10 +25,10 @@ CONFIG = Config(
     minibatch_size=128,
     epochs=5,
     learning_rate=3e-3,
-    discount=0.0,  # no answer changes what is asked next
+    discount=0.0,  # actions do not affect later observations
     evaluation_episodes=64,
-    on_fault="raise",  # what is forbidden is an error of the env
-    jit_compile=False,  # compiling takes longer than so few steps
+    on_fault="raise",  # envs raise if an action is not allowed
+    jit_compile=False,  # compiling would take longer than the training
 )
 IMAGES = {"total_steps": 12 * 512, "epochs": 4, "learning_rate": 2e-3}
 RECALL = CONFIG.replace(
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(500)
 
 
 def learned_return(folder: Path, config: Config, num_workers: int = 1) -> float:
-    """Train, then return the mean over episodes of most likely actions."""
+    """Train, then return the mean return of an evaluation."""
     run_folder = RunFolder.create(folder, config)
     make_env = env_maker(config, None, num_workers, [tasks.__name__])
     train(config, run_folder, make_env)
@@ -69,13 +69,13 @@ def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
     with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
         codes = [pairs.wait_for_exit(process, 450) for process in processes]
     assert codes == [0, 0], pairs.outputs(tmp_path)
-    told = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert told["mean_return"] >= 475
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert evaluation["mean_return"] >= 475
 
 
-# Random actions give -1,200. Of the seeds 0, 1 and 2, clipping reached -150, -173 and
-# -195, and the penalty -186 with each: with more envs than the config has, which is
-# faster.
+# Random actions have a return of -1,200. With seeds 0, 1 and 2, clipping reached -150,
+# -173 and -195, and the penalty -186 each. The test uses more envs than the config,
+# which is faster.
 @pytest.mark.parametrize("objective", ["clip", "penalty"])
 def test_pendulum_is_learned_in_100_000_steps(tmp_path: Path, objective: str) -> None:
     config = CONFIGS["pendulum"].replace(
@@ -94,15 +94,15 @@ def test_pendulum_is_learned_in_100_000_steps(tmp_path: Path, objective: str) ->
         ("Image", IMAGES),
     ],
 )
-def test_a_policy_learns_the_task_of_each_space(
+def test_policies_learn_with_each_kind_of_space(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     config = CONFIG.replace(env_name=f"learning-tests/{name}-v0", **changes)
-    # 0.998 and more with seeds 0 to 2.
+    # Seeds 0 to 2 reach at least 0.998.
     assert learned_return(tmp_path / "run", config) >= 0.95 * tasks.LENGTH
     rows = rows_of(tmp_path / "run")
     assert rows[0]["mean_return"] < 0.65 * tasks.LENGTH
-    # Acting and learning agree on what was allowed and seen.
+    # Acting and learning use the same observations and masks.
     assert max(row["ratio_deviation"] for row in rows) < 1e-4
 
 
@@ -110,13 +110,13 @@ def test_a_policy_learns_the_task_of_each_space(
     ("changes", "low", "high"),
     [
         ({}, 0.9, 1.0),
-        # Without memory all observations are the same at the end: 0.5 is the best.
+        # Without recurrence, the best possible return is 0.5.
         ({"recurrent_size": 0}, 0.0, 0.7),
-        # By a number: the best guess is worth 0.
+        # With continuous actions, the best guess has a return of 0.
         ({"total_steps": 9_600, "env_kwargs": {"is_discrete": False}}, 0.8, 1.0),
     ],
 )
-def test_a_cue_is_recalled_by_memory_alone(
+def test_only_a_recurrent_policy_recalls_a_cue(
     changes: dict[str, Any], low: float, high: float, tmp_path: Path
 ) -> None:
     config = RECALL.replace(**changes)

@@ -1,9 +1,9 @@
-"""Compiles a function in processes that share a folder of compiled code.
+"""Compile a function in several processes that share a compilation cache.
 
     python -m tests.ppo.compile_in_turns FOLDER
 
-Each is forked off this one, which has loaded TensorFlow but not used it. Prints how
-they ended, turn by turn: 0, or the name of what was raised.
+The processes are forked from this one, which has imported TensorFlow but not used it.
+Prints the exit codes as JSON: 0, 3 for a TensorFlow error, 4 for a wrong result.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from ppo.cli.compilation_cache import keep_compiled_code
+from ppo.cli.compilation_cache import enable_compilation_cache
 
 
 @tf.function(jit_compile=True, autograph=False)
@@ -25,7 +25,7 @@ def start(flags: str = "") -> int:
     process = os.fork()
     if process == 0:
         os.environ["TF_XLA_FLAGS"] = flags
-        keep_compiled_code(tf.__version__)
+        enable_compilation_cache(tf.__version__)
         try:
             is_right = doubled(tf.ones([3])).numpy().tolist() == [2.0] * 3
         except tf.errors.OpError:
@@ -41,14 +41,14 @@ def ended(*processes: int) -> list[int]:
 def main(root: Path) -> None:
     os.environ["XDG_CACHE_HOME"] = str(root)
     at_once = ended(start(), start())
-    (entry,) = root.glob("envserve/xla/*/*")  # nothing unfinished, one for both
+    (entry,) = root.glob("envserve/xla/*/*")  # one complete entry for both
     whole, written = entry.read_bytes(), entry.stat().st_ino
     again = ended(start()), entry.stat().st_ino == written
     damaged: list[object] = []
     for content in (whole[:-9], b""):
         entry.write_bytes(content)
-        careless = f"--tf_xla_persistent_cache_directory={entry.parent}"
-        damaged += [ended(start(careless)), ended(start())]
+        unchecked = f"--tf_xla_persistent_cache_directory={entry.parent}"
+        damaged += [ended(start(unchecked)), ended(start())]
         damaged.append(entry.stat().st_size > len(whole) - 9)
     print(json.dumps({"at_once": at_once, "again": again, "damaged": damaged}))
 

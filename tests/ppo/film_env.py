@@ -1,4 +1,4 @@
-"""An env whose frames tell episode and step, and which can fail as others do.
+"""An env whose frames encode episode and step, with faults that real envs have.
 
 Importing this module registers it with Gymnasium.
 """
@@ -19,9 +19,9 @@ WITHOUT_RENDER_MODE = "ppo-tests/WithoutRenderMode-v0"
 
 
 class FilmEnv(gymnasium.Env[Any, Any]):
-    """Observes noise; an episode has `length` steps, whose rewards are the actions.
+    """Env with random observations, `length` steps, and its actions as rewards.
 
-    Whoever finds the file `marker` at its third step removes it and exits.
+    If the file `marker` exists at the third step, the env removes it and exits.
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012
@@ -62,7 +62,7 @@ class FilmEnv(gymnasium.Env[Any, Any]):
         return self._observation(), float(action[0]), is_over, False, {}
 
     def render(self) -> Any:
-        """A frame of odd size, uint8 `[35, 49, 3]`."""
+        """Return a frame with an odd size, uint8 `[35, 49, 3]`."""
         if self._fault == "raise":
             raise RuntimeError("no canvas")
         if self._fault == "pygame":
@@ -81,14 +81,14 @@ class FilmEnv(gymnasium.Env[Any, Any]):
 
 
 class WithoutRenderMode(FilmEnv):
-    """Its constructor knows no render_mode."""
+    """Env whose constructor does not accept render_mode."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
 class FilmMasked(FilmEnv):
-    """Observes an image and a mask; rewards are the first choice, always 1."""
+    """Env with an image and an action mask; rewards are the first action, always 1."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)
@@ -105,13 +105,13 @@ class FilmMasked(FilmEnv):
 
 
 def read_frame(frame: np.ndarray) -> tuple[int, int]:
-    """Return episode and step of a frame, also of one that a video has blurred."""
+    """Return episode and step of a frame, even if it was compressed."""
     episode, step, _ = frame[:35, :49].reshape(-1, 3).mean(axis=0)
     return round(episode / 40), round(step / 20)
 
 
 def read_video(path: Path, height: int, width: int) -> np.ndarray:
-    """Decode all frames of a film, uint8 `[N, height, width, 3]`."""
+    """Decode all frames of a video, uint8 `[N, height, width, 3]`."""
     command = [find_ffmpeg(), "-loglevel", "error", "-i", str(path)]
     decoded = subprocess.run(
         [*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"],

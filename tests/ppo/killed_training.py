@@ -1,4 +1,4 @@
-"""Kill a training at random kill_switch, resume it each time, and print a report.
+"""Kill a training at random moments, resume it each time, and print a report.
 
     python -m tests.ppo.killed_training FOLDER SEED KILLS
 

@@ -20,7 +20,7 @@ from ppo.agent.normalize import ReturnScale
 from ppo.config import Config
 from ppo.errors import LearnerLostError
 from ppo.learners import SINGLE_LEARNER, Learners
-from ppo.learning.samples import Steps
+from ppo.learning.samples import StepSampler
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
@@ -80,7 +80,7 @@ def expected(config: Config) -> Any:
 
     horizon, half = config.horizon, config.num_envs // 2
 
-    def shuffle(_: Steps, samples: Any, count: int, seed: tf.Tensor) -> Any:
+    def minibatches(_: StepSampler, samples: Any, count: int, seed: tf.Tensor) -> Any:
         order = tf.argsort(tf.random.stateless_uniform([horizon * half], seed))
 
         def shuffled(rows: tf.Tensor) -> tf.Tensor:
@@ -98,7 +98,7 @@ def expected(config: Config) -> Any:
 
         return tf.nest.map_structure(shuffled, samples)
 
-    with mock.patch.object(Steps, "shuffle", shuffle):
+    with mock.patch.object(StepSampler, "minibatches", minibatches):
         return updated(config, SINGLE_LEARNER)
 
 

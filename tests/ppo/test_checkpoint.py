@@ -1,4 +1,4 @@
-"""Checkpoints: bit-equal continuation, atomicity, retention, clear errors."""
+"""Checkpoints: bit-equal resuming, atomic writes, retention, and errors."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ from ppo.errors import CheckpointError, RunWriteError
 from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
-from ppo.run_folder.checkpoint import Counters, Which, training_state
+from ppo.run_folder.checkpoint import CheckpointId, Counters, training_state
 from ppo.run_folder.folder import RunFolder
 from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, rollout_of
@@ -64,11 +64,11 @@ class Learner:
 
 
 def saved_batch(path: Path) -> Rollout:
-    """Write a rollout of random numbers, or read the one that is there."""
+    """Return the rollout saved at a path; create a random one if there is none."""
     if not path.exists():
         generator = np.random.default_rng(5)
         done = generator.random((8, 2)) < 0.2
-        # A resumed run has new episodes, so let the ones of the batch come to an end.
+        # A resumed run starts new episodes, so end all episodes of this batch.
         done[-1] = True
         np.savez(
             path,
@@ -84,7 +84,7 @@ def saved_batch(path: Path) -> Rollout:
 
 
 def continue_from(folder: Path) -> None:
-    """What the new process does: restore, update on the saved batch, write numbers."""
+    """Restore, update on the saved batch and save the numbers, in a new process."""
     learner = Learner()
     assert learner.restore(folder / "checkpoints") == Counters(7, 700)
     learner.learn(saved_batch(folder / "batch.npz"), seed=2)
@@ -105,7 +105,9 @@ def test_a_new_process_continues_with_bit_equal_updates(tmp_path: Path) -> None:
     np.testing.assert_array_equal(continued, learner.numbers())
 
 
-def test_only_the_newest_are_kept_and_the_newest_is_restored(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept_and_the_newest_is_read(
+    tmp_path: Path,
+) -> None:
     learner = Learner()
     for iteration in (1, 2, 10, 11):
         learner.save(tmp_path, iteration, keep=2)
@@ -136,7 +138,7 @@ def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored.numbers(), learner.numbers())
 
 
-def test_coefficients_that_adapted_go_on_from_there(tmp_path: Path) -> None:
+def test_adaptive_coefficients_are_restored(tmp_path: Path) -> None:
     config = CONFIG.replace(
         objective="penalty",
         learning_rate_schedule="kl_adaptive",
@@ -154,7 +156,7 @@ def test_coefficients_that_adapted_go_on_from_there(tmp_path: Path) -> None:
     assert metrics["learning_rate"] == pytest.approx(config.learning_rate / 1.5)
 
 
-def test_an_agent_alone_is_loaded_for_evaluation(tmp_path: Path) -> None:
+def test_load_agent_loads_only_the_agent(tmp_path: Path) -> None:
     learner = Learner()
     learner.agent.preprocess.update(np.ones((2, 2)), tf.constant([True, True]))
     learner.save(tmp_path, 3)
@@ -172,14 +174,16 @@ def test_a_checkpoint_is_found_by_its_steps(tmp_path: Path) -> None:
     assert checkpoint.checkpoint_at(tmp_path, 200) == paths[1]
     assert checkpoint.checkpoint_at(tmp_path, None) == paths[2]
     assert checkpoint.load_agent(tmp_path, learner.agent, 100) == Counters(1, 100)
-    with pytest.raises(CheckpointError, match="at 300 steps, found those at 100, 200,"):
+    with pytest.raises(
+        CheckpointError, match="at 300 steps, found checkpoints at 100, 200,"
+    ):
         checkpoint.checkpoint_at(tmp_path, 300)
 
 
-def test_the_best_is_kept_besides_the_newest_and_found(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_and_found(tmp_path: Path) -> None:
     learner = Learner()
     learner.save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="expected the checkpoint of an evaluat"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint with an evaluat"):
         checkpoint.checkpoint_at(tmp_path, "best")
     assert checkpoint.best_return(tmp_path) == -np.inf
     returns = {2: -5.0, 3: 7.0, 4: 7.0, 5: None, 6: 6.5, 7: None}
@@ -191,13 +195,15 @@ def test_the_best_is_kept_besides_the_newest_and_found(tmp_path: Path) -> None:
     assert checkpoint.load_agent(tmp_path, learner.agent, "best") == Counters(3, 300)
     assert checkpoint.read_counters(tmp_path) == Counters(7, 700)
     (tmp_path / "00000003" / "evaluation.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"evaluation\.json: expected the eval"):
+    with pytest.raises(
+        CheckpointError, match=r"evaluation\.json: cannot read the eval"
+    ):
         checkpoint.best_return(tmp_path)
 
 
 @pytest.mark.parametrize("which", [None, 300, "best"])
-def test_there_being_none_is_an_error_that_names_the_folder(
-    which: Which, tmp_path: Path
+def test_a_folder_without_checkpoints_is_an_error_that_names_it(
+    which: CheckpointId, tmp_path: Path
 ) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         message = f"{folder}: expected a checkpoint, found none"
@@ -209,13 +215,15 @@ def test_there_being_none_is_an_error_that_names_the_folder(
     "changes",
     [{"policy_layers": (9,)}, {"value_layers": ()}, {"normalize_observations": False}],
 )
-def test_other_networks_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_a_checkpoint_of_other_networks_is_an_error(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     Learner().save(tmp_path, 1)
     with pytest.raises(CheckpointError, match="networks that the config describes"):
         Learner(CONFIG.replace(**changes)).restore(tmp_path)
 
 
-def test_damaged_counters_are_named(tmp_path: Path) -> None:
+def test_damaged_counters_are_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = Learner().save(tmp_path, 1)
     (path / "counters.json").write_text(json.dumps({"iteration": 1}))
     assert checkpoint.read_counters(tmp_path) == Counters(1, 0)
@@ -224,7 +232,7 @@ def test_damaged_counters_are_named(tmp_path: Path) -> None:
         checkpoint.read_counters(tmp_path)
 
 
-def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_last_one(
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(
     tmp_path: Path,
 ) -> None:
     learner = Learner()
@@ -242,7 +250,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_last_one(
     assert checkpoint.read_counters(tmp_path) == Counters(1, 100)
 
 
-def test_memories_are_restored(tmp_path: Path) -> None:
+def test_recurrent_networks_are_restored(tmp_path: Path) -> None:
     config = CONFIG.replace(recurrent_size=3, minibatch_size=8)
     saved, restored = Learner(config), Learner(config.replace(seed=1))
     assert len(saved.numbers()) > len(Learner().numbers())

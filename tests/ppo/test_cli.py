@@ -1,4 +1,4 @@
-"""The command: fast answers to bad input, exit codes, what is shown, and signals."""
+"""The ppo command: errors for invalid input, exit codes, output, and signals."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ import pytest
 from envserve.errors import ServerLost, WrapperError
 from ppo.__main__ import main as program
 from ppo.cli.options import (
-    opened_run,
-    place_of,
+    open_run,
+    parse_checkpoint,
     plain_warnings,
-    which_checkpoint,
+    resolve_env_source,
 )
-from ppo.cli.run_setup import Plan, new_folder
+from ppo.cli.run_setup import Plan, create_folder
 from ppo.cli.stop_signals import StopSignals
-from ppo.cli.train import hints_at_resuming
+from ppo.cli.train import resume_hints
 from ppo.config import Config
 from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
@@ -48,12 +48,12 @@ from tests.ppo.runs import ppo
         (["cartpole", "--seed", "-1"], "seed: expected an int >= 0; got -1"),
         (
             ["--run-dir", "a", "--resume", "b"],
-            "leave out --run-dir, --seed and --seeds",
+            "omit --run-dir, --seed and --seeds",
         ),
-        (["--seed", "3", "--resume", "b"], "leave out --run-dir, --seed and --seeds"),
+        (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable: expected --run-dir"),
-        (["--resume", "b", "--run-dir", "b", "--restartable"], "no --resume"),
-        (["--resume", "nowhere"], "nowhere: expected the folder of a run, found none"),
+        (["--resume", "b", "--run-dir", "b", "--restartable"], "without --resume"),
+        (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
         (["missing.toml"], "missing.toml: expected a config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
@@ -69,7 +69,7 @@ from tests.ppo.runs import ppo
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_invalid_input_is_a_one_line_error_with_exit_code_2(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,7 +85,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     "words", [["file:///x/y"], ["127.0.0.1:1", "--min-servers", "2"]]
 )
-def test_servers_that_are_not_there_yet_are_worth_another_start(
+def test_unreachable_servers_are_exit_code_1_for_a_restartable_run(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ def test_servers_that_are_not_there_yet_are_worth_another_start(
     assert code == 2
 
 
-def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+def test_runs_that_start_in_the_same_second_have_different_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,50 +108,52 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
         ("a/cartpole.toml", "cartpole-now-2"),
         ("my_env.py:cartpole", "cartpole-now-3"),
     ]:
-        assert new_folder(name) == Path("runs", folder)
+        assert create_folder(name) == Path("runs", folder)
 
 
-def test_where_no_folder_can_be_made_that_is_said(
+def test_a_default_folder_that_cannot_be_created_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").touch()
-    with pytest.raises(
-        RunFolderError, match=r"^runs/cartpole-\d+-\d+: expected a folder"
-    ):
-        RunFolder.create(new_folder("cartpole"), Config(env_name="CartPole-v1"))
+    with pytest.raises(RunFolderError, match=r"^runs/cartpole-\d+-\d+: cannot create"):
+        RunFolder.create(create_folder("cartpole"), Config(env_name="CartPole-v1"))
 
 
-def test_options_win_over_what_a_run_remembers(tmp_path: Path) -> None:
+def test_options_override_the_saved_env_source(tmp_path: Path) -> None:
     config = Config(env_name="CartPole-v1")
     made = EnvSource(addresses=("127.0.0.1:7",), import_modules=("mine",))
     run = RunFolder.create(tmp_path / "run", config, made)
     assert run.env_source() == made
-    assert place_of(made, None, None) == made
-    moved = place_of(made, ["127.0.0.2"], None)
+    assert resolve_env_source(made, None, None) == made
+    moved = resolve_env_source(made, ["127.0.0.2"], None)
     assert moved == EnvSource(addresses=("127.0.0.2",), import_modules=("mine",))
-    here = place_of(made, ["local"], ["file.py", "module"])
+    here = resolve_env_source(made, ["local"], ["file.py", "module"])
     assert here == EnvSource(import_modules=(str(Path("file.py").absolute()), "module"))
-    run.env_source_path.unlink()  # as in the folders of older runs
+    run.env_source_path.unlink()  # as in folders of older versions
     assert run.env_source() == EnvSource()
     run.env_source_path.write_text("[]")
-    with pytest.raises(RunFolderError, match="Remove this file, and say them again"):
+    with pytest.raises(
+        RunFolderError, match="Remove this file, and repeat the options"
+    ):
         run.env_source()
 
 
-def test_a_taken_run_folder_is_refused(tmp_path: Path) -> None:
+def test_a_used_run_folder_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
     (tmp_path / "metrics.jsonl").touch()
     code, _, error = ppo("train", "cartpole", "--run-dir", tmp_path)
     assert code == 2
     assert f"--resume {tmp_path}" in error
-    # Nor is it resumed with the config of another env.
+    # A run cannot be resumed with the config of another env.
     code, _, error = ppo("train", "pendulum", "--resume", tmp_path)
     assert code == 2
-    assert "whose env is CartPole-v1: leave out CONFIG" in error
+    assert "whose env is CartPole-v1; omit CONFIG" in error
 
 
-def test_resuming_is_not_proposed_where_it_would_fail_too(tmp_path: Path) -> None:
+def test_resuming_is_not_suggested_after_errors_that_would_recur(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "checkpoints" / "00000001").mkdir(parents=True)
     notes = []
 
@@ -160,38 +162,38 @@ def test_resuming_is_not_proposed_where_it_would_fail_too(tmp_path: Path) -> Non
         raise error
 
     for error in (WrapperError("no such wrapper"), ServerLost("gone")):
-        with pytest.raises(type(error)), hints_at_resuming() as runs:
+        with pytest.raises(type(error)), resume_hints() as runs:
             fail(error, runs)
         notes.append(getattr(error, "__notes__", []))
-    assert notes == [[], [f"Go on with: ppo train --resume {tmp_path}"]]
+    assert notes == [[], [f"Resume with: ppo train --resume {tmp_path}"]]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "visualize"])
-def test_a_checkpoint_is_named_by_its_steps_or_as_the_best(
+def test_the_checkpoint_option_accepts_steps_or_best(
     command: str, tmp_path: Path
 ) -> None:
     arguments = {"export": ["out"], "visualize": ["--outdir", "out"]}.get(command, [])
     code, _, error = ppo(command, "run", *arguments, "--checkpoint", "last")
     assert code == 2
-    assert "expected a number of env steps or best, got 'last'" in error
-    assert which_checkpoint("best") == "best"
-    assert which_checkpoint("10,240") == 10240
-    assert which_checkpoint(None) is None
+    assert "expected a number of env steps, or best, got 'last'" in error
+    assert parse_checkpoint("best") == "best"
+    assert parse_checkpoint("10,240") == 10240
+    assert parse_checkpoint(None) is None
 
 
-def test_a_run_is_looked_at_with_fewer_servers_than_it_wanted(
+def test_commands_on_a_run_do_not_need_its_minimum_of_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ppo.cli.options.start_tensorflow", lambda *_: None)
-    wanted = Config(env_name="CartPole-v1", min_servers=2, num_servers=4)
+    config = Config(env_name="CartPole-v1", min_servers=2, num_servers=4)
     RunFolder.create(
-        tmp_path, wanted, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
+        tmp_path, config, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
     )
-    with opened_run(tmp_path, None, ["local"], None) as (_, config, _, place, _):
-        env_maker(config, place.addresses)  # would raise
+    with open_run(tmp_path, None, ["local"], None) as (_, config, _, source, _):
+        env_maker(config, source.addresses)  # must not raise
 
 
-def test_an_interrupt_while_the_program_loads_ends_it_plainly(
+def test_an_interrupt_while_the_program_loads_is_exit_code_130(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted() -> None:
@@ -208,14 +210,14 @@ def test_an_unknown_option_is_refused() -> None:
     assert "--seed" in error
 
 
-def test_configs_are_listed() -> None:
+def test_ppo_configs_lists_all_named_configs() -> None:
     code, output, _ = ppo("configs")
     assert code == 0
     for name, config in CONFIGS.items():
         assert re.search(rf"^{name} +{config.env_name} ", output, re.MULTILINE)
 
 
-def test_all_keys_of_a_config_are_shown_and_first_those_that_differ() -> None:
+def test_ppo_configs_shows_all_settings_and_changed_ones_first() -> None:
     code, output, _ = ppo("configs", "pendulum")
     assert code == 0
     keys = re.findall(r"^(\w+) = ", output, re.MULTILINE)
@@ -232,7 +234,7 @@ def test_all_keys_of_a_config_are_shown_and_first_those_that_differ() -> None:
     assert ppo("configs", "pendulu")[0] == 2
 
 
-def test_warnings_of_envs_look_the_same_whatever_the_root_logger_does(
+def test_env_warnings_are_plain_regardless_of_the_root_logger(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
@@ -242,7 +244,7 @@ def test_warnings_of_envs_look_the_same_whatever_the_root_logger_does(
     assert logging.getLogger("envserve").propagate
 
 
-def test_help_and_bad_input_do_not_load_tensorflow() -> None:
+def test_help_and_invalid_input_do_not_load_tensorflow() -> None:
     code = (
         "import sys, ppo.cli.app\n"
         "for arguments in (['--help'], ['train', 'cartpol'], ['configs']):\n"
@@ -262,7 +264,7 @@ def test_help_and_bad_input_do_not_load_tensorflow() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_the_second_interrupts(number: int) -> None:
+def test_the_first_signal_is_recorded_and_the_second_interrupts(number: int) -> None:
     before = signal.getsignal(number)
     with StopSignals() as stop:
         assert not stop.has_fired()
@@ -274,7 +276,7 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(number: int) -> Non
     assert signal.getsignal(number) is before
 
 
-def test_a_thread_learns_of_signals_while_the_main_thread_runs_no_python() -> None:
+def test_a_listener_thread_receives_signals() -> None:
     announced = threading.Event()
     with StopSignals(announced.set) as stop:
         stop.check()
@@ -283,23 +285,27 @@ def test_a_thread_learns_of_signals_while_the_main_thread_runs_no_python() -> No
         stop.check()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    # Leaving has waited for the listener, so both have been counted.
+    # The exit has joined the listener, so both signals have been counted.
     with pytest.raises(KeyboardInterrupt):
         stop.check()
 
 
-def test_what_leaps_when_a_run_gets_longer_is_said(tmp_path: Path) -> None:
+def test_a_longer_run_warns_about_decaying_settings_that_increase(
+    tmp_path: Path,
+) -> None:
     earlier = CONFIGS["cheetah"].replace(total_steps=100 * 2048, decay_clip_range=True)
     longer = earlier.replace(total_steps=200 * 2048 + 1)
 
-    def leap(config: Config, steps: int, before: Config | None = earlier) -> str:
-        return Plan(RunFolder(tmp_path), config, "", EnvSource(), before).leap(steps)
+    def warning(config: Config, steps: int, before: Config | None = earlier) -> str:
+        return Plan(RunFolder(tmp_path), config, "", EnvSource(), before).decay_warning(
+            steps
+        )
 
-    assert leap(longer, 100 * 2048).endswith(
-        "leaps from 0 % to 50 % of its first value: learning_rate, clip_range."
+    assert warning(longer, 100 * 2048).endswith(
+        "increase from 0 % to 50 % of their initial values: learning_rate, clip_range."
     )
-    assert "from 75 % to 88 % of" in leap(longer, 25 * 2048)
-    assert leap(earlier, 100 * 2048) == ""
-    assert leap(longer, 0, None) == ""
+    assert "from 75 % to 88 % of" in warning(longer, 25 * 2048)
+    assert warning(earlier, 100 * 2048) == ""
+    assert warning(longer, 0, None) == ""
     plain = {"learning_rate_schedule": "constant", "decay_clip_range": False}
-    assert leap(longer.replace(**plain), 100 * 2048) == ""
+    assert warning(longer.replace(**plain), 100 * 2048) == ""

@@ -1,4 +1,4 @@
-"""The whole command with real workers: stopped by a signal, resumed, evaluated."""
+"""`ppo train` with real workers: stopped by signals, resumed, evaluated."""
 
 import fcntl
 import json
@@ -18,8 +18,8 @@ import pytest
 
 from tests.ppo.runs import rows_of
 
-#: Every start of TensorFlow takes seconds, and many on a machine with other work.
-_PATIENCE = 280
+#: Timeout in seconds; TensorFlow starts slowly on a busy machine.
+_TIMEOUT = 280
 pytestmark = pytest.mark.timeout(600)
 
 SMALL = (
@@ -43,7 +43,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def read_until(words: str, process: subprocess.Popen[str]) -> list[str]:
-    """Return the lines of a command up to the first one with these words."""
+    """Return the output of a command up to the first line that contains `words`."""
     assert process.stdout is not None
     lines = [process.stdout.readline()]
     while words not in lines[-1]:
@@ -53,10 +53,10 @@ def read_until(words: str, process: subprocess.Popen[str]) -> list[str]:
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> str:
-    """Wait for a command that ends with a code; returns the rest of its output."""
+    """Wait until a command exits with `code`; return the rest of its output."""
     with process:
         try:
-            output, error = process.communicate(timeout=_PATIENCE)
+            output, error = process.communicate(timeout=_TIMEOUT)
         finally:
             process.kill()
     assert (process.returncode, error) == (code, "")
@@ -64,7 +64,7 @@ def finished(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def interrupt(process: subprocess.Popen[str], number: signal.Signals, code: int) -> str:
-    """Send a signal to a training that is under way; returns the rest of the output."""
+    """Send a signal to a running training; return the rest of its output."""
     process.send_signal(number)
     output = finished(process, code)
     assert "Stopping after this iteration" in output
@@ -73,14 +73,14 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals, code: int)
 
 
 def fetched(url: str) -> str:
-    """Return what is at a URL, with the cookies that it asks to be sent."""
+    """Fetch a URL, with support for cookies."""
     opener = build_opener(HTTPCookieProcessor())
-    with opener.open(url, timeout=_PATIENCE) as answer:
+    with opener.open(url, timeout=_TIMEOUT) as answer:
         return answer.read().decode()
 
 
 class Terminal:
-    """A command on a terminal, with what it wrote."""
+    """A command in a pseudo-terminal, and its output."""
 
     def __init__(self, width: int, *arguments: object) -> None:
         self._process, self._terminal = pty.fork()
@@ -95,11 +95,11 @@ class Terminal:
             assert self.read(), self.text
 
     def read(self) -> bool:
-        """Take in what is written next; false at the end."""
-        assert select.select([self._terminal], [], [], _PATIENCE)[0]
+        """Read the next output; return False at its end."""
+        assert select.select([self._terminal], [], [], _TIMEOUT)[0]
         try:
             more = os.read(self._terminal, 65536)
-        except OSError:  # whoever wrote has gone
+        except OSError:  # the process has exited
             return False
         self.text += more.decode(errors="replace")
         return True
@@ -114,18 +114,18 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
 
 
-def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) -> None:
+def test_a_signal_saves_the_run_and_resuming_finishes_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     terminal = Terminal(100, "train", "CartPole-v1", *SMALL, "--run-dir", folder)
     terminal.read_until("compiling")
-    # It shows that it is at work.
+    # The phase is redrawn.
     assert terminal.text.count("starting TensorFlow") > 3
     terminal.read_until("steps/s")
     terminal.press_ctrl_c()
     assert terminal.exit_code() == 0
     for text in (
         "CartPole-v1, settings of cartpole",
-        "4 in 1 worker process here",
+        "4 in 1 local worker process",
         "99,968: whole iterations of 128 within 100,000",
         "starting TensorFlow, ",
         "compiling, ",
@@ -134,14 +134,14 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     ):
         assert text in terminal.text
 
-    # What starts a job again says the same as the first time.
+    # A supervisor repeats the same command.
     again = ("CartPole-v1", *SMALL, "--run-dir", folder, "--restartable")
-    watched = start("train", *again, "--page", "--metrics-port=0")
-    lines = read_until("steps/s", watched)
+    monitored = start("train", *again, "--page", "--metrics-port=0")
+    lines = read_until("steps/s", monitored)
     urls = dict(re.findall(r"^(Page|Metrics): (\S+)", "".join(lines), re.MULTILINE))
     assert "<!doctype html>" in fetched(urls["Page"])
     assert re.search(r"^ppo_env_steps_total [1-9]", fetched(urls["Metrics"]), re.M)
-    interrupt(watched, signal.SIGTERM, code=3)
+    interrupt(monitored, signal.SIGTERM, code=3)
     with pytest.raises(OSError, match="refused"):
         fetched(urls["Page"])
     newest = max((folder / "checkpoints").iterdir())
@@ -154,17 +154,17 @@ def test_signals_save_and_a_resumed_run_ends_with_an_evaluation(tmp_path: Path) 
     assert steps == list(range(128, stopped_at + 257, 128))
     assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5
     output = finished(start("train", "cartpole", "--resume", folder))
-    assert f"already at {stopped_at + 256:,} steps; --set total_steps=" in output
+    assert f"already at {stopped_at + 256:,} steps; use --set total_steps=" in output
     more = f"total_steps={stopped_at + 384}"
     output = finished(start("train", "--resume", folder, "--set", more))
     words = " ".join(output.split())
-    assert "leaps from 0 % to " in words
-    assert "% of its first value: learning_rate." in words
+    assert "increase from 0 % to " in words
+    assert "% of their initial values: learning_rate." in words
 
 
 def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    # What waits for another thread of TensorFlow's pool waits for ever with one.
+    # With a single TensorFlow thread, code that waits for another one would deadlock.
     recurrent = ("--inter-op-threads=1", "--set", "recurrent_size=4")
     sequences = ("--set", "sequence_length=8", "--set", "evaluate_every=1")
     large = ("--set", "horizon=2048", "--set", "minibatch_size=2048")  # takes seconds
@@ -174,7 +174,7 @@ def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         read_until("Stopping after this iteration", process)
         process.send_signal(signal.SIGINT)
-        output, error = process.communicate(timeout=_PATIENCE)
+        output, error = process.communicate(timeout=_TIMEOUT)
     assert process.returncode == 130
     assert f"newest checkpoint is {folder / 'checkpoints' / '00000001'}." in error
     assert f"ppo train --resume {folder}" in error
@@ -182,7 +182,7 @@ def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) 
     assert "evaluation_return" in rows_of(folder)[0]
 
 
-def test_an_interrupt_before_the_run_leaves_a_line_and_no_folder(
+def test_an_interrupt_before_the_training_leaves_no_folder(
     tmp_path: Path,
 ) -> None:
     terminal = Terminal(40, "train", "cartpole", "--run-dir", tmp_path / "run")
@@ -196,7 +196,7 @@ def test_an_interrupt_before_the_run_leaves_a_line_and_no_folder(
 @pytest.mark.parametrize(
     ("phase", "has_begun"), [("starting TensorFlow", False), ("evaluating", True)]
 )
-def test_sigterm_outside_of_iterations_is_no_end_either(
+def test_sigterm_outside_of_iterations_is_exit_code_3_for_a_restartable_run(
     phase: str, has_begun: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -206,10 +206,10 @@ def test_sigterm_outside_of_iterations_is_no_end_either(
     try:
         read_until(phase, process)
         process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=_PATIENCE)
+        _, error = process.communicate(timeout=_TIMEOUT)
     finally:
         process.kill()
     assert process.returncode == 3, error
-    hint = f"Go on with: ppo train --resume {folder}"
+    hint = f"Resume with: ppo train --resume {folder}"
     assert error.startswith("Stopped ")
     assert (hint in error) == folder.exists() == has_begun

@@ -1,4 +1,4 @@
-"""Compiled code in the user's cache folder: shared, mended, bounded, not imposed."""
+"""The compilation cache: sharing, damaged entries, size limit, and opting out."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ppo.cli import compilation_cache
-from ppo.cli.compilation_cache import keep_compiled_code
+from ppo.cli.compilation_cache import enable_compilation_cache
 
 FLAG = "--tf_xla_persistent_cache_directory"
-#: As TensorFlow writes it: a key, what was compiled, and the code, with their lengths.
+#: A cache entry: protobuf fields with the key, the compiled function and the code.
 ENTRY = b"\x0a\x02ab" + b"\x12\x81\x01" + bytes(129) + b"\x1a\x04code"
 
 
@@ -23,7 +23,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "envserve" / "xla"
 
 
-def test_processes_share_what_one_compiled_and_mend_what_is_damaged(
+def test_processes_share_entries_and_replace_damaged_ones(
     tmp_path: Path,
 ) -> None:
     result = subprocess.run(
@@ -32,33 +32,33 @@ def test_processes_share_what_one_compiled_and_mend_what_is_damaged(
         text=True,
         check=True,
     )
-    told = json.loads(result.stdout)
-    assert told["at_once"] == [0, 0], result.stderr
-    assert told["again"] == [[0], True]
-    # TensorFlow alone ends with an error (3), for an entry cut short and for an empty
-    # one; after a look at the folder it compiles anew.
-    assert told["damaged"] == [[3], [0], True, [3], [0], True]
+    report = json.loads(result.stdout)
+    assert report["at_once"] == [0, 0], result.stderr
+    assert report["again"] == [[0], True]
+    # With an incomplete or empty entry, TensorFlow alone fails (exit code 3). With our
+    # checks of the folder, it compiles the code again.
+    assert report["damaged"] == [[3], [0], True, [3], [0], True]
 
 
 @pytest.mark.parametrize(
     "flags", [f"{FLAG}=", f"--tf_xla_auto_jit=2 {FLAG}=/mine", "/file/of/flags"]
 )
-def test_what_the_user_says_stands(
+def test_cache_flags_of_the_user_are_not_changed(
     root: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     monkeypatch.setenv("TF_XLA_FLAGS", flags)
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     assert os.environ["TF_XLA_FLAGS"] == flags
     assert not root.exists()
 
 
-def test_other_flags_are_kept_and_each_version_and_machine_has_a_folder(
+def test_other_flags_are_kept_and_each_version_and_machine_has_its_folder(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version, xla_flags in (("1.0", ""), ("2.0", ""), ("2.0", "--xla_a=1")):
         monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_auto_jit=2")
         monkeypatch.setenv("XLA_FLAGS", xla_flags)
-        keep_compiled_code(version)
+        enable_compilation_cache(version)
         before, _, folder = os.environ["TF_XLA_FLAGS"].partition(f" {FLAG}=")
         assert before == "--tf_xla_auto_jit=2"
         assert Path(folder).parent == root
@@ -67,24 +67,24 @@ def test_other_flags_are_kept_and_each_version_and_machine_has_a_folder(
 
 
 @pytest.mark.parametrize("name", ["a folder", "file"])
-def test_without_a_usable_folder_all_goes_on_without_one(
+def test_without_a_usable_folder_nothing_is_cached(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 
-def test_a_disk_that_is_nearly_full_is_left_alone(
+def test_nothing_is_cached_on_a_nearly_full_disk(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilation_cache, "_MAX_BYTES", 2**63)
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 
-def test_what_is_old_or_left_half_written_goes(
+def test_old_and_incomplete_entries_are_removed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = root / "1.0-other"
@@ -97,6 +97,6 @@ def test_what_is_old_or_left_half_written_goes(
         path.write_bytes(ENTRY if path.suffix == ".pb" else b"half")
         os.utime(path, (now - age, now - age))
     (folder / "cut.pb").write_bytes(ENTRY[:-1])
-    keep_compiled_code("2.21.0")
+    enable_compilation_cache("2.21.0")
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["mid.pb", "new.pb", "x.pb.tmp"]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from envserve.client import BatchEnv
 from envserve.errors import AddressError
 from ppo import environments
-from ppo.cli.options import reported_errors
+from ppo.cli.options import report_errors
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError
@@ -132,7 +132,7 @@ def test_servers_removed_from_their_list_before_the_start_are_a_one_line_error(
     servers.write_text("127.0.0.1:1\n127.0.0.1:2")
     make_env = env_maker(CONFIG.replace(min_servers=2), [f"file://{servers}"])
     servers.write_text("127.0.0.1:1")
-    with pytest.raises(SystemExit) as ending, reported_errors():
+    with pytest.raises(SystemExit) as ending, report_errors():
         make_env(num_envs=8, seed=5, is_training=True)
     assert ending.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,6 +1,6 @@
-"""Evaluation: exact numbers of complete episodes, no favour to short ones.
+"""Evaluation: exact numbers of complete episodes, without a bias to short ones.
 
-On the way they are the same episodes every time, at no cost to the training.
+Evaluations during training play the same episodes and do not affect the training.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import (
-    CurveEvaluator,
     Evaluation,
+    PeriodicEvaluator,
     evaluate,
     evaluation_seed,
 )
@@ -45,7 +45,7 @@ def evaluating(
         [3, 5]
     ),
 ) -> Maker:
-    """Makes the envs of the training first, and then those of each evaluation."""
+    """Return a function that creates the training's envs, then each evaluation's."""
     return Maker(evaluation=evaluation)
 
 
@@ -56,16 +56,16 @@ def played(fake: CountingBatchEnv, episodes: int) -> Evaluation:
 @pytest.mark.parametrize(
     ("lengths", "lost", "expected"),
     [
-        # Whichever seven ended first would be of lengths 2 and 7 only.
+        # The first seven episodes to end would have lengths 2 and 7 only.
         ([2, 130, 7], (), [2, 2, 2, 130, 130, 7, 7]),
         ([5, 4, 3], (), [5, 4]),
         # A lost episode is played again.
         ([4, 4], [(1, 0)], [4, 4, 4, 4]),
-        # What has played its quota may fail.
+        # An env that has finished its quota may fail.
         ([130, 4], [(step, 1) for step in range(4, 1000)], [130, 4]),
     ],
 )
-def test_every_env_plays_its_quota_however_long_its_episodes(
+def test_every_env_plays_its_quota_regardless_of_episode_lengths(
     lengths: list[int], lost: Sequence[tuple[int, int]], expected: list[int]
 ) -> None:
     fake = CountingBatchEnv(lengths, lost=frozenset(lost))
@@ -75,7 +75,7 @@ def test_every_env_plays_its_quota_however_long_its_episodes(
     assert evaluation.mean_return == pytest.approx(np.mean(expected))
 
 
-def test_actions_are_modes_and_statistics_stay() -> None:
+def test_evaluation_uses_modes_and_does_not_update_statistics() -> None:
     subject = Agent(BOX, ACTIONS, SMALL)
     subject.preprocess.update(np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
     before = subject.preprocess(tf.constant([[1.0, 2.0]], tf.float64)).numpy()
@@ -88,7 +88,7 @@ def test_actions_are_modes_and_statistics_stay() -> None:
     np.testing.assert_array_equal(fake.actions[0], fake.actions[3])
 
 
-def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
+def test_the_recurrent_state_is_reset_at_episode_ends() -> None:
     subject = Agent(BOX, ACTIONS, SMALL.replace(recurrent_size=3))
     for variable in subject.trainable_variables:
         variable.assign(variable + 0.3)
@@ -100,14 +100,14 @@ def test_a_recurrent_policy_remembers_until_its_episode_ends() -> None:
             state = tf.zeros([1, 3])
         observation = tf.constant([[0.0, step % 3]], tf.float64)
         action, _, state = subject.mode(observation, tf.constant([0, 0]), state)
-        wanted = np.clip(action.numpy(), -1.0, 1.0)
-        np.testing.assert_allclose(fake.actions[step], wanted, atol=1e-6)
+        expected = np.clip(action.numpy(), -1.0, 1.0)
+        np.testing.assert_allclose(fake.actions[step], expected, atol=1e-6)
 
 
-def test_episodes_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_episodes_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo.evaluation.evaluate._MAX_BATCH_STEPS", 300)
     fake = CountingBatchEnv([3, 10**9])
-    message = "1 have not ended, none in the last 300 steps; give .* a time limit .*"
+    message = "1 have not ended, and none ended in the last 300 steps; train with .*"
     message += r"--set 'wrappers=\[{name = \"TimeLimit\""
     with pytest.raises(EnvDataError, match=message):
         played(fake, 2)
@@ -121,7 +121,7 @@ def test_an_env_that_always_fails_is_an_error() -> None:
         played(fake, 2)
 
 
-def test_something_is_due_whenever_a_multiple_is_reached() -> None:
+def test_is_due_when_steps_reach_a_multiple() -> None:
     ends = range(0, 120, 12)
     due = [b for a, b in itertools.pairwise(ends) if is_due(30, a, b)]
     assert due == [36, 60, 96]
@@ -130,7 +130,7 @@ def test_something_is_due_whenever_a_multiple_is_reached() -> None:
     assert not is_due(30, 30, 59)
 
 
-def test_evaluations_are_in_the_rows_of_their_iterations(tmp_path: Path) -> None:
+def test_evaluation_metrics_are_in_the_rows_of_their_iterations(tmp_path: Path) -> None:
     maker = evaluating()
     run(tmp_path, CONFIG.replace(total_steps=80), maker)
     found = rows_of(tmp_path)
@@ -143,15 +143,15 @@ def test_evaluations_are_in_the_rows_of_their_iterations(tmp_path: Path) -> None
     assert last["evaluation_length"] == pytest.approx(11 / 3)
     assert last["evaluation_seconds"] > 0
     assert all(env.is_closed for env in maker.made)
-    # The same seeds every time, and neither the training's nor the last evaluation's.
+    # All have the same seed, which differs from the training and final evaluation.
     assert [num_envs for num_envs, _ in maker.asked] == [2, 2, 2, 2]
     assert maker.trained == [True, False, False, False]
     assert len({seed for _, seed in maker.asked[1:]}) == 1
     assert maker.asked[1][1] not in (CONFIG.seed, evaluation_seed(CONFIG.seed))
 
 
-def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
-    # Real envs, with several splits and episodes that run on from rollout to rollout.
+def test_evaluations_do_not_affect_the_training(tmp_path: Path) -> None:
+    # Real envs, with several splits and episodes that span several rollouts.
     config = CONFIGS["cartpole"].replace(
         total_steps=512,
         num_envs=4,
@@ -181,13 +181,13 @@ def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
     assert sum("evaluation_return" in row for row in metrics[1]) == 4
 
 
-def test_time_for_evaluations_is_not_time_for_training(
+def test_evaluation_time_does_not_count_as_training_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = {"now": 0.0}
 
     def evaluation(number: int) -> CountingBatchEnv:
-        clock["now"] += 1000.0  # so long do the envs take to start
+        clock["now"] += 1000.0  # the time in which envs start
         return CountingBatchEnv([3, 5])
 
     def tick() -> float:
@@ -213,7 +213,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["00000002", "00000006"]
     assert checkpoint.best_return(checkpoints) == 9.0
-    # Resumed, it knows what is to be beaten.
+    # A resumed run compares with the best evaluation before.
     maker = evaluating(lambda number: CountingBatchEnv([8 + number] * 2))
     seen: list[float] = []
 
@@ -231,7 +231,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     assert checkpoint.checkpoint_at(checkpoints, "best").name == "00000008"
 
 
-def test_a_resumed_run_evaluates_when_the_other_one_would_have(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_evaluation_schedule(tmp_path: Path) -> None:
     run(tmp_path, CONFIG, evaluating(), should_stop=lambda: True)
     assert "evaluation_return" not in rows_of(tmp_path)[-1]
     run(tmp_path, CONFIG, evaluating(), resume=True)
@@ -239,11 +239,11 @@ def test_a_resumed_run_evaluates_when_the_other_one_would_have(tmp_path: Path) -
     assert [r["steps"] for r in rows if "evaluation_return" in r] == [32, 64]
 
 
-def test_an_evaluation_is_traced_once() -> None:
+def test_repeated_evaluations_are_traced_once() -> None:
     agent = Agent(BOX, ACTIONS, CONFIG)
     maker = evaluating()
     maker(num_envs=2, seed=0)  # as a training would
-    evaluator = CurveEvaluator(agent, CONFIG, maker)
+    evaluator = PeriodicEvaluator(agent, CONFIG, maker)
     assert evaluator.evaluate().lengths.tolist() == [3, 3, 5]
     with no_retracing("distribution"):
         for _ in range(2):
@@ -254,30 +254,30 @@ def test_an_evaluation_is_traced_once() -> None:
     ("episodes", "num_envs", "expected"),
     [(20, 16, 10), (20, 64, 20), (3, 2, 2), (1, 16, 1), (100, 16, 15)],
 )
-def test_no_more_envs_are_asked_for_than_have_something_to_do(
+def test_an_evaluation_uses_no_more_envs_than_necessary(
     episodes: int, num_envs: int, expected: int
 ) -> None:
     config = CONFIG.replace(num_envs=num_envs, curve_episodes=episodes, total_steps=999)
     maker = Maker()
-    evaluation = CurveEvaluator(Agent(BOX, ACTIONS, config), config, maker)
+    evaluation = PeriodicEvaluator(Agent(BOX, ACTIONS, config), config, maker)
     assert len(evaluation.evaluate().returns) == episodes
     assert maker.asked[0][0] == expected
     assert len(maker.asked) == 1
 
 
-def test_servers_without_room_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_busy_servers_are_an_error_with_a_remedy(tmp_path: Path) -> None:
     def refuse(number: int) -> CountingBatchEnv:
         raise EnvsBusy("0 of 16 envs are free")
 
     with pytest.raises(EnvsBusy, match="0 of 16") as caught:
         run(tmp_path, CONFIG, evaluating(refuse))
-    assert "take 2 envs besides those of the training" in caught.value.__notes__[0]
-    # What was learned is saved, and reported.
+    assert "need 2 additional envs" in caught.value.__notes__[0]
+    # The training progress is saved and reported.
     assert counters(tmp_path) == (2, 32)
     assert [row["steps"] for row in rows_of(tmp_path)] == [16, 32]
 
 
-def test_envs_that_fail_in_an_evaluation_end_the_run_but_lose_nothing(
+def test_env_failures_in_an_evaluation_end_the_run_with_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     lost = frozenset((step, b) for step in range(100) for b in range(2))

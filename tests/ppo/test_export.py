@@ -1,4 +1,4 @@
-"""Exported policies: loaded without this project, they act as the live ones do."""
+"""Exported policies: loaded with TensorFlow alone, they act like the agent."""
 
 import os
 import pickle
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
     ),
 }
 
-# What a user of the model does: nothing of this project is at hand.
+# Code of a user of the model, who does not have this project.
 LOAD_AND_ACT = """
 import pickle, sys
 import tensorflow as tf
@@ -77,7 +77,7 @@ def sampled(space: gymnasium.Space[Any], num_rows: int) -> Any:
 
 
 def policy_of(name: str, config: Config = CONFIG) -> tuple[Agent, InGraphBatchEnv]:
-    """An agent that has seen observations, and acts far from 0."""
+    """Return an agent with observation statistics and large actions, and its env."""
     observation_space, action_space = CASES[name]
     fake = CountingBatchEnv(
         [3], observation_space=observation_space, action_space=action_space
@@ -90,13 +90,13 @@ def policy_of(name: str, config: Config = CONFIG) -> tuple[Agent, InGraphBatchEn
 
 
 def assert_allowed(mask: np.ndarray, action: np.ndarray) -> None:
-    """Check choices among 2 and 3 options; where no flag is set, all are allowed."""
+    """Check that actions obey their masks; an empty mask allows all."""
     for flags, choice in zip((mask[:, :2], mask[:, 2:]), action.T, strict=True):
         taken = flags[np.arange(len(flags)), choice]
         assert (taken | ~flags.any(axis=1)).all()
 
 
-def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> None:
+def test_a_loaded_model_returns_the_actions_of_the_agent(tmp_path: Path) -> None:
     policies, observations = {}, {}
     for name, (observation_space, _) in CASES.items():
         observation_space.seed(7)
@@ -114,12 +114,14 @@ def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> 
             tensors = tf.nest.map_structure(tf.constant, rows)
             seed = tf.constant(SEED)
             for act, got in ((agent.mode, mode), (agent.act, sample)):
-                wanted = env.to_env_action(act(tensors, seed)[0]).numpy()
+                expected = env.to_env_action(act(tensors, seed)[0]).numpy()
                 assert got.dtype == space.dtype
                 assert len(got) == len(tf.nest.flatten(rows)[0])
-                np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+                np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
                 assert all(action in space for action in got)
-        assert (actions[name][1][0] != actions[name][1][1]).any(), "it never samples"
+        assert (actions[name][1][0] != actions[name][1][1]).any(), (
+            "sample returns the mode"
+        )
     for rows, (mode, sample) in zip(
         observations["masked"], actions["masked"], strict=True
     ):
@@ -127,7 +129,7 @@ def test_a_fresh_process_gets_the_actions_of_the_live_policy(tmp_path: Path) -> 
             assert_allowed(rows["action_mask"], action - [4, -1])
 
 
-def test_signatures_have_a_name_for_every_leaf(tmp_path: Path) -> None:
+def test_signatures_have_a_named_input_for_every_leaf(tmp_path: Path) -> None:
     agent, env = policy_of("dict")
     export_policy(agent, env, tmp_path / "dict")
     loaded = tf.saved_model.load(str(tmp_path / "dict"))
@@ -141,21 +143,21 @@ def test_signatures_have_a_name_for_every_leaf(tmp_path: Path) -> None:
     assert set(loaded.signatures) == {"serving_default", "sample"}
 
 
-def test_a_recurrent_policy_takes_and_returns_its_state(tmp_path: Path) -> None:
+def test_a_recurrent_model_accepts_and_returns_its_state(tmp_path: Path) -> None:
     config = CONFIG.replace(recurrent_size=6, minibatch_size=128)
     agent, env = policy_of("dict", config)
     export_policy(agent, env, tmp_path / "policy")
     loaded = tf.saved_model.load(str(tmp_path / "policy"))
     states = [loaded.initial_state(3)] * 2
-    wanted_states = [tf.zeros([3, 6])] * 2
+    expected_states = [tf.zeros([3, 6])] * 2
     serve = loaded.signatures["sample"]
     for step in range(4):
         rows = tf.nest.map_structure(tf.constant, sampled(CASES["dict"][0], 3))
         seed = tf.constant([step, 1])
         got = [loaded.mode(rows, states[0]), loaded.sample(rows, states[1], seed)]
-        wanted = [
-            agent.mode(rows, seed, wanted_states[0]),
-            agent.act(rows, seed, wanted_states[1]),
+        expected = [
+            agent.mode(rows, seed, expected_states[0]),
+            agent.act(rows, seed, expected_states[1]),
         ]
         served = serve(
             observation_a_b=rows["a b"],
@@ -167,14 +169,14 @@ def test_a_recurrent_policy_takes_and_returns_its_state(tmp_path: Path) -> None:
         np.testing.assert_array_equal(served["action"], got[1][0])
         np.testing.assert_array_equal(served["state"], got[1][1])
         states = [state for _, state in got]
-        wanted_states = [state for *_, state in wanted]
-        for (action, state), (live, _, live_state) in zip(got, wanted, strict=True):
+        expected_states = [state for *_, state in expected]
+        for (action, state), (live, _, live_state) in zip(got, expected, strict=True):
             np.testing.assert_array_equal(action, env.to_env_action(live))
             np.testing.assert_allclose(state, live_state, atol=1e-6)
     assert np.abs(states[0]).max() > 0.01
 
 
-def test_keys_that_are_no_texts_are_named(tmp_path: Path) -> None:
+def test_keys_that_are_not_strings_are_an_error(tmp_path: Path) -> None:
     space = spaces.Dict({"x": spaces.Dict({3: BOX})})  # type: ignore[dict-item]
     agent = Agent(space, BOX, CONFIG)
     env = in_graph(CountingBatchEnv([3], observation_space=space, action_space=BOX))
@@ -183,16 +185,16 @@ def test_keys_that_are_no_texts_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "policy").exists()
 
 
-def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_folder_with_files_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path, tmp_path / "file"):
         with pytest.raises(OutputError, match="expected a new or empty folder"):
             export_policy(*policy_of("box"), folder)
-    with pytest.raises(OutputError, match="expected a folder that can be written"):
+    with pytest.raises(OutputError, match="expected a writable folder"):
         export_policy(*policy_of("box"), tmp_path / "file" / "model")
 
 
-def test_the_command_exports_the_checkpoint_that_is_asked_for(tmp_path: Path) -> None:
+def test_ppo_export_exports_the_chosen_checkpoint(tmp_path: Path) -> None:
     config = CONFIG.replace(env_name="CartPole-v1")
     save_run(tmp_path / "run", config, iterations=(1, 2))
     models = []
@@ -200,11 +202,11 @@ def test_the_command_exports_the_checkpoint_that_is_asked_for(tmp_path: Path) ->
         folder = tmp_path / str(number)
         code, output, error = ppo("export", tmp_path / "run", folder, *option)
         assert code == 0, error
-        assert f"the policy after {(200, 100)[number]} steps" in output
+        assert f"SavedModel after {(200, 100)[number]} steps" in output
         models.append(tf.saved_model.load(str(folder)))
     rows = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     newest, first = (model.mode(rows).numpy() for model in models)
     assert (newest != first).any()
     code, _, error = ppo("export", tmp_path / "run", "x", "--checkpoint", "7")
     assert code == 2
-    assert "expected a checkpoint at 7 steps, found those at 100, 200;" in error
+    assert "expected a checkpoint at 7 steps, found checkpoints at 100, 200;" in error

@@ -12,7 +12,7 @@ from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Episode, EpisodeTracker, info_means
-from ppo.run_folder.metrics import ReportWindow, tag_of
+from ppo.run_folder.metrics import ReportWindow, tensorboard_tag
 from ppo.simulate import Simulation
 from tests.envserve.server_process import ServerProcess
 from tests.ppo import informing_env
@@ -133,4 +133,4 @@ def test_row_of_metrics_contains_the_newest_mean_in_the_group_info() -> None:
         seconds = {"rollout_seconds": 1.0, "update_seconds": 1.0}
         window.add(1, {"info/success": mean, **seconds})
     assert window.take()["info/success"] == 0.75
-    assert tag_of("info/success") == "info/success"
+    assert tensorboard_tag("info/success") == "info/success"

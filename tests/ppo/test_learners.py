@@ -212,7 +212,7 @@ def test_invalid_tf_config_is_a_one_line_error(
     code, _, errors = ppo("train", "cartpole", "--distribute", "--run-dir", run)
     assert code == 2
     assert len(errors.splitlines()) == 1
-    assert errors.startswith("Error: --distribute: expected a TF_CONFIG such as {")
+    assert errors.startswith("Error: --distribute: expected a TF_CONFIG like {")
     assert f"got {text!r}; set it for each learner" in errors
     assert not run.exists()
 
@@ -238,7 +238,9 @@ def test_only_the_chief_accepts_resume(
     monkeypatch.setenv("TF_CONFIG", pairs.tf_configs()[1])
     code, _, errors = ppo("train", "--resume", tmp_path, "--distribute")
     assert code == 2
-    assert errors.startswith("Error: --distribute: leave out --seeds; --resume is")
+    assert errors.startswith(
+        "Error: --distribute: cannot be combined with --seeds; only"
+    )
 
 
 ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
@@ -253,11 +255,11 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
         ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--on ray: expected CONFIG"),
         (
             [*ON_RAY, "--restartable"],
-            "with --restartable also --run-dir DIR",
+            "--run-dir DIR if --restartable",
         ),
-        ([*ON_RAY, "--seeds", "3"], "no --seeds, --resume, --distribute or --page"),
-        ([*ON_RAY, "--page"], "no --seeds, --resume, --distribute or --page"),
-        ([*ON_RAY, "--distribute"], "no --seeds, --resume, --distribute or --page"),
+        ([*ON_RAY, "--seeds", "3"], "combined with --seeds, --resume, --distribute"),
+        ([*ON_RAY, "--page"], "combined with --seeds, --resume, --distribute"),
+        ([*ON_RAY, "--distribute"], "combined with --seeds, --resume, --distribute"),
         ([*ON_RAY[:4], "0"], "--learners: expected an int >= 1; got '0'"),
         ([*ON_RAY[:2], "moon", *ON_RAY[3:]], "--on: expected one of ray; got 'moon'"),
         (ON_RAY, "Ray is needed here: pip install 'envserve[ray]'"),
@@ -289,7 +291,7 @@ def test_learners_on_ray_share_a_run_folder_that_the_final_error_names(
 
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError))
     monkeypatch.setattr(on_ray, "connect_to_cluster", lambda **_: ray)
-    monkeypatch.setattr(on_ray, "_round", fail)
+    monkeypatch.setattr(on_ray, "_train_once", fail)
     monkeypatch.setattr(time, "strftime", lambda form: "now")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ppo", "train", *ON_RAY])
@@ -313,7 +315,10 @@ def test_learners_with_different_settings_are_an_error(tmp_path: Path) -> None:
     with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
         assert [*map(pairs.wait_for_exit, processes)] == [2, 2]
     for text in pairs.outputs(tmp_path):
-        assert "Learner 1: expected the settings of learner 0, got another disc" in text
+        assert (
+            "Learner 1: expected the settings of learner 0, but these differ: disc"
+            in text
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""The objective against numbers computed by hand."""
+"""The losses and diagnostics equal numbers computed by hand."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ppo.learning import losses
 ALL = tf.ones([2])
 
 
-def test_the_objective_is_clipped_only_where_it_would_gain() -> None:
+def test_clipping_applies_only_where_the_objective_would_improve() -> None:
     log_ratio = tf.math.log([1.5, 1.5, 0.5, 0.5])
     advantage = tf.constant([1.0, -1.0, 1.0, -1.0])
     # min(r A, clip(r) A): 1.2, -1.5, 0.5, -0.8.
@@ -20,7 +20,7 @@ def test_the_objective_is_clipped_only_where_it_would_gain() -> None:
     assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4)
 
 
-def test_a_bad_action_that_became_likely_counts_no_more_than_three_times() -> None:
+def test_dual_clip_bounds_the_loss_of_a_bad_action_that_became_likely() -> None:
     log_ratio = tf.Variable([math.log(2.9), math.log(5.0)])
     with tf.GradientTape() as tape:
         loss = losses.policy_loss(log_ratio, tf.constant([-1.0, -2.0]), ALL, 0.2)
@@ -28,7 +28,7 @@ def test_a_bad_action_that_became_likely_counts_no_more_than_three_times() -> No
     assert tape.gradient(loss, log_ratio).numpy() == pytest.approx([1.45, 0.0])
 
 
-def test_the_objective_without_clipping_is_that_of_the_ratio() -> None:
+def test_without_clip_range_the_objective_is_ratio_times_advantage() -> None:
     log_ratio = tf.math.log([1.5, 0.5])
     advantage = tf.constant([1.0, -2.0])
     loss = losses.policy_loss(log_ratio, advantage, ALL, None)
@@ -36,7 +36,7 @@ def test_the_objective_without_clipping_is_that_of_the_ratio() -> None:
 
 
 @pytest.mark.parametrize(("kl", "loss"), [(0.01, 0.03), (0.05, 0.15 + 1000 * 0.0009)])
-def test_a_divergence_costs_its_share_and_its_square_beyond_the_cutoff(
+def test_kl_penalty_is_linear_with_a_quadratic_term_above_the_cutoff(
     kl: float, loss: float
 ) -> None:
     result = losses.kl_penalty_loss(
@@ -45,7 +45,7 @@ def test_a_divergence_costs_its_share_and_its_square_beyond_the_cutoff(
     assert float(result) == pytest.approx(loss, rel=1e-5)
 
 
-def test_nothing_is_learned_from_a_row_beyond_the_clip_range() -> None:
+def test_a_row_outside_the_clip_range_has_no_gradient() -> None:
     log_ratio = tf.Variable([math.log(1.5), 0.0])
     with tf.GradientTape() as tape:
         loss = losses.policy_loss(log_ratio, tf.ones([2]), ALL, 0.2)
@@ -53,7 +53,7 @@ def test_nothing_is_learned_from_a_row_beyond_the_clip_range() -> None:
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_ratio_that_overflows_leaves_finite_gradients(advantage: float) -> None:
+def test_gradients_stay_finite_when_a_ratio_overflows(advantage: float) -> None:
     log_ratio = tf.Variable([1000.0, -1000.0])
     with tf.GradientTape() as tape:
         loss = losses.policy_loss(log_ratio, tf.fill([2], advantage), ALL, 0.2)
@@ -66,7 +66,7 @@ def test_value_loss_is_half_the_mean_squared_error() -> None:
     assert float(loss) == pytest.approx(0.5 * (4 + 1) / 2)
 
 
-def test_a_value_that_moves_beyond_its_clip_range_earns_nothing_more() -> None:
+def test_a_value_outside_its_clip_range_has_no_gradient() -> None:
     value = tf.Variable([1.5, 1.5, 0.5, 1.1])
     old_value = tf.ones([4])
     target = tf.constant([3.0, 0.0, 3.0, 3.0])
@@ -74,22 +74,22 @@ def test_a_value_that_moves_beyond_its_clip_range_earns_nothing_more() -> None:
         loss = losses.value_loss(
             value, target, tf.ones([4]), old_value=old_value, clip_range=0.2
         )
-    # Clipped values 1.2, 1.2, 0.8, 1.1: the greater errors are 1.8, 1.5, 2.5, 1.9.
+    # Clipped values: 1.2, 1.2, 0.8, 1.1. The larger errors: 1.8, 1.5, 2.5, 1.9.
     squares = 1.8**2 + 1.5**2 + 2.5**2 + 1.9**2
     assert float(loss) == pytest.approx(0.5 * squares / 4)
-    # The first has gone far enough; the others are on their way, or went wrong.
+    # Only the first row has moved beyond its range in the direction of its target.
     expected = [0.0, 1.5 / 4, -2.5 / 4, -1.9 / 4]
     assert tape.gradient(loss, value).numpy().tolist() == pytest.approx(expected)
 
 
-def test_diagnostics_by_hand() -> None:
+def test_approximate_kl_and_clip_fraction_equal_numbers_by_hand() -> None:
     log_ratio = tf.math.log([1.5, 1.1])
     kl = ((0.5 - math.log(1.5)) + (0.1 - math.log(1.1))) / 2
     assert float(losses.approximate_kl(log_ratio, ALL)) == pytest.approx(kl, abs=1e-6)
     assert float(losses.clip_fraction(log_ratio, ALL, 0.2)) == 0.5
 
 
-def test_explained_variance_of_a_perfect_and_of_a_constant_guess() -> None:
+def test_explained_variance_is_1_for_perfect_and_0_for_constant_predictions() -> None:
     target = tf.constant([1.0, 3.0])
     assert float(losses.explained_variance(target, target, ALL)) == 1.0
     guess = tf.constant([7.0, 7.0])
@@ -112,7 +112,7 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_guess() -> None:
         lambda rows, weight: losses.explained_variance(rows, rows**2, weight),
     ],
 )
-def test_a_mean_over_valid_rows_is_the_mean_without_the_others(
+def test_rows_of_weight_0_do_not_affect_any_loss(
     function: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
 ) -> None:
     rows = tf.constant([0.1, -0.3, 0.5, 0.7])
@@ -123,5 +123,5 @@ def test_a_mean_over_valid_rows_is_the_mean_without_the_others(
     )
 
 
-def test_the_mean_over_no_rows_is_zero() -> None:
+def test_masked_mean_of_no_rows_is_zero() -> None:
     assert float(losses.masked_mean(ALL, tf.zeros([2]))) == 0.0

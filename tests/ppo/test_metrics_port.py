@@ -8,7 +8,7 @@ from typing import Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from envserve.client import BatchStats
-from ppo.cli.train import Watchers
+from ppo.cli.train import Monitors
 from ppo.metrics_port import TrainerMetrics
 from ppo.train import Progress
 
@@ -54,7 +54,7 @@ def test_metrics_of_an_evaluation_are_served_until_the_next_one() -> None:
     printed: list[str] = []
     screen: Any = SimpleNamespace(print=printed.append, show=lambda _: None)
     env: Any = SimpleNamespace(stats=lambda: STATS)
-    with Watchers(screen, has_page=False, port=0, host="127.0.0.1") as watchers:
+    with Monitors(screen, has_page=False, port=0, host="127.0.0.1") as watchers:
         watchers.begin(env, plan=cast(Any, None))
         for steps, metrics in enumerate([{"evaluation_return": 5.0}, {"kl": 0.25}]):
             watchers.show(Progress(steps, 0.0, 0.0, 0, metrics))

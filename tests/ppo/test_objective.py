@@ -1,4 +1,4 @@
-"""Losses of users: found, tried out before any env starts, trained with."""
+"""Custom policy losses: loading, the test call before envs start, and training."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from ppo.agent.actions.distributions import Categorical, DiagonalGaussian
 from ppo.errors import ConfigError
-from ppo.learning.objective import policy_loss_of
+from ppo.learning.objective import load_policy_loss
 from tests.ppo import own_losses
 from tests.ppo.fakes import CountingBatchEnv
 from tests.ppo.runs import SMALL, Maker, ppo, rows_of, run
@@ -32,18 +32,26 @@ def terms_of(distribution: Any) -> dict[str, Any]:
     ("name", "line", "message"),
     [
         ("raises", 11, "ZeroDivisionError: integer division or modulo by zero"),
-        ("of_other_terms", 14, "TypeError: missing a required argument: 'advantages'"),
-        ("takes_too_little", 18, "TypeError: got an unexpected keyword argument"),
-        ("by_row", 22, r"expected a scalar of float32, .* got Tensor.*shape=\(3,\)"),
-        ("of_python", 26, r"expected a scalar of float32, .* got 3\.0\."),
-        ("of_float64", 30, "expected a scalar of float32, .* dtype=float64"),
-        ("is_nan", 34, "expected a finite loss and gradient .* got nan"),
-        ("has_slope_nan", 38, r"expected a finite .* got 0\.0, with a norm of nan"),
-        ("is_constant", 42, r"one that is not 0; got 0\.25, with a norm of 0\.0"),
+        (
+            "takes_unknown_argument",
+            14,
+            "TypeError: missing a required argument: 'advantages'",
+        ),
+        ("takes_too_few", 18, "TypeError: got an unexpected keyword argument"),
+        ("per_row", 22, r"expected a float32 scalar, .* got Tensor.*shape=\(3,\)"),
+        ("python_float", 26, r"expected a float32 scalar, .* got 3\.0\."),
+        ("float64_loss", 30, "expected a float32 scalar, .* dtype=float64"),
+        ("is_nan", 34, "expected a finite loss and a finite, .* got loss nan"),
+        (
+            "has_nan_gradient",
+            38,
+            r"expected a finite .* got loss 0\.0, gradient norm nan",
+        ),
+        ("is_constant", 42, r"ratios are 1; got loss 0\.25, gradient norm 0\.0"),
         ("branches", 47, "Using a symbolic `tf.Tensor` as a Python `bool`"),
     ],
 )
-def test_a_faulty_one_is_one_line_and_no_env_starts(
+def test_a_faulty_loss_is_a_one_line_error_before_any_env_starts(
     name: str, line: int, message: str, tmp_path: Path
 ) -> None:
     maker = Maker()
@@ -64,28 +72,34 @@ def test_a_faulty_one_is_one_line_and_no_env_starts(
         ("def loss(:", "SyntaxError: .*mine.py, line 1"),
     ],
 )
-def test_a_file_without_one_is_one_line(
+def test_a_file_without_the_loss_is_a_one_line_error(
     code: str | None, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
     if code is not None:
         file.write_text(code)
     with pytest.raises(ConfigError, match=rf"^objective.*{message}"):
-        policy_loss_of(SMALL.replace(objective=f"{file}:loss"))
+        load_policy_loss(SMALL.replace(objective=f"{file}:loss"))
 
 
-@pytest.mark.parametrize("name", ["of_choices", "of_means", "of_all"])
-def test_it_may_be_for_one_kind_of_actions_and_take_all_terms(name: str) -> None:
-    policy_loss_of(SMALL.replace(objective=f"{own_losses.__name__}:{name}"))
+@pytest.mark.parametrize(
+    "name", ["for_categorical", "for_gaussian", "with_all_arguments"]
+)
+def test_a_loss_may_support_one_kind_of_actions_and_use_all_arguments(
+    name: str,
+) -> None:
+    load_policy_loss(SMALL.replace(objective=f"{own_losses.__name__}:{name}"))
 
 
-def test_one_for_other_actions_than_the_envs_is_one_line_from_within_the_update() -> (
+def test_a_loss_for_the_wrong_kind_of_actions_is_a_one_line_error_in_the_update() -> (
     None
 ):
-    loss = policy_loss_of(SMALL.replace(objective=f"{FILE}:of_choices"))
+    loss = load_policy_loss(SMALL.replace(objective=f"{FILE}:for_categorical"))
     terms = terms_of(DiagonalGaussian(tf.zeros([3, 2]), tf.zeros([2])))
     traced = tf.function(lambda: loss(**terms))
-    with pytest.raises(ConfigError, match=rf"^objective {FILE}:of_choices: ") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"^objective {FILE}:for_categorical: "
+    ) as caught:
         traced()
     text = str(caught.value)
     assert text.endswith("'DiagonalGaussian' object has no attribute 'logits'")
@@ -94,13 +108,13 @@ def test_one_for_other_actions_than_the_envs_is_one_line_from_within_the_update(
 
 def test_the_example_is_spo_and_learns(tmp_path: Path) -> None:
     config = SMALL.replace(objective=f"{EXAMPLE}:loss")
-    loss = policy_loss_of(config)
+    loss = load_policy_loss(config)
     terms = terms_of(Categorical(tf.zeros([3, 2])))
     # 1.5 * 2 - 2 / 0.5 * 0.5**2 = 2 and 0.5 * -1 - 1 / 0.5 * 0.5**2 = -1
     assert loss(**terms).numpy() == pytest.approx(-(2.0 - 1.0) / 2.0)
 
     class Rewarding(CountingBatchEnv):
-        """Earns what it is told."""
+        """An env whose reward is its action."""
 
         def step(self, actions: Any, out: Any = None) -> Any:
             result = super().step(actions, out)
@@ -122,7 +136,9 @@ def test_the_example_is_spo_and_learns(tmp_path: Path) -> None:
     assert rows[-1]["mean_return"] > rows[0]["mean_return"] + 1.0
 
 
-def test_the_command_ends_with_a_line_and_no_folder(tmp_path: Path) -> None:
+def test_ppo_train_reports_a_faulty_loss_in_one_line_and_leaves_no_folder(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     more = ("--set", f"objective={FILE}:raises", "--num-workers", 1)
     code, _, error = ppo("train", "cartpole", "--run-dir", folder, *more)

@@ -1,4 +1,4 @@
-"""Plots of runs: seeds become a mean and a band, configs become curves."""
+"""Plots of runs: one curve per config, with mean and deviation over seeds."""
 
 import json
 import sys
@@ -26,20 +26,22 @@ def run(path: Path, points: list[tuple[int, float | None]], **changes: Any) -> P
     return path
 
 
-def test_runs_that_differ_in_their_seed_are_one_curve(tmp_path: Path) -> None:
+def test_runs_that_differ_only_in_the_seed_are_merged_into_one_curve(
+    tmp_path: Path,
+) -> None:
     runs = [
         run(tmp_path / "a", [(10, None), (20, 2.0), (30, 4.0)], seed=1),
         run(tmp_path / "b", [(10, 2.0), (20, 4.0), (30, 8.0), (40, 9.0)], seed=2),
     ]
     (curve,) = read_curves(runs)
     assert (curve.label, curve.num_runs) == ("CartPole-v1", 2)
-    # Only where both have numbers.
+    # Only steps for which both runs have values.
     np.testing.assert_array_equal(curve.steps, [20, 30])
     np.testing.assert_array_equal(curve.mean, [3.0, 6.0])
     np.testing.assert_array_equal(curve.deviation, [1.0, 2.0])
 
 
-def test_between_its_numbers_a_run_is_followed_along_a_line(tmp_path: Path) -> None:
+def test_merged_runs_are_interpolated_linearly(tmp_path: Path) -> None:
     runs = [
         run(tmp_path / "a", [(10, 0.0), (30, 4.0)], seed=1),
         run(tmp_path / "b", [(10, 0.0), (15, 7.0), (30, 4.0)], seed=2),
@@ -49,7 +51,7 @@ def test_between_its_numbers_a_run_is_followed_along_a_line(tmp_path: Path) -> N
     np.testing.assert_array_equal(curve.mean, [0.0, 4.0, 4.0])
 
 
-def test_configs_are_curves_of_their_own_named_by_what_differs(tmp_path: Path) -> None:
+def test_curves_are_labelled_with_the_settings_that_differ(tmp_path: Path) -> None:
     runs = [
         run(tmp_path / "a", [(10, 1.0)], learning_rate=1e-3),
         run(tmp_path / "b", [(10, 2.0)], env_kwargs={"x": 1}, seed=4),
@@ -62,27 +64,29 @@ def test_configs_are_curves_of_their_own_named_by_what_differs(tmp_path: Path) -
     np.testing.assert_array_equal(first.mean, [2.0])
 
 
-def test_configs_that_differ_in_much_are_named_by_their_folder(tmp_path: Path) -> None:
+def test_curves_with_many_different_settings_are_labelled_with_their_folder(
+    tmp_path: Path,
+) -> None:
     many = {"learning_rate": 1e-3, "discount": 0.9, "epochs": 1, "horizon": 64}
     runs = [run(tmp_path / "a", [(10, 1.0)]), run(tmp_path / "b", [(10, 1.0)], **many)]
     assert [curve.label for curve in read_curves(runs)] == ["a", "b"]
 
 
-def test_numbers_that_are_not_there_are_an_error(tmp_path: Path) -> None:
+def test_missing_values_are_an_error(tmp_path: Path) -> None:
     a = run(tmp_path / "a", [(10, None)])
     b = run(tmp_path / "b", [(10, 1.0), (20, 1.0)])
     c = run(tmp_path / "c", [(30, 1.0)])
-    with pytest.raises(BadInputError, match="numbers of mean_return, but it has none"):
+    with pytest.raises(BadInputError, match="values of mean_return, found none"):
         read_curves([a])
-    with pytest.raises(BadInputError, match=r"Did you mean mean_return\? There are me"):
+    with pytest.raises(BadInputError, match=r"Did you mean mean_return\? Metrics: me"):
         read_curves([b], "return")
-    with pytest.raises(BadInputError, match="one ends at 20 and another begins at 30"):
+    with pytest.raises(BadInputError, match=r"ends at step 20 and another .* 30"):
         read_curves([b, c])
-    with pytest.raises(RunFolderError, match="expected the folder of a run"):
+    with pytest.raises(RunFolderError, match="expected a run folder"):
         read_curves([tmp_path / "d"])
 
 
-def test_without_matplotlib_the_error_names_the_extra(
+def test_without_matplotlib_the_error_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -90,7 +94,7 @@ def test_without_matplotlib_the_error_names_the_extra(
         draw_curves([], "mean_return", tmp_path / "curves.png")
 
 
-def test_the_command_draws_a_png_or_says_why_not(tmp_path: Path) -> None:
+def test_ppo_plot_writes_a_png_or_reports_why_it_cannot(tmp_path: Path) -> None:
     runs = [
         run(tmp_path / str(seed), [(10, 1.0), (20, 1.0 + seed)], seed=seed)
         for seed in range(3)
@@ -106,5 +110,5 @@ def test_the_command_draws_a_png_or_says_why_not(tmp_path: Path) -> None:
     for name in ("curves.gif7", "missing/curves.png"):
         code, _, error = ppo("plot", *runs, "--out", tmp_path / name)
         assert code == 2
-        assert "expected an image file that can be written" in error
+        assert "expected a writable image file" in error
         assert error.count("\n") == 1

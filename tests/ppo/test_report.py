@@ -1,4 +1,4 @@
-"""What a row of metrics holds, and that the docs know every name."""
+"""Rows of metrics: their values, and that docs/metrics.md documents every name."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ CONFIG = SMALL.replace(total_steps=80, curve_episodes=2)
 
 
 def trained(folder: Path, config: Config) -> list[dict[str, Any]]:
-    """Train on envs of which one loses a step; returns the rows of metrics."""
+    """Train on envs of which one loses a step; return the rows of metrics."""
     lost = frozenset({(3, 0)})
     maker = Maker(lambda num_envs: CountingBatchEnv([3] * num_envs, lost=lost))
     run(folder, config, maker)
@@ -32,13 +32,13 @@ def documented() -> set[str]:
     return set(re.findall(r"^\| `(\w+)` \|", DOCS.read_text(), re.MULTILINE))
 
 
-def test_the_docs_have_every_name_and_no_other(tmp_path: Path) -> None:
+def test_the_docs_list_exactly_the_metrics_of_a_row(tmp_path: Path) -> None:
     config = CONFIG.replace(total_steps=16, evaluate_every=16, objective="penalty")
     (row,) = trained(tmp_path, config)
     assert set(row) - {"steps"} == documented()
 
 
-def test_numbers_of_features_that_are_off_are_left_out(tmp_path: Path) -> None:
+def test_rows_omit_metrics_of_disabled_features(tmp_path: Path) -> None:
     config = CONFIG.replace(normalize_observations=False, scale_rewards=False)
     names = {name for row in trained(tmp_path, config) for name in row}
     missing = documented() - names
@@ -46,11 +46,11 @@ def test_numbers_of_features_that_are_off_are_left_out(tmp_path: Path) -> None:
     assert kinds == {"observation", "reward", "evaluation", "kl"}
 
 
-def test_rows_cover_all_iterations_since_the_last(tmp_path: Path) -> None:
+def test_a_row_aggregates_all_iterations_since_the_previous_row(tmp_path: Path) -> None:
     config = CONFIG.replace(objective="clip_and_penalty", kl_target=1.0)
     single = trained(tmp_path / "single", config)
     joined = trained(tmp_path / "joined", config.replace(report_every=32))
-    # Of 16 steps each, one lost in the first: 15, 31, 47, 63, 79.
+    # Iterations have 16 steps, one of which is lost in the first iteration.
     assert [row["steps"] for row in single] == [15, 31, 47, 63, 79]
     assert [row["steps"] for row in joined] == [47, 79]
     assert [row["iteration"] for row in joined] == [3, 5]
@@ -64,14 +64,14 @@ def test_rows_cover_all_iterations_since_the_last(tmp_path: Path) -> None:
     assert single[3]["kl_penalty"] != single[4]["kl_penalty"]
 
 
-def test_an_evaluation_is_reported_at_once(tmp_path: Path) -> None:
+def test_an_evaluation_is_reported_in_its_iteration(tmp_path: Path) -> None:
     config = CONFIG.replace(report_every=64, evaluate_every=30)
     rows = trained(tmp_path, config)
     assert [row["steps"] for row in rows] == [31, 63, 79]
     assert [row["iteration"] for row in rows] == [2, 4, 5]
 
 
-def test_what_was_learned_before_diverging_is_reported(
+def test_iterations_before_a_divergence_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update, calls = Updater.update, itertools.count(1)
@@ -88,10 +88,10 @@ def test_what_was_learned_before_diverging_is_reported(
     assert row["iteration"] == 2
 
 
-def test_statistics_are_those_of_the_normalisers(tmp_path: Path) -> None:
+def test_a_row_contains_the_normalisation_statistics(tmp_path: Path) -> None:
     (row,) = trained(tmp_path, CONFIG.replace(total_steps=16))
-    # Env 0 observes (0, count) and env 1 (1, count); env 0 loses its fourth step, at
-    # which it observed a first one.
+    # Env 0 observes (0, count) and env 1 (1, count). Env 0 loses its fourth step, whose
+    # observation is the first one of an episode.
     counts = [0, 1, 2] + [0, 1, 2, 0] + [0, 1, 2, 0, 1, 2, 0, 1]
     columns = np.array([[0.0] * 7 + [1.0] * 8, counts])
     assert row["observation_mean_max"] == pytest.approx(columns.mean(axis=1).max())

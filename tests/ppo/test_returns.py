@@ -1,4 +1,4 @@
-"""Advantages and targets against numbers computed by hand."""
+"""Advantages and value targets equal numbers computed by hand."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def run(
     discount: float = 0.5,
     gae_lambda: float = 0.5,
 ) -> tuple[list[float], list[float]]:
-    """Run one env's sequence; flags are given by the steps that have them."""
+    """Return the advantages and targets of one env; flags are lists of steps."""
 
     def flags(steps: tuple[int, ...]) -> tf.Tensor:
         return tf.constant([[step in steps] for step in range(len(reward))])
@@ -51,14 +51,14 @@ NEXT = [4.0, 6.0, 8.0]
     ("next_value", "named", "advantage", "target"),
     [
         (NEXT, {}, [1 + 0.25 * 1.25, 1 + 0.25 * 1, 1.0], [3.3125, 5.25, 7.0]),
-        # delta_1 = 2 + 0 - 4 = -2: nothing is bootstrapped, nothing flows back.
+        # delta_1 = 2 + 0 - 4 = -2: no bootstrap, and no later delta is added.
         (NEXT, {"terminated": (1,)}, [1 + 0.25 * -2, -2.0, 1.0], [2.5, 2.0, 7.0]),
-        # Termination outweighs truncation in the same step.
+        # Termination takes precedence over truncation in the same step.
         (
             *(NEXT, {"terminated": (1,), "truncated": (1,)}),
             *([1 + 0.25 * -2, -2.0, 1.0], [2.5, 2.0, 7.0]),
         ),
-        # V(final) = 10 stands in next_value: delta_1 = 2 + 5 - 4 = 3.
+        # next_value contains V(final) = 10: delta_1 = 2 + 5 - 4 = 3.
         (
             *([4.0, 10.0, 8.0], {"truncated": (1,)}),
             *([1 + 0.25 * 3, 3.0, 1.0], [3.75, 7.0, 7.0]),
@@ -68,9 +68,9 @@ NEXT = [4.0, 6.0, 8.0]
             *(NEXT, {"invalid": (1,), "truncated": (1,)}),
             *([1.0, 0.0, 1.0], [3.0, 0.0, 7.0]),
         ),
-        # Errors of one step.
+        # lambda = 0: one-step errors.
         (NEXT, {"gae_lambda": 0.0}, [1.0, 1.0, 1.0], [3.0, 5.0, 7.0]),
-        # r_0 + r_1 / 2 + r_2 / 4 + V(o_3) / 8, and so on.
+        # lambda = 1: the first target is r_0 + r_1 / 2 + r_2 / 4 + V(o_3) / 8.
         (NEXT, {"gae_lambda": 1.0}, [1.75, 1.5, 1.0], [3.75, 5.5, 7.0]),
         (NEXT, {"discount": 0.0}, [-1.0, -2.0, -3.0], REWARD),
     ],
@@ -84,7 +84,7 @@ def test_advantages_and_targets_of_three_steps(
     assert run(REWARD, VALUE, next_value, **named) == (advantage, target)
 
 
-def test_all_kinds_of_end_in_one_sequence() -> None:
+def test_terminated_truncated_and_invalid_rows_in_one_sequence() -> None:
     advantage, _ = run(
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
         [0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
@@ -93,12 +93,12 @@ def test_all_kinds_of_end_in_one_sequence() -> None:
         truncated=(2, 3),
         invalid=(3,),
     )
-    # delta is 2 everywhere but 1 at the termination.
+    # delta is 1 at the termination and 2 in all other rows.
     assert advantage == [1.0, 2 + 0.25 * 2, 2.0, 0.0, 2 + 0.25 * 2, 2.0]
 
 
 @pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
-def test_what_an_invalid_row_holds_changes_nothing(garbage: float) -> None:
+def test_the_contents_of_an_invalid_row_do_not_matter(garbage: float) -> None:
     clean = run(REWARD, VALUE, NEXT, invalid=(1,), truncated=(1,))
     dirty = run(
         [1.0, garbage, 3.0], VALUE, [4.0, garbage, 8.0], invalid=(1,), truncated=(1,)
@@ -139,7 +139,7 @@ def _by_recursion(
 
 
 @pytest.mark.parametrize("horizon", [1, 2, 7, 128, 200])
-def test_doubling_agrees_with_the_recursion(
+def test_recursive_doubling_equals_the_recursion_over_time(
     random_generator: np.random.Generator, horizon: int
 ) -> None:
     sequences = _random_sequences(random_generator, horizon, 5)
@@ -154,7 +154,7 @@ def test_doubling_agrees_with_the_recursion(
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_eager_and_graph_agree(
+def test_eager_and_graph_mode_agree(
     random_generator: np.random.Generator, jit_compile: bool
 ) -> None:
     sequences = {
@@ -171,7 +171,7 @@ def test_eager_and_graph_agree(
         np.testing.assert_allclose(left.numpy(), right.numpy(), atol=1e-6)
 
 
-def test_next_values_take_the_final_observation_where_an_episode_ended() -> None:
+def test_next_values_use_the_final_observation_at_episode_ends() -> None:
     value = tf.constant([[1.0], [2.0], [3.0]])
     final_value = tf.constant([[10.0], [20.0]])
     done = tf.constant([[False], [True]])

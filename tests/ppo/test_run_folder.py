@@ -1,4 +1,4 @@
-"""Run folders and metrics: made, opened, refused, full."""
+"""Run folders: creating, opening, errors, and metrics files."""
 
 import json
 import math
@@ -9,13 +9,13 @@ import pytest
 from ppo.config import Config
 from ppo.errors import ConfigError, RunFolderError, RunWriteError
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics import MetricsWriter, tag_of
+from ppo.run_folder.metrics import MetricsWriter, tensorboard_tag
 from tests.ppo.runs import rows_of
 
 CONFIG = Config(env_name="CartPole-v1")
 
 
-def test_a_new_folder_holds_the_config(tmp_path: Path) -> None:
+def test_a_new_run_folder_contains_the_config(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "a" / "b", CONFIG)
     run, config = RunFolder.open(tmp_path / "a" / "b")
     assert config == CONFIG
@@ -23,17 +23,17 @@ def test_a_new_folder_holds_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
-def test_a_folder_with_files_is_not_taken(name: str, tmp_path: Path) -> None:
+def test_a_folder_with_files_is_not_used(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"colour": "red"}')
     with pytest.raises(RunFolderError, match="expected a new or empty folder"):
         RunFolder.create(tmp_path, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "red" in (tmp_path / name).read_text()
-    with pytest.raises(RunFolderError, match="folder that can be created"):
+    with pytest.raises(RunFolderError, match="cannot create the folder"):
         RunFolder.create(tmp_path / name, CONFIG)
 
 
-def test_a_run_that_never_began_may_be_started_again(tmp_path: Path) -> None:
+def test_a_run_that_never_started_can_be_created_again(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG)
     changed = CONFIG.replace(seed=3)
     RunFolder.create(tmp_path, changed)
@@ -43,7 +43,7 @@ def test_a_run_that_never_began_may_be_started_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("nowhere/thesis.tex", "", "expected the folder of a run, found none"),
+        ("nowhere/thesis.tex", "", "expected a run folder, found none"),
         ("run/thesis.tex", "", r"found no config\.json"),
         (
             "run/config.json",
@@ -52,7 +52,7 @@ def test_a_run_that_never_began_may_be_started_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_run_cannot_be_opened(
+def test_a_folder_without_a_valid_run_cannot_be_opened(
     file: str, text: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / file).parent.mkdir()
@@ -68,7 +68,9 @@ def test_an_evaluation_is_saved(tmp_path: Path) -> None:
     assert saved == {"mean_return": 3.0}
 
 
-def test_metrics_are_a_line_per_row_and_events(tmp_path: Path) -> None:
+def test_metrics_are_written_as_json_lines_and_tensorboard_events(
+    tmp_path: Path,
+) -> None:
     with MetricsWriter(tmp_path, CONFIG) as writer:
         writer.write(10, {"loss": 0.5, "mean_return": math.nan})
     (events,) = (tmp_path / "tensorboard").iterdir()
@@ -83,7 +85,7 @@ def test_metrics_are_a_line_per_row_and_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("resumed_from", "count"), [((0, 0), 1), ((1, 16), 0)])
-def test_a_run_begun_by_resuming_tells_tensorboard_its_settings(
+def test_hyperparameters_are_written_only_when_a_run_starts_from_step_0(
     resumed_from: tuple[int, int], count: int, tmp_path: Path
 ) -> None:
     with MetricsWriter(tmp_path, CONFIG, resumed_from=resumed_from):
@@ -92,7 +94,7 @@ def test_a_run_begun_by_resuming_tells_tensorboard_its_settings(
     assert sum(b"_hparams_" in file.read_bytes() for file in files) == count
 
 
-def test_tensorboard_has_metrics_in_groups() -> None:
+def test_tensorboard_tags_are_grouped() -> None:
     tags = [
         *("evaluation/return_std", "losses/kl_penalty", "losses/explained_variance"),
         *("normalization/observation_mean_max", "normalization/reward_scale"),
@@ -100,15 +102,13 @@ def test_tensorboard_has_metrics_in_groups() -> None:
     ]
     names = [tag.partition("/")[2] for tag in tags]
     names[0] = "evaluation_return_std"
-    assert [*map(tag_of, names)] == tags
+    assert [*map(tensorboard_tag, names)] == tags
 
 
 @pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoints", "notes"])
-def test_only_a_folder_with_nothing_to_show_is_removed(
-    tmp_path: Path, kept: str
-) -> None:
+def test_only_a_folder_without_results_is_removed(tmp_path: Path, kept: str) -> None:
     run = RunFolder.create(tmp_path / "run", CONFIG)
-    with MetricsWriter(run.path, CONFIG):  # as an interrupt while it compiles leaves it
+    with MetricsWriter(run.path, CONFIG):  # as after an interrupt during compilation
         pass
     (run.path / kept).write_text("x")
     assert not run.remove_if_unused()
@@ -118,7 +118,9 @@ def test_only_a_folder_with_nothing_to_show_is_removed(
     assert not any(tmp_path.iterdir())
 
 
-def test_what_cannot_be_written_to_is_not_said_to_be_full(tmp_path: Path) -> None:
+def test_a_write_error_other_than_a_full_disk_has_its_own_message(
+    tmp_path: Path,
+) -> None:
     run = RunFolder.create(tmp_path / "run", CONFIG)
     (run.path / "evaluation.json.partial").mkdir()
     with pytest.raises(RunWriteError) as caught:
@@ -127,7 +129,7 @@ def test_what_cannot_be_written_to_is_not_said_to_be_full(tmp_path: Path) -> Non
     assert str(caught.value) == expected
 
 
-def test_what_a_kill_left_of_writing_the_config_is_in_nobodys_way(
+def test_a_partial_config_of_a_killed_process_is_ignored(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json.partial").write_text("{")

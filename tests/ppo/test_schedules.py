@@ -1,4 +1,4 @@
-"""Coefficients: decays over the run, and those that follow the divergence."""
+"""Schedules: coefficients that decay over the run or adapt to the KL divergence."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CONFIG = Config(
 
 
 def after(kl: float, config: Config = CONFIG, times: int = 1) -> tuple[float, float]:
-    """Return penalty and learning rate after iterations with this divergence."""
+    """Return the penalty and learning rate after iterations with this KL divergence."""
     schedules = Schedules(config)
     for _ in range(times):
         schedules.update(kl)
@@ -27,7 +27,7 @@ def after(kl: float, config: Config = CONFIG, times: int = 1) -> tuple[float, fl
 @pytest.mark.parametrize(
     ("kl", "penalty", "rate"),
     [
-        (0.0049, 1 / 1.5, 1e-3),  # no faster than at first
+        (0.0049, 1 / 1.5, 1e-3),  # the initial rate is the maximum
         (0.0069, 1 / 1.5, 1e-3),
         (0.0071, 1.0, 1e-3),
         (0.0129, 1.0, 1e-3),
@@ -36,24 +36,26 @@ def after(kl: float, config: Config = CONFIG, times: int = 1) -> tuple[float, fl
         (0.0201, 1.5, 1e-3 / 1.5),
     ],
 )
-def test_a_divergence_outside_its_band_changes_a_coefficient_by_a_factor(
+def test_a_kl_outside_the_band_changes_a_coefficient_by_a_factor(
     kl: float, penalty: float, rate: float
 ) -> None:
     assert after(kl) == pytest.approx((penalty, rate))
 
 
-def test_adaptive_coefficients_stay_within_their_bounds_and_come_back() -> None:
+def test_adaptive_coefficients_stay_within_their_bounds_and_can_leave_them_again() -> (
+    None
+):
     assert after(0.001, times=100) == (1e-3, 1e-3)
     assert after(1.0, times=100) == (1e6, 1e-6)
     schedules = Schedules(CONFIG)
-    for _ in range(300):  # 1.5**-300 is 0 in float32, from which nothing would rise
+    for _ in range(300):  # without bounds, 1.5**-300 would be 0 in float32
         schedules.update(1.0)
     schedules.update(0.001)
     assert schedules.at(0.0).kl_penalty == pytest.approx(1e6 / 1.5)
     assert schedules.at(0.0).learning_rate == pytest.approx(1.5e-6)
 
 
-def test_a_rate_stays_where_nothing_moves() -> None:
+def test_the_learning_rate_does_not_adapt_when_the_policy_hardly_moves() -> None:
     schedules = Schedules(CONFIG)
     schedules.update(1.0)
     for kl in (0.0, 0.99e-4):
@@ -63,7 +65,7 @@ def test_a_rate_stays_where_nothing_moves() -> None:
     assert schedules.at(0.0).learning_rate == pytest.approx(1e-3)
 
 
-def test_what_is_not_in_use_does_not_adapt() -> None:
+def test_unused_coefficients_do_not_adapt() -> None:
     schedules = Schedules(CONFIG.replace(objective="clip"))
     schedules.update(1.0)
     assert schedules.trackables["kl_penalty"].numpy() == 1.0
@@ -72,7 +74,7 @@ def test_what_is_not_in_use_does_not_adapt() -> None:
     assert schedules.trackables["kl_learning_rate"].numpy() == 1e-3
 
 
-def test_a_divergence_that_is_no_number_changes_nothing() -> None:
+def test_a_nan_kl_changes_nothing() -> None:
     assert after(np.nan) == (1.0, 1e-3)
 
 
@@ -80,7 +82,7 @@ def test_a_divergence_that_is_no_number_changes_nothing() -> None:
     ("schedule", "expected"),
     [("constant", (1e-3, 1e-3, 1e-3)), ("linear", (1e-3, 0.5e-3, 0.0))],
 )
-def test_learning_rates_that_depend_on_the_progress_alone(
+def test_constant_and_linear_learning_rates_depend_only_on_progress(
     schedule: str, expected: tuple[float, ...]
 ) -> None:
     schedules = Schedules(CONFIG.replace(learning_rate_schedule=schedule))
@@ -89,7 +91,7 @@ def test_learning_rates_that_depend_on_the_progress_alone(
     assert rates == pytest.approx(expected)
 
 
-def test_clip_range_and_entropy_decay_if_asked_to() -> None:
+def test_clip_range_and_entropy_coefficient_decay_if_configured() -> None:
     config = CONFIG.replace(clip_range=0.2, entropy_coefficient=0.1)
     steady = Schedules(config).at(0.75)
     assert (steady.clip_range, steady.entropy) == (0.2, 0.1)
@@ -99,10 +101,10 @@ def test_clip_range_and_entropy_decay_if_asked_to() -> None:
     assert coefficients.entropy == pytest.approx(0.025)
 
 
-def test_a_coefficient_is_a_variable_that_checkpoints_hold() -> None:
+def test_an_adaptive_coefficient_can_be_restored_through_its_variable() -> None:
     made = [
         AdaptiveCoefficient(
-            initial=initial, low_kl=1.0, high_kl=2.0, step=2.0, bounds=(1, 9)
+            initial=initial, low_kl=1.0, high_kl=2.0, factor=2.0, bounds=(1, 9)
         )
         for initial in (3.0, 4.0)
     ]

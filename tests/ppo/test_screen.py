@@ -1,4 +1,4 @@
-"""What a run shows, at any width, on a terminal and elsewhere."""
+"""The progress display at any width, with and without a terminal."""
 
 import contextlib
 import io
@@ -14,10 +14,10 @@ from rich.console import Console
 
 from ppo.cli.options import (
     Terminated,
-    errors_held,
-    interrupts_kept,
+    deferred_stderr,
+    preserved_interrupts,
+    sigterm_raises,
     start_tensorflow,
-    terminable,
 )
 from ppo.cli.progress import Screen, sparkline
 from ppo.config.named_configs import CONFIGS
@@ -27,7 +27,7 @@ METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
 
 
 class Clock:
-    """Time that goes on when it is told to."""
+    """A fake clock that tests advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -57,30 +57,32 @@ def train_a_little(screen: Screen, clock: Clock) -> None:
 
 
 def drawn(width: int, clock: Clock, encoding: str = "utf-8") -> list[str]:
-    """The lines of a training, as they are redrawn."""
+    """Return the redrawn lines of a training."""
     target = console(width, is_terminal=True, encoding=encoding)
     screen = Screen(target)
     train_a_little(screen, clock)
     with target.capture() as capture:
         target.print(screen._rows())
     lines = [line.rstrip() for line in capture.get().splitlines()]
-    return [re.sub(r"^[^a-z] (?=training)", "", line) for line in lines]  # it spins
+    return [
+        re.sub(r"^[^a-z] (?=training)", "", line) for line in lines
+    ]  # without the spinner
 
 
-def test_a_terminal_shows_a_bar_and_what_was_learned(clock: Clock) -> None:
-    reached, earned = drawn(120, clock)
+def test_a_terminal_shows_a_progress_bar_and_results(clock: Clock) -> None:
+    timing, results = drawn(120, clock)
     assert re.fullmatch(
-        r"training 12 s  ━+.*  7 s left  22,528/40,960 steps  2,346 steps/s", reached
+        r"training 12 s  ━+.*  7 s left  22,528/40,960 steps  2,346 steps/s", timing
     )
     assert re.fullmatch(
         r"return 21\.2  ▁+  1,234 lost  value loss 0\.5  policy loss -0\.012"
         r"  entropy 0\.69",
-        earned,
+        results,
     )
 
 
 @pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 120])
-def test_what_does_not_fit_is_left_out_and_nothing_is_cut(
+def test_cells_that_do_not_fit_are_omitted_and_none_is_truncated(
     width: int, clock: Clock
 ) -> None:
     whole = {cell for line in drawn(160, clock) for cell in re.split("  +", line)}
@@ -93,17 +95,17 @@ def test_what_does_not_fit_is_left_out_and_nothing_is_cut(
     assert ("left" in lines[0]) == (width > 30)
 
 
-def test_a_terminal_without_these_glyphs_has_a_plain_bar(clock: Clock) -> None:
+def test_an_ascii_terminal_has_an_ascii_bar(clock: Clock) -> None:
     text = "\n".join(drawn(80, clock, "ascii"))
     assert text.isascii()
     assert "return 21.2" in text
 
 
-def test_elsewhere_there_are_plain_lines(clock: Clock) -> None:
+def test_without_a_terminal_there_are_plain_lines(clock: Clock) -> None:
     target = console(80, is_terminal=False)
     with Screen(target) as screen:
         train_a_little(screen, clock)
-        screen.phase("evaluating", is_passing=True)
+        screen.phase("evaluating", is_transient=True)
         screen.phase("")
         screen.print("[3] done")
     target.file.seek(0)
@@ -115,24 +117,24 @@ def test_elsewhere_there_are_plain_lines(clock: Clock) -> None:
     ]
 
 
-def test_elsewhere_a_long_phase_has_a_line_now_and_then(clock: Clock) -> None:
+def test_without_a_terminal_a_long_phase_prints_lines_regularly(clock: Clock) -> None:
     lines: list[str] = []
-    came = threading.Event()
+    has_four = threading.Event()
 
-    class Told(Screen):
+    class Recorder(Screen):
         def print(self, text: str, style: str | None = None) -> None:
             lines.append(text)
             if len(lines) == 4:
-                came.set()
+                has_four.set()
 
-    with Told(console(80, is_terminal=False), seconds_between_lines=0.01) as screen:
+    with Recorder(console(80, is_terminal=False), seconds_between_lines=0.01) as screen:
         screen.phase("compiling")
-        assert came.wait(60)
+        assert has_four.wait(60)
     assert lines[:3] == ["compiling ...", *2 * ["compiling, 0 s so far"]]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_no_run_ends_because_its_output_cannot_be_written(
+def test_output_that_cannot_be_written_does_not_end_a_run(
     clock: Clock, is_terminal: bool
 ) -> None:
     tried = threading.Event()
@@ -151,7 +153,7 @@ def test_no_run_ends_because_its_output_cannot_be_written(
     assert not screen._ticker.is_alive()
 
 
-def test_a_finished_training_and_phases_leave_a_line(clock: Clock) -> None:
+def test_finished_phases_leave_a_line(clock: Clock) -> None:
     target = console(80, is_terminal=True)
     with Screen(target) as screen:
         train_a_little(screen, clock)
@@ -164,7 +166,7 @@ def test_a_finished_training_and_phases_leave_a_line(clock: Clock) -> None:
     assert "evaluating, 0:01:15\n" in text
 
 
-def test_a_sparkline_is_of_all_numbers_whatever_its_width() -> None:
+def test_a_sparkline_covers_all_numbers_at_any_width() -> None:
     assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
     assert sparkline(range(800), 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([1.0, 2.0], 4) == "▁▁██"
@@ -172,34 +174,34 @@ def test_a_sparkline_is_of_all_numbers_whatever_its_width() -> None:
     assert sparkline([], 3) == ""
 
 
-def test_an_interrupt_that_is_swallowed_ends_what_it_was_for() -> None:
+def test_a_suppressed_interrupt_is_raised_again() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), interrupts_kept():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), preserved_interrupts():  # noqa: PT012
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         raise ImportError("half of it is not there")
-    with interrupts_kept():
+    with preserved_interrupts():
         pass
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_termination_that_is_swallowed_ends_it_too_and_nobody_elses() -> None:
+def test_a_suppressed_sigterm_is_raised_again_only_within_sigterm_raises() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with terminable(), pytest.raises(Terminated), interrupts_kept():  # noqa: PT012
+    with sigterm_raises(), pytest.raises(Terminated), preserved_interrupts():  # noqa: PT012
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         raise ImportError("half of it is not there")
-    with interrupts_kept():
+    with preserved_interrupts():
         assert signal.getsignal(signal.SIGTERM) is before
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_is_held_back_is_shown_if_something_fails(
+def test_deferred_stderr_is_written_only_after_an_error(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with errors_held():
-        os.write(2, b"said for nothing")
-    with pytest.raises(ValueError, match="it fails"), errors_held():  # noqa: PT012
+    with deferred_stderr():
+        os.write(2, b"discarded")
+    with pytest.raises(ValueError, match="it fails"), deferred_stderr():  # noqa: PT012
         os.write(2, b"why it fails; ")
         raise ValueError("it fails")
     os.write(2, b"after that")
@@ -207,15 +209,15 @@ def test_what_is_held_back_is_shown_if_something_fails(
 
 
 @pytest.mark.parametrize("name", ["pong", "cartpole"])
-def test_a_gpu_is_for_images_and_for_others_beside_it(
+def test_the_gpu_is_used_only_for_image_observations(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS"):
         monkeypatch.setenv(variable, "0")
-    monkeypatch.setattr("ppo.cli.options.keep_compiled_code", lambda _: None)
-    with mock.patch("tensorflow.config") as known:
-        known.list_physical_devices.return_value = ["GPU:0"]
+    monkeypatch.setattr("ppo.cli.options.enable_compilation_cache", lambda _: None)
+    with mock.patch("tensorflow.config") as config:
+        config.list_physical_devices.return_value = ["GPU:0"]
         start_tensorflow(1, 1, CONFIGS[name])
-    known.experimental.set_memory_growth.assert_called_once_with("GPU:0", True)
-    hidden = known.set_visible_devices.call_args_list
+    config.experimental.set_memory_growth.assert_called_once_with("GPU:0", True)
+    hidden = config.set_visible_devices.call_args_list
     assert hidden == ([] if name == "pong" else [mock.call([], "GPU")])

@@ -1,4 +1,4 @@
-"""Several seeds as one study: processes that end, fail, are stopped, and go on."""
+"""Studies of several seeds: processes that finish, fail, stop and resume."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from ppo.cli.stop_signals import StopSignals
 from tests.ppo.runs import ppo
 
 SETTINGS = ("--set", "total_steps=64", "--set", "num_envs=1", "--set", "horizon=64")
-#: Stands for `ppo train --resume RUN`, without TensorFlow; what it does follows.
+#: Replaces `ppo train --resume RUN`, without TensorFlow; tests append its behaviour.
 RUN = """
 import json, os, signal, sys
 from pathlib import Path
@@ -26,7 +26,7 @@ def end(mean_return, steps=64, **more):
     (folder / "evaluation.json").write_text(json.dumps(result))
 """
 ALL_BUT_ONE = RUN + "end(10.0 * seed) if seed != 8 else sys.exit('Error: no luck')"
-#: Each waits to be told to end, and one sees to it that this happens, once or twice.
+#: Each process waits for SIGTERM; one sends SIGINT to the study, once or twice.
 STOPPED = """
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 study = os.getppid()
@@ -38,7 +38,7 @@ for _ in range(COUNT if seed == 8 else 1):
 
 
 def starts(folder: Path) -> list[int]:
-    """How often each seed was begun."""
+    """Return how often each seed was started."""
     files = [folder / f"seed-{seed}" / "starts" for seed in (7, 8, 9)]
     return [len(f.read_text().splitlines()) if f.exists() else 0 for f in files]
 
@@ -48,7 +48,7 @@ def study(folder: Path, *arguments: str) -> Sequence[object]:
     return ("train", "CartPole-v1", *seeds, *SETTINGS, "--run-dir", folder, *arguments)
 
 
-def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
+def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ppo.cli.seeds._RUN", ALL_BUT_ONE)
@@ -60,15 +60,15 @@ def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     assert "seed 9: mean return 90.0\n" in output
     assert "Mean return 80.0 over 2 of 3 seeds, std 14.1, 95 % interval" in output
     assert "interval 70.0 to 90.0, lowest 70.0\n" in output
-    assert f"Go on with: ppo train --resume '{folder}'\n" in output
+    assert f"Resume with: ppo train --resume '{folder}'\n" in output
     assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(10.0 * seed)")
     code, output, _ = ppo("train", "--resume", folder)
     assert code == 0
     assert "Mean return 80.0 over 3 of 3 seeds, std 10.0" in output
-    assert "Go on" not in output
+    assert "Resume with" not in output
     assert starts(folder) == [1, 2, 1]
-    # With more to do, all of them are begun again.
+    # With more total steps, all seeds are started again.
     code, output, _ = ppo("train", "--resume", folder, "--set", "total_steps=128")
     assert code == 1
     assert starts(folder) == [2, 3, 2]
@@ -79,12 +79,12 @@ def test_a_seed_that_fails_is_named_and_resumed_while_the_others_go_on(
     assert [each["total_steps"] for each in values] == [128, 128, 128]
 
 
-def test_seeds_that_a_callback_has_ended_are_done(
+def test_seeds_that_a_callback_ended_are_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "study"
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0)")
-    assert ppo(*study(folder))[0] == 1  # evaluated, but not by a training's end
+    assert ppo(*study(folder))[0] == 1  # evaluated, but not after a training
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0, total_steps=64)")
     (folder / "seed-7-kept").mkdir()
     for _ in range(2):
@@ -94,14 +94,14 @@ def test_seeds_that_a_callback_has_ended_are_done(
     assert starts(folder) == [2, 2, 2]
     code, _, error = ppo("train", "--resume", folder, "--metrics-port", "0")
     assert code == 2
-    assert "expected a run of one seed" in error
+    assert "cannot be combined with several seeds" in error
     code, _, error = ppo("evaluate", folder)
     assert code == 2
-    assert error == f"Error: {folder}: expected one run, got several; name a seed's.\n"
+    assert error.startswith(f"Error: {folder}: expected the folder of one run, found")
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0), (2, 130)])
-def test_one_signal_ends_all_seeds_and_a_second_one_at_once(
+def test_the_first_signal_stops_all_seeds_and_the_second_one_at_once(
     count: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = RUN + STOPPED.replace("COUNT", str(count))
@@ -109,30 +109,30 @@ def test_one_signal_ends_all_seeds_and_a_second_one_at_once(
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == expected, error
     assert "failed" not in output
-    hint = f"Go on with: ppo train --resume {tmp_path / 'study'}\n"
+    hint = f"Resume with: ppo train --resume {tmp_path / 'study'}\n"
     assert hint in (error if count == 2 else output)
     assert starts(tmp_path / "study")[1:] == [1, 0]
 
 
-def test_a_signal_before_any_seed_begins_ends_the_study(
+def test_a_signal_before_the_first_seed_starts_ends_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = itertools.chain([False], itertools.repeat(True))
-    monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(looks))
+    answers = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(answers))
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == 0, error
-    assert "Go on with: ppo train --resume" in output
+    assert "Resume with: ppo train --resume" in output
     assert starts(tmp_path / "study") == [0, 0, 0]
 
 
-def test_a_study_cannot_be_watched_as_one_run(tmp_path: Path) -> None:
+def test_monitoring_options_are_refused_for_a_study(tmp_path: Path) -> None:
     code, _, error = ppo(*study(tmp_path / "study", "--film"))
     assert code == 2
-    assert "leave these out, or --seeds" in error
+    assert "omit these options or --seeds" in error
     code, _, error = ppo("train", "CartPole-v1", "--at-once", "2")
     assert code == 2
     assert "--at-once: expected --seeds" in error
     code, _, error = ppo("train", "--resume", tmp_path, "--seeds", "3")
     assert code == 2
-    assert "leave out --run-dir, --seed and --seeds" in error
+    assert "omit --run-dir, --seed and --seeds" in error
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Learning with memory: the states, the ratios and the values are those of acting."""
+"""Recurrent policies: the update reproduces the states, ratios and values of acting."""
 
 import functools
 from collections.abc import Callable
@@ -13,15 +13,15 @@ import tensorflow as tf
 from envserve.slab import Status
 from ppo.agent.agent import Agent
 from ppo.config import Config
-from ppo.learning.samples import Sequences
+from ppo.learning.samples import SequenceSampler
 from ppo.rollout import Rollout
 from ppo.simulate import Simulation
 from tests.ppo import runs
 from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, in_graph
 from tests.ppo.runs import Learner, copy, fill_masked, no_retracing, rollout_of
 
-# Ends at all phases of sequences of 4, in every way, also in a row; episodes that go on
-# through padding, and through a late result; and one that never ends.
+# Episodes that end at every position in sequences of 4, in every way, also
+# consecutively; episodes that continue after padding and late results; an endless one.
 SCRIPTS = ["...T", "....C", "T.C", "..PPX..", "..PPL...C", "."]
 SPACES = {"gaussian": ACTIONS, "categorical": gymnasium.spaces.Discrete(3)}
 CONFIG = Config(
@@ -48,7 +48,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def make(kind: str = "gaussian", **changes: Any) -> Agent:
-    """Make an agent that acts far from 0, so that it matters what it remembers."""
+    """Return an agent with large parameters, so that its recurrent state matters."""
     agent = Agent(BOX, SPACES[kind], CONFIG.replace(**changes))
     for index, variable in enumerate(agent.trainable_variables):
         numbers = 0.3 * np.sin(index + np.arange(variable.numpy().size))
@@ -81,7 +81,7 @@ def collect(simulation: Simulation, count: int) -> list[Rollout]:
 
 
 class Replay(NamedTuple):
-    """What an agent thinks of a rollout if it goes through it row by row."""
+    """The outputs of an agent for a rollout, computed row by row."""
 
     states: np.ndarray  # [2, T, B, units], before each step
     log_prob: np.ndarray  # [T, B]
@@ -90,7 +90,7 @@ class Replay(NamedTuple):
 
 
 def replay(agent: Agent, rollouts: list[Rollout]) -> list[Replay]:
-    """Go through rollouts from the first on, by the letters of the scripts."""
+    """Compute consecutive rollouts row by row, with the scripts' episode ends."""
     num_envs = rollouts[0].reward.shape[1]
     states = [np.zeros((num_envs, 5), np.float32) for _ in range(2)]
     replays = []
@@ -135,24 +135,24 @@ def value_of(agent: Agent, observation: np.ndarray, state: Any) -> tf.Tensor:
 
 @pytest.mark.parametrize("kind", list(SPACES))
 @pytest.mark.parametrize("num_splits", [1, 2, 3])
-def test_acting_remembers_an_episode_and_nothing_else(
+def test_the_recurrent_state_depends_on_the_current_episode_only(
     kind: str, num_splits: int
 ) -> None:
     agent = make(kind)
     rollouts = collect(acting(agent, kind, num_splits, sequence_length=1), 3)
-    for rollout, wanted in zip(rollouts, replay(agent, rollouts), strict=True):
-        assert wanted.states.any(axis=(0, 3)).mean() > 0.5
-        np.testing.assert_allclose(np.stack(rollout.state), wanted.states, atol=1e-5)
-        np.testing.assert_allclose(rollout.log_prob, wanted.log_prob, atol=1e-5)
+    for rollout, expected in zip(rollouts, replay(agent, rollouts), strict=True):
+        assert expected.states.any(axis=(0, 3)).mean() > 0.5
+        np.testing.assert_allclose(np.stack(rollout.state), expected.states, atol=1e-5)
+        np.testing.assert_allclose(rollout.log_prob, expected.log_prob, atol=1e-5)
 
 
-def test_states_are_stored_where_sequences_begin() -> None:
+def test_rollouts_store_the_states_at_the_start_of_sequences() -> None:
     agent = make()
     rollouts = collect(acting(agent, sequence_length=4), 2)
-    for rollout, wanted in zip(rollouts, replay(agent, rollouts), strict=True):
+    for rollout, expected in zip(rollouts, replay(agent, rollouts), strict=True):
         assert rollout.state[0].shape == (3, len(SCRIPTS), 5)
         stored = np.stack(rollout.state)
-        np.testing.assert_allclose(stored, wanted.states[:, ::4], atol=1e-5)
+        np.testing.assert_allclose(stored, expected.states[:, ::4], atol=1e-5)
 
 
 def learn(kind: str, **changes: Any) -> Learner:
@@ -186,15 +186,15 @@ def test_the_ratio_is_one_before_the_first_gradient_step(
         learned = subject.updater.update(rollout, seed=(3, iteration))
         assert learned["ratio_deviation"] < 1e-4
         assert learned["approximate_kl"] > 1e-6
-    # The same rollout once more: now the policy is another one.
+    # The policy has changed, so the same rollout now has other ratios.
     again = subject.updater.update(rollout, seed=(3, 9))
     assert again["ratio_deviation"] > 1e-3
 
 
-def test_chunks_start_from_the_states_that_acted_there() -> None:
-    """A regression of batch-ppo: it trained chunks from zero states.
+def test_sequences_start_from_the_states_of_acting() -> None:
+    """Check a bug of batch-ppo: it trained chunks from zero states.
 
-    Their old log-probabilities came from the true ones.
+    Their old log-probabilities were computed from the true states.
     """
     subject = learner("compiled")
     assert subject.outcome(subject.rollout)[0]["ratio_deviation"] < 1e-4
@@ -204,17 +204,17 @@ def test_chunks_start_from_the_states_that_acted_there() -> None:
 
 
 @pytest.mark.parametrize("sequence_length", [0, 4])
-def test_values_are_those_of_all_that_the_episode_has_shown(
+def test_values_depend_on_all_observations_of_the_episode(
     sequence_length: int,
 ) -> None:
     agent = make()
     rollouts = collect(acting(agent, sequence_length=sequence_length), 2)
-    for rollout, wanted in zip(rollouts, replay(agent, rollouts), strict=True):
+    for rollout, expected in zip(rollouts, replay(agent, rollouts), strict=True):
         value, final_value = values(agent, rollout, sequence_length=sequence_length)
-        np.testing.assert_allclose(value, wanted.value, atol=1e-5)
+        np.testing.assert_allclose(value, expected.value, atol=1e-5)
         done = rollout.done
         np.testing.assert_allclose(
-            final_value[done], wanted.final_value[done], atol=1e-5
+            final_value[done], expected.final_value[done], atol=1e-5
         )
 
 
@@ -227,12 +227,14 @@ def values(
         for array in (rollout.observation, rollout.final_observation)
     )
     tensors = tf.nest.map_structure(tf.constant, rollout)
-    value, final_value = Sequences(agent, config).values(tensors, rows, final_rows)
+    value, final_value = SequenceSampler(agent, config).values(
+        tensors, rows, final_rows
+    )
     return value.numpy(), final_value.numpy()
 
 
-def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() -> None:
-    """Numbers by hand: the memory halves what it holds and adds tanh(x) / 2."""
+def test_the_value_after_truncation_uses_the_recurrent_state_of_the_episode() -> None:
+    """Check numbers by hand: the new state is (state + tanh(x)) / 2."""
     config: dict[str, Any] = {
         "num_envs": 1,
         "horizon": 4,
@@ -257,7 +259,7 @@ def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() 
     head = agent.trainable_variables[3:5]
     head[0].assign([[10.0]])
     head[1].assign([1.0])
-    # The second step truncates; x is chosen by tanh(x). The state starts at 0.4.
+    # The second step truncates. The numbers are tanh(x). The initial state is 0.4.
     observation = np.arctanh([0.8, 0.0, 0.4, -0.6, 0.2])
     final = np.arctanh([0.0, -0.9, 0.0, 0.0])
     rollout = rollout_of(
@@ -268,14 +270,14 @@ def test_a_truncated_episode_is_continued_by_what_its_memory_makes_of_its_end() 
         state=(np.zeros((1, 1, 1), np.float32), np.full((1, 1, 1), 0.4, np.float32)),
     )
     value, final_value = values(agent, rollout, **config)
-    # 0.4 -> 0.6 -> 0.3 | 0 -> 0.2 -> -0.2 -> 0.0 for the observation after the last.
+    # States: 0.4 -> 0.6 -> 0.3 | 0 -> 0.2 -> -0.2 -> 0.0 (after the last step).
     np.testing.assert_allclose(value[:, 0], [7.0, 4.0, 3.0, -1.0, 1.0], atol=1e-5)
-    # 0.3 / 2 - 0.9 / 2 = -0.3; without the memory of the episode it were -0.45.
+    # State: 0.3 / 2 - 0.9 / 2 = -0.3. From a zero state, it would be -0.45.
     assert final_value[1, 0] == pytest.approx(-2.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [1e9, np.nan, np.inf])
-def test_what_masked_rows_hold_changes_nothing(garbage: float) -> None:
+def test_the_contents_of_invalid_rows_do_not_matter(garbage: float) -> None:
     subject = learner("compiled")
     assert (~subject.rollout.valid).sum() == 9
     clean_metrics, clean = subject.outcome(subject.rollout)
@@ -285,7 +287,7 @@ def test_what_masked_rows_hold_changes_nothing(garbage: float) -> None:
     np.testing.assert_array_equal(clean, dirty)
 
 
-def test_a_late_rows_observation_is_remembered() -> None:
+def test_the_observation_of_a_late_row_affects_the_recurrent_state() -> None:
     subject = learner("compiled")
     changed = copy(subject.rollout)
     is_late = changed.status == Status.LATE
@@ -295,8 +297,8 @@ def test_a_late_rows_observation_is_remembered() -> None:
     assert subject.outcome(changed)[0]["ratio_deviation"] > 1e-3
 
 
-def test_the_compiled_update_agrees_with_the_plain_one() -> None:
-    # One minibatch: the two ways shuffle by different random numbers.
+def test_updates_with_and_without_xla_agree() -> None:
+    # One minibatch, because the random numbers of shuffling differ.
     rollout = learner("compiled").rollout
     metrics, parameters = learner("compiled").outcome(rollout)
     with no_retracing("embed"):
@@ -306,26 +308,28 @@ def test_the_compiled_update_agrees_with_the_plain_one() -> None:
     np.testing.assert_allclose(parameters, plain_parameters, atol=2e-5)
 
 
-def test_sequences_stay_whole_and_are_dealt_out_once() -> None:
-    sequences = Sequences(make(), CONFIG.replace(sequence_length=4))
+def test_minibatches_contain_each_whole_sequence_once() -> None:
+    sequences = SequenceSampler(make(), CONFIG.replace(sequence_length=4))
     time, env = np.divmod(np.arange(72), 6)
-    rows = sequences.rows(tf.constant(np.stack([time, env], axis=1)))  # [T * B, 2]
+    rows = sequences.reorder(tf.constant(np.stack([time, env], axis=1)))  # [T * B, 2]
     # Six envs of three sequences each.
     for index, sequence in enumerate(rows.numpy().reshape(18, 4, 2)):
         assert sequence[:, 0].tolist() == [4 * (index // 6) + n for n in range(4)]
         assert set(sequence[:, 1]) == {index % 6}
     samples = {"rows": rows, "state": tf.range(18)[:, None]}
-    dealt = sequences.shuffle(samples, 6, tf.constant([1, 2]))
-    assert dealt["rows"].shape == (6, 12, 2)
-    assert dealt["state"].shape == (6, 3, 1)
-    numbers = dealt["state"].numpy().ravel()
+    minibatches = sequences.minibatches(samples, 6, tf.constant([1, 2]))
+    assert minibatches["rows"].shape == (6, 12, 2)
+    assert minibatches["state"].shape == (6, 3, 1)
+    numbers = minibatches["state"].numpy().ravel()
     assert sorted(numbers) == list(range(18))
     assert list(numbers) != list(range(18))
-    wanted = rows.numpy().reshape(18, 4, 2)[numbers]
-    np.testing.assert_array_equal(dealt["rows"].numpy().reshape(18, 4, 2), wanted)
+    expected = rows.numpy().reshape(18, 4, 2)[numbers]
+    np.testing.assert_array_equal(
+        minibatches["rows"].numpy().reshape(18, 4, 2), expected
+    )
 
 
-def test_a_rollout_that_was_cut_short_leaves_no_memory() -> None:
+def test_an_interrupted_rollout_resets_the_recurrent_state() -> None:
     on_step = mock.Mock()
     simulation = acting(make(), on_step=on_step)
     collect(simulation, 1)

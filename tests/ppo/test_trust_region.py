@@ -1,4 +1,4 @@
-"""What bounds an update: a planted leap, what is undone, and what is clipped."""
+"""The trust region: a bad batch, rollback of epochs, and gradient clipping."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ppo.learning.update import Updater
 from tests.ppo.runs import Learner, parameters
 from tests.ppo.test_update import CONFIG, collect, make
 
-#: So narrow a policy that a small step of its mean is a long way.
+#: A policy with a small standard deviation: small changes of its mean have a large KL.
 NARROW = CONFIG.replace(
     initial_log_std=-5.0,
     learning_rate=3e-3,
@@ -24,8 +24,8 @@ NARROW = CONFIG.replace(
 )
 
 
-def kl_of_a_leap(config: Config) -> float:
-    """Return the divergence of a bad batch after 1,000 calm gradients, in nats."""
+def kl_of_bad_batch(config: Config) -> float:
+    """Return the KL, in nats, of a bad batch after 1,000 steps with small gradients."""
     agent = make(config)
     updater = Updater(agent, config)
     rollout = collect(agent, lost=frozenset())
@@ -38,13 +38,13 @@ def kl_of_a_leap(config: Config) -> float:
     return updater.update(rollout, seed=(5, 5))["kl"]
 
 
-def test_a_leap_that_is_planted_is_undone() -> None:
-    assert kl_of_a_leap(NARROW.replace(max_kl=0.0)) > 1.0
-    assert kl_of_a_leap(NARROW.replace(max_kl=0.05)) < 0.1
+def test_max_kl_limits_the_policy_change_of_a_bad_batch() -> None:
+    assert kl_of_bad_batch(NARROW.replace(max_kl=0.0)) > 1.0
+    assert kl_of_bad_batch(NARROW.replace(max_kl=0.05)) < 0.1
 
 
-def guarded(**changes: Any) -> Learner:
-    """Make a learner whose first epoch goes too far."""
+def learner_with_rollback(**changes: Any) -> Learner:
+    """Return a learner whose first epoch exceeds `max_kl`."""
     named = {"learning_rate": 1e-2, "max_kl": 1e-7, "jit_compile": False, **changes}
     config = CONFIG.replace(**named)
     agent = make(config)
@@ -55,8 +55,8 @@ def values_of(variables: list[Any]) -> list[np.ndarray]:
     return [variable.numpy().copy() for variable in variables]
 
 
-def test_an_epoch_beyond_the_limit_is_undone_and_the_value_goes_on() -> None:
-    subject = guarded()
+def test_an_epoch_beyond_max_kl_is_rolled_back_while_the_value_keeps_learning() -> None:
+    subject = learner_with_rollback()
     agent = subject.agent
     policy = agent.policy_variables
     value = [
@@ -72,7 +72,7 @@ def test_an_epoch_beyond_the_limit_is_undone_and_the_value_goes_on() -> None:
     metrics = subject.update()
     assert metrics["kl"] == metrics["epochs_run"] == 0.0
     assert metrics["undone_epochs"] == 1.0
-    assert metrics["approximate_kl"] > 0.0  # of the epoch that was too far
+    assert metrics["approximate_kl"] > 0.0  # of the epoch that was rolled back
     for old, new in zip(before[0], policy, strict=True):
         np.testing.assert_array_equal(old, new)
     assert all(
@@ -92,10 +92,10 @@ def test_an_epoch_beyond_the_limit_is_undone_and_the_value_goes_on() -> None:
         ({"learning_rate_schedule": "kl_adaptive"}, "learning_rate", 1 / 1.5),
     ],
 )
-def test_who_went_too_far_at_once_is_held_back_by_more(
+def test_coefficients_adapt_when_the_first_epoch_is_rolled_back(
     changes: dict[str, Any], name: str, factor: float
 ) -> None:
-    subject = guarded(**changes)
+    subject = learner_with_rollback(**changes)
     first, second = (
         subject.updater.update(subject.rollout, seed=(3, 4)) for _ in range(2)
     )
@@ -103,10 +103,10 @@ def test_who_went_too_far_at_once_is_held_back_by_more(
     assert second[name] == pytest.approx(factor * first[name])
 
 
-def test_an_epoch_within_the_limit_stays_and_the_one_after_it_may_not() -> None:
-    single = guarded(max_kl=0.0, epochs=1)
+def test_only_the_epoch_that_exceeds_max_kl_is_rolled_back() -> None:
+    single = learner_with_rollback(max_kl=0.0, epochs=1)
     limit = 1.001 * single.update()["kl"]
-    subject = guarded(max_kl=limit)
+    subject = learner_with_rollback(max_kl=limit)
     metrics = subject.update()
     assert (metrics["epochs_run"], metrics["undone_epochs"]) == (1.0, 1.0)
     assert 0.0 < metrics["kl"] <= limit
@@ -116,15 +116,15 @@ def test_an_epoch_within_the_limit_stays_and_the_one_after_it_may_not() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_what_policy_and_value_share_ends_with_the_policy() -> None:
-    subject = guarded(network="tests/ppo/custom_networks.py:plain")
+def test_a_shared_torso_ends_the_update_at_the_first_rollback() -> None:
+    subject = learner_with_rollback(network="tests/ppo/custom_networks.py:plain")
     before = parameters(subject.agent)
     assert subject.update()["epochs_run"] == 0.0
     np.testing.assert_array_equal(before, parameters(subject.agent))
     assert subject.updater.optimizer.iterations == 4
 
 
-def test_gradients_of_each_network_have_a_norm_of_their_own() -> None:
+def test_gradients_are_clipped_per_network() -> None:
     gradients = [tf.constant([each]) for each in (6.0, 0.1, 8.0)]
     clipped, norm = clip_by_network(gradients, [[0, 2], [1]], 5.0)
     assert [float(each[0]) for each in clipped] == pytest.approx([3.0, 0.1, 4.0])

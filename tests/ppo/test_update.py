@@ -1,4 +1,4 @@
-"""The learning step: ratio, masks, compiled and plain, static shapes."""
+"""The PPO update: ratios, masks, compilation, static shapes, and metrics."""
 
 import functools
 from typing import Any
@@ -76,12 +76,12 @@ def test_the_ratio_is_one_before_the_first_gradient_step(kind: str) -> None:
     first = learner(kind).update()
     assert first["ratio_deviation"] < 1e-5
     assert first["approximate_kl"] > 0
-    # The same rollout once more: now the policy is another one.
+    # The policy has changed, so the same rollout now has other ratios.
     again = learner(kind).updater.update(learner(kind).rollout, seed=(3, 5))
     assert again["ratio_deviation"] > 1e-3
 
 
-def test_the_ratio_is_one_with_statistics_and_not_if_they_move_too_early() -> None:
+def test_the_ratio_is_one_unless_statistics_change_before_the_update() -> None:
     agent = make(CONFIG.replace(policy_layers=(64,)))
     updater = Updater(agent, CONFIG.replace(learning_rate=0.0, jit_compile=False))
     agent.preprocess.update(5.0 + np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
@@ -93,7 +93,7 @@ def test_the_ratio_is_one_with_statistics_and_not_if_they_move_too_early() -> No
 
 @pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
 @pytest.mark.parametrize("kind", ["gaussian", "once", "everything"])
-def test_what_masked_rows_hold_changes_nothing(garbage: float, kind: str) -> None:
+def test_the_contents_of_invalid_rows_do_not_matter(garbage: float, kind: str) -> None:
     subject = learner(kind)
     assert (~subject.rollout.valid).sum() == len(LOST)
     filled = fill_masked(subject.rollout, garbage)
@@ -116,15 +116,15 @@ def test_what_masked_rows_hold_changes_nothing(garbage: float, kind: str) -> Non
     np.testing.assert_array_equal(clean, dirty)
 
 
-def test_masked_discrete_actions_change_nothing() -> None:
+def test_discrete_actions_of_invalid_rows_do_not_matter() -> None:
     subject = learner("categorical")
     _, clean = subject.outcome()
     _, dirty = subject.outcome(fill_masked(subject.rollout, 10**9))
     np.testing.assert_array_equal(clean, dirty)
 
 
-def test_the_plain_graph_agrees_with_the_compiled_one() -> None:
-    # One minibatch with all rows: the two ways shuffle by different random numbers.
+def test_updates_with_and_without_xla_agree() -> None:
+    # One minibatch with all rows, because the random numbers of shuffling differ.
     config = CONFIG.replace(epochs=2, minibatch_size=16, learning_rate=1e-2)
     outcomes = []
     for jit_compile in (True, False):
@@ -138,7 +138,7 @@ def test_the_plain_graph_agrees_with_the_compiled_one() -> None:
     np.testing.assert_allclose(outcomes[0][1], outcomes[1][1], rtol=1e-3, atol=1e-5)
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
+def test_the_update_is_deterministic_given_its_seed() -> None:
     outcomes = [
         learner("gaussian").outcome(seed=seed)[1] for seed in ((3, 4), (3, 4), (3, 5))
     ]
@@ -147,7 +147,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
 
 
 def test_every_row_counts_once_per_epoch() -> None:
-    # At learning rate 0 the mean over minibatches of one row is that over all rows.
+    # With learning rate 0, the mean over minibatches of one row is the overall mean.
     losses = []
     for minibatch_size in (1, 16):
         config = CONFIG.replace(
@@ -164,7 +164,7 @@ def test_every_row_counts_once_per_epoch() -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_the_learning_rate_falls_to_zero() -> None:
+def test_the_learning_rate_decays_to_zero() -> None:
     subject = learner("gaussian")
     subject.rewind()
     before = parameters(subject.agent)
@@ -203,8 +203,8 @@ def test_the_compiled_update_is_traced_once_and_has_static_shapes(kind: str) -> 
     assert unknown == []
 
 
-def test_what_is_rewarded_grows() -> None:
-    """Reward for large actions makes actions larger."""
+def test_actions_with_rewards_become_more_likely() -> None:
+    """If larger actions earn more, the most likely action becomes larger."""
     config = CONFIG.replace(epochs=10, learning_rate=3e-3, jit_compile=False)
     agent = make(config)
     updater = Updater(agent, config)
@@ -222,11 +222,11 @@ def test_what_is_rewarded_grows() -> None:
 
 
 def plain(**changes: Any) -> Learner:
-    """Make a learner that need not be compiled."""
+    """Return a learner without XLA, which saves the time of compiling."""
     return learn(CONFIG.replace(jit_compile=False, **changes))
 
 
-def test_the_divergence_is_that_of_the_policies_before_and_after() -> None:
+def test_the_reported_kl_is_between_the_policies_before_and_after() -> None:
     subject = plain(learning_rate=1e-2, max_kl=0.0)
     rollout = subject.rollout
     rows = rollout.observation[:-1].reshape(-1, 2)[rollout.valid.ravel()]
@@ -240,7 +240,7 @@ def test_the_divergence_is_that_of_the_policies_before_and_after() -> None:
     assert metrics["epochs_run"] == 3
 
 
-def test_a_penalty_and_its_cutoff_hold_the_policy_back() -> None:
+def test_kl_penalty_and_cutoff_limit_the_policy_change() -> None:
     divergence, penalty = [], []
     for initial, cutoff_coefficient in [(1e-3, 0.0), (1e4, 0.0), (1e-3, 1e6)]:
         subject = plain(
@@ -268,7 +268,7 @@ def test_the_adaptive_learning_rate_is_used_and_reported() -> None:
     assert used == pytest.approx(3e-4 / 1.5)
 
 
-def test_clipped_values_move_less() -> None:
+def test_value_clipping_limits_the_change_of_values() -> None:
     moves = []
     for value_clip_range in (0.0, 1e-4):
         subject = plain(learning_rate=1e-2, value_clip_range=value_clip_range)
@@ -279,7 +279,7 @@ def test_clipped_values_move_less() -> None:
     assert moves[1] < 0.8 * moves[0]
 
 
-def test_an_entropy_bonus_that_has_decayed_is_none() -> None:
+def test_a_decayed_entropy_bonus_has_no_effect() -> None:
     outcomes = []
     for coefficient in (0.0, 1.0):
         subject = plain(

@@ -1,4 +1,4 @@
-"""The learning step with everything at once: image, mask, and several choices."""
+"""The PPO update with images, an action mask and multi-discrete actions at once."""
 
 import functools
 from typing import Any
@@ -57,10 +57,10 @@ def learn(**changes: Any) -> Learner:
 
 @functools.cache
 def learner(kind: str) -> Learner:
-    """Only one is compiled, to save time."""
+    """Return a learner; only one kind is compiled, to save time."""
     return {
         "shared": lambda: learn(jit_compile=True),
-        "apart": lambda: learn(shared_torso=False),
+        "separate": lambda: learn(shared_torso=False),
         "recurrent": lambda: learn(
             recurrent_size=6,
             sequence_length=4,
@@ -70,15 +70,15 @@ def learner(kind: str) -> Learner:
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["shared", "apart", "recurrent"])
-def test_what_was_acted_on_is_learned_from(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "separate", "recurrent"])
+def test_learning_uses_the_observations_that_the_policy_acted_on(kind: str) -> None:
     subject = learner(kind)
     rollout = subject.rollout
     assert rollout.observation["camera"].dtype == np.uint8
     first = tf.nest.map_structure(lambda rows: rows[0], rollout.observation)
     features = subject.agent.preprocess(first)
     dtypes = tf.nest.map_structure(lambda leaf: leaf.dtype, features)
-    # Images become numbers within a minibatch: a fourth of the memory until then.
+    # Images are converted to float32 per minibatch; until then, they use a quarter.
     assert dtypes["camera"] == tf.uint8
     assert dtypes["action_mask"] == tf.bool
     taken = np.concatenate([np.eye(2)[rollout.action[..., 0]],
@@ -99,14 +99,14 @@ def test_what_was_acted_on_is_learned_from(kind: str) -> None:
     assert np.isfinite(again).all()
 
 
-@pytest.mark.parametrize("kind", ["shared", "apart", "recurrent"])
+@pytest.mark.parametrize("kind", ["shared", "separate", "recurrent"])
 @pytest.mark.parametrize("garbage", [0, 1, 255])
-def test_what_padding_rows_hold_changes_nothing(garbage: int, kind: str) -> None:
+def test_the_contents_of_invalid_rows_do_not_matter(garbage: int, kind: str) -> None:
     subject = learner(kind)
     clean = subject.rollout
     dirty = fill_masked(clean, garbage)
-    # Also where the observation counts, since the row before led there, its mask does
-    # not: nobody acted under it.
+    # Even if the observation of an invalid row is used as the successor of another
+    # row, its action mask is not: no action was chosen with it.
     dirty.observation["action_mask"][:-1][~clean.valid] = garbage % 2
     metrics, parameters = subject.outcome(clean)
     dirty_metrics, dirty_parameters = subject.outcome(dirty)

@@ -1,4 +1,4 @@
-"""Films of agents: whole episodes and nothing else, of the run as it was configured."""
+"""Videos of agents: complete episodes, with the settings of the run."""
 
 import json
 import re
@@ -34,7 +34,7 @@ CONFIG = Config(env_name=NAME, policy_layers=(8,), value_layers=(8,), num_envs=4
 
 
 def visualize(folder: Path, config: Config = CONFIG, **named: Any) -> np.ndarray:
-    """Film a run, making it if it is missing; returns the returns."""
+    """Record a run, creating it if necessary; return the episodes' returns."""
     if not folder.exists():
         save_run(folder, config)
     run_folder, config = RunFolder.open(folder)
@@ -45,14 +45,14 @@ def visualize(folder: Path, config: Config = CONFIG, **named: Any) -> np.ndarray
 
 
 def films(folder: Path) -> list[list[tuple[int, int]]]:
-    """Return episode and step of all frames, by film."""
+    """Return the (episode, step) of all frames of each video."""
     return [
         [read_frame(frame) for frame in read_video(path, 36, 50)]
         for path in sorted(folder.glob("*.mp4"))
     ]
 
 
-def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
+def test_ppo_visualize_records_complete_episodes_of_a_run_that_was_moved(
     tmp_path: Path,
 ) -> None:
     config = CONFIG.replace(env_kwargs={"length": 4}, spare_envs=True)
@@ -64,7 +64,7 @@ def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
         *("--checkpoint", 100, "--import", *MODULES),
     )
     assert code == 0, error
-    # The last frame is the state that ended the episode, not the next one's first.
+    # The last frame is the final state, not the first state of the next episode.
     assert films(outdir) == [
         [(episode, step) for step in range(5)] for episode in range(3)
     ]
@@ -91,7 +91,7 @@ def test_the_command_films_whole_episodes_of_a_run_that_was_moved(
 
 
 @pytest.mark.parametrize("recurrent_size", [0, 4])
-def test_the_episodes_are_those_of_the_evaluation(
+def test_videos_show_the_episodes_of_the_evaluation(
     tmp_path: Path, recurrent_size: int
 ) -> None:
     config = CONFIG.replace(recurrent_size=recurrent_size, minibatch_size=128)
@@ -108,12 +108,14 @@ def test_the_episodes_are_those_of_the_evaluation(
     assert abs(other[0] - filmed[0]) > 1e-5
 
 
-def test_images_masks_and_several_choices_are_played(tmp_path: Path) -> None:
+def test_images_action_masks_and_multi_discrete_actions_are_supported(
+    tmp_path: Path,
+) -> None:
     returns = visualize(tmp_path / "run", CONFIG.replace(env_name=MASKED))
-    assert returns.tolist() == [5.0]  # only 1 is allowed
+    assert returns.tolist() == [5.0]  # the mask allows only action 1
 
 
-def test_an_episode_that_is_lost_is_filmed_again(tmp_path: Path) -> None:
+def test_a_lost_episode_is_recorded_again(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     save_run(tmp_path / "run", CONFIG.replace(env_kwargs={"marker": str(marker)}))
     marker.touch()
@@ -123,11 +125,11 @@ def test_an_episode_that_is_lost_is_filmed_again(tmp_path: Path) -> None:
         assert [step for _, step in film] == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_env_that_loses_every_episode_is_given_up(
+def test_an_env_that_loses_every_episode_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose(env: Any, act: Any, show: Callable[[np.ndarray], None]) -> None:
-        show(np.zeros((16, 16, 3), np.uint8))
+    def lose(env: Any, act: Any, on_frame: Callable[[np.ndarray], None]) -> None:
+        on_frame(np.zeros((16, 16, 3), np.uint8))
 
     monkeypatch.setattr("ppo.evaluation.videos.play_episode", lose)
     with pytest.raises(EnvsLostError, match="the last 20 were lost in a row"):
@@ -135,22 +137,22 @@ def test_an_env_that_loses_every_episode_is_given_up(
     assert list((tmp_path / "run" / "films").iterdir()) == []
 
 
-def test_an_episode_without_end_is_an_error(
+def test_an_endless_episode_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ppo.evaluation.videos._MAX_STEPS", 4)
-    with pytest.raises(EnvDataError, match=r"within 4 steps; give .*TimeLimit"):
+    with pytest.raises(EnvDataError, match=r"within 4 steps; train .*TimeLimit"):
         visualize(tmp_path / "run")
     assert list((tmp_path / "run" / "films").iterdir()) == []
 
 
-def test_over_a_server(tmp_path: Path) -> None:
+def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
     save_run(tmp_path / "run", CONFIG)
     save_run(tmp_path / "other", CONFIG.replace(env_kwargs={"length": 3}))
     other = tmp_path / "other"
     with ServerProcess(tmp_path, "--import", *MODULES) as server:
-        place = EnvSource(addresses=(server.address,))  # which the run remembers
-        RunFolder(tmp_path / "run").save_env_source(place)
+        source = EnvSource(addresses=(server.address,))
+        RunFolder(tmp_path / "run").save_env_source(source)
         code, output, error = ppo("visualize", tmp_path / "run", "--episodes", 2)
         connect = "--connect", server.address
         other_code, _, other_error = ppo("visualize", other, *connect)
@@ -160,21 +162,21 @@ def test_over_a_server(tmp_path: Path) -> None:
     assert films(tmp_path / "run" / "films") == frames
     assert other_code == 2
     assert "env argument 'length' is not allowed" in other_error
-    assert "expected an env that takes" not in other_error
+    assert "expected an env that accepts" not in other_error
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("", "takes render_mode='rgb_array'; TypeError:"),
-        ("raise", "RuntimeError: no canvas; the env has to support render_mode"),
+        ("", "accepts render_mode='rgb_array'; TypeError:"),
+        ("raise", "RuntimeError: no canvas; the env must support render_mode"),
         ("pygame", r"pip install 'envserve\[video\]' where the envs run"),
         ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),
-        ("none", "got NoneType; the env has to support render_mode='rgb_array'"),
+        ("none", "got NoneType; the env must support render_mode='rgb_array'"),
         ("grows", "expected frames of one size"),
     ],
 )
-def test_an_env_that_cannot_be_filmed_is_one_line_of_error(
+def test_an_env_that_cannot_be_recorded_is_a_one_line_error(
     tmp_path: Path, fault: str, message: str
 ) -> None:
     folder = tmp_path / "run"
@@ -187,14 +189,14 @@ def test_an_env_that_cannot_be_filmed_is_one_line_of_error(
     assert not list((folder / "films").glob("*"))
 
 
-def test_checkpoint_and_ffmpeg_are_looked_for_before_an_env_is_started(
+def test_checkpoint_and_ffmpeg_are_checked_before_an_env_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG.replace(env_name="not-registered")
     save_run(tmp_path / "run", CONFIG)
     run_folder, _ = RunFolder.open(tmp_path / "run")
     run_folder.save_config(config)
-    known = re.escape("at 7 steps, found those at 100;")
+    known = re.escape("at 7 steps, found checkpoints at 100;")
     with pytest.raises(CheckpointError, match=known):
         visualize(tmp_path / "run", which=7)
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
