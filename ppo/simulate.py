@@ -244,7 +244,7 @@ class Simulation:
                     self._splits[following].specs(self._graph_input_specs),
                 )
                 if state:
-                    states[following] = states[following].follow(*leaves[-3:])
+                    states[following] = states[following].after_result(*leaves[-3:])
                     leaves = leaves[:-3]
                 observations[following] = tf.nest.pack_sequence_as(
                     observations[following], leaves
