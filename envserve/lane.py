@@ -299,7 +299,7 @@ class Lane(Protocol):
         """Wait until all envs are built.
 
         Args:
-          deadline: Deadline, as a value of `time.monotonic()`.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Raises:
           EnvStartError: An env could not be built, or not in time; the lane is closed.

@@ -90,7 +90,7 @@ class BatchVecEnv(VecEnv):
         self.metadata |= metadata_of(batch)
 
     def reset(self) -> Any:
-        """Reset all envs, and clear the seeds and options that were set for it."""
+        """Reset all envs, and clear the seeds and options set for this reset."""
         if self.batch.num_in_flight:
             self.batch.drain()
         if any(options != self._options[0] for options in self._options):

@@ -278,10 +278,11 @@ class BatchEnv:
           **options: See "Keyword Args".
 
         Keyword Args:
-          seed: As for `local`; so are the options `seeded`, `first_env_index`,
-            `num_splits`, `env_kwargs`, `wrappers`, `autoreset`, `infos`, `spare_envs`,
-            `nonfinite`, `strict_spaces` and `vectorized`. Servers accept only the
-            `env_kwargs` and wrappers that they were started with.
+          seed: As for `local`. The other options are also those of `local`: `seeded`,
+            `first_env_index`, `num_splits`, `env_kwargs`, `wrappers`, `autoreset`,
+            `infos`, `spare_envs`, `nonfinite`, `strict_spaces` and `vectorized`.
+            Servers accept only the `env_kwargs` and wrappers that they were started
+            with.
 
         Raises:
           AddressError: An address is malformed, its host is unknown, or fewer than

@@ -125,7 +125,7 @@ class LaneGroup:
         Args:
           positions: The blocks to wait for.
           num_rows: Number of rows to wait for; None for all.
-          deadline: Deadline, as a value of `time.monotonic()`.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Returns:
           The blocks that have finished or are padding, possibly fewer than requested if
@@ -213,7 +213,7 @@ class LaneGroup:
 
         Args:
           positions: The blocks that `start_reset` has returned.
-          deadline: Deadline, as a value of `time.monotonic()`.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Returns:
           Info dicts by row, for the rows that have one.

@@ -37,7 +37,7 @@ from envserve.wire.sockets import (
 )
 
 #: Address of a connection while its lane waits for a server.
-NO_ADDRESS: Final = "a server to come"
+NO_ADDRESS: Final = "(no server yet)"
 #: Maximum time that `receive_soon` waits. Every reconnection takes longer, so a caller
 #: that polls the connection after each slice detects every disconnection.
 SLICE_SECONDS: Final = 0.025

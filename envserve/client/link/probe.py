@@ -32,7 +32,7 @@ def request_welcome(
 
     Raises:
       ConnectError: No server answered in time, or as for `Connection`.
-      ProtocolMismatch: The server speaks other protocol versions.
+      ProtocolMismatch: The server speaks different protocol versions.
       RemoteProtocolError: The peer is not an envserve server.
     """
     hello = Message(type=MessageType.HELLO, body=Hello(client="health").encode())

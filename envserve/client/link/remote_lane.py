@@ -3,7 +3,7 @@
 Two threads use the session and its socket, and only while they hold the lane's lock:
 the thread that calls the lane, and a keeper thread. The keeper attaches to the server.
 Later it runs the session while the lane is idle: it exchanges pings, so that the lease
-does not expire during a long learner update, and attaches again after a server was
+does not expire during a long learner update, and attaches again if the server is
 lost. The keeper receives messages, but only `collect` writes rows, so rows never change
 while the caller reads them.
 
@@ -136,13 +136,13 @@ class RemoteLane:
         """Wait until the server has granted the lease and built the envs.
 
         Args:
-          deadline: Deadline, as a value of `time.monotonic()`.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Raises:
           ConnectError: No server answers.
           EnvStartError: The envs could not be built, or not before the deadline.
           ServerError: The server rejected the request (EnvsBusy, for example), or
-            speaks another protocol version.
+            speaks a different protocol version.
           UnknownEnv: The server does not offer the env.
         """
         has_started = self._has_started.wait(max(0.0, deadline - time.monotonic()))
