@@ -194,7 +194,7 @@ def copy_final_to_observation(rows: Rows, index: Any) -> None:
 
 
 def write_lost(rows: Rows, index: slice, status: Status) -> None:
-    """Write a lost transition, which ends an episode, into some rows.
+    """Write the end of a lost episode into some rows: truncated, reward 0.
 
     Observations are unchanged, because they already belong to the next episode.
     """

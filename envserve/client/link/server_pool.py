@@ -122,7 +122,7 @@ class ServerPool:
             return address
 
     def leave(self, user: object, until: float) -> None:
-        """Remove a user; after the last, wait for the running poll until time `until`."""
+        """Remove a user; after the last, wait for a running poll until `until`."""
         with self._lock:
             self.locations.pop(user, None)
         if self._thread is not None and not self.locations:
