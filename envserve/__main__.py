@@ -1,8 +1,7 @@
 """The `envserve` program.
 
-Containers ask `envserve health` every 2 s. A plain question is answered here, without
-loading the other commands and what reads their options, which would take longer than
-the answer.
+Containers run `envserve health` every 2 s. A simple health check runs here, because
+importing the other commands and their option parser would take longer than the check.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command given by the arguments."""
     try:
         if sys.argv[1:2] == ["health"]:
             _answer_health(sys.argv[2:])
@@ -25,7 +24,7 @@ def main() -> None:
 
 
 def _answer_health(words: list[str]) -> None:
-    """Answer a plain question and exit; return if the words are anything else."""
+    """Run a simple health check and exit; return if the arguments are not simple."""
     from envserve.monitoring.health_probe import probe
 
     options = probe.__kwdefaults__ or {}

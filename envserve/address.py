@@ -1,4 +1,4 @@
-"""Server addresses: complete short forms, and recognise addresses of this host."""
+"""Server addresses: complete short forms, and recognise local addresses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ADDRESS: Final = re.compile(
 
 
 class NamedAddress(str):
-    """An address that a name, such as `dns://sims:5555`, was resolved to.
+    """An address that was resolved from a name, such as `dns://sims:5555`.
 
     The server's key is pinned under the name instead of the address, because the
-    addresses of a name change.
+    addresses of a name can change.
     """
 
     name: str
@@ -70,4 +70,4 @@ def is_local_address(address: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False  # a host name, an interface or *, which others may reach
+        return False  # a host name, an interface or *, which other hosts may reach

@@ -1,6 +1,6 @@
-"""Register the envs of EnvPool with Gymnasium as `envpool/NAME`, on import.
+"""Register EnvPool's envs with Gymnasium as `envpool/NAME`, on import.
 
-They exist only as vector envs, so use them with `vectorized=True`.
+EnvPool's envs are always vector envs, so use them with `vectorized=True`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _REDUNDANT_KEYS: Final = frozenset({"env_id", "players", "elapsed_step"})
 
 
 class EnvPool(VectorEnv[Any, Any, Any]):
-    """A pool of EnvPool as a Gymnasium vector env.
+    """An EnvPool pool as a Gymnasium vector env.
 
-    A reset with seeds makes a new pool, because EnvPool takes seeds only at
-    construction. Infos do not contain the index and the step count of a row.
+    A reset with seeds makes a new pool, because EnvPool accepts seeds only at
+    construction. Infos omit EnvPool's env id, players and step count of each row.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class EnvPool(VectorEnv[Any, Any, Any]):
         Args:
           num_envs: Number of rows.
           task_id: Name of the env in EnvPool.
-          num_threads: Number of threads of EnvPool in each worker.
+          num_threads: Number of EnvPool threads in each worker.
           **options: Other options of `envpool.make`.
         """
         mode = AutoresetMode.NEXT_STEP
@@ -55,7 +55,7 @@ class EnvPool(VectorEnv[Any, Any, Any]):
         seed: int | list[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all rows; without seeds also only those of `options["reset_mask"]`."""
+        """Reset all rows or, without seeds, only those in `options["reset_mask"]`."""
         if seed is not None:
             if options:
                 raise ValueError(f"expected no options with seeds; got {options}")

@@ -1,6 +1,6 @@
 """The exceptions of envserve. All of them derive from `EnvserveError`.
 
-Messages state the expected and the found value, the place, and the remedy.
+Messages state the expected value, the actual value, the location and the remedy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class CodecError(EnvserveError, ValueError):
 class SpaceError(EnvserveError, TypeError, RuntimeError):
     """A space is not supported, a value is not in its space, or spaces differ.
 
-    It is a RuntimeError too, because Gymnasium raises one for envs whose spaces differ.
+    It is also a RuntimeError, because Gymnasium raises one if envs have different
+    spaces.
     """
 
 
@@ -105,11 +106,11 @@ class VideoError(EnvserveError, RuntimeError):
 
 
 class EnvTimeout(EnvserveError, TimeoutError):
-    """An env, worker or server did not answer before the deadline."""
+    """An env, worker or server did not respond before the deadline."""
 
 
 class KeyFileError(EnvserveError, RuntimeError):
-    """A key file cannot be read or written, or other users can read or own it."""
+    """A key file cannot be read or written, or other users own it or can read it."""
 
 
 class ServerError(EnvserveError, RuntimeError):
@@ -117,7 +118,7 @@ class ServerError(EnvserveError, RuntimeError):
 
 
 class ConnectError(ServerError, ConnectionError):
-    """No connection: no server answered in time, or its key is not known."""
+    """The connection failed: no server answered in time, or its key is unknown."""
 
 
 class AddressError(ConnectError, ValueError):
@@ -125,21 +126,21 @@ class AddressError(ConnectError, ValueError):
 
 
 class ServerLost(ServerError, ConnectionError):
-    """A server that had answered was silent for longer than allowed."""
+    """A connected server has not responded for longer than allowed."""
 
 
 class SelfTestError(ServerError):
-    """The self-test of a starting server failed: it would accept unknown keys."""
+    """A server's self-test at startup failed: it would accept unknown keys."""
 
 
 class EnvsBusy(ServerError):
     """The server has fewer free envs than requested.
 
     Attributes:
-      holder: The client that has leased the most envs: its name, such as "host:pid", if
-        it belongs to the same user, and "others" if not; empty if no env is leased.
-      held_seconds: For how long the holder had leased them when the server answered;
-        0 for "others".
+      holder: Name of the client that has leased the most envs, such as "host:pid";
+        "others" if that client belongs to another user; empty if no env is leased.
+      held_seconds: Seconds for which the holder had leased its envs when the server
+        answered; 0 for "others".
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class EnvsBusy(ServerError):
 
 
 class ServerDraining(EnvsBusy):
-    """The server grants no leases any more, because it is about to stop."""
+    """The server no longer grants leases, because it is about to stop."""
 
 
 class LeaseLost(ServerError):
@@ -163,11 +164,11 @@ class ProtocolError(ServerError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side attempted something that the protocol does not allow now."""
+    """This side attempted an operation that the protocol does not allow now."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The other side sent something that the protocol does not allow."""
+    """The other side sent a message that the protocol does not allow."""
 
 
 class ProtocolMismatch(ProtocolError):

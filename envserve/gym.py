@@ -1,10 +1,11 @@
 """Support for `gymnasium.make_vec("envserve.gym:CartPole-v1", num_envs=4)`.
 
 Gymnasium imports the module before the colon, and then makes the env that is registered
-under the name after it. So importing this module has a side effect: it sets the vector
-entry point of all registered envs to `envserve.make_vec`. From then on,
-`gymnasium.make_vec("CartPole-v1")` uses it too, unless `vectorization_mode` is "sync"
-or "async". For envs that are not registered in this process, use `envserve/Remote-v0`.
+under the name after it. Therefore, importing this module has a side effect: it sets the
+vector entry point of all registered envs to `envserve.make_vec`. From then on,
+`gymnasium.make_vec("CartPole-v1")` uses envserve too, unless `vectorization_mode` is
+"sync" or "async". For envs that are not registered in this process, use
+`envserve/Remote-v0`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def make_vec(
 
     Args:
       env: Registered name.
-      max_episode_steps: Maximum number of steps of an episode, which is passed to the
-        env if it differs from the registered one.
-      **kwargs: Options of `envserve.make_vec`; all others are arguments of the env.
+      max_episode_steps: Maximum number of steps per episode; passed to the env if it
+        differs from the registered value.
+      **kwargs: Options of `envserve.make_vec`, and arguments of the env.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
     kwargs |= options.pop("env_kwargs", None) or {}

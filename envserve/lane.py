@@ -1,8 +1,8 @@
-"""The interface between a batch and its sources of rows, and its vocabulary.
+"""The interface between a batch and its sources of rows.
 
 A lane provides the rows of some envs: a `Pool` in this process, or a `RemoteLane` to a
 server. Its rows are divided into blocks. A block is a contiguous range of rows that one
-worker steps together. It is the unit that is submitted, answered, numbered and lost. At
+worker steps together. Blocks are submitted, answered, numbered and lost as a whole. At
 most one operation (step, reset or call) runs on a block at a time.
 """
 
@@ -34,13 +34,13 @@ class RenderedFrame(Struct, frozen=True, kw_only=True):
 
     Attributes:
       row: Row of the lease.
-      serial: Increases with every frame of the row.
+      serial: Number that increases with every frame of the row.
       jpeg: The picture; empty if there is none.
-      text: Shown instead of a picture: text that the env renders, or the reason why
-        there is no picture.
+      text: Text to show instead of a picture: the text that the env renders, or the
+        reason why there is no picture.
       seed: Seed of the last seeded reset; None if the env cannot be reproduced from it.
-      episode_steps: Steps of the running episode.
-      episode_return: Sum of its rewards; None if not all of them were recorded.
+      episode_steps: Number of steps in the current episode.
+      episode_return: Sum of the episode's rewards; None if some were not recorded.
     """
 
     row: Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -88,7 +88,7 @@ class Block:
 def make_blocks(
     num_envs: int, num_workers: int, num_splits: int, blocks_per_split: int = 0
 ) -> tuple[Block, ...]:
-    """Divide rows into blocks of nearly equal size, with adjacent blocks per split.
+    """Divide rows into blocks of nearly equal size; blocks of a split are adjacent.
 
     A split has one block per worker by default, or `blocks_per_split` blocks that are
     assigned to the workers round-robin. No block is empty: if there are fewer envs than
@@ -179,9 +179,10 @@ class Fault(NamedTuple):
     Attributes:
       env_index: Row of the lane.
       status: Kind of fault.
-      text: The traceback of the env's exception, or how its worker ended.
+      text: The traceback of the env's exception, or a description of how its worker
+        ended.
       is_violation: Whether the env returned a value outside its spaces (wrong shape or
-        dtype, NaN or infinity), which is a bug of the env rather than a crash.
+        dtype, NaN or infinity), which is a bug in the env rather than a crash.
     """
 
     env_index: int
@@ -203,12 +204,12 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of an operation of a block; the rows contain the data.
+    """The result of an operation on a block; the rows contain the data.
 
     Attributes:
       block: Index of the block.
       infos: Info dicts by row, as configured by `infos`.
-      faults: Faults of this operation. For a `Call`, the rows that have no value.
+      faults: Faults of this operation; for a `Call`, one per row without a value.
       result: For a `Call`, the encoded list of values of the first rows, as many as fit
         into one answer. The other rows were not called.
       error: Set if the whole operation failed.
@@ -231,7 +232,7 @@ _HARMLESS: Final = "_envserve_harmless"
 
 
 def mark_harmless(error: BaseException) -> None:
-    """Mark an exception that cut a call of a lane short where that costs nothing."""
+    """Mark an exception that interrupted a lane's method without losing anything."""
     error.__dict__[_HARMLESS] = True
 
 
@@ -256,15 +257,15 @@ class Lane(Protocol):
     available. Its rows of `final_observation` then contain the last known observation.
 
     A signal handler may raise an exception (KeyboardInterrupt, for example) at any
-    point of a call. If `collect` was only waiting, or `submit_step` was sending what it
-    had accepted, the lane marks the exception with `mark_harmless`: nothing is lost.
-    After any other such exception the lane is in an unknown state, and only
-    `invalidate` and `close` may be called.
+    point of a call. If `collect` was only waiting, or `submit_step` was sending an
+    accepted step, nothing is lost, and the lane marks the exception with
+    `mark_harmless`. After any other such exception, the lane is in an unknown state,
+    and only `invalidate` and `close` may be called.
     """
 
     @property
     def name(self) -> str:
-        """Location of the envs for messages: "local" or an address."""
+        """Location of the envs, for messages: "local" or an address."""
 
     @property
     def spec(self) -> EnvSpec:
@@ -292,13 +293,13 @@ class Lane(Protocol):
 
     @property
     def give_up_error(self) -> EnvserveError | None:
-        """Why absent blocks are not worth waiting for, if nothing else is alive."""
+        """Error to raise if all envs are absent; None if waiting may still help."""
 
     def finish_start(self, deadline: float) -> None:
         """Wait until all envs are built.
 
         Args:
-          deadline: Latest `time.monotonic()` until which to wait.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Raises:
           EnvStartError: An env could not be built, or not in time; the lane is closed.
@@ -322,13 +323,13 @@ class Lane(Protocol):
         """
 
     def invalidate(self, reason: str) -> None:
-        """Replace all envs and forget what is in flight; costs each row an episode.
+        """Replace all envs and discard operations in flight; each row loses an episode.
 
-        Allowed in any state, also in one that an interrupted call has left behind.
+        Allowed in any state, including after an interrupted call.
         """
 
     def stats(self) -> Mapping[str, int]:
-        """Return counters since the lane was created; their names depend on it."""
+        """Return counters since the lane was created; names depend on the lane type."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `collect(0)` may return results."""

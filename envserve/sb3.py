@@ -46,11 +46,11 @@ def make_vec_env(
     Args:
       env: As for `envserve.make_vec`.
       n_envs: Number of envs.
-      addresses: Servers, like "tcp://sim1:5555"; by default the envs run in worker
-        processes of this host.
+      addresses: Server addresses, like "tcp://sim1:5555"; by default, the envs run in
+        worker processes on this host.
       seed: The first reset of env i uses `seed + i`; a random seed by default.
-      monitor_file: CSV file for the return, length and time of each episode; by default
-        none is written.
+      monitor_file: CSV file for the return, length and time of each episode; by
+        default, no file is written.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`.
 
@@ -64,7 +64,8 @@ def make_vec_env(
     vec_env = BatchVecEnv(batch, kwargs.get("render_mode"), names)
     vec_env.seed(seed)
     monitored = VecMonitor(vec_env, monitor_file)
-    monitored.reset_infos = vec_env.reset_infos  # its own list would stay empty
+    # VecMonitor's own list would stay empty.
+    monitored.reset_infos = vec_env.reset_infos
     return monitored
 
 
@@ -81,7 +82,7 @@ class BatchVecEnv(VecEnv):
         self.batch = batch
         spec = gymnasium.registry.get(batch.spec.env_name)
         spaces = {n: getattr(batch, n) for n in ("observation_space", "action_space")}
-        #: Attributes that `get_attr` returns without asking the envs.
+        #: Attributes that `get_attr` returns without querying the envs.
         self._local_attributes = {"render_mode": render_mode, "spec": spec, **spaces}
         self._wrapper_names = frozenset(wrapper_names)
         self._observations = batch_space(batch.observation_space, batch.num_envs)
@@ -89,7 +90,7 @@ class BatchVecEnv(VecEnv):
         self.metadata |= metadata_of(batch)
 
     def reset(self) -> Any:
-        """Reset all envs, and forget the seeds and options that were set for it."""
+        """Reset all envs, and clear the seeds and options set for this reset."""
         if self.batch.num_in_flight:
             self.batch.drain()
         if any(options != self._options[0] for options in self._options):

@@ -3,7 +3,7 @@
 `Rows` are these arrays, in private or shared memory. A `Slab` is the shared memory of a
 pool: its rows, a heartbeat per worker and optional extra memory. It is an unnamed file
 (a memfd on Linux) whose descriptor the pool passes to its workers. The kernel frees it
-with the last process that has mapped it, even if all of them are killed.
+when the last process that has mapped it exits, even if all of them are killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BEAT_BYTES: Final = 8 * _ALIGNMENT
 
 
 class Status(enum.IntEnum):
-    """The outcome of a row's last step. A transition is valid only if it is OK.
+    """The outcome of a row's last step. A transition is valid only with status OK.
 
     ENV_ERROR, WORKER_DIED, TIMEOUT and SERVER_LOST end the episode of the row. PENDING
     and LATE do not.
@@ -110,7 +110,7 @@ class Rows:
         )
 
 
-#: Added to a worker's heartbeat by each call of an env. The lower bits are the row + 1.
+#: Each env call adds this to its worker's heartbeat. The lower bits are the row + 1.
 BEAT_INCREMENT: Final = 1 << 20
 
 
@@ -120,12 +120,12 @@ def private_heartbeat() -> memoryview:
 
 
 def next_beat(beat: int, row: int) -> int:
-    """Return the heartbeat for a call of a row's env; it differs from `beat`."""
+    """Return the next heartbeat, for a call of a row's env; it differs from `beat`."""
     return (beat & -BEAT_INCREMENT) + BEAT_INCREMENT + row + 1
 
 
 def row_of_beat(beat: int) -> int | None:
-    """Return the row of the last call of an env; None if no env was called yet."""
+    """Return the row of the last env call; None if no env has been called yet."""
     row = beat % BEAT_INCREMENT
     return row - 1 if row else None
 
@@ -172,8 +172,8 @@ def copy_observation_to_final(rows: Rows, index: slice) -> None:
     """Copy the current observations of some rows to `final_observation`.
 
     This saves the last observation of an episode before a reset overwrites it. The
-    worker may have died before it checked the observation, so NaN and infinity become
-    0.
+    worker may have died before it checked the observation, so NaN and infinity are
+    replaced with 0.
     """
     for final, observation in zip(
         rows.final_observation, rows.observation, strict=True
@@ -194,9 +194,9 @@ def copy_final_to_observation(rows: Rows, index: Any) -> None:
 
 
 def write_lost(rows: Rows, index: slice, status: Status) -> None:
-    """Make some rows the lost transition that ends an episode: truncated, reward 0.
+    """Write the end of a lost episode into some rows: truncated, reward 0.
 
-    Observations are left as they are: they already belong to the next episode.
+    Observations are unchanged, because they already belong to the next episode.
     """
     rows.reward[index] = 0.0
     rows.terminated[index] = False
@@ -205,7 +205,7 @@ def write_lost(rows: Rows, index: slice, status: Status) -> None:
 
 
 def write_pending(rows: Rows, index: slice) -> None:
-    """Make some rows padding: reward 0, not ended, observations unchanged."""
+    """Write padding into some rows: reward 0, not ended, observations unchanged."""
     rows.reward[index] = 0.0
     rows.terminated[index] = False
     rows.truncated[index] = False
@@ -219,10 +219,10 @@ class Slab:
       fd: Descriptor of the memory, which the pool sends to its workers.
       rows: The rows, as views into the memory.
       heartbeats: int64 `[num_workers, 64]`, one row per worker. Column 0 changes with
-        every call of an env and encodes the called row, see `row_of_beat`. Column 1 is
-        1 during a reset or call, which has a longer timeout than a step. Columns from 8
-        on are the cells of `step_timings`.
-      extra: The `extra_nbytes` of memory behind the heartbeats.
+        every env call and encodes the called row, see `row_of_beat`. Column 1 is 1
+        during a reset or call, which has a longer timeout than a step. Columns 8 and
+        above are the cells of `step_timings`.
+      extra: The `extra_nbytes` bytes of memory after the heartbeats.
     """
 
     fd = -1  # so that `close` works if `create` is interrupted
@@ -259,8 +259,8 @@ class Slab:
         try:
             os.ftruncate(slab.fd, nbytes + extra_nbytes)
             if hasattr(os, "memfd_create"):
-                # If an env could shrink the file, an access to it would kill every
-                # process that has mapped it.
+                # If an env could shrink the file, accessing the memory would kill
+                # every process that has mapped it.
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
                 fcntl.fcntl(slab.fd, fcntl.F_ADD_SEALS, seals)
             slab._map(spec, num_envs, num_workers)
@@ -270,12 +270,12 @@ class Slab:
         return slab
 
     def close(self) -> None:
-        """Close the descriptor; the last array that uses the memory unmaps it."""
+        """Close the descriptor; the memory stays mapped while an array uses it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
-    # Closes a slab whose owner was interrupted before it could store it.
+    # Closes a slab whose owner was interrupted before it could store the slab.
     __del__ = close
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """Sanitise text from envs and peers, suggest names, and throttle log lines.
 
-Text from an env, a client or a server may contain terminal escape sequences, marks that
-reverse the writing direction, any number of newlines, and paths of its host.
+Text from an env, a client or a server may contain terminal escape sequences, characters
+that reverse the text direction, any number of newlines, and paths of its host.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Name = Annotated[str, Meta(max_length=200)]
 
 #: The folders in a line of a traceback, and in any other absolute path.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
-#: Shortest time in seconds between two log lines of the same kind.
+#: Minimum time in seconds between two log lines of the same kind.
 _LOG_INTERVAL: Final = 1.0
 #: The version of an env name, which is ignored when names are compared.
 _VERSION: Final = re.compile(r"-v\d+$")
 #: Separators between a module or namespace and the name of an env.
 _SEPARATOR: Final = re.compile(r"[:/]")
-#: Longest list of known names that is shown in full.
+#: Maximum number of known names for which all of them are shown.
 _MAX_SHOWN_NAMES: Final = 5
 
 
@@ -33,7 +33,8 @@ def one_line(text: str, max_length: int | None = None) -> str:
 
     Args:
       text: The text.
-      max_length: Longest result in characters; longer text is cut. None: no limit.
+      max_length: Maximum length of the result in characters; longer text is cut. None
+        for no limit.
     """
     line = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
@@ -55,8 +56,8 @@ def without_folders(text: str) -> str:
 def did_you_mean(env_name: str, known: Iterable[str]) -> str:
     """Return "; did you mean A or B?" with the known names that are similar.
 
-    If no name is similar, list the known names if they are few. The comparison ignores
-    case and version; the module or namespace may be missing.
+    If no name is similar, list the known names, or return "" if there are too many. The
+    comparison ignores case and version; the module or namespace may be missing.
     """
     names = list(known)
     bases = {_VERSION.sub("", name).lower(): name for name in names}

@@ -37,7 +37,7 @@ def make_vector_env(
 
 
 class BatchVectorEnv(BaseVectorEnv):
-    """A `BatchEnv` with one block per row, as a vector env of Tianshou.
+    """A `BatchEnv` with one block per row, as a Tianshou vector env.
 
     Attributes:
       batch: The batch; this object owns it.
@@ -52,7 +52,7 @@ class BatchVectorEnv(BaseVectorEnv):
     def get_env_attr(self, key: str, id: Any = None) -> list[Any]:
         """Return an attribute of each of these envs.
 
-        The spaces and the spec are returned without asking the envs.
+        The spaces and the spec are returned without querying the envs.
         """
         rows = self._wrap_id(id)
         if key == "spec":
@@ -103,7 +103,7 @@ class BatchVectorEnv(BaseVectorEnv):
         return self._remember(rows, stacked), *ends, np.array(infos)
 
     def seed(self, seed: Any = None) -> list[Any]:
-        """Reset env i with `seed + i`, or with `seed[i]` if it is a list."""
+        """Reset env i with `seed + i`, or with `seed[i]` if `seed` is a list."""
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
             if self.batch.num_in_flight:

@@ -1,7 +1,6 @@
-"""The client: batches of envs in worker processes of this host or on servers.
+"""The client: batches of envs in worker processes on this host or on servers.
 
-The names below are imported on first use, because a probe of a server does not need
-them.
+The names below are imported on first use, because a server probe does not need them.
 """
 
 TYPE_CHECKING = False

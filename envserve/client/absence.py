@@ -1,10 +1,10 @@
 """Padding and late rows: the content of rows while their env is absent.
 
-A lane finishes or loses each of its blocks eventually, but has no information about
-other lanes. So this module alone decides how long a caller waits for an absent block:
-for `padding_after` seconds. After that the rows of the block are padding, and its step
-is late. A later step of the same block submits nothing; it returns the result of the
-late step instead, whose rows are LATE or the end of a lost episode.
+Each lane eventually finishes or loses each of its blocks, but has no information about
+other lanes. Therefore this module alone decides how long a caller waits for an absent
+block: `padding_after` seconds. After that, the rows of the block are padding, and its
+step is late. The next step of the block submits nothing. It returns the result of the
+late step, in which each row is LATE or ends a lost episode.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Absence:
         self.padded -= positions
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
-        """Record that a caller waits for late steps; return the other blocks."""
+        """Record that a caller waits for late steps; return the blocks without one."""
         found = self.late_steps & positions
         self.late_steps -= found
         self.awaited_late_steps |= found
@@ -72,8 +72,8 @@ class Absence:
     def shown_rows(self, num_rows: int, ended: Collection[int]) -> Array:
         """Return the rows whose `observation` was shown to the caller.
 
-        The other rows belong to late steps; the last observation that they have shown
-        is in `final_observation`.
+        The other rows belong to late steps; their last shown observation is in
+        `final_observation`.
 
         Args:
           num_rows: Number of rows of the batch.
@@ -108,11 +108,11 @@ class Absence:
         before = self._since if self._is_any_alive() else {}
         self._since = {at: before.get(at, now) for at in absent}
         self.padded.clear()
-        if self._is_any_alive():  # a step of nothing but padding would be useless
+        if self._is_any_alive():  # a step that returns only padding would be useless
             self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
-        """Return the time at which the next block becomes padding, if any."""
+        """Return when the next block becomes padding; infinity if none will."""
         waiting = self._since.keys() - self.padded if self._is_any_alive() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
 
@@ -121,7 +121,7 @@ class Absence:
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return when a block becomes padding; at once if its step is late."""
+        """Return when a block becomes padding: immediately if its step is late."""
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
@@ -136,7 +136,7 @@ class Absence:
                 result.valid[part] = False
 
     def release(self, positions: Set[int]) -> None:
-        """Record that the caller got these rows; the steps of padding become late."""
+        """Record that the caller has these rows; steps shown as padding become late."""
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions

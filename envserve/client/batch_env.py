@@ -1,10 +1,9 @@
 """`BatchEnv`: a batch of envs in worker processes or on servers, with NumPy arrays.
 
-A batch combines any number of lanes: a pool of worker processes of this host, or lanes
-to servers. With the same seed it returns the same rows wherever the envs run. All
-methods run in the thread of the caller. A signal handler may interrupt any of them; the
-result of an interrupted call is never returned by a later call. `lane_group` explains
-why.
+A batch combines one or more lanes: a pool of worker processes on this host, or one lane
+per server. With the same seed, it returns the same rows wherever the envs run. All
+methods run in the caller's thread. A signal handler may interrupt any of them; a later
+call never returns the result of an interrupted call. `lane_group` explains why.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
 
 _OK: Final = int(Status.OK)
-#: Largest encoded values of `set_attr` for several rows in one message, in bytes. If
-#: they are larger, the rows are split over several messages, because servers limit the
-#: size of a message.
+#: Maximum size in bytes of the encoded `set_attr` values of several rows in one
+#: message. Larger values are split into several messages, because servers limit the
+#: message size.
 _MAX_SET_BYTES: Final = 1 << 10
 
 _all: Final = np.logical_and.reduce
@@ -93,11 +92,11 @@ class BatchEnv:
       lanes: The sources of the rows (a pool, or one lane per server), in row order.
       blocks: The rows of each block, int64 `[n]`. One worker steps the envs of a block
         together, so a block is the smallest unit for `send` and `recv`.
-      splits: The rows of each split, int64 `[n]`. There are `num_splits` of them, or
-        fewer if there are too few rows.
-      reset_infos: Info dicts of the last `reset` by row, if `infos="all"`.
-      autoreset: When the env of an ended episode is reset.
-      reset_call: The call that resets a row, for error messages.
+      splits: The rows of each split, int64 `[n]`. There are `num_splits` splits, or
+        fewer if there are not enough rows.
+      reset_infos: Info dicts from the last `reset`, by row, if `infos="all"`.
+      autoreset: When an env is reset after its episode has ended.
+      reset_call: The call that resets a row, as shown in error messages.
     """
 
     reset_call = "reset(env_indices=...)"
@@ -113,7 +112,7 @@ class BatchEnv:
         """Combine lanes into a batch.
 
         Args:
-          lanes: Lanes that are ready. The batch takes ownership and closes them.
+          lanes: Started lanes. The batch takes ownership of them and closes them.
           autoreset: The mode that the lanes were built with.
           on_fault: As for `local`.
           padding_after: As for `local`.
@@ -154,46 +153,47 @@ class BatchEnv:
         start_timeout: float = 300.0,
         **options: Unpack[LocalOptions],
     ) -> Self:
-        """Start envs in worker processes of this host.
+        """Start envs in worker processes on this host.
 
         Args:
-          env_name: Registered name, like "HalfCheetah-v5"; or your env, as
-            "my_env.py:Walk", as "my_package:Walk-v0", or as a class or function that
-            can be imported; see docs/own-envs.md.
+          env_name: Registered name, like "HalfCheetah-v5", or your own env:
+            "my_env.py:Walk", "my_package:Walk-v0", or an importable class or function;
+            see docs/own-envs.md.
           num_envs: Number of rows.
           num_workers: Number of worker processes; by default one per core.
           on_fault: What happens when an env fails: "truncate" ends its episode with an
             invalid row; "raise" also raises EnvError. A value outside the env's spaces
             always raises EnvError.
           padding_after: Seconds that a step waits for absent envs, whose worker is
-            being replaced or whose server does not answer. After that the step returns,
-            and their rows are padding with status PENDING. With `math.inf`, or if all
-            envs are absent, the step waits until they are available again.
-          start_timeout: Maximum time in seconds until all envs are built.
+            being replaced or whose server does not answer. After that, the step returns
+            padding with status PENDING in their rows. With `math.inf`, or if all envs
+            are absent, the step waits until they are available again.
+          start_timeout: Maximum seconds to wait until all envs are built.
           **options: See "Keyword Args".
 
         Keyword Args:
           seed: Root seed, from which the seed of each env is derived; random by
             default.
           seeded: Whether the first reset of each env uses its seed; True by default.
-            With False the seed is None, as in Gymnasium.
-          first_env_index: Index of row 0 in a larger batch whose seeds are used, if
-            this batch is a part of it; 0 by default.
+            If False, envs are reset with seed None, as Gymnasium does by default.
+          first_env_index: If this batch is part of a larger one, the index of its row 0
+            in the larger batch, whose seeds it then uses; 0 by default.
           num_splits: Number of groups of blocks that are stepped independently; 1 by
             default.
           env_kwargs: Arguments of the env's constructor; none by default.
-          wrappers: Wrappers of each env, the innermost first, each a dict of its name
+          wrappers: Wrappers of each env, innermost first, each a dict with its name
             and arguments; none by default; see docs/wrappers.md.
-          autoreset: When the env of an ended episode is reset, as in Gymnasium:
+          autoreset: When an env is reset after its episode has ended, as in Gymnasium:
             "same_step" (default), "next_step" or "disabled".
-          infos: Info dicts that a step returns: "all", only those at an "episode_end"
-            (default), or "none".
+          infos: Which info dicts a step returns: "all", "episode_end" (the default;
+            only for rows whose episode has ended) or "none".
           spare_envs: Whether each row has a second env, which is reset while the first
             is stepped; False by default.
-          nonfinite: What happens to NaN and infinity in observations and rewards:
-            "raise" EnvError (default), "mask" the row as a lost episode, or "pass".
+          nonfinite: How NaN and infinity in observations and rewards are handled:
+            "raise" (default) raises EnvError, "mask" marks the row as a lost episode,
+            and "pass" returns them.
           strict_spaces: Whether observations must have exactly the dtypes of their
-            space. With False (default) they are cast if NumPy's "same_kind" rule allows
+            space. If False (default), they are cast if NumPy's "same_kind" rule allows
             it.
           vectorized: Whether each block is one vector env, made by the env's
             `vector_entry_point`; False by default.
@@ -201,14 +201,13 @@ class BatchEnv:
             default.
           step_timeout: Maximum seconds for one step of one env, after which its worker
             is killed; 30 by default.
-          reset_timeout: Maximum seconds for the construction or a reset of one env; 120
-            by default.
-          max_restarts: Number of times in a row that a worker may end without having
-            stepped any env before its envs are given up; 5 by default.
+          reset_timeout: Maximum seconds to construct or reset one env; 120 by default.
+          max_restarts: Maximum number of times in a row that a worker may exit without
+            having stepped any env. After that, its envs are given up; 5 by default.
           max_infos_kib: Maximum size of a row's infos in KiB; 64 by default. If they
-            are larger, their largest keys are omitted.
-          crash_dir: Directory for repro files of crashes; by default one of this user
-            in the system's temporary directory. None writes no files.
+            are larger, the keys with the largest values are omitted.
+          crash_dir: Directory for crash repro files; by default, this user's directory
+            in the system's temporary directory. None disables crash files.
 
         Raises:
           EnvStartError: An env cannot be built; contains the worker's traceback.
@@ -248,8 +247,8 @@ class BatchEnv:
         With the same seed, the batch returns the same rows as one made by `local`.
 
         Args:
-          env_name: Name of an env that every server offers. For your env, it is the
-            name that the servers were started with: "my_env.py:Walk", or "my_env:Walk".
+          env_name: Name of an env that every server offers. For your own env, use the
+            name that the servers were started with: "my_env.py:Walk" or "my_env:Walk".
           addresses: Addresses of servers, like "sim1", "sim1:5555", "tcp://sim1:5555"
             or "ipc:///tmp/envs"; or sources of addresses: "dns://sims:5555" (all
             addresses of a host name), "file:///path" or "ray://namespace/name". If a
@@ -258,30 +257,32 @@ class BatchEnv:
           num_envs: Total number of rows.
           on_fault: As for `local`.
           padding_after: As for `local`.
-          connect_timeout: Maximum seconds until a server answers the first time.
-          start_timeout: Maximum seconds until all envs are built.
-          server_lost_after: Seconds until a server that does not answer, or was
-            restarted, counts as lost. Until then its rows are padding. Each row whose
+          connect_timeout: Maximum seconds to wait for a server's first answer.
+          start_timeout: Maximum seconds to wait until all envs are built.
+          server_lost_after: Seconds after which a server that does not answer, or was
+            restarted, counts as lost. Until then, its rows are padding. Each row whose
             env is replaced loses an episode.
           on_server_lost: What happens if a server is lost and no other server has
             enough free envs. "raise" raises ServerLost. "pad" continues with padding
             until a server is found, and raises ServerLost only if the whole batch is
             padding.
-          num_servers: Number of servers to spread the envs over; by default all that
-            have an address now. Servers that are found later can replace lost ones.
-          min_servers: Number of servers that must be ready before this returns; by
-            default all that have an address now. The rows of the other servers are
-            padding until they are ready.
+          num_servers: Number of servers to spread the envs over; by default, all
+            servers whose address is known now. Servers that are found later can replace
+            lost ones.
+          min_servers: Number of servers that must be ready before `connect` returns; by
+            default, all servers whose address is known now. The rows of the other
+            servers are padding until these servers are ready.
           insecure: Whether to use TCP without keys, in a network that you trust.
-          max_row_mib: Maximum memory in MiB for the rows of one server. It protects the
-            client, because the server determines their size.
+          max_row_mib: Maximum memory in MiB for the rows of one server. The limit
+            protects the client, because the server determines the size of the rows.
           **options: See "Keyword Args".
 
         Keyword Args:
-          seed: As for `local`. The options `seeded`, `first_env_index`, `num_splits`,
-            `env_kwargs`, `wrappers`, `autoreset`, `infos`, `spare_envs`, `nonfinite`,
-            `strict_spaces` and `vectorized` are also those of `local`. Servers accept
-            only the `env_kwargs` and wrappers that they were started with.
+          seed: As for `local`. The other options are also those of `local`: `seeded`,
+            `first_env_index`, `num_splits`, `env_kwargs`, `wrappers`, `autoreset`,
+            `infos`, `spare_envs`, `nonfinite`, `strict_spaces` and `vectorized`.
+            Servers accept only the `env_kwargs` and wrappers that they were started
+            with.
 
         Raises:
           AddressError: An address is malformed, its host is unknown, or fewer than
@@ -329,21 +330,22 @@ class BatchEnv:
     ) -> Any:
         """Reset envs and return their first observations.
 
-        Infos are in `reset_infos` afterwards.
+        The infos are stored in `reset_infos`.
 
         Args:
           env_indices: Rows to reset; None for all.
           seeds: One seed or None per row. By default the first reset of an env uses the
             seed that is derived from the root seed (unless `seeded` is False), and
             later resets continue the env's random number generator.
-          options: Options that every one of these envs gets: plain values (numbers,
+          options: Options to pass to each of these envs: plain values (numbers,
             strings, lists, dicts, arrays), at most 16 KiB in total.
 
         Returns:
           Observations `[len(env_indices), ...]`, in the order of `env_indices`.
 
         Raises:
-          CodecError: The options are not plain values or too large; no env was reset.
+          CodecError: The options are too large or contain values that are not plain;
+            no env was reset.
           EnvError: An env rejected its seed or the options, and was reset without them.
             Reset all envs before the next step.
           ServerError: A server was lost.
@@ -426,7 +428,7 @@ class BatchEnv:
         self._resetting = None
 
     def last_observation(self, env_indices: Array | None = None) -> Any:
-        """Return the last observation that each row has returned.
+        """Return the last observation that was returned for each row.
 
         Args:
           env_indices: Rows; None for all.
@@ -458,12 +460,12 @@ class BatchEnv:
     def step(self, actions: Any, out: StepResult | None = None) -> StepResult:
         """Step all envs, and wait for the result.
 
-        If a step is interrupted, its result is discarded, except for ends of episodes,
+        If a step is interrupted, its result is discarded, except for episode ends,
         which the next step returns.
 
         Args:
           actions: Arrays `[num_envs, ...]`, nested like the action space.
-          out: A result whose arrays are overwritten, instead of allocating new ones;
+          out: A result whose arrays are overwritten instead of allocating new arrays;
             its infos are ignored.
 
         Returns:
@@ -506,12 +508,12 @@ class BatchEnv:
 
         Args:
           actions: Arrays `[n, ...]`, nested like the action space.
-          env_indices: Rows of the actions, in any order; they must be whole blocks (see
-            `blocks` and `splits`). None for all rows.
-          together: Whether each server sends one reply for all of its rows, when the
-            last one is done. This saves messages if you wait for all rows anyway. By
-            default it sends a reply per block, so that a slow env delays only its
-            block.
+          env_indices: Rows to which the actions belong, in any order. They must be
+            whole blocks (see `blocks` and `splits`). None for all rows.
+          together: Whether each server sends one reply for all of its rows, once the
+            last row has finished. This saves messages if you wait for all rows anyway.
+            By default, a server sends one reply per block, so that a slow env delays
+            only its block.
 
         Raises:
           ActionError: The actions do not fit the action space; nothing was sent.
@@ -544,27 +546,28 @@ class BatchEnv:
             returned. The default waits for the first block, or for all of
             `env_indices`.
           timeout: Maximum seconds to wait; None for no limit.
-          env_indices: Rows to wait for: whole blocks that are in flight. None for any
-            rows in flight.
-          out: A result of exactly as many rows, whose arrays are overwritten instead of
-            allocating new ones. It requires `env_indices`, without `min_envs`.
+          env_indices: Rows to wait for, which must be whole blocks in flight. None for
+            any rows in flight.
+          out: A result with the same number of rows, whose arrays are overwritten
+            instead of allocating new arrays. Pass `env_indices` with it, but not
+            `min_envs`.
 
         Returns:
           The rows (int64 `[n]`, always ascending), and their transitions in that order.
           The keys of `infos` are rows of the batch. The rows can be sent again.
 
         Raises:
-          EnvTimeout: Fewer rows have finished in time; a later call returns them.
+          EnvTimeout: Too few rows have finished in time; a later call returns them.
           EnvError: As for `step`; only the block of the failed env was received.
-          LocalProtocolError: Fewer rows are in flight.
-          ServerError: A server was lost, and the rows that it hosted with it.
+          LocalProtocolError: Fewer rows are in flight than requested.
+          ServerError: A server was lost, together with its rows.
           ValueError: `out` has wrong shapes; the rows stay in flight.
         """
         self._begin()
         if out is not None and (env_indices is None or min_envs is not None):
             raise ValueError(
-                "out: expected env_indices and no min_envs with it, because otherwise "
-                "the number of rows is not known in advance"
+                "out: expected env_indices without min_envs, because otherwise the "
+                "number of rows is not known in advance"
             )
         if out is not None:
             self._check_out()
@@ -577,8 +580,8 @@ class BatchEnv:
         row_set = self._row_sets.for_blocks(ready)
         if len(row_set) < num_rows:
             raise EnvTimeout(
-                f"expected {num_rows} rows within {timeout} s; {len(row_set)} have "
-                "finished; nothing is lost, call recv() again"
+                f"only {len(row_set)} of {num_rows} rows have finished within "
+                f"{timeout} s. Nothing is lost: call recv() again"
             )
         result, error = self._result(row_set, out)
         if error is not None:
@@ -598,7 +601,7 @@ class BatchEnv:
         return "reset" if self._resetting else "step" if self.num_in_flight else ""
 
     def drain(self) -> None:
-        """Receive and discard all rows in flight; then all envs must be reset."""
+        """Receive and discard all rows in flight; reset all envs afterwards."""
         self._has_reset = False
         while self.num_in_flight:
             with contextlib.suppress(EnvError):
@@ -607,7 +610,7 @@ class BatchEnv:
     def cancel_step(self) -> None:
         """Discard the result of the step in flight, without waiting for it.
 
-        Ends of episodes are not discarded: the next step returns them.
+        Episode ends are not discarded: the next step returns them.
         """
         self._group.cancel_step()
 
@@ -619,9 +622,9 @@ class BatchEnv:
         Args:
           env_index: Row of the env.
           name: Name of the attribute; servers allow only exposed attributes.
-          *arguments: Positional arguments: plain values, which are numbers, strings,
-            bytes, lists, dicts and arrays.
-          **named: Keyword arguments: plain values.
+          *arguments: Positional arguments. They must be plain values: numbers, strings,
+            bytes, lists, dicts or arrays.
+          **named: Keyword arguments, also plain values.
 
         Returns:
           The method's return value, or the attribute's value.
@@ -642,8 +645,8 @@ class BatchEnv:
     ) -> list[Any]:
         """Call a method of several envs, and return one value per env.
 
-        The envs run the call concurrently, in one round trip to each server unless the
-        values are larger than a few MiB.
+        The envs run the call concurrently. This takes one round trip to each server, or
+        several if the values are larger than a few MiB.
 
         Args:
           name: As for `call`.
@@ -652,8 +655,8 @@ class BatchEnv:
           **named: As for `call`; the same for all envs.
 
         Raises:
-          CallError: As for `call`, once all envs have finished; for the first env that
-            failed.
+          CallError: As for `call`, for the first env that failed; raised once all envs
+            have finished.
         """
         return self._access(env_indices, "call", name, arguments, named)
 
@@ -675,7 +678,7 @@ class BatchEnv:
         """Set an attribute of several envs, with one value per env.
 
         If an env is replaced because it raised an exception, the new env gets the value
-        too. This does not apply to vector envs, or if the worker or server was lost.
+        too. Vector envs, and envs whose worker or server was lost, do not.
 
         Args:
           name: Name of the attribute; servers allow only exposed attributes.
@@ -698,8 +701,8 @@ class BatchEnv:
           env_index: One row, several rows, or None for all rows.
 
         Returns:
-          What `render` of the env returns; a list of these unless `env_index` is an
-          int.
+          The return value of the env's `render` if `env_index` is an int; otherwise a
+          list of these values.
         """
         if isinstance(env_index, int | np.integer):
             return self.call(int(env_index), "render")
@@ -758,7 +761,7 @@ class BatchEnv:
     # The batch as a whole.
 
     def stats(self) -> BatchStats:
-        """Return counts of steps and faults and the latencies of recent steps."""
+        """Return step and fault counts, and the latencies of recent steps."""
         return self._recorder.stats(self.lanes)
 
     def close(self) -> None:
@@ -794,13 +797,13 @@ class BatchEnv:
         if self._resetting is not None:
             raise LocalProtocolError("a reset is in flight; call recv_reset() first")
         if needs_reset and not self._has_reset:
-            raise ResetFirst("expected reset() of all envs before the first step")
+            raise ResetFirst("call reset() for all envs before the first step")
 
     def _check_out(self) -> None:
         if self._is_encoded:
             raise ValueError(
-                "out: expected None, because observations that contain Text, Sequence, "
-                "Graph or OneOf spaces are not arrays that can be overwritten"
+                "out: expected None, because the values of Text, Sequence, Graph or "
+                "OneOf spaces cannot be written into existing arrays"
             )
 
     def _check_not_ended(self, row_set: RowSet) -> None:
@@ -808,7 +811,7 @@ class BatchEnv:
         if ended.size:
             raise LocalProtocolError(
                 f"the episodes of envs {ended.tolist()} have ended; "
-                f"{self.reset_call} them before the next step"
+                f"call {self.reset_call} before the next step"
             )
 
     def _result(
@@ -817,7 +820,8 @@ class BatchEnv:
         """Copy the rows of the lanes into a result, with padding and late rows.
 
         Returns:
-          The result; and the first error to raise, with the position of its block.
+          The result, and the position of the first block with an error to raise and
+          that error, or None.
         """
         infos: dict[int, Mapping[str, Any]] = {}
         first_error = None
@@ -854,7 +858,7 @@ def _common_spec(lanes: Sequence[Lane]) -> EnvSpec:
         different = first.spec.differences(lane.spec)
         if different:
             raise SpaceError(
-                f"{lane.name} has other spaces than {first.name}: "
+                f"{lane.name} and {first.name} have different spaces: "
                 f"{'; '.join(different)}; install the same env version everywhere"
             )
     return first.spec

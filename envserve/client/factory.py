@@ -57,7 +57,7 @@ def local_settings(
       num_envs: As for `BatchEnv.local`.
       num_workers: As for `BatchEnv.local`.
       options: As for `BatchEnv.local`.
-      function: The public function that got the options, for error messages.
+      function: The public function that received the options, for error messages.
 
     Raises:
       TypeError, UnknownEnv, ValueError, WrapperError: As for `BatchEnv.local`.
@@ -78,7 +78,7 @@ def start_pool(
     timeout_seconds: float,
     make: Callable[..., Batch],
 ) -> Batch:
-    """Start a pool and make a batch with it; close the pool if that fails."""
+    """Start a pool and make a batch from it; close the pool if that fails."""
     with contextlib.ExitStack() as stack:
         pool = Pool(settings)
         stack.callback(pool.close)
@@ -111,11 +111,11 @@ def start_remote(
     min_servers: int | None,
     insecure: bool,
 ) -> Batch:
-    """Connect to all servers concurrently, and make a batch with them.
+    """Connect to all servers concurrently, and make a batch from their lanes.
 
-    Servers may be missing, as far as `min_servers` allows. Each missing server gets a
-    vacant lane, which has the spaces of the other lanes and waits for a server.
-    If anything fails, all lanes are closed.
+    Some servers may be missing if `min_servers` allows it. A vacant lane replaces each
+    missing server: it has the spaces of the other lanes and waits for a server. If
+    anything fails, all lanes are closed.
     """
     deadline = time.monotonic() + timeout_seconds
     count = len(servers.addresses) if num_servers is None else num_servers
@@ -181,7 +181,7 @@ def _checked_settings(
         if name in LocalOptions.__annotations__ or name == "num_workers":
             hint = "; it is set on the server"
         raise TypeError(
-            f"unknown option {name!r}{hint}; arguments of the env belong in env_kwargs"
+            f"unknown option {name!r}{hint}; pass the env's arguments in env_kwargs"
         )
     names = {field.name for field in fields(PoolSettings)}
     given = {

@@ -1,9 +1,9 @@
 """Combine several lanes: submit blocks to them and wait for all or some of the results.
 
-All of this runs in the thread of the caller. A block is in flight from `send` to
-`release`. If the caller no longer waits for a step, the step is cancelled: it still
-runs, and the next operation on its block waits for it and discards its result, except
-for the end of an episode.
+All methods run in the caller's thread. A block is in flight from `send` to `release`.
+If the caller no longer waits for a step, the step is cancelled: it still runs, and the
+next operation on its block waits for it and discards its result, except for the end of
+an episode.
 
 Interrupts: a signal handler may raise an exception (KeyboardInterrupt, for example) at
 any point. While a lane only waits, `queue.is_updating` is False: the bookkeeping is
@@ -33,8 +33,8 @@ from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 Array = np.ndarray[Any, Any]
 Operation = TypeVar("Operation", Reset, Call)
 
-#: Longest single wait for a lane, in seconds. It is only a fallback, because lanes have
-#: deadlines for every operation.
+#: Maximum duration of one wait for a lane, in seconds. It is only a fallback, because
+#: lanes have deadlines for every operation.
 _COLLECT_SECONDS: Final = 60.0
 
 
@@ -75,8 +75,8 @@ class LaneGroup:
           actions: An array `[len(row_set), ...]` for each leaf of the action space.
           together: Whether to submit all blocks of a lane in one request, which a
             server answers with one reply.
-          is_cancelled: Whether the step counts as cancelled until it is released. Then
-            an interrupted caller does not need to cancel it.
+          is_cancelled: Whether the step counts as cancelled until it is released, so
+            that an interrupted caller does not need to cancel it.
 
         Raises:
           LocalProtocolError: Some of the rows are in flight.
@@ -125,11 +125,11 @@ class LaneGroup:
         Args:
           positions: The blocks to wait for.
           num_rows: Number of rows to wait for; None for all.
-          deadline: Latest `time.monotonic()` until which to wait.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Returns:
-          The blocks that have finished or are padding; after the deadline maybe fewer
-          than requested. They stay in flight until `release`.
+          The blocks that have finished or are padding, possibly fewer than requested if
+          the deadline has passed. They stay in flight until `release`.
 
         Raises:
           ServerLost: All envs of the batch are absent, and every lane has given up.
@@ -195,7 +195,7 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Start a reset of some rows, each with its seed if there are seeds.
+        """Start to reset some rows, with one seed per row if there are seeds.
 
         Returns:
           Positions of the blocks, for `finish_reset`.
@@ -212,8 +212,8 @@ class LaneGroup:
         """Wait for a reset that `start_reset` has started.
 
         Args:
-          positions: The blocks that it has returned.
-          deadline: Latest `time.monotonic()` until which to wait.
+          positions: The blocks that `start_reset` has returned.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Returns:
           Info dicts by row, for the rows that have one.
@@ -232,7 +232,7 @@ class LaneGroup:
         }
 
     def call(self, calls: Mapping[int, Call]) -> Sequence[Outcome]:
-        """Run attribute access on blocks; return the outcomes by ascending position."""
+        """Access attributes of envs; return one outcome per block, by position."""
         self._start(calls, lambda lane, some: lane.submit_call(some))
         return self._finish(calls.keys())
 
@@ -274,7 +274,7 @@ class LaneGroup:
     def _finish(
         self, positions: Set[int], deadline: float = math.inf
     ) -> Sequence[Outcome]:
-        """Wait until operations have finished; then raise the first error, if any."""
+        """Wait until operations have finished; raise the first error, if any."""
         self._wait_for(positions, deadline)
         outcomes = self._take_called(positions)
         for outcome in outcomes:
@@ -297,7 +297,7 @@ class LaneGroup:
         """Wait until operations have finished, even while their envs are absent.
 
         Raises:
-          EnvTimeout: They have not finished when `time.monotonic()` is `deadline`.
+          EnvTimeout: The operations have not finished before the deadline.
         """
         while waiting := positions - self.queue.outcomes.keys():
             for position in waiting & self.queue.absent():

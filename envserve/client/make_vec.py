@@ -39,17 +39,17 @@ def make_vec(
     Args:
       env: Registered name, like "HalfCheetah-v5", or your env; see `BatchEnv.local`.
       num_envs: Number of envs.
-      addresses: Servers, like "sim1"; by default the envs run in worker processes of
-        this host.
-      num_workers: Number of worker processes of this host; by default one per core.
+      addresses: Server addresses, like "sim1"; by default, the envs run in worker
+        processes on this host.
+      num_workers: Number of worker processes on this host; by default one per core.
       autoreset_mode: "NextStep", "SameStep" or "Disabled", or a member of Gymnasium's
         `AutoresetMode`.
-      seed: Root seed, from which the first seed of each env is derived if `reset` gets
-        none for it, also for envs that replace failed ones. By default these envs are
+      seed: Root seed, from which an env's seed is derived if its first reset specifies
+        none. This includes envs that replace failed ones. By default, such envs are
         reset with seed None.
       render_mode: As for `gymnasium.make`.
-      copy: Whether each step returns new observation arrays. With False, each step
-        overwrites the observations of an earlier one.
+      copy: Whether each step returns new observation arrays. If False, each step
+        overwrites the observations of an earlier step.
       wrappers: Wrappers of each env, by name; see docs/wrappers.md.
       env_kwargs: Other arguments of the env's constructor.
       **options: Other options of `BatchEnv.local` or `BatchEnv.connect`. By default a
@@ -73,7 +73,7 @@ def make_vec(
     options |= {"addresses": addresses, "num_workers": num_workers, "copy": copy}
     options |= {"autoreset_mode": mode.value, "num_envs": num_envs}
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
-    # changes the registry; see its docstring.
+    # changes the registry; see that module's docstring.
     made.spec = _spec_of(env, options, vector_entry_point=f"envserve.gym:{env}")
     return made
 
@@ -91,8 +91,8 @@ def make(
 
     Args:
       env: Registered name, like "HalfCheetah-v5", or your env; see `BatchEnv.local`.
-      address: Address of a server, like "sim1"; by default the env runs in a worker
-        process of this host.
+      address: Address of a server, like "sim1"; by default, the env runs in a worker
+        process on this host.
       seed: As for `make_vec`.
       render_mode: As for `gymnasium.make`.
       env_kwargs: Other arguments of the env's constructor.
@@ -124,16 +124,16 @@ def make_batch(
 ) -> BatchEnv:
     """Make a batch for trainers that do not support padding; see `make_vec`.
 
-    Defaults differ from `BatchEnv`: steps wait for absent envs, return the infos of all
-    rows and do not check for NaN and infinity, and envs are seeded only with a root
-    seed.
+    The defaults differ from those of `BatchEnv`: steps wait for absent envs, return the
+    infos of all rows and do not check for NaN and infinity, and envs are seeded only if
+    a root seed is given.
 
     Args:
       env: As for `make_vec`.
       num_envs: As for `make_vec`.
       addresses: As for `make_vec`.
       fixed: Options that the user must not set, with their values.
-      instead: Replacement for such an option, for the error message.
+      instead: What to pass instead of such an option, for the error message.
       num_workers: As for `make_vec`.
       render_mode: As for `make_vec`.
       **options: As for `make_vec`.
@@ -162,7 +162,7 @@ def make_batch(
 def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) -> None:
     """Start a step; tolerate actions that exceed a Box's bounds by rounding errors.
 
-    Trainers that scale actions to the bounds of a Box cause such errors.
+    Such errors occur in trainers that scale actions to the bounds of a Box.
     """
     try:
         batch.send(actions, rows, together=True)
@@ -173,7 +173,7 @@ def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) 
 
 
 def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:
-    """Return a spec that makes equal envs; None if the env is not registered here."""
+    """Return a spec that recreates the env; None if it is not registered here."""
     if not isinstance(env, str) or env not in gymnasium.registry:
         return None
     changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}

@@ -11,8 +11,8 @@ from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.lane import Lane, Outcome, pop_harmless_mark
 from envserve.slab import copy_final_to_observation
 
-#: Interval in seconds at which lanes are polled while waiting for several of them. Each
-#: lane has timeouts that only `collect` checks.
+#: Interval in seconds at which several lanes are polled, because each lane checks its
+#: timeouts only in `collect`.
 _POLL_SECONDS: Final = 0.1
 
 
@@ -88,9 +88,9 @@ class OutcomeQueue:
     ) -> bool:
         """Collect from several lanes; return whether anything was in flight.
 
-        If the caller waits for all blocks, the lanes are waited for one after the
-        other. Otherwise, or while envs are absent, all lanes are polled without
-        blocking, and their descriptors are waited for together.
+        If the caller waits for all blocks, wait for one lane after the other.
+        Otherwise, or while envs are absent, poll all lanes without blocking and wait
+        for all their descriptors together.
         """
         has_any = is_any_busy = False
         for lane, positions in self._positions.items():
@@ -128,9 +128,9 @@ class OutcomeQueue:
     def invalidate(self, reason: str) -> None:
         """Invalidate all lanes and discard their outcomes.
 
-        If an uncollected outcome replaced a lost env, the caller has not got the first
-        observation of the new episode. So the last observation of the lost episode is
-        restored.
+        If an unconsumed outcome replaced a lost env, the caller has not received the
+        first observation of the new episode, so the last observation of the lost
+        episode is restored.
         """
         for lane in self._first_position:
             lane.invalidate(reason)

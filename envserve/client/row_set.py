@@ -1,7 +1,7 @@
-"""Sets of rows in whole blocks, prepared for copying from and to the lanes.
+"""Sets of whole blocks, prepared for copying their rows from and to the lanes.
 
-A row of the batch is `offset` plus a row of its lane. The rows of a `RowSet` are in the
-order of the batch, and are divided by block and by lane.
+The index of a row in the batch is its index in the lane plus the lane's `offset`. The
+rows of a `RowSet` are in batch order, and are grouped by block and by lane.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class BatchBlock(NamedTuple):
       position: Index among all blocks of the batch.
       lane: The lane.
       lane_block: Index among the blocks of the lane.
-      start: First row of the batch.
-      stop: Row of the batch after the last.
-      offset: First row of the lane in the batch.
+      start: Batch index of the block's first row.
+      stop: Batch index after the block's last row.
+      offset: Batch index of the lane's first row.
       split: Index of the split.
     """
 
@@ -85,7 +85,7 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         return self[bisect_right(self, env_index, key=attrgetter("start")) - 1]
 
     def in_flight_error(self, positions: Iterable[int]) -> LocalProtocolError:
-        """Return the error to raise for blocks that must not be in flight."""
+        """Return the error to raise if blocks are in flight that must not be."""
         chosen = [self[at] for at in sorted(positions)]
         rows = [row for block in chosen for row in range(block.start, block.stop)]
         return LocalProtocolError(f"the rows {rows} are in flight; recv() them first")
@@ -97,8 +97,8 @@ class LanePart:
     Attributes:
       lane: The lane.
       blocks: Indices of the blocks within the lane.
-      single_blocks: The same, each block as a tuple of length 1.
-      set_rows: The rows within the set.
+      single_blocks: `blocks`, each as a tuple of length 1.
+      set_rows: Slice of the rows within the set.
       lane_rows: The rows within the lane: a slice if they are contiguous, otherwise an
         index array.
       actions: The lane's arrays of actions, one per leaf.
@@ -158,7 +158,7 @@ class RowSet:
 
 
 class RowSetCache:
-    """Row sets by rows or by blocks; the most recently used ones are cached.
+    """A cache of the most recently used row sets, by rows or by blocks.
 
     Attributes:
       all_rows: The set of all rows of the batch.
@@ -181,8 +181,8 @@ class RowSetCache:
         """Return the set of some rows, or of all rows for None.
 
         Returns:
-          The set. If the indices are not ascending, also the index array that sorts
-          arrays in the order of `env_indices`, as `array[order]`; otherwise None.
+          The set; and None if `env_indices` is ascending, otherwise an index array
+          `order`, such that `array[order]` brings an array into the order of the set.
 
         Raises:
           IndexError: A row does not exist, or the rows are not whole blocks.
@@ -223,8 +223,7 @@ class RowSetCache:
             if missing:
                 rows = self.for_blocks(missing).env_indices.tolist()
                 raise LocalProtocolError(
-                    f"expected rows in flight; the rows {rows} are not; send() them "
-                    f"first"
+                    f"the rows {rows} are not in flight; send() them first"
                 )
             positions = row_set.positions
         num_in_flight = len(self.for_blocks(positions))
@@ -234,8 +233,8 @@ class RowSetCache:
             min_envs = 1 if env_indices is None else num_in_flight
         if not 1 <= min_envs <= num_in_flight:
             raise LocalProtocolError(
-                f"min_envs: expected 1 to {num_in_flight}, the rows in flight; "
-                f"got {min_envs}"
+                f"min_envs: expected 1 to {num_in_flight}, the number of rows in "
+                f"flight; got {min_envs}"
             )
         return positions, min_envs
 

@@ -49,7 +49,7 @@ class Env(gymnasium.Env[Any, Any]):
         Raises:
           ActionError: The action does not fit the action space.
           LocalProtocolError: The episode has ended; call `reset`.
-          ResetFirst: The env was not reset yet.
+          ResetFirst: The env has not been reset yet.
         """
         space = self.action_space
         try:

@@ -26,12 +26,12 @@ class BatchStats:
       steps: Number of `step` and `recv` calls that returned rows.
       rows: Total number of rows that they returned.
       valid_rows: Number of valid rows, which can be used for training.
-      invalid_rows: Number of invalid rows by the name of their
-        `envserve.client.Status`.
+      invalid_rows: Number of invalid rows for each status, by the status name (see
+        `envserve.client.Status`).
       latency_seconds: Median ("p50"), 99th percentile ("p99") and maximum ("max")
         duration of the last 1,024 calls of `step`; empty before the first call.
-      lanes: Counters of each lane by its name: "restarts" of workers; for servers also
-        "resends", "reattaches" and others.
+      lanes: Counters of each lane, by lane name: "restarts" of workers; for servers
+        also "resends", "reattaches" and others.
     """
 
     steps: int

@@ -39,9 +39,9 @@ class StepResult(NamedTuple):
       valid: bool `[n]`; False for transitions that must not be used for training,
         because the env, its worker or its server failed; see `status`.
       final_observation: `[n, ...]`; the last observation of each episode that ended in
-        this step. All other rows are zero, or untouched if `out` is used. In the row of
-        a lost episode, ignore it: it may be from a step that was never returned, or no
-        observation of this episode at all.
+        this step. All other rows are zero, or unchanged if `out` is used. Ignore it if
+        the episode was lost: it may come from a step that was never returned, or may
+        not belong to this episode at all.
       status: uint8 `[n]`, see `envserve.client.Status`. A lost episode ends with one
         truncated row, whose status is the reason. That row is returned once the env is
         available again, possibly after PENDING rows. The actions of PENDING rows are
@@ -89,7 +89,7 @@ def _shape_of(value: Any) -> str:
     return f"{len(value)} values"
 
 
-#: `StepResult._make` without its length check and its Python call, which cost time.
+#: `StepResult._make` without the cost of its length check and Python call.
 _make_result: Final[Callable[[tuple[Any, ...]], StepResult]] = partial(
     tuple.__new__, StepResult
 )
@@ -149,7 +149,7 @@ def gather_result(
 def decode_result(
     spec: EnvSpec, result: StepResult, env_indices: Sequence[int] | Array
 ) -> StepResult:
-    """Decode observations of variable length, after all rows have been written."""
+    """Decode variable-length observations, after all rows have been written."""
     decode = partial(
         decode_observation, spec, env_indices, is_complete=result.status == _OK
     )
@@ -192,7 +192,7 @@ def _write_to(
 
 
 def final_observations(space: Space[Any], step: StepResult, previous: Any) -> list[Any]:
-    """Return the final observation of each row; ignore rows that have not ended.
+    """Return the final observations of all rows; only those of ended rows are valid.
 
     Args:
       space: Observation space of the whole batch.

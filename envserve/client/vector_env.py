@@ -1,6 +1,6 @@
 """A batch of envs as a `gymnasium.vector.VectorEnv`.
 
-Any trainer for Gymnasium can use it: a lost episode is returned as a truncated one.
+Any Gymnasium trainer can use it: a lost episode is returned as a truncated one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NoCall(NoAsyncCallError, LocalProtocolError):
 
 
 class EnvsTimeout(EnvTimeout, multiprocessing.TimeoutError):
-    """Not all envs have finished in time; nothing is lost, and you can wait again."""
+    """Not all envs have finished in time. Nothing is lost, and you can wait again."""
 
 
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Reset the envs.
 
         Args:
-          seed: Seed of row 0, where row i gets `seed + i`; or one seed or None per row.
-            An env with None continues its random number generator.
-          options: Options of each env, plain values. The key "reset_mask", bool
+          seed: An int, so that row i gets `seed + i`, or one seed or None per row. An
+            env with None continues its random number generator.
+          options: Options to pass to each env: plain values. The key "reset_mask", bool
             `[num_envs]`, selects the rows to reset and is not passed to the envs; the
             other rows return their last observation again.
 
@@ -159,7 +159,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
           timeout: Maximum seconds to wait; None for no limit.
 
         Raises:
-          EnvsTimeout: The reset has not finished in time; you can wait again.
+          EnvsTimeout: The reset has not finished in time; call this again to wait
+            longer.
           NoCall: No reset was started.
         """
         with self._waiting_for("reset"):
@@ -174,7 +175,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         Raises:
           ActionError: The actions do not fit the action space; no env was stepped.
           EnvError: An env returned a value outside its spaces.
-          ResetFirst: The envs were not reset yet.
+          ResetFirst: The envs have not been reset yet.
           ServerError: A server was lost.
         """
         if self.closed or self._batch.pending:
@@ -195,7 +196,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
           timeout: Maximum seconds to wait; None for no limit.
 
         Raises:
-          EnvsTimeout: The step has not finished in time; you can wait again.
+          EnvsTimeout: The step has not finished in time; call this again to wait
+            longer.
           NoCall: No step was started.
         """
         with self._waiting_for("step"):
@@ -268,7 +270,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
 
     @contextlib.contextmanager
     def _waiting_for(self, name: str) -> Iterator[None]:
-        """Check that an operation is pending, and convert the errors of waiting for it.
+        """Check that an operation is pending, and convert errors while waiting for it.
 
         After an error other than a timeout, the operation is no longer pending.
         """
@@ -291,10 +293,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Convert a result to the tuple that Gymnasium's `step` returns."""
         if not self._is_copied:
-            # Only observations are written to the same arrays: the other arrays are
-            # small, and trainers keep them. With "SameStep", two results alternate,
-            # because the observations of the previous step are needed for lost
-            # episodes.
+            # Only observation arrays are reused: the other arrays are small, and
+            # trainers keep them. With "SameStep", two results alternate, because lost
+            # episodes need the observations of the previous step.
             written = None if self._is_encoded else result
             self._reused = self._latest if self._is_same_step else written
             self._latest = written
@@ -323,7 +324,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         for row in ended.nonzero()[0].tolist():
             observations[row] = copying.deepcopy(last[row])
             info = dict(infos.pop(row, {}))
-            # In a valid row, the key "fault" is one of the env itself.
+            # In a valid row, the key "fault" comes from the env itself.
             is_lost = not result.valid[row] and "fault" in info
             fault = {"fault": info.pop("fault")} if is_lost else {}
             # A server may send a value of any type.

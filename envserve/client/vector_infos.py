@@ -18,9 +18,9 @@ Array = np.ndarray[Any, Any]
 _Part = tuple[list[int], Sequence[Any]]
 
 _NUMBERS: Final = frozenset({int, float, bool})
-#: Maximum size of array elements for rows that do not have the key.
+#: Maximum total size of the array elements of rows that do not have the key.
 _MAX_UNFILLED_BYTES: Final = 1 << 28
-#: Size of an element: a number or pointer, and its mask.
+#: Size of an element (a number or pointer) and its mask.
 _ELEMENT_BYTES: Final = 9
 _MAX_NAMES: Final = 16
 
@@ -54,7 +54,7 @@ class _FillBudget:
         self._left = num_bytes
 
     def take(self, num_elements: int, num_bytes: int) -> bool:
-        """Reserve memory for elements of this size; return whether it was left."""
+        """Reserve memory for elements of this size; return whether it is available."""
         fits = num_elements * num_bytes <= self._left
         self._left -= fits * num_elements * num_bytes
         return fits
@@ -98,7 +98,7 @@ def _batch_column(
     is_array = isinstance(first, np.ndarray) and budget.take(num_unfilled, first.nbytes)
     if is_array or kind in _NUMBERS or isinstance(first, np.number):
         array = np.zeros((num_envs, *shape), kind)
-        # It fails if other rows have None, or arrays of other shapes.
+        # This fails if other rows have None, or arrays of other shapes.
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             _write(array, parts)
             return array

@@ -1,4 +1,4 @@
-"""Batches of ledger envs for trials: with local workers, or at servers."""
+"""Batches of ledger envs for trials: in local workers, or on servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.oracle.ledger import Ledger
 from tests.oracle.probe_envs import MODULE
 
 LEDGER: Final = "envserve/ChaosLedger-v0"
-#: Number of steps in an episode; short, because most bugs occur at the end of episodes.
+#: Number of steps in an episode: few, because most bugs occur when episodes end.
 EPISODE: Final = 10
 _KWARGS: Final = (
     *("length", "journal", "breakdowns"),
@@ -26,7 +26,7 @@ _KWARGS: Final = (
 def local_driver(
     trial: Trial, num_envs: int, num_workers: int, **options: Any
 ) -> contextlib.AbstractContextManager[Driver]:
-    """Return a driver of envs in local workers; see `_driver` for the options."""
+    """Return a driver for envs in local workers; see `_driver` for the options."""
 
     def make(**more: Any) -> BatchEnv:
         return BatchEnv.local(
@@ -44,7 +44,7 @@ def local_driver(
 def remote_driver(
     trial: Trial, addresses: Sequence[str], num_envs: int, **options: Any
 ) -> contextlib.AbstractContextManager[Driver]:
-    """Return a driver of envs at servers; `options` are those of `BatchEnv.connect`."""
+    """Return a driver for envs on servers; `options` are for `BatchEnv.connect`."""
 
     def make(**more: Any) -> BatchEnv:
         return BatchEnv.connect(LEDGER, addresses, num_envs, **more)
@@ -63,11 +63,11 @@ def _driver(
     max_call_seconds: float = MAX_CALL_SECONDS,
     **options: Any,
 ) -> Iterator[Driver]:
-    """Provide a driver, and verify the journal of its envs at the end.
+    """Provide a driver, and verify its envs' journal at the end.
 
     Args:
-      env_kwargs: More arguments of `ChaosLedgerEnv`.
-      options: More arguments of `make`.
+      env_kwargs: Additional arguments of `ChaosLedgerEnv`.
+      options: Additional arguments of `make`.
     """
     seed, journal = trial.draw_seed(), trial.new_folder("journal")
     ledger = Ledger(num_envs, seed, length=length)
@@ -89,7 +89,7 @@ def running_servers(
 
     Args:
       num_envs: Capacity of each server.
-      options: More options of `envserve start`.
+      options: Additional options of `envserve start`.
     """
     with contextlib.ExitStack() as stack:
         servers = [
@@ -108,7 +108,7 @@ def running_server(trial: Trial, num_envs: int, *options: str) -> ServerProcess:
         folder,
         *("--env", LEDGER, "--import", MODULE, "--log-level", "info"),
         *("--workers", "2", "--envs-per-worker", str(-(-num_envs // 2))),
-        *("--max-processes", str(2 * num_envs)),  # each env may be in another lease
+        *("--max-processes", str(2 * num_envs)),  # each env may be in its own lease
         *("--crash-dir", str(folder / "crashes")),
         *(part for name in _KWARGS for part in ("--allow-kwarg", f"{name}:any")),
         *options,

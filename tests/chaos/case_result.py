@@ -16,7 +16,7 @@ class Check:
     Attributes:
       measured: The measured number; nan if nothing was measured, which misses every
         goal.
-      bound: The number to compare with.
+      bound: The number to compare it with.
       kind: The comparison: "<=", ">=" or "==".
     """
 
@@ -87,7 +87,7 @@ class CaseResult:
         return not (self.wrong or self.error)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as in the JSON file of the case."""
+        """Return the result in the format of the case's JSON file."""
         checks = [
             {
                 "meaning": check.meaning,

@@ -2,7 +2,7 @@
 
 CASE.json     machine, counts, latencies and checks of a case
 CASE.log      the log of the case
-peers.json    results of the same faults with other projects
+peers.json    results for other projects' envs after the same faults
 tables.md     Markdown tables of all results in the folder
 """
 
@@ -105,7 +105,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _scale_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return notes on which cases ran at a reduced scale."""
+    """Return notes that list the cases that ran at a reduced scale."""
     scales: dict[float, list[str]] = {}
     for result in results:
         scales.setdefault(result["options"]["scale"], []).append(result["case"])
@@ -117,7 +117,7 @@ def _scale_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def notes_of(result: Mapping[str, Any]) -> list[str]:
-    """Return the notes below the table about a case."""
+    """Return the notes about a case, to be shown below the table."""
     name = result["case"]
     lines = [f"{name}: {note}" for note in result["notes"]]
     if result["skipped"]:

@@ -30,7 +30,7 @@ from tests.chaos.cases.table import CASES
 from tests.chaos.isolated import DidNotEnd, run_isolated
 from tests.chaos.trial import ChaosCase, RowCorruption, run_case
 
-#: Seconds after its time limit at which a hanging case is killed.
+#: Seconds after its time limit until a hanging case is killed.
 _KILL_AFTER_SECONDS = 120.0
 
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def chaos(
     cases: Annotated[
         list[str] | None,
-        typer.Argument(help="Cases, or prefixes of their names. Default: all."),
+        typer.Argument(help="Case names or their prefixes. Default: all cases."),
     ] = None,
     scale: Annotated[
         float, typer.Option(min=1e-6, help="Share of the full number of faults.")
@@ -89,15 +89,15 @@ def chaos(
 
 
 def chosen_cases(words: Sequence[str]) -> list[ChaosCase]:
-    """Return the cases that match a name or prefix; all without words.
+    """Return the cases that match a name or prefix, or all cases if none is given.
 
     Raises:
-      typer.BadParameter: There is no such case.
+      typer.BadParameter: No case matches a name or prefix.
     """
     for word in words:
         if not any(case.name.startswith(word) for case in CASES):
             names = ", ".join(case.name for case in CASES)
-            raise typer.BadParameter(f"expected some of {names}; got {word!r}")
+            raise typer.BadParameter(f"expected a case from {names}; got {word!r}")
     exact = {case.name for case in CASES} & set(words)
     return [
         case

@@ -1,4 +1,4 @@
-"""A batch driver that measures recovery times and fills the result of a trial."""
+"""A batch driver that measures recovery times and fills a trial's result."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.oracle.batch_driver import MAX_CALL_SECONDS, BatchDriver
 from tests.oracle.journal import Array
 from tests.oracle.ledger import LOSSES, Ledger
 
-#: Actions from this number on are not drawn; cases use them to trigger breakdowns.
+#: Actions from this number upwards are never drawn at random. Cases use them to trigger
+#: breakdowns.
 FIRST_BREAKDOWN_ACTION: Final = 900
-#: By status number: whether the row's next valid result completes its recovery.
+#: For each status number, whether the row's next valid result completes its recovery.
 _COMPLETES_RECOVERY: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
 
 
@@ -54,7 +55,7 @@ class RecoveryTimes:
 
         Args:
           status: uint8 `[n]`.
-          began: When the call began; the earliest time of faults without a `start`.
+          began: When the call began; the start of faults without a `start` call.
           now: When the call ended.
           rows: int64 `[n]`; the rows of the result; None for all.
         """

@@ -10,7 +10,7 @@ from typing import Self
 
 
 class FaultInjector:
-    """Runs faults one after another in its thread; a context manager."""
+    """A context manager that runs faults one after another in its own thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[float, Callable[[], None]] | None] = (
@@ -31,7 +31,7 @@ class FaultInjector:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             delay, fault = item
-            time.sleep(delay)  # a random phase relative to the steps
+            time.sleep(delay)  # so that the fault occurs at a random point of a step
             try:
                 fault()
             except BaseException as error:

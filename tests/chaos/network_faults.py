@@ -1,7 +1,7 @@
-"""Faults of a network in one direction, applied to whole messages.
+"""Network faults in one direction, applied to whole messages.
 
-Probabilities are per message and use a seeded generator. Nothing here waits: a held
-message is forwarded after a later one, or when the caller releases it.
+Probabilities are per message and use a seeded generator. No function here waits: a held
+message is forwarded after a later message, or when the caller releases it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from envserve.wire.constants import MessageType
 from envserve.wire.message import peek, set_attempt
 from tests.chaos.zmtp import first_frame
 
-#: A stale copy is sent after at most this number of further messages.
+#: Maximum number of further messages before a stale copy is sent.
 _MAX_STALE_BY: Final = 20
-#: Limit of waiting copies, because messages may be large.
+#: Maximum number of waiting copies; messages may be large.
 _MAX_STALE: Final = 64
 _REQUESTS: Final = (MessageType.STEP, MessageType.RESET, MessageType.CALL)
 
@@ -33,21 +33,21 @@ class NetworkFaults:
     duplicate: float = 0.0
     #: Probability that a copy of a message is sent after up to 20 later ones.
     stale_copy: float = 0.0
-    #: Probability that a message is overtaken by the next one.
+    #: Probability that the next message overtakes a message.
     reorder: float = 0.0
     #: Probability that a second attempt at a request follows immediately, so that it
     #: arrives while the first one runs.
     retry: float = 0.0
-    #: Mean number of bytes between connection resets, anywhere in a message; 0 for
-    #: none.
+    #: Mean number of bytes between connection resets, which can occur anywhere in a
+    #: message; 0 for no resets.
     bytes_until_reset: float = 0.0
     #: Delay of all data in seconds.
     latency_seconds: float = 0.0
-    #: Maximum of a further uniformly distributed delay per message, in seconds.
+    #: Maximum of an additional, uniformly distributed delay per message, in seconds.
     jitter_seconds: float = 0.0
     #: Maximum number of bytes per write; 0 for no limit.
     slice_bytes: int = 0
-    #: Whether all data is held back until this is False again.
+    #: Whether all data is held back, until this becomes False.
     is_stalled: bool = False
 
 
@@ -56,7 +56,7 @@ class Direction:
 
     Attributes:
       faults: The current faults; may be replaced at any time.
-      counts: How often each fault happened, by field name; "messages" counts all
+      counts: Number of occurrences of each fault, by field name; "messages" counts all
         messages.
     """
 
@@ -69,11 +69,11 @@ class Direction:
 
     @property
     def has_held_message(self) -> bool:
-        """Whether a message waits until the next one overtakes it."""
+        """Whether a message is being held until the next one overtakes it."""
         return self._held is not None
 
     def process(self, message: bytes) -> list[bytes]:
-        """Return the messages to forward after this one arrived."""
+        """Return the messages to forward now that this message has arrived."""
         self.counts["messages"] += 1
         faults = self.faults
         if self._draw_and_count("drop", faults.drop):
@@ -96,7 +96,7 @@ class Direction:
         return outgoing + self._pop_stale()
 
     def release_held(self) -> list[bytes]:
-        """Return the held message, if any, because no other one arrived."""
+        """Return the held message, if any, because no other message has arrived."""
         held, self._held = self._held, None
         return [] if held is None else [held]
 
@@ -106,7 +106,7 @@ class Direction:
         return faults.latency_seconds + faults.jitter_seconds * self._random.random()
 
     def draw_reset(self, num_bytes: int) -> int | None:
-        """Return after how many of the next bytes the connection is reset, or None.
+        """Return the number of bytes before a connection reset, or None for no reset.
 
         The distance between resets is distributed exponentially, so that every byte is
         equally likely to be the last one.
@@ -140,7 +140,7 @@ class Direction:
 
 
 def _retry_of(message: bytes) -> bytes | None:
-    """Return the next attempt at a request on envs; None for other messages."""
+    """Return the next attempt at an env request; None for other messages."""
     part = first_frame(message)
     request = peek([message[part]])
     if request is None or request.type not in _REQUESTS:

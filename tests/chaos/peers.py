@@ -88,7 +88,7 @@ class _Subproc(_Async):
 
 
 class _Ours:
-    """BatchEnv with a process per env."""
+    """envserve's BatchEnv, with a process per env."""
 
     def __init__(self) -> None:
         self._batch = BatchEnv.local(
@@ -108,7 +108,7 @@ class _Ours:
         return [pid for pid in lane.worker_pids if pid is not None]
 
     def step(self, actions: Array) -> tuple[Array, Array]:
-        if self._batch.num_in_flight:  # of a call that timed out
+        if self._batch.num_in_flight:  # rows of a call that timed out
             self._batch.recv(self._batch.num_in_flight)
         result = self._batch.step(actions)
         return result.reward, result.valid
@@ -119,8 +119,8 @@ class _Ours:
         return result.reward, result.valid
 
 
-#: A vector env with `step`, which returns rewards and validity, `[n]` each, and
-#: `step_within`, which also has a timeout.
+#: A vector env with two methods: `step` returns rewards and validity, `[n]` each, and
+#: `step_within` also has a timeout.
 PeerBatch = _Async | _Ours
 
 
@@ -171,7 +171,7 @@ class _Calls:
         self._random = random
 
     def step(self, first_action: int | None = None, within: float = 0.0) -> str:
-        """Step with random actions, except for that of row 0 if one is given."""
+        """Step with random actions, except for row 0 if `first_action` is given."""
         actions = self._random.integers(0, _SLOW, _NUM_ENVS)
         if first_action is not None:
             actions[0] = first_action
@@ -245,7 +245,7 @@ def probe(peer: str, fault: str, seed: int) -> ProbeResult | str:
     """Inject a fault in this process.
 
     Returns:
-      The result; or a text that explains why the probe could not run.
+      The result, or a text that explains why the probe could not run.
     """
     random = np.random.default_rng(seed)
     try:

@@ -1,9 +1,9 @@
 """A TCP proxy in front of a server that simulates network faults.
 
-It runs an event loop in its own thread, and opens one connection to the server per
-client connection. Each direction of a connection is read, split into messages, and
-written with its faults. If one end fails, the other is reset; if one end closes, data
-in transit is still delivered.
+The proxy runs an event loop in its own thread, and opens one connection to the server
+per client connection. It reads each direction of a connection, splits it into messages,
+and forwards them with the direction's faults. If one end fails, the other is reset; if
+one end closes, data in transit is still delivered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.chaos.zmtp import Splitter
 
 _NO_FAULTS: Final = NetworkFaults()
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-#: Pieces of data with their earliest time of writing; None at the end.
+#: Pieces of data, each with the earliest time to write it; None at the end.
 _Queue = asyncio.Queue[tuple[float, bytes] | None]
 
 _READ_BYTES: Final = 1 << 16
@@ -47,7 +47,7 @@ class _Connection:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Apply faults that were replaced."""
+        """Apply new faults."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -141,7 +141,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 class Proxy:
-    """Forwards connections of clients to one server; a context manager.
+    """A context manager that forwards client connections to one server.
 
     A held message may be sent to another client's connection, which servers and clients
     must tolerate.
@@ -164,7 +164,7 @@ class Proxy:
 
         Args:
           target: The server's address, for example "tcp://127.0.0.1:5555".
-          port: The port to listen on; 0 for any free one.
+          port: The port to listen on; 0 for any free port.
         """
         host, _, target_port = target.removeprefix("tcp://").rpartition(":")
         self._target = host, int(target_port)

@@ -1,4 +1,4 @@
-"""Memory of processes over time, and resources that remain after a run."""
+"""Process memory over time, and resources that remain after a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MemorySamples:
     def growths(
         self, duration: float, start: tuple[float, float], end: tuple[float, float]
     ) -> dict[str, float]:
-        """Return by how many bytes each role grew between two spans of time.
+        """Return the memory growth in bytes of each role between two time spans.
 
         If several processes have the same role, the largest one counts.
 
@@ -68,7 +68,7 @@ class MemorySamples:
 
 
 class Leftovers(NamedTuple):
-    """Resources of this process.
+    """Resources held by this process.
 
     Attributes:
       files: Number of open descriptors.
@@ -87,7 +87,7 @@ class Leftovers(NamedTuple):
         """Count resources; wait up to 5 s until the counts are at most those of
         `before`.
         """
-        gc.collect()  # mapped memory is freed with its last array
+        gc.collect()  # mapped memory is freed when its last array is collected
         give_up_at = time.monotonic() + _GRACE_SECONDS
         while True:
             found = cls._count()
@@ -113,7 +113,7 @@ class Leftovers(NamedTuple):
 
 
 def _own_descendants(pid: int, roles: dict[str, int]) -> list[int]:
-    """Return a process and its descendants, without processes of other roles."""
+    """Return a process and its descendants, except processes with other roles."""
     others: set[int] = set()
     for other in roles.values():
         if other != pid and other in with_descendants(pid):

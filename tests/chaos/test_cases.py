@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CASE = {case.name: case for case in CASES}
-#: Minimum scales of cases that need more than the default.
+#: Minimum scales of cases that require more than the default.
 SCALES = {
     **{"kill": 0.002, "slow": 0.0005, "server-kill": 0.01, "pause": 0.002},
     **{"network-reset": 0.02, "network-copies": 0.02, "network-retry": 0.03},

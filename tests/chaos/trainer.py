@@ -1,7 +1,7 @@
-"""A trainer to be killed: `python -m tests.chaos.trainer ADDRESS NUM_ENVS SEED`.
+"""A trainer that tests kill: `python -m tests.chaos.trainer ADDRESS NUM_ENVS SEED`.
 
-It steps ledger envs in local workers and at a server, verifies every row, and prints
-"stepping" once it is running. A wrong row ends it with exit code 1.
+It steps ledger envs in local workers and on a server, verifies every row, and prints
+"stepping" once it is running. If a row is wrong, it exits with code 1.
 """
 
 from __future__ import annotations

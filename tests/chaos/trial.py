@@ -20,8 +20,8 @@ from envserve.slab import Status
 from tests.chaos.case_result import CaseResult
 from tests.oracle.result import LedgerError
 
-#: Minimum time limit in seconds; processes take long to start and exit on a busy
-#: machine.
+#: Minimum time limit in seconds, because processes take long to start and exit on a
+#: busy machine.
 _LEAST_SECONDS: Final = 300.0
 
 
@@ -30,7 +30,7 @@ class OutOfTime(Exception):
 
 
 class RowCorruption:
-    """Gives one valid row a wrong reward, to test that the row is detected."""
+    """Gives one valid row a wrong reward, to test that the error is detected."""
 
     def __init__(self, after_faults: int = 1) -> None:
         self.has_corrupted_row = False
@@ -52,7 +52,7 @@ class Trial:
     Attributes:
       scale: Share of the full counts; 1 is a full run.
       folder: Folder for temporary files, deleted after the run.
-      corruption: Corrupts a result before it is verified; or None.
+      corruption: Corrupts a result before it is verified; None for no corruption.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Trial:
         return max(least, round(at_full_scale * self.scale))
 
     def seconds(self, at_full_scale: float, least: float) -> float:
-        """Return a duration: in full from scale 0.1 on, shorter below."""
+        """Return the full duration at scale 0.1 and above, otherwise a shorter one."""
         return min(at_full_scale, max(least, 10.0 * self.scale * at_full_scale))
 
     def corrupt(self, result: StepResult) -> StepResult:
@@ -107,7 +107,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class ChaosCase:
-    """A case: faults of one kind, and the goal that it must reach.
+    """A case: faults of one kind, and the goal to be met.
 
     Attributes:
       seconds: Time limit at scale 1.
@@ -126,7 +126,7 @@ class ChaosCase:
 def chaos_case(
     fault: str, goal: str, *, seconds: float = 600.0
 ) -> Callable[[Callable[[Trial], None]], ChaosCase]:
-    """Return a decorator that makes a case of a function, named after it."""
+    """Return a decorator that turns a function into a case with the same name."""
 
     def make(run: Callable[[Trial], None]) -> ChaosCase:
         name = run.__name__.strip("_").replace("_", "-")
@@ -171,5 +171,5 @@ def run_case(
 
 
 def check_latency(result: CaseResult, bound: float) -> None:
-    """Check the 99th percentile of the seconds until a row is valid again."""
+    """Check the 99th percentile of the time until a row is valid again."""
     result.check("p99 seconds to a valid row", result.quantile(99), bound)

@@ -1,8 +1,9 @@
 """Splits one direction of a ZMTP 3 connection into messages.
 
-The format is a greeting of 64 bytes, followed by frames: flags u8 (1 more, 2 long, 4
-command), length u8 or (if long) u64 big-endian, and the contents. A message ends with
-the first frame without "more". The concatenated pieces equal the input.
+The format is a greeting of 64 bytes, followed by frames. A frame consists of flags u8
+(1 more, 2 long, 4 command), a length u8 or (if long) u64 big-endian, and the contents.
+A message ends with the first frame without "more". The concatenated pieces equal the
+input.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LONG_LENGTH: Final = struct.Struct(">Q")
 
 
 class Piece(NamedTuple):
-    """A unit of bytes.
+    """A sequence of bytes that is forwarded as a unit.
 
     Attributes:
       data: The bytes as transmitted.
@@ -36,7 +37,7 @@ class Splitter:
     def __init__(self) -> None:
         self._greeting_left = _GREETING_BYTES
         self._buffer = bytearray()
-        #: Number of bytes of complete frames in the buffer whose message is incomplete.
+        #: Number of buffered bytes in complete frames of an incomplete message.
         self._parsed = 0
 
     def feed(self, data: bytes) -> list[Piece]:
@@ -74,7 +75,7 @@ def first_frame(message: bytes) -> slice:
     """Return the position of the contents of a message's first frame."""
     header = _read_header(message, 0)
     if header is None:
-        raise ValueError("expected a whole message; got less than a frame's header")
+        raise ValueError("expected a whole message; got less than a frame header")
     start, length = header
     return slice(start, start + length)
 

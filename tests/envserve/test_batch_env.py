@@ -66,7 +66,8 @@ def test_unequal_spaces_are_an_error_naming_servers(start_server: StartServer) -
         BatchEnv(lanes)
     for lane in lanes:
         lane.close()
-    assert f"{addresses[1]} has other spaces than {addresses[0]}" in str(caught.value)
+    text = f"{addresses[1]} and {addresses[0]} have different spaces"
+    assert text in str(caught.value)
     assert "observation space: expected Discrete(5), got Box(0, 255" in str(
         caught.value
     )

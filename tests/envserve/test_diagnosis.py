@@ -168,7 +168,7 @@ def web(_: bytes) -> bytes:
 
 FOREIGN = (
     "a ZeroMQ socket of another program listens there; is `envserve start` running "
-    "there, at that port?"
+    "there, on that port?"
 )
 #: The listener, the client's keys, the finding, and a part of the error, by name.
 CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {

@@ -152,8 +152,9 @@ def test_servers_with_different_spaces_are_rejected_with_a_one_line_error(
     first = source.start(4)
     (tmp_path / "others.py").write_text(OTHERS)
     other = source.start(4, "--import", str(tmp_path / "others.py"))
-    begin, remedy = "has other spaces than", "install the same env version everywhere"
-    line = rf"^{other.address} {begin} {first.address}: .*{remedy}.*\Z"
+    remedy = "install the same env version everywhere"
+    both = f"{other.address} and {first.address} have different spaces"
+    line = rf"^{both}: .*{remedy}.*\Z"
     with pytest.raises(SpaceError, match=line):
         play(8)
 

@@ -88,7 +88,7 @@ def test_options_that_an_env_rejects_are_an_error_and_cost_nothing_else(
     with pytest.raises(EnvError, match=r"Env 0: its reset failed, .*no level 13") as at:
         batch.reset([1, 0], options={"level": 13})
     assert at.value.remote_traceback.count("raise ValueError") == 1
-    with pytest.raises(LocalProtocolError, match=r"reset\(\) of all envs"):
+    with pytest.raises(LocalProtocolError, match=r"reset\(\) for all envs"):
         step(batch)
     batch.reset(options={"level": 1})
     assert [*reset_info(batch, "options").values()] == [{"level": 1}] * 3

@@ -209,7 +209,7 @@ def test_a_mask_in_the_first_reset_must_select_all_rows(
 ) -> None:
     envs = make_envs(RESET, 2, autoreset_mode="Disabled")
     envs.reset(options={"reset_mask": np.array([True, False])})
-    with pytest.raises(LocalProtocolError, match="reset\\(\\) of all envs"):
+    with pytest.raises(LocalProtocolError, match="reset\\(\\) for all envs"):
         envs.step([0, 0])
     envs.reset(options={"reset_mask": np.ones(2, np.bool_)})
     envs.step([0, 0])

@@ -71,8 +71,7 @@ class BatchDriver:
         min_envs: int | None = None,
         env_indices: Array | None = None,
     ) -> tuple[Array, StepResult]:
-        """Receive results of the first block, of at least `min_envs` rows, or of
-        `env_indices`.
+        """Receive the first block, at least `min_envs` rows, or `env_indices`.
 
         Raises:
           EnvTimeout: No result arrived within `timeout` seconds.
@@ -100,7 +99,7 @@ class BatchDriver:
                     self.send(block)
 
     def check(self, result: StepResult, rows: Array | None, began: float) -> None:
-        """Verify a result for `rows` (None: all) of a call that started at `began`."""
+        """Verify the result of a call that started at `began`; None means all rows."""
         actions = self.actions if rows is None else self.actions[rows]
         self.ledger.step(actions, result, rows)
 

@@ -1,6 +1,6 @@
 """Ways in which an env fails, and conditions for when it does.
 
-The names tell what happens to the process: it raises, exits, is killed or stopped,
+The names describe what happens to the process: it raises, exits, is killed or stopped,
 sleeps, or holds the interpreter lock in C so that no Python signal handler runs.
 """
 
@@ -54,7 +54,7 @@ BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Trigger:
-    """The conditions for one breakdown; each of them is sufficient."""
+    """The conditions for one breakdown, which occurs if any of them is met."""
 
     name: str
     #: Probability per step, or per reset with `when="reset"`.
@@ -72,7 +72,7 @@ class BreakdownPlan:
     """Decides when an env breaks down, and how."""
 
     def __init__(self, breakdowns: Mapping[str, Mapping[str, Any]]) -> None:
-        """Parse conditions by name of a breakdown; see `_Trigger` for their fields.
+        """Parse conditions by breakdown name; see `_Trigger` for their fields.
 
         Raises:
           ValueError: A breakdown or condition does not exist.
@@ -87,8 +87,8 @@ class BreakdownPlan:
                 or when not in self._triggers
             ):
                 raise ValueError(
-                    f"expected breakdowns out of {sorted(BREAKDOWNS)}, with conditions "
-                    f"out of {sorted(known)} and `when` one of {get_args(When)}; got "
+                    f"expected breakdowns from {sorted(BREAKDOWNS)}, with conditions "
+                    f"from {sorted(known)} and `when` one of {get_args(When)}; got "
                     f"{name}: {dict(conditions)}"
                 )
             self._triggers[when].append(_Trigger(name=name, **conditions))

@@ -2,7 +2,7 @@
 journals.
 
 An incarnation is identified by the number of actions applied in it and their hash. Two
-different incarnations agree in both only with probability 2**-64.
+different incarnations agree in both with a probability of only 2**-64.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ActionDigest = tuple[int, int]
 
 @dataclass(frozen=True)
 class Incarnation:
-    """An incarnation of a row as the caller received it.
+    """An incarnation of a row, as seen by the caller.
 
     Attributes:
       number: The incarnation's number, or -1 if the caller specified the seed.
       observed: The actions applied according to the results received.
-      possible: Alternatives that include actions whose result was never received.
+      possible: Alternatives that include actions without a received result.
     """
 
     env_index: int
@@ -49,7 +49,7 @@ def journaled_incarnations(records: Array) -> Iterator[tuple[int, int, ActionDig
     records = records[order]
     pid, seed = records["pid"], records["seed"]
     place = records["episode"].astype(np.int64) << 32 | records["step"]
-    # Each incarnation exists in a single process, where its positions only increase.
+    # Each incarnation runs in a single process, where its positions only increase.
     is_first = np.ones(len(records), np.bool_)
     is_first[1:] = (
         (pid[1:] != pid[:-1]) | (seed[1:] != seed[:-1]) | (place[1:] <= place[:-1])

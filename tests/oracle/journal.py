@@ -1,8 +1,8 @@
 """A file to which each process appends the actions that its envs applied.
 
 Each action is one `write` to a file opened for appending, so it is recorded even if the
-process is killed immediately afterwards. Journals therefore show what happened,
-independently of any result.
+process is killed immediately afterwards. Journals therefore show which actions were
+applied, independently of any result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 #: One applied action: the env's seed, the episode since the seed was set, and the step
-#: in it (from 1).
+#: in the episode (from 1).
 RECORD: Final = np.dtype(
     [
         ("seed", "<u8"),
@@ -41,7 +41,7 @@ class Writer(Protocol):
 
 
 class Journal:
-    """The file of this process in a folder; several writers may share it."""
+    """This process's journal file in a folder; several writers may share it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         os.makedirs(folder, exist_ok=True)

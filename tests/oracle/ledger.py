@@ -41,16 +41,16 @@ class Ledger:
 
     The rules for each status are:
 
-    * OK: the action, and no other, was applied once to the last observation.
-    * PENDING: nothing happens. An action that was sent with the first of consecutive
-      PENDING rows, and with no other, may be applied later.
-    * LATE: follows PENDING rows; the result of the action that was sent with the first
-      of them.
+    * OK: the action that was sent, and no other, was applied exactly once.
+    * PENDING: nothing happens. Of consecutive PENDING rows, only the action sent with
+      the first one may be applied later.
+    * LATE: follows PENDING rows, and is the result of the action that was sent with the
+      first of them.
     * A loss (any other status): one row, truncated and not terminated. Its observation
-      precedes any action, and belongs to a higher incarnation than all before, or to
-      one in which no action was applied so far. Its final observation is the last one
-      received, or the result of the action that was lost (local envs write their result
-      before they report it).
+      precedes any action, and belongs to a higher incarnation than all previous ones,
+      or to one in which no action has been applied. Its final observation is the last
+      one received, or the result of the action that was lost (local envs write their
+      result before they report it).
 
     Attributes:
       num_rows: Number of verified rows.
@@ -184,9 +184,9 @@ class Ledger:
     ) -> None:
         """Record actions that may be applied, but whose result will not be received.
 
-        Call this after a call that was interrupted or raised, and at the end for rows
-        that were sent and not received. The next result may include these actions or
-        not.
+        Use this after a call that was interrupted or raised, and at the end for rows
+        that were sent but not received. The next result may or may not include these
+        actions.
         """
         rows = self._rows(env_indices)
         given = check_shape("actions", np.asarray(actions, np.int64), rows.shape)
@@ -194,7 +194,7 @@ class Ledger:
             self._model.record_unanswered(row, action)
 
     def finish(self, journal: str | os.PathLike[str] | None = None) -> None:
-        """Compare with the journals of the envs, if a folder with them is given.
+        """Compare the results with the envs' journals, if their folder is given.
 
         The journals must contain every action whose result was received, and at most
         one more for each row that was lost, is PENDING, or was marked as unanswered.
@@ -211,7 +211,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Verify that the body finishes, or raises, within a number of seconds."""
+        """Verify that the body returns or raises within a number of seconds."""
         began = self._clock()
         try:
             yield
@@ -222,7 +222,7 @@ class Ledger:
                 text = f"expected the call to take at most {seconds:g} s; it took"
                 raise LedgerError(f"{text} {took:.3f} s")
 
-    # Each kind of row.
+    # Rows of each status.
 
     def _on_ok(self, part: ResultRows) -> None:
         rows, model = part.rows, self._model
@@ -358,7 +358,7 @@ class Ledger:
         for row, info in infos.items():
             if row not in index_of:
                 raise LedgerError(
-                    f"env {row}: expected infos of stepped rows only; got {info}", row
+                    f"env {row}: expected infos only for stepped rows; got {info}", row
                 )
             status = Status(int(part.status[index_of[row]]))
             if status in LOSSES:

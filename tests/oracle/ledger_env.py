@@ -21,7 +21,7 @@ HASH_TERM: Final = 1442695040888963407
 def ledger_hash(previous: int, action: int) -> int:
     """Return the running hash of actions after one more action, as an int64.
 
-    Arithmetic is modulo 2**64, like that of NumPy's int64.
+    The arithmetic is modulo 2**64, like that of NumPy's int64.
     """
     value = previous * HASH_FACTOR + action + HASH_TERM
     return ((value + 2**63) & (2**64 - 1)) - 2**63
@@ -56,11 +56,11 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
           length: Number of steps in an episode.
           journal: A folder to which applied actions are appended, or an object with the
             methods of `Journal`.
-          breakdowns: Failures by name of `BREAKDOWNS`, for example `{"kill":
+          breakdowns: Failures, by their name in `BREAKDOWNS`, for example `{"kill":
             {"probability": 0.001, "when": "after"}, "hang": {"actions": [999],
             "seconds": 2.0}, "raise": {"steps": [3, 7]}}`. "after" means that the action
-            was applied and written to the journal; probabilities are deterministic for
-            a given seed.
+            was applied and written to the journal. Random breakdowns are deterministic
+            for a given seed.
         """
         low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
         self.observation_space = spaces.Box(low, high, (4,), np.int64)
@@ -80,7 +80,7 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Start the next episode, or with a seed a new incarnation."""
+        """Start the next episode or, if there is a seed, a new incarnation."""
         super().reset(seed=seed)
         if self._reset_seconds:
             time.sleep(self._reset_seconds)

@@ -1,7 +1,7 @@
 """A table of regular and unusual return values of user envs, with the expected outcome.
 
 Import this module where the envs are built, like `probe_envs`. Each action selects a
-case, so each row of a batch can test another case.
+case, so each row of a batch can test a different case.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NAME: Final = "envserve/OddValues-v0"
 F4, F8, U1 = np.float32, np.float64, np.uint8
 NAN, INF = np.nan, np.inf
 
-#: The leaves of an observation, each with its space and its value in cases about other
-#: leaves.
+#: The leaves of an observation: for each leaf its space, and the value that it has in
+#: cases that test other leaves.
 LEAVES: Final[dict[str, tuple[spaces.Space[Any], Any]]] = {
     "f": (spaces.Box(-INF, INF, (2,), F4), np.zeros(2, F4)),
     "u": (spaces.Box(0, 255, (2,), U1), np.zeros(2, U1)),

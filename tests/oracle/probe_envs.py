@@ -60,7 +60,7 @@ SPACES: Final[dict[str, spaces.Space[Any]]] = {
 
 
 class EchoEnv(gymnasium.Env[Any, Any]):
-    """Observes its last action; both spaces are the same entry of `SPACES`."""
+    """Observes its last action; both of its spaces are the same entry of `SPACES`."""
 
     def __init__(self, space: str) -> None:
         self.observation_space = SPACES[space]
@@ -81,10 +81,10 @@ class EchoEnv(gymnasium.Env[Any, Any]):
 
 
 class FaultyEnv(gymnasium.Env[Array, np.int64]):
-    """Fails in one way, in the step whose action is 1 or in another method.
+    """Fails in one way: in a step with action 1, or in another method.
 
-    Faults of `step`: nan, inf_reward, wrong_shape, wrong_dtype, and `BREAKDOWNS`.
-    Faults of other methods: raise_in_init, exit_in_init, raise_in_reset, hang_in_close.
+    Faults in `step`: nan, inf_reward, wrong_shape, wrong_dtype, and `BREAKDOWNS`.
+    Faults in other methods: raise_in_init, exit_in_init, raise_in_reset, hang_in_close.
     """
 
     def __init__(self, fault: str = "raise") -> None:
@@ -182,7 +182,7 @@ class GatedEnv(LedgerEnv):
 
 
 class ChaosLedgerEnv(LedgerEnv):
-    """A ledger env with slow resets, and a file that makes its constructor raise."""
+    """A ledger env with slow resets, whose constructor raises while a file exists."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class ChaosLedgerEnv(LedgerEnv):
         """Create the env.
 
         Args:
-          max_reset_seconds: Maximum duration of a reset, which is random.
+          max_reset_seconds: Maximum of the random duration of a reset.
           failure_flag: A file; while it exists, the constructor raises and appends the
             time to it.
           options: Arguments of `LedgerEnv`.

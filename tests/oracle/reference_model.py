@@ -1,7 +1,7 @@
 """The reference model of ledger envs: the state and past incarnations of every row.
 
-If the caller discarded a result, a row has several possible states until the next
-result shows which one is right.
+If the caller has discarded a result, a row has several possible states until the next
+result shows which one is correct.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tests.oracle.incarnations import ActionDigest, Incarnation
 from tests.oracle.journal import Array
 from tests.oracle.transitions import EPISODE, HASH, SEED, Transition, advance
 
-#: Limit of possible states of a row. The limit is only reached if results are discarded
-#: all the time.
+#: Maximum number of possible states of a row. It is reached only if results are
+#: discarded all the time.
 _MAX_STATES: Final = 1 << 12
-#: Number of incarnations, and of leases, that an env usually skips at most.
+#: Usual maximum number of incarnations, and of leases, that an env skips.
 _FEW: Final = 16
 
 
@@ -63,14 +63,14 @@ class ReferenceModel:
         """Create the model of envs that have not been reset.
 
         Args:
-          root_seed: The seed of the batch. With None, the envs get their seeds from
-            elsewhere; then the seed after a loss only has to be new to its row.
+          root_seed: The seed of the batch. If None, the envs get their seeds from
+            elsewhere, and the seed after a loss only has to be new to its row.
           length: Number of steps in an episode.
           autoreset: The autoreset mode: same_step, next_step or disabled.
           first_env_index: Index of the first row among the rows seeded from
             `root_seed`.
-          max_skipped_incarnations: Limit of how often an env may have been rebuilt
-            without the caller receiving a result of it.
+          max_skipped_incarnations: Maximum number of times that an env may have been
+            rebuilt before the caller receives a result of it.
           incarnations_per_lease: Difference between the first incarnations of two
             consecutive leases of a client.
         """
@@ -90,8 +90,8 @@ class ReferenceModel:
         self._seeds: list[set[int]] = [set() for _ in range(num_envs)]
         self._possible_states: dict[int, list[State]] = {}
         self._unanswered_actions: dict[int, list[int]] = {}
-        #: Rows that were reset and not stepped since, each with the actions sent while
-        #: it was PENDING.
+        #: Rows that were reset and have not been stepped since, each with the actions
+        #: that were sent while it was PENDING.
         self._resets: dict[int, list[int]] = {}
         self._past_incarnations: list[Incarnation] = []
 
@@ -135,9 +135,8 @@ class ReferenceModel:
     def record_reset(self, row: int) -> None:
         """Record that a row was reset.
 
-        Other rows of its block may have been lost or late then. In this case the first
-        PENDING result was caused by those rows, and the env receives a later action
-        instead.
+        Other rows of its block may have been lost or late at that time. If so, those
+        rows caused the first PENDING result, and the env receives a later action.
         """
         self._resets[row] = []
 
@@ -149,7 +148,7 @@ class ReferenceModel:
         return env_seed(self._root_seed, row + self._first_env_index, incarnation)
 
     def find_incarnation(self, row: int, seed: int) -> int | None:
-        """Return the higher incarnation that has this seed, or None."""
+        """Return a later incarnation that has this seed, or None."""
         above = int(self.highest_incarnation[row]) + 1
         if self._root_seed is None:
             return None if seed in self._seeds[row] else above
@@ -210,7 +209,7 @@ class ReferenceModel:
         )
 
     def describe_seed_owner(self, row: int, seed: int) -> str:
-        """Return a note about the row or incarnation that has the seed."""
+        """Return a note about the row or incarnation to which a seed belongs."""
         (others,) = np.nonzero(self.observed[:, SEED] == seed)
         if others.size and row not in others:
             return f"; this is the seed of env {others[0]}"

@@ -20,7 +20,7 @@ LENGTH = 3
 
 
 class SimulatedBatch:
-    """Steps envs and produces the specified result, with the given faults.
+    """Steps envs, and produces results with the specified faults.
 
     Rows that are `in_flight` apply their action and return PENDING; a later `late`
     returns the result.
@@ -134,7 +134,7 @@ class CheckedRun:
         return self.random.integers(0, 1000, self.batch.num_envs)
 
     def make_result(self, **faults: Any) -> tuple[Array, StepResult]:
-        """Return random actions and the result of stepping them, unverified."""
+        """Return random actions and the unverified result of a step with them."""
         actions = self.draw_actions()
         return actions, self.batch.step(actions, **faults)
 
@@ -144,7 +144,7 @@ class CheckedRun:
         return result
 
     def interrupt(self, *, is_applied: bool = True, **faults: Any) -> None:
-        """Step and discard the result, or do not step at all."""
+        """Simulate an interrupt: discard the result of a step, or do not step."""
         actions = self.draw_actions()
         if is_applied:
             self.batch.step(actions, **faults)

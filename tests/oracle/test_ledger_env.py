@@ -148,5 +148,5 @@ def test_a_hang_ends_after_its_seconds(name: str) -> None:
     [{"explode": {}}, {"kill": {"chance": 0.5}}, {"kill": {"when": "never"}}],
 )
 def test_unknown_breakdowns_are_rejected(breakdowns: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected breakdowns out of"):
+    with pytest.raises(ValueError, match="expected breakdowns from"):
         LedgerEnv(breakdowns=breakdowns)

@@ -20,8 +20,8 @@ class Transition(NamedTuple):
     """The expected result of a step; shapes are `[n]` or `[n, 4]`.
 
     Attributes:
-      observation: The observation returned to the caller, of the next episode if one
-        was started.
+      observation: The observation returned to the caller; if a new episode was started,
+        its first observation.
       reward: float64; equals the action.
       final_observation: The last observation of the episode; only meaningful where the
         episode ended.

@@ -1,9 +1,9 @@
 """An env that is also available as a vector env, in each of Gymnasium's autoreset
 modes.
 
-`envserve/Walk{Next,Same,Off}-v0` are the same walk: a single env through their entry
-point, and a `SyncVectorEnv` through their vector_entry_point. Both must produce the
-same data. Action 3 in row 0 of the vector env triggers its fault.
+`envserve/Walk{Next,Same,Off}-v0` are the same walk: their `entry_point` makes a single
+env, and their `vector_entry_point` makes a `SyncVectorEnv`. Both must produce the same
+data. Action 3 in row 0 of the vector env triggers its fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BREAKS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 class WalkEnv(gymnasium.Env[Any, np.int64]):
-    """A random walk that terminates at random, and is truncated after 7 steps."""
+    """A random walk that terminates randomly, and is truncated after 7 steps."""
 
     def __init__(self, mode: str = "", fault: str = "") -> None:
         self.observation_space = spaces.Dict(

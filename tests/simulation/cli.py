@@ -74,7 +74,7 @@ def main(
         int, typer.Option(help="First of the consecutive seeds.")
     ] = 0,
     processes: Annotated[
-        int, typer.Option(help="Number of processes; 0: one per core.")
+        int, typer.Option(help="Number of processes; 0 for one per core.")
     ] = 0,
     seed: Annotated[
         int | None, typer.Option(help="Run only this seed, in this process.")

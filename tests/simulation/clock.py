@@ -27,7 +27,7 @@ class VirtualClock:
     """
 
     def __init__(self, source: random.Random) -> None:
-        """Create a clock without events, at an instant that is not 0."""
+        """Create a clock without events, which starts at a time other than 0."""
         self.now = 1000.0 * source.random()
         self.num_events = 0
         self.random = source
@@ -57,7 +57,7 @@ class VirtualClock:
         event(*arguments)
 
     def record(self, what: str, *arguments: Any) -> None:
-        """Add an entry to the trace that is not an event."""
+        """Add an entry that is not an event to the trace."""
         self._trace.append((self.now, what, arguments))
 
     @property

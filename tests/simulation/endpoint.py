@@ -28,12 +28,12 @@ _MARGIN_SECONDS: Final = 1e-6
 
 
 class Endpoint(PausableProcess):
-    """Runs one client session after another, each with some host.
+    """Runs one client session after another, each with one of the hosts.
 
     Attributes:
       number: Unique number of this endpoint.
       session: The client session; None between two sessions.
-      never_gives_up: Whether its session waits for the server without a time limit.
+      never_gives_up: Whether the session waits for the server without a time limit.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -62,7 +62,7 @@ class Endpoint(PausableProcess):
         """Run after every event of the session."""
 
     def _on_move(self) -> None:
-        """Run when the envs are abandoned for those of another host."""
+        """Run when the session abandons its envs for those of another host."""
 
     def stop_faults(self, profile: Profile) -> None:
         """Stop all faults of this endpoint."""
@@ -173,6 +173,6 @@ class Endpoint(PausableProcess):
             raise Violation(f"{session!r} still waits after {silence:.1f} s of silence")
 
     def wake(self) -> None:
-        """Resume after a pause, which does not count as silence of the server."""
+        """Resume after a pause, which does not count as a silence of the server."""
         self._last_received_at = self.clock.now
         super().wake()

@@ -1,8 +1,8 @@
 """A lane with in-process envs and random faults.
 
-It keeps the contract of `envserve.lane.Lane`, never blocks, and uses every freedom that
-the contract allows: blocks finish in any order, are absent for any time, and are lost
-while idle or in flight, because of a worker or a server.
+It satisfies the contract of `envserve.lane.Lane`, never blocks, and uses every freedom
+that the contract allows: blocks finish in any order, are absent for any time, and are
+lost while idle or in flight, because of a worker or a server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def next_hash(before: int, action: int) -> int:
 
 @dataclass(slots=True)
 class Faults:
-    """Probabilities per block and call of `collect`."""
+    """Fault probabilities, per block and call of `collect`."""
 
     end: float = 0.6  # a running operation finishes
     lose: float = 0.0  # the envs are lost

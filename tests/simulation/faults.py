@@ -82,7 +82,7 @@ def _inject_client_fault(
 
 
 def _send_stray(host: Host, frames: Sequence[Buffer], source: random.Random) -> None:
-    """Send a step like a peer with an old lease or wrong counters."""
+    """Send a step as a peer with an old lease or wrong counters would."""
     if not frames or (message := decode(frames)).type is not MessageType.STEP:
         return
     message.request += 1_000_000

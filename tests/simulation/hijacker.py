@@ -1,4 +1,4 @@
-"""A second user who knows all session numbers of the first and tries to use them."""
+"""A second user, who knows all session numbers of the first and tries to use them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KINDS: Final = (
 
 
 class Hijacker:
-    """Copies or forges messages of the owner and sends them as another user.
+    """Copies or forges the owner's messages and sends them as another user.
 
     It has its own random generator, so that it does not change the simulation.
     """
@@ -53,7 +53,7 @@ class Hijacker:
     def intercept(
         self, session: ServerSession, frames: Sequence[Buffer], now: float
     ) -> None:
-        """Try to abuse a message of the owner before the server receives it.
+        """Try to abuse one of the owner's messages before the server receives it.
 
         Raises:
           Violation: The attempt had an effect, or its answer differs from the answer to
@@ -74,7 +74,7 @@ class Hijacker:
             raise Violation(f"another user's message changed a session: {message}")
 
     def _forge(self, message: Message) -> Message:
-        """Return the message itself, or a forged one that could follow it."""
+        """Return the message itself, or a forged message that could follow it."""
         source = self._source
         kind = source.random()
         if kind < 0.3:
@@ -94,7 +94,7 @@ class Hijacker:
         return dataclasses.replace(message, type=type_, body=body, entries=())
 
     def _send(self, session: ServerSession, message: Message, now: float) -> list[Any]:
-        """Return the decisions of the server, without the session number."""
+        """Return the server's decisions, without the session number."""
         number = (_USER, message.session)
         decisions = session.receive(_PEER, encode(message), now)
         if number in session.leases and message.type is MessageType.ATTACH:
@@ -125,7 +125,7 @@ def _anonymised(decision: Decision, number: int) -> Any:
 
 
 def _state_of(session: ServerSession) -> list[Any]:
-    """Return all state that messages of other users must not change."""
+    """Return all state that other users' messages must not change."""
     leases = session.leases
     ended = dict(leases.ended_sessions[OWNER])
     return [ended, set(leases.unnotified), *map(_state_of_record, leases.values())]

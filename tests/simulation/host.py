@@ -1,7 +1,7 @@
 """A host: a server session with in-memory pools whose operations take time.
 
-It crashes, pauses or stops on request. Each start has a new boot id and no memory of
-the previous one.
+The host crashes, pauses or stops on request. Each start has a new boot id and no memory
+of the previous start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: Seconds for which a stopping server waits for its clients.
 _STOP_SECONDS: Final = 2.0
-#: Limit of ended sessions that a server may remember per user.
+#: Maximum number of ended sessions that a server may remember per user.
 _MAX_REMEMBERED: Final = 256
 
 
@@ -139,7 +139,7 @@ class Host(PausableProcess):
     def _schedule(
         self, seconds: float, event: Callable[..., None], *arguments: Any
     ) -> None:
-        """Schedule an event that is dropped if the server restarts before."""
+        """Schedule an event that is dropped if the server restarts before it is due."""
         at = self.clock.now + seconds
         self.clock.schedule(at, self._happen, self._boot, event, *arguments)
 

@@ -1,4 +1,4 @@
-"""Everything that the envs of a simulation did, for all clients."""
+"""A record of everything that the envs of a simulation did, for all clients."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SimulationJournal:
         self._calls.add((number, row))
 
     def audit(self, ledgers: Iterable[Ledger]) -> None:
-        """Compare with the results that clients received."""
+        """Compare the journal with the results that clients received."""
         incarnations = chain.from_iterable(ledger.incarnations() for ledger in ledgers)
         _, wrong = audit(incarnations, np.array(self._records, RECORD))
         if wrong:

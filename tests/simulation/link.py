@@ -15,7 +15,7 @@ class Link:
     """A connection that may be reset, and whose messages may arrive after the reset.
 
     Attributes:
-      last_sent: The frames sent last.
+      last_sent: The last frames that were sent.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Link:
         self.is_connected = True
 
     def reset(self) -> None:
-        """Lose the connection, with its messages unless the profile is sticky."""
+        """Drop the connection, and its messages unless the profile is sticky."""
         self._generation += 1
         self.is_connected = False
 
     def cut(self, seconds: float, *, to_host: bool, from_host: bool) -> None:
-        """Silently drop or delay all messages of one direction or both."""
+        """Silently drop or delay all messages in one or both directions."""
         until = self._clock.now + seconds
         if to_host:
             self._cut_until[0] = until

@@ -46,7 +46,7 @@ class MemoryPool:
     Attributes:
       running: The running operation of each busy block.
       down: Workers that are being replaced.
-      is_closing: Whether its envs are gone.
+      is_closing: Whether the pool's envs are gone.
     """
 
     spec: ClassVar[EnvSpec] = SPEC
@@ -132,7 +132,7 @@ class MemoryPool:
         return Outcome(block, faults=faults, infos=infos)
 
     def fail(self, block: int) -> Outcome:
-        """Fail an operation as a whole; a step or reset loses its episodes."""
+        """Fail a whole operation; a step or reset loses its episodes."""
         operation = self.running.pop(block)
         if isinstance(operation, Call):
             error: EnvserveError = CallError("the call failed", env_index=0)
@@ -216,7 +216,7 @@ class MemoryPool:
         """Lose all episodes of a worker; return the outcomes of its calls, which fail.
 
         Args:
-          applied: Whether the worker applied its running step before it was lost.
+          applied: Whether the worker had applied its running step when it was lost.
         """
         self.down.add(worker)
         ended = []
@@ -234,7 +234,7 @@ class MemoryPool:
         return ended
 
     def end(self, *, applied: bool) -> None:
-        """Lose all envs; with `applied`, running steps are applied before."""
+        """Lose all envs; with `applied`, apply the running steps first."""
         if self.is_closing:
             return
         self.is_closing = True

@@ -1,7 +1,7 @@
-"""The parameters of a simulation; every seed draws others, some without faults.
+"""The parameters of a simulation, drawn from its seed; some seeds have no faults.
 
-Half of all kinds of faults are left out each time, because a frequent fault can hide
-what happens without it.
+Each seed omits half of the fault kinds, because a frequent fault can hide bugs that
+occur without it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Profile:
     num_hosts: int = 1
     num_clients: int = 2
     num_trainers: int = 0
-    #: Number of workers per lease, and of envs per worker; their product is a host's
-    #: capacity.
+    #: Number of workers per lease and number of envs per worker; their product is a
+    #: host's capacity.
     num_workers: int = 2
     envs_per_worker: int = 4
     lease_seconds: float = 60.0
@@ -53,7 +53,7 @@ class Profile:
     loss: float = 0.0
     #: Probability that a message is duplicated.
     copies: float = 0.0
-    #: Longest delay of a message.
+    #: Maximum delay of a message.
     max_delay: float = 0.01
     #: Exponent of the delay distribution; 1 is uniform, higher values make most delays
     #: short.
@@ -66,9 +66,9 @@ class Profile:
     #: Probability that an env fails in a step, and that a whole operation fails.
     env_errors: float = 0.0
     failures: float = 0.0
-    #: Longest pause or cut.
+    #: Maximum duration of a pause or cut.
     max_outage: float = 100.0
-    #: Whether messages survive the connection that they were sent over.
+    #: Whether messages survive the connection over which they were sent.
     is_sticky: bool = False
 
     @classmethod
@@ -103,7 +103,7 @@ class Profile:
         return self.num_workers * self.envs_per_worker
 
     def without_faults(self) -> Profile:
-        """Return the same hosts and clients without faults."""
+        """Return a profile with the same hosts and clients, but without faults."""
         return dataclasses.replace(
             self,
             loss=0.0,
@@ -121,7 +121,7 @@ class Profile:
 LINGERING: Final = Profile(
     num_clients=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
 )
-#: Rows move between hosts that still answer, and that crash and restart themselves.
+#: Rows move between hosts that still answer; the hosts also crash and restart.
 MOVES: Final = Profile(
     num_hosts=3,
     copies=0.5,

@@ -1,6 +1,6 @@
 """A client that submits random operations to a session and verifies the outcomes.
 
-It steps, resets and calls like a BatchEnv, but without one.
+It steps, resets and calls envs as a BatchEnv does, but without a BatchEnv.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 MAX_ENVS: Final = 4
 _CLOSE_SECONDS: Final = 1.5
 _BAD_ACTION: Final = -1
-#: With a single lane, its rows are the rows of the batch.
+#: With a single lane, the rows of the lane are the rows of the batch.
 _BLOCK: Final = BatchBlock(0, cast("Lane", None), 0, 0, MAX_ENVS, 0, 0)
 #: Errors that may end a session after a fault.
 FATAL: Final = (ConnectError, EnvError, LeaseLost, ServerError)
@@ -67,7 +67,7 @@ class RandomClient(Endpoint):
     """Uses envs of one host after another.
 
     Attributes:
-      has_finished: Whether it will not attach again.
+      has_finished: Whether the client will not attach again.
       ledgers: One ledger per session.
     """
 
@@ -207,7 +207,7 @@ class RandomClient(Endpoint):
     def _submit_missing_resets(
         self, session: ClientSession, idle: Sequence[Block]
     ) -> bool:
-        """Reset blocks with rows that have no episode; return whether there are any."""
+        """Reset the blocks that have rows without an episode; return whether any do."""
         unknown = [b for b in idle if not self._unreset_rows.isdisjoint(_rows(b))]
         if unknown:
             self._submit_resets(session, [Reset(block.index) for block in unknown])
@@ -237,7 +237,7 @@ class RandomClient(Endpoint):
     def _step(
         self, session: ClientSession, blocks: Sequence[Block], is_refused: bool = False
     ) -> None:
-        """Submit a step; with `is_refused`, its actions are invalid."""
+        """Submit a step; with `is_refused`, the actions are invalid."""
         source = self.clock.random
         for block in blocks:
             rows = _rows(block)
@@ -389,7 +389,7 @@ class RandomClient(Endpoint):
             raise Violation(f"an attach failed because of an earlier one: {error}")
 
     def check_ended(self) -> None:
-        """Verify that the client could use envs and has closed."""
+        """Verify that the client was able to use envs and has closed."""
         if not self.has_finished or self.session is not None:
             raise Violation(
                 f"{self.session!r} did not finish: in flight {self._in_flight}, rows "

@@ -95,7 +95,7 @@ class SimulatedLane(Endpoint):
         return self._client.collect()
 
     def invalidate(self, text: str) -> None:
-        """Give the envs back and attach again; drop what is in flight."""
+        """Release the envs and attach again; drop operations in flight."""
         self._client.invalidate(text, self.clock.now)
         self.update()
 

@@ -26,8 +26,8 @@ from tests.simulation.trainer import Trainer
 
 #: Number of events between two checks of the invariants.
 _EVENTS_PER_CHECK: Final = 64
-#: Limits in virtual seconds and events for all clients to finish once faults have
-#: stopped.
+#: Maximum virtual seconds and number of events until all clients finish, once faults
+#: have stopped.
 _DRAIN_SECONDS: Final = 1000.0
 _DRAIN_EVENTS: Final = 50_000
 
@@ -45,7 +45,7 @@ class Simulation:
     """
 
     def __init__(self, seed: int, profile: Profile | None = None) -> None:
-        """Start the simulation; by default the profile is random as well."""
+        """Start the simulation; by default, the profile is also drawn from the seed."""
         source = random.Random(seed)
         self.profile = Profile.draw(source) if profile is None else profile
         self.clock = VirtualClock(source)
@@ -79,7 +79,7 @@ class Simulation:
     # Progress.
 
     def step(self, until: float = math.inf) -> None:
-        """Run the next event, and maybe a fault; or advance time to `until`."""
+        """Run the next event and possibly a fault, or advance time to `until`."""
         clock = self.clock
         if clock.next_at > until:
             clock.now = max(clock.now, until)
@@ -131,7 +131,7 @@ class Simulation:
             endpoint.stop_faults(self.profile)
 
     def finish(self) -> None:
-        """Stop all faults; verify that every client can then step and close."""
+        """Stop all faults, and verify that every client can then step and close."""
         if not self._has_stopped_faults:
             self._stop_faults()
         for trainer in self.trainers:

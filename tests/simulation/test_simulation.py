@@ -1,4 +1,4 @@
-"""Simulations of sessions with faults of network, hosts and workers, in virtual time.
+"""Session simulations with network, host and worker faults, in virtual time.
 
 The modules of `tests.simulation` state the invariants; `scripts/simulate_sessions.py`
 runs more seeds.
@@ -22,7 +22,7 @@ NUM_TESTS = 5
 SEEDS_PER_TEST = 4
 EVENTS_PER_SEED = 20_000
 
-#: Limits within which a planted bug must be detected.
+#: Number of seeds and events within which a planted bug must be detected.
 MAX_SEEDS = 30
 EVENTS_PER_BUG = 4_000
 
@@ -34,7 +34,7 @@ REGRESSIONS = {
         2_000,
     ): "a block that was PENDING at an interrupt never became valid again",
     (2124, 5_000): "an interrupt dropped a lost row that had not been reported yet",
-    (5013, 11_000): "the same with its final observation",
+    (5013, 11_000): "an interrupt dropped the final observation of a lost row",
     (1018, 13_000): "an interrupt restarted the timeout of an unresponsive server",
 }
 

@@ -1,6 +1,6 @@
-"""A trainer that uses a batch over simulated sessions at random and verifies it.
+"""A trainer that runs random operations on a batch over simulated sessions.
 
-While one of its calls blocks, the simulation continues.
+It verifies every result. While one of its calls blocks, the simulation continues.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The client's ZeroMQ connection to one server.
 
-Each lane has one DEALER socket, which threads use only while they hold the lock of the
-lane. libzmq reconnects by itself when the server or the network was away. It does not
+Each lane has one DEALER socket, which threads use only while they hold the lane's lock.
+libzmq reconnects automatically after the server or the network was unavailable, but not
 after a protocol error (a rejected key or a frame that is too long), so `renew` opens a
 new socket. The previous socket stays open for a while: if it reconnects as well, there
 was no protocol error.
@@ -37,12 +37,12 @@ from envserve.wire.sockets import (
 )
 
 #: Address of a connection while its lane waits for a server.
-NO_ADDRESS: Final = "a server to come"
-#: Maximum time that `receive_soon` waits. It is shorter than any reconnection takes, so
-#: a caller that polls the connection after each slice detects every disconnection.
+NO_ADDRESS: Final = "(no server yet)"
+#: Maximum time that `receive_soon` waits. Every reconnection takes longer, so a caller
+#: that polls the connection after each slice detects every disconnection.
 SLICE_SECONDS: Final = 0.025
-#: Interval of the first reconnection attempt, and of later ones. libzmq adds a random
-#: time of up to `_RECONNECT_MS`.
+#: Delay before the first reconnection attempt, and maximum delay before later ones.
+#: libzmq adds a random time of up to `_RECONNECT_MS`.
 _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 100
 #: Timeout of a connection attempt. It is shorter than the kernel's first retransmission
@@ -59,7 +59,7 @@ _POLLOUT: Final = int(zmq.POLLOUT)
 
 #: Initial limit of the frame size; only large rows need more.
 _MIN_FRAME_BYTES: Final = 1 << 20
-#: Maximum size of the receive queue. More messages wait at the server.
+#: Maximum size of the receive queue. Further messages wait on the server.
 _MAX_UNREAD_BYTES: Final = 16 << 20
 
 
@@ -114,9 +114,9 @@ class Connection:
       address: Address of the server.
       keys: The server's public key and the client's key pair; None without keys.
       max_frame_bytes: Size limit of a received frame.
-      max_row_bytes: Largest expected frame other than results of attribute calls; it
-        determines the length of the receive queue.
-      waker: Its descriptor is readable when `receive` may return a message.
+      max_row_bytes: Size of the largest expected frame, excluding results of attribute
+        calls; it determines the length of the receive queue.
+      waker: A `Waker` whose descriptor is readable when `receive` may return a message.
       receive: Return the next message, or None.
       receive_soon: Wait for the next message; return None after `SLICE_SECONDS`.
     """
@@ -134,8 +134,8 @@ class Connection:
         Args:
           address: Address of the server, or `NO_ADDRESS`.
           keys: The server's public key and the client's key pair; by default those in
-            the key directory of this user.
-          insecure: Whether to use no keys; see `KeyFolder.keys_for`.
+            this user's key directory.
+          insecure: Whether to connect without keys; see `KeyFolder.keys_for`.
           context: ZeroMQ context to share with other connections; by default a new one.
 
         Raises:
@@ -153,14 +153,14 @@ class Connection:
         self._open()
 
     def keys_for(self, address: str) -> CurveKeys | None:
-        """Return the keys to use for an address; raise as the constructor does."""
+        """Return the keys for an address; raise the same errors as the constructor."""
         if address == NO_ADDRESS:
             return None
         return KeyFolder().keys_for(address, insecure=self._insecure)
 
     def _open(self) -> None:
         self._socket = socket = self._context.socket(self)
-        # The base class's method, because zmq.Socket.send checks options on each call.
+        # The base class's `send`, because zmq.Socket.send checks options on each call.
         self._send = super(zmq.Socket, socket).send
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
         self._byte_counter = ByteCounter(receiver, self.address)
@@ -171,7 +171,7 @@ class Connection:
         # they may reach the next server at this address.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
-        # When the receive queue is full, the remaining messages wait at the server.
+        # When the receive queue is full, further messages wait on the server.
         limit = max(2, _MAX_UNREAD_BYTES // self.max_row_bytes)
         socket.setsockopt(zmq.RCVHWM, limit)
         socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
@@ -236,7 +236,7 @@ class Connection:
     def move(
         self, address: str, keys: CurveKeys | None, farewell: list[Buffer]
     ) -> None:
-        """Connect to another server; later messages of the previous one are ignored.
+        """Connect to another server; ignore later messages from the previous one.
 
         Args:
           address: Address of the new server.
@@ -301,7 +301,7 @@ class Connection:
         return bool(events & _POLLIN), bool(events & _POLLOUT)
 
     def wait(self, timeout_seconds: float, *, for_writing: bool) -> None:
-        """Wait until a message can be received, or sent with `for_writing`."""
+        """Wait until a message can be received or, with `for_writing`, sent."""
         until = time.monotonic() + timeout_seconds
         self._connect_once_resolved(max(0.0, timeout_seconds))
         events = zmq.POLLIN | zmq.POLLOUT if for_writing else zmq.POLLIN

@@ -11,7 +11,7 @@ from envserve import ray
 from envserve.address import NamedAddress, complete_address
 from envserve.errors import AddressError
 
-#: Schemes of sources, whose addresses may change over time.
+#: Schemes of address sources, whose addresses may change over time.
 SOURCE_SCHEMES: Final = ("dns://", "file://", "ray://")
 
 

@@ -1,4 +1,4 @@
-"""Join a server: replace the key of an invitation by this client's public key."""
+"""Join a server: use an invitation to register this client's public key there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envserve.wire.sockets import UNKNOWN_KEY, set_common_options, use_keys
 
 
 def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
-    """Join the server of an invitation, at the first of its addresses that answers.
+    """Join the server of an invitation at the first address that answers.
 
     The invitation can be used only once. Afterwards the server accepts the public key
     of `pair`; its secret key is not sent.
@@ -58,7 +58,7 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
     raise ConnectError(
         f"{', '.join(invitation.addresses)}: no server with the key of this invitation "
         f"({formats.fingerprint(invitation.server_public)}) answered within "
-        f"{timeout_seconds:g} s; check that the server runs and is reachable from here"
+        f"{timeout_seconds:g} s; check that the server is running and reachable"
     )
 
 

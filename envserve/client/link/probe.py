@@ -20,8 +20,8 @@ from envserve.wire.handshake import (
 )
 from envserve.wire.message import Message, decode, encode
 
-#: Interval at which a request is repeated, because the server may close connections at
-#: any time and then never gets the request.
+#: Interval at which a request is resent, because it may be lost: the server can close
+#: connections at any time.
 _RESEND_SECONDS: Final = 0.5
 
 
@@ -32,7 +32,7 @@ def request_welcome(
 
     Raises:
       ConnectError: No server answered in time, or as for `Connection`.
-      ProtocolMismatch: The server speaks other versions.
+      ProtocolMismatch: The server speaks different protocol versions.
       RemoteProtocolError: The peer is not an envserve server.
     """
     hello = Message(type=MessageType.HELLO, body=Hello(client="health").encode())
@@ -56,7 +56,7 @@ def request(
     Raises:
       ConnectError: No server answered in time.
       RemoteProtocolError: The peer is not an envserve server.
-      EnvserveError: The server answered with this error.
+      EnvserveError: The server answered with an error, which is raised here.
     """
     address = connection.address
     deadline = time.monotonic() + timeout_seconds
@@ -83,7 +83,7 @@ def request(
             raise exception_of(ErrorBody.decode(answer.body), address)
         if answer.type is answer_type:
             return answer
-    hint = "; another program may listen there" if is_sent else ""
+    hint = "; another program may be listening there" if is_sent else ""
     raise ConnectError(
         f"{address}: no server answered within {timeout_seconds:g} s{hint}"
     )

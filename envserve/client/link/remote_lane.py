@@ -1,11 +1,11 @@
 """A lane whose envs run on a server.
 
-Two threads use the session and its socket, both only with the lane's lock: the thread
-that calls the lane, and a keeper thread. The keeper attaches to the server, and later
-runs the session while the lane is idle: it exchanges pings, so that the lease does not
-expire during a long update of the learner, and attaches again after a server was lost.
-The keeper receives messages, but only `collect` writes rows, so rows never change while
-the caller reads them.
+Two threads use the session and its socket, and only while they hold the lane's lock:
+the thread that calls the lane, and a keeper thread. The keeper attaches to the server.
+Later it runs the session while the lane is idle: it exchanges pings, so that the lease
+does not expire during a long learner update, and attaches again if the server is
+lost. The keeper receives messages, but only `collect` writes rows, so rows never change
+while the caller reads them.
 
 A signal handler may interrupt the calling thread during an update of the session. Then
 the lock is released, and `_is_updating` stays True. The keeper does not touch the
@@ -50,7 +50,7 @@ Operations = TypeVar("Operations")
 _LOGGER: Final = logging.getLogger(__name__)
 #: Interval at which the keeper runs the session of an idle lane.
 _KEEPER_SECONDS: Final = 0.5
-#: The interval while the session leases envs again, which takes several messages.
+#: Shorter interval while the session leases envs again, which takes several messages.
 _RECOVERY_SECONDS: Final = 0.05
 #: Maximum time to wait for the server's confirmation of DETACH.
 _CLOSE_SECONDS: Final = 1.5
@@ -64,7 +64,7 @@ _STARTING: Final = (
 
 
 class RemoteLane:
-    """Envs of one server; implements `lane.Lane`. Methods are thread-safe.
+    """Envs on one server; implements `lane.Lane`. Methods are thread-safe.
 
     Attributes:
       num_envs: Number of rows.
@@ -87,7 +87,7 @@ class RemoteLane:
           address: Address of the server, like "tcp://sim1:5555" or "ipc:///tmp/envs".
           request: The requested envs.
           timeouts: Timeouts of the session; None for the defaults.
-          insecure: Whether to use no keys; see `KeyFolder.keys_for`.
+          insecure: Whether to connect without keys; see `KeyFolder.keys_for`.
           context: ZeroMQ context that the lanes of a batch share.
           server_pool: Servers that can replace this one.
           like: If there is no server yet, a lane of the same batch. Its spaces and
@@ -136,13 +136,13 @@ class RemoteLane:
         """Wait until the server has granted the lease and built the envs.
 
         Args:
-          deadline: Latest `time.monotonic()` until which to wait.
+          deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Raises:
           ConnectError: No server answers.
           EnvStartError: The envs could not be built, or not before the deadline.
-          ServerError: The server rejected the request (EnvsBusy, for example), or has
-            another protocol version.
+          ServerError: The server rejected the request (EnvsBusy, for example), or
+            speaks a different protocol version.
           UnknownEnv: The server does not offer the env.
         """
         has_started = self._has_started.wait(max(0.0, deadline - time.monotonic()))
@@ -150,8 +150,8 @@ class RemoteLane:
             return
         self.close()
         raise self._session.error or EnvStartError(
-            f"{self.name}: expected {self.num_envs} {self._env_name} in time, but the "
-            "server is still building them; increase start_timeout"
+            f"{self.name}: the server is still building {self.num_envs} "
+            f"{self._env_name} envs; increase start_timeout"
         )
 
     @property
@@ -337,7 +337,7 @@ class RemoteLane:
         """Attach to the server; once attached, run the session if the lane is idle.
 
         Returns:
-          Seconds until the keeper must call this again.
+          Seconds after which the keeper must call this again.
         """
         if not self._has_started.is_set():
             with self._lock:

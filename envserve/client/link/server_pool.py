@@ -1,7 +1,7 @@
 """The servers of a batch, and polling them to find replacements for lost servers.
 
-A background thread polls the servers while any lane needs another server. So no lane
-waits for DNS, files or unresponsive servers. `_lock` guards the results of the poll.
+A background thread polls the servers while any lane needs another server, so that no
+lane waits for DNS, files or unresponsive servers. `_lock` guards the poll results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _ANSWER_SECONDS: Final = 1.0
 #: Pause between two polls.
 _PAUSE_SECONDS: Final = 1.0
-#: Time for which a server is excluded after it rejected a lane or had other envs.
+#: Time for which a server is excluded after it rejected a lane or had different envs.
 _EXCLUDE_SECONDS: Final = 60.0
 
 
@@ -85,7 +85,7 @@ class ServerPool:
             return self.polled_at >= since and address in self._gone
 
     def exclude(self, user: object) -> None:
-        """Exclude the server of a user for a minute; the user has no server then."""
+        """Exclude a user's server for a minute, and leave the user without a server."""
         until = time.monotonic() + _EXCLUDE_SECONDS
         self._excluded_until[self.locations[user]] = until
         self.locations[user] = NO_ADDRESS
@@ -96,8 +96,8 @@ class ServerPool:
         Args:
           user: The user that needs a server.
           num_envs: Number of envs that the user needs.
-          alone: Whether to use only servers without other users of this pool. They are
-            preferred in any case.
+          alone: Whether to use only servers that have no other user in this pool. Such
+            servers are preferred in any case.
 
         Returns:
           The address of the server; None if there is none.
@@ -122,7 +122,7 @@ class ServerPool:
             return address
 
     def leave(self, user: object, until: float) -> None:
-        """Remove a user; the last one waits for a running poll, until `until`."""
+        """Remove a user; after the last, wait for a running poll until `until`."""
         with self._lock:
             self.locations.pop(user, None)
         if self._thread is not None and not self.locations:
@@ -209,7 +209,7 @@ def query_servers(
 
 
 def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
-    """Return the servers that answer and are not draining; all if there are none."""
+    """Return the servers that answer and are not draining, or all if there are none."""
     welcomes = query_servers(sources, 2 * _ANSWER_SECONDS, insecure=insecure).welcomes
     alive = [at for at, found in welcomes.items() if found and not found.is_draining]
     return alive or list(welcomes)

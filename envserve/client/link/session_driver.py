@@ -1,8 +1,8 @@
 """I/O of a client session: messages, reconnection, and failover to another server.
 
 `ClientSession` implements the protocol without I/O. The driver passes received messages
-and changes of the connection to it, and sends the messages in its outbox. All methods
-are called with the lane's lock.
+and connection changes to it, and sends the messages in its outbox. Callers of any
+method must hold the lane's lock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds without a connection after which a new socket is opened. libzmq reconnects by
-#: itself, except after an error: a rejected key, or a frame that is too long.
+#: Seconds without a connection after which a new socket is opened. libzmq reconnects
+#: automatically, except after an error: a rejected key or a frame that is too long.
 _RENEW_SECONDS: Final = 2.0
 #: If a new socket connects within this time, there was probably such an error.
 _AT_ONCE_SECONDS: Final = 0.75
@@ -65,9 +65,9 @@ class SessionDriver:
         """Receive and send until there is nothing left to do; check the connection.
 
         libzmq's descriptor is edge-triggered: it signals the next message or
-        disconnection only after a check has found nothing to read. So this runs until
-        then. If that takes too long, the descriptor is made readable by `waker.wake`,
-        and the next call continues.
+        disconnection only after a check has found nothing to read. Therefore this
+        method runs until then. If that takes too long, `waker.wake` makes the
+        descriptor readable, and the next call continues.
         """
         session, connection = self.session, self.connection
         if session.state.is_over:
@@ -135,8 +135,8 @@ class SessionDriver:
     def _check_repeated_errors(self, now: float) -> None:
         """End the session if several connections in a row have failed with an error.
 
-        If the network was only interrupted, the previous socket reconnects by itself,
-        and that does not count as an error.
+        If the network was only interrupted, the previous socket reconnects, and that
+        does not count as an error.
         """
         if self._check_errors_at < math.inf and self.connection.is_previous_connected():
             self._check_errors_at = math.inf
@@ -150,10 +150,10 @@ class SessionDriver:
             return
         self.session.abort(
             RemoteProtocolError(
-                f"{_MAX_ERRORS} connections in a row ended with a protocol error; "
-                f"expected ZeroMQ messages with frames of at most "
+                f"{_MAX_ERRORS} connections in a row ended with a protocol error. "
+                f"Expected ZeroMQ messages with frames of at most "
                 f"{self.connection.max_frame_bytes} bytes; check that an envserve "
-                f"server listens there"
+                f"server is listening there"
             )
         )
 

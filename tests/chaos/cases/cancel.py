@@ -20,11 +20,11 @@ from tests.chaos.trial import Trial, chaos_case
 
 _NUM_ENVS: Final = 8
 _SIGNAL: Final = signal.SIGUSR1
-#: Time limit in seconds of a step that was only partially submitted.
+#: Time limit in seconds for a step that was only partially submitted.
 _STEP_TIMEOUT: Final = 0.5
 _SHARE_OF_INTERRUPTS: Final = 0.5
-#: Maximum number of calls between two cancelled ones; without them, the number of
-#: possible states would grow.
+#: Maximum number of calls between two cancelled calls; without calls in between, the
+#: number of possible states would grow.
 _MAX_CALLS_BETWEEN: Final = 3
 
 
@@ -93,7 +93,7 @@ def cancel(trial: Trial) -> None:
     count, num_costly = interrupts.num_interrupts, sum(map(bool, costs[True]))
     trial.result.notes.append(
         f"{count} calls were interrupted, the others timed out; {num_costly} "
-        "interrupts hit the bookkeeping and cost each row an episode"
+        "interrupts hit the client's bookkeeping and cost each row an episode"
     )
 
 
@@ -113,7 +113,7 @@ def _typical_step_seconds(driver: Driver) -> float:
 def _interrupt_soon(
     injector: FaultInjector, interrupts: _Interrupts, trial: Trial, longest: float
 ) -> Iterator[None]:
-    """Send the signal within the duration of a call; wait until it was sent."""
+    """Send the signal during a call; wait until it has been sent."""
     is_sent = threading.Event()
 
     def send() -> None:

@@ -1,4 +1,4 @@
-"""Servers that are killed, drained and added while a batch is stepped."""
+"""Servers that are killed, drained or added while a batch is stepped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.oracle.journal import Array
 
 _NUM_LANES: Final = 4
 _LANE_ENVS: Final = 4
-#: Capacity of a server: twice its share, so that it can replace another server.
+#: Capacity of a server: twice its share, so that it can take over another's envs.
 _SERVER_ENVS: Final = 2 * _LANE_ENVS
 _MAX_DELAY_SECONDS: Final = 0.005
 
@@ -84,7 +84,7 @@ def _end(server: ServerProcess, driver: Driver, rows: Array, chance: float) -> N
 
 
 def _settle(driver: Driver, leaving: ServerProcess, rows: Array) -> int:
-    """Step until rows have moved; return the number of invalid other rows."""
+    """Step until these rows have moved; return the number of other invalid rows."""
     num_disturbed = 0
     while True:
         result = driver.step()

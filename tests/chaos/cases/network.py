@@ -1,4 +1,4 @@
-"""Connections that fail, delay, copy and reorder messages, without a visible effect."""
+"""Connections that fail, or delay, copy or reorder messages, without visible effect."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _bad_network(
     """Step until enough faults have happened.
 
     Args:
-      counted: Names of the faults to count; each of them must happen often enough.
-      num_proxies: Number of connections to the server, which has all envs.
+      counted: Names of the faults to count; each must happen often enough.
+      num_proxies: Number of connections to the server, which hosts all envs.
     """
     num_faults = trial.count(_NUM_FAULTS)
     insecure = not _TAMPERING.isdisjoint(counted)
@@ -63,7 +63,7 @@ def _bad_network(
 def _step_until_enough_faults(
     driver: Driver, trial: Trial, count: Callable[[], int], num_faults: int
 ) -> None:
-    """Send to each block again once its result arrives."""
+    """Step each block again once its result arrives."""
     driver.send(np.arange(_NUM_ENVS))
     while trial.result.faults < num_faults:
         rows, _ = driver.receive()

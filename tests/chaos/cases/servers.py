@@ -1,4 +1,4 @@
-"""Servers that are killed, stopped for a while, drained, or killed for good."""
+"""Servers that are killed and restarted, paused, drained, or killed permanently."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _inject_and_settle(
     driver: Driver,
     rows: Array,
 ) -> None:
-    """Inject a fault while all rows are stepped; step until its rows are valid."""
+    """Inject a fault while all rows are stepped; step until they are valid again."""
     injector.inject(trial.random.uniform(0.0, _MAX_DELAY_SECONDS), act)
     while not driver.recovery_times.is_recovering(rows):
         driver.step()
@@ -118,7 +118,7 @@ def _pause_once(
     rows: Array,
     duration: float,
 ) -> None:
-    """Stop a server for a duration; measure recovery from the moment it continues."""
+    """Pause a server; measure the recovery from the moment it continues."""
     resumed: list[float] = []
 
     def pause() -> None:
@@ -195,7 +195,7 @@ def drain(trial: Trial) -> None:
     seconds: list[float] = []
     options = ("--drain-grace", str(_GRACE_SECONDS))
     for index in range(trial.count(200, 2)):
-        # Alternate between episodes that end in time and episodes that do not.
+        # Alternate between episodes that end within the grace period and longer ones.
         length = 10 if index % 2 else _ENDLESS
         with (
             running_servers(trial, 1, _NUM_ENVS, *options) as (server,),

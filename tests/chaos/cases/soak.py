@@ -67,7 +67,7 @@ class _Setup(NamedTuple):
     Attributes:
       local: Envs in local workers.
       remote: Envs at both servers.
-      servers: The first is only stopped now and then, the second is killed.
+      servers: The first is only paused from time to time, the second is killed.
     """
 
     local: Driver
@@ -103,7 +103,7 @@ def _start(trial: Trial) -> Iterator[_Setup]:
 
 
 def _run(trial: Trial, samples: MemorySamples, duration: float) -> None:
-    """Step all envs for a duration while all faults happen."""
+    """Step all envs for a duration, with faults of all kinds."""
     with (
         _start(trial) as setup,
         FaultInjector() as worker_injector,
@@ -145,7 +145,7 @@ def _run(trial: Trial, samples: MemorySamples, duration: float) -> None:
 
 
 class _Timer:
-    """Is due periodically, for the first time after one period."""
+    """A timer that is due periodically, for the first time after one period."""
 
     def __init__(self, period_seconds: float) -> None:
         self._period = period_seconds

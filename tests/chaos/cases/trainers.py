@@ -1,4 +1,7 @@
-"""Trainers that are killed, or that return after another trainer got their envs."""
+"""Trainers that are killed, or that return after another trainer got their envs.
+
+Their leases must end, and their late steps must not be executed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _LEASE_SECONDS: Final = 2.5
 _LOOK_SECONDS: Final = 0.005
 _POLL_SECONDS: Final = 0.05
 _NO_FAULTS: Final = NetworkFaults()
-#: Seconds within which a trainer must learn that its lease is lost.
+#: Seconds within which a trainer must be notified that its lease is lost.
 _ANSWER_SECONDS: Final = 0.5
 
 
@@ -113,7 +116,8 @@ def _kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
         raise LedgerError(
             text or f"a trainer exited with code {code} before it was killed"
         )
-    trial.result.row_steps += 2 * _NUM_ENVS * 10  # those verified before it printed
+    # The rows that the trainer verified before it printed "stepping".
+    trial.result.row_steps += 2 * _NUM_ENVS * 10
     while any(is_running(pid) for pid in ours):
         trial.check_time()
         time.sleep(_LOOK_SECONDS)
@@ -136,8 +140,8 @@ def two_trainers(trial: Trial) -> None:
     at_once = min(_AT_ONCE, num_rounds)
     lease = ("--lease-seconds", str(_LEASE_SECONDS))
     num_refused = 0
-    # Exactly as many envs as needed, so that the second trainers need those of the
-    # first.
+    # The server has only as many envs as needed, so that the second trainers need the
+    # first trainers' envs.
     with running_servers(trial, 1, at_once * _NUM_ENVS, *lease) as (server,):
         while trial.result.faults < num_rounds:
             num_refused += _take_over(server, trial, at_once)
@@ -208,7 +212,7 @@ def _is_refused(driver: Driver, seconds: float) -> bool | None:
 def _enter_when_free(stack: contextlib.ExitStack, trial: Trial, address: str) -> Driver:
     """Create a trainer as soon as the envs are free.
 
-    This process may be so slow that the new lease expires as well; then it retries.
+    If this process is so slow that the new lease expires as well, it retries.
 
     Raises:
       OutOfTime: The envs were not freed.

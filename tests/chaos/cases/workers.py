@@ -1,6 +1,7 @@
 """Workers that are killed, raise or hang: each fault costs its rows one transition.
 
-Also envs with slow resets, which is not a fault, and envs that cannot be rebuilt.
+Other cases use envs with slow resets, which are not faults, and envs that cannot be
+rebuilt.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _RESET_SECONDS: Final = 5.0
 
 
 def breakdown_actions(breakdowns: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    """Return breakdowns for `LedgerEnv`, with one action for each."""
+    """Return breakdowns for `LedgerEnv`, with one trigger action for each."""
     return {
         name: {"actions": [FIRST_BREAKDOWN_ACTION + index], "when": when}
         for index, (name, when) in enumerate(breakdowns.items())
@@ -67,8 +68,8 @@ class WorkerKiller:
     def kill_random_worker(self, actions: Array) -> bool:
         """Kill a worker whose rows are all valid; return False if there is none.
 
-        It is killed by a signal within a few milliseconds, or in the next step by an
-        altered action.
+        A signal kills it within a few milliseconds, or a changed action kills it in the
+        next step.
         """
         healthy = [
             (pid, self._rows_of(worker))
@@ -200,7 +201,7 @@ def hang(trial: Trial) -> None:
                 driver.step()
         lost = dict(driver.ledger.losses)
         give_up_at = time.monotonic() + _REAPED_WITHIN_SECONDS
-        # A worker lost in the last step is only reaped a moment later.
+        # A worker that was lost in the last step is reaped a moment later.
         while (zombies := num_zombies()) and time.monotonic() < give_up_at:
             driver.step()
     trial.result.check("kinds of loss other than TIMEOUT", len(lost) - 1, 0, "==")
@@ -266,7 +267,7 @@ def crash_loop(trial: Trial) -> None:
 
 
 def _kill_permanently(driver: Driver, flag: Path, trial: Trial) -> tuple[float, int]:
-    """Kill a worker that cannot be restarted; step the others until the error.
+    """Kill a worker that cannot be restarted; step the other workers until the error.
 
     Returns:
       Seconds until the error, and the number of valid rows of other workers.

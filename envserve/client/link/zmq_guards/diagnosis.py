@@ -26,7 +26,7 @@ from envserve.keys.key_folder import unknown_server_text
 from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
-#: Time without a connection before the first diagnosis, and between two of them.
+#: Time without a connection before the first diagnosis, and time between diagnoses.
 DELAY_SECONDS: Final = 1.0
 _MAX_DIAGNOSIS_SECONDS: Final = 1.5
 #: The first part of a ZMTP 3 greeting (signature and major version), after which the
@@ -38,9 +38,9 @@ _OUR_REST: Final = b"\0" + b"NULL".ljust(20, b"\0") + bytes(32)
 _GREETING_BYTES: Final = 64
 _MECHANISM: Final = slice(12, 32)
 _SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
-#: Failed handshakes in a row after which the server must have another key. A server
-#: that closes fails one handshake, an overloaded server a quarter of them, and a server
-#: with another key all of them, within 0.2 s each.
+#: Number of consecutive failed handshakes that shows that the server has another key. A
+#: server that is closing fails one handshake, an overloaded server a quarter of them,
+#: and a server with another key all of them, each within 0.2 s.
 _MIN_FAILURES: Final = 5
 
 
@@ -66,7 +66,7 @@ class Finding(enum.Enum):
     NOT_A_SERVER = enum.auto()
     """The peer is a ZeroMQ socket, but not one of an envserve server."""
     REFUSED = enum.auto()
-    """The host refuses connections, because nothing listens at the port."""
+    """The host refuses connections, because nothing is listening on the port."""
     SILENT = enum.auto()
     """The peer accepts connections, but sends nothing."""
 
@@ -120,7 +120,7 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
             stream.setblocking(False)
             stream.connect(rest)
     if scheme != "tcp":
-        raise ValueError(f"expected an address of tcp; got {address!r}")
+        raise ValueError(f"expected a tcp address; got {address!r}")
     left = max(0.01, deadline - time.monotonic())
     with socket.create_connection((host.strip("[]"), int(port)), left) as stream:
         stream.sendall(_OUR_GREETING)
@@ -137,7 +137,7 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
 
 
 def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Receive `num_bytes`, or fewer if the deadline or the end of the stream is first.
+    """Receive `num_bytes`, or fewer if the deadline passes or the stream ends first.
 
     Raises:
       OSError: The connection was reset, or closed before the first byte.
@@ -195,13 +195,13 @@ def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
 def connection_error(
     finding: Finding, address: str, keys: CurveKeys | None
 ) -> ConnectError | None:
-    """Return the error for a finding; None if waiting for a connection makes sense."""
+    """Return the error for a finding; None if a connection may still succeed."""
     if finding is Finding.NEEDS_KEYS:
         return ConnectError(unknown_server_text(address))
     server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
     nothing = "nothing was sent; " if keys else ""
-    ask = "is `envserve start` running there, at that port?"
+    ask = "is `envserve start` running there, on that port?"
     texts = {
         Finding.UNKNOWN_HOST: "cannot resolve the host name; check its spelling and "
         "the DNS of this network",
@@ -226,7 +226,7 @@ def connection_error(
 
 
 class Diagnosis:
-    """Diagnoses repeatedly in a background thread, so that the caller never blocks.
+    """Repeated diagnosis in a background thread, so that the caller never blocks.
 
     Attributes:
       is_final: Whether the last finding is permanent. An unknown client can still be
@@ -236,7 +236,7 @@ class Diagnosis:
     def __init__(
         self, address: str, keys: CurveKeys | None, timeout_seconds: float = math.inf
     ) -> None:
-        """Schedule the first diagnosis: in 1 s, or in a quarter of the timeout."""
+        """Schedule the first diagnosis: in 1 s, or sooner if the timeout is short."""
         self.is_final = False
         self._about = address, keys
         self._timeout_seconds = min(_MAX_DIAGNOSIS_SECONDS, timeout_seconds / 2)

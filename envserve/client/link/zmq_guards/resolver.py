@@ -24,7 +24,7 @@ def needs_no_lookup(address: str) -> bool:
 
 
 def resolve_host(address: str) -> str:
-    """Replace the host name in an address by an IP address, preferably IPv4.
+    """Replace the host name in an address with an IP address, preferably IPv4.
 
     Raises:
       OSError: The host is unknown.

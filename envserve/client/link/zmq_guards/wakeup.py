@@ -1,9 +1,9 @@
-"""A descriptor for arriving messages, and a size limit for unfinished messages.
+"""A descriptor that signals messages, and a size limit for unfinished messages.
 
-libzmq limits neither the number of frames of a message nor the bytes that it buffers of
-an incomplete message, and it reports a message only when it is complete. So a malicious
-peer could exhaust the memory. `ByteCounter` reads the number of bytes that the kernel
-has received over the connection.
+libzmq limits neither the number of frames of a message nor the bytes that it buffers
+for an incomplete message, and it reports a message only when it is complete, so a
+malicious peer could exhaust the memory. `ByteCounter` therefore reads how many bytes
+the kernel has received over the connection.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ByteCounter:
         self._port = int(port) if is_counted and port.isdigit() else 0
         self._num_messages = self._num_bytes = 0  # when counting began
         self._is_connected = False
-        #: Descriptor of the connection of the last message; None if it was not read
-        #: from the message yet, -1 if there was no message.
+        #: Descriptor of the connection that delivered the last message; None if it has
+        #: not been read from the message yet, -1 if there was no message.
         self._fd: int | None = -1
 
     def count(self, is_connected: bool) -> int:
-        """Return an upper bound of the bytes; call after each poll of the socket."""
+        """Return an upper bound of the bytes; call this after each socket poll."""
         receiver = self._receiver
         if is_connected != self._is_connected or not self._port:
             self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
@@ -97,7 +97,7 @@ class Waker:
         self._watched: int | None = None
 
     def watch(self, descriptor: int) -> None:
-        """Watch this descriptor of ZeroMQ instead of the previous one."""
+        """Watch this ZeroMQ descriptor instead of the previous one."""
         before, self._watched = self._watched, descriptor
         if before is not None:
             self._selector.unregister(before)
