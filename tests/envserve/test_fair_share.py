@@ -36,7 +36,7 @@ class Loop:
     def turn(
         self, users: list[str], cost: Callable[[str], float], due: float
     ) -> list[str]:
-        """Handle messages until the turn is over; return the users with unread messages.
+        """Handle messages for one turn; return the users with unread messages.
 
         Args:
           users: Senders of the messages, in order.

@@ -1,4 +1,4 @@
-"""How a pool reacts to workers that misbehave; the test controls fake workers."""
+"""A pool's reaction to misbehaving workers, which are fakes that tests control."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_report_on_the_reset_of_a_lost_block_is_checked_too(
     first = fake_pool.worker
     first.die(1)
     second = fake_pool.replace(first)
-    second.answer(report(rebuilt=[1]))  # row 1 belongs to another block
+    second.answer(report(rebuilt=[1]))  # row 1 is in the other block
     fake_pool.replace_and_collect(second)
     assert second.was_killed
 
@@ -215,7 +215,7 @@ def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
     else:
         culprit.send(MessageKind.DONE, 0, message.sequence + 1)
     wait_for(fake_pool.pool, lambda: culprit.was_killed)
-    # Count from the kill, however long this test has waited for the processor.
+    # Count from the kill, however long this test has waited for the CPU.
     fake_pool.extra_seconds = culprit.process._killed_at + 2.0 - time.monotonic()
     assert fake_pool.pool.collect(0.1) == []
     fake_pool.extra_seconds += 3.0

@@ -1,4 +1,4 @@
-"""Adopted processes are reaped; an env's direct children are not."""
+"""Workers reap adopted processes, but not an env's direct children."""
 
 from __future__ import annotations
 
