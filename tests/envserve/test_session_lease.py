@@ -1,4 +1,4 @@
-"""Operations of a lease, as messages: copies, gaps, refusals and results."""
+"""Messages for a lease's operations: copies, gaps, refusals and results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def client() -> RawClient:
 
 
 def unpack(message: Message) -> Rows:
-    """Return the rows of a RESULT of both blocks."""
+    """Return the rows in a RESULT for both blocks."""
     rows = Rows.allocate(SPEC, 4)
     RowPart(RowCodec(rows), [(0, 4)]).unpack_results(message.body, message.payload)
     return rows
@@ -71,7 +71,7 @@ def test_a_copy_of_a_running_request_is_not_executed(client: RawClient) -> None:
     client.send(changed(frames, attempt=1), b"new route")
     server = client.server
     server.finish_all(0.0)
-    assert len(client.pool.executed) == 2  # each of the two blocks once
+    assert len(client.pool.executed) == 2  # once per block
     (reply,) = server.replies
     assert reply.peer == (b"new route", "")
     (result,) = client.take_replies()
@@ -312,7 +312,7 @@ def test_faults_and_errors_of_blocks_are_part_of_the_result(client: RawClient) -
 
 
 def test_a_step_makes_few_function_calls(client: RawClient) -> None:
-    """Every call costs cache misses, because simulations run between two steps."""
+    """Calls cause cache misses, because simulations run between two steps."""
     session, counts = client.server.session, []
     for seq in range(1, 21):
         frames = client.step(1, seq=seq)

@@ -1,4 +1,4 @@
-"""Envs made through Gymnasium's registry, and one env as `gymnasium.Env`."""
+"""Envs made through Gymnasium's registry, and a single env as `gymnasium.Env`."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_unknown_fields_of_bodies_are_ignored(body: Any) -> None:
 def test_body_fields_of_a_wrong_type_raise_only_protocol_errors(
     body: Any, value: Any
 ) -> None:
-    """For any value of any field, decoding succeeds or raises RemoteProtocolError."""
+    """For any field value, decoding succeeds or raises RemoteProtocolError."""
     fields = codec.decode(body.encode())
     for name in fields:
         wrong = codec.encode({**fields, name: value})
