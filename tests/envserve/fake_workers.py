@@ -94,7 +94,7 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
-        self.reserve = contextlib.nullcontext()  # stands for reserved descriptors
+        self.reserve = contextlib.nullcontext()  # reserves no descriptors
 
     def launch(
         self, selector: selectors.BaseSelector, selector_data: object

@@ -79,7 +79,7 @@ def server(serve: Serve, homes: Homes, tmp_path: Path) -> ServerProcess:
 
 @pytest.fixture
 def lane_of(server: ServerProcess, homes: Homes) -> Iterator[Callable[..., RemoteLane]]:
-    """Begin to attach as a user who has pinned the server's key."""
+    """Begin to attach as a user with a pinned server key."""
     with contextlib.ExitStack() as stack:
 
         def begin(name: str, connect_seconds: float = 20.0) -> RemoteLane:

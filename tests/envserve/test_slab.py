@@ -134,7 +134,7 @@ def test_rows_of_two_processes_are_the_same_memory() -> None:
             [1, 2, 3, 4, 5],
             [0] * 5,
         ]
-        child.kill()  # what it has written remains
+        child.kill()  # its writes persist
         child.wait(timeout=60)
     assert slab.rows.reward.tolist() == [0.0, 0.0, 0.0, -0.5]
     assert slab.heartbeats[:, 0].tolist() == [0, 7]

@@ -86,7 +86,7 @@ def test_samples_of_any_nesting_are_encoded_and_decoded_or_too_long(
         if not leaf.is_encoded:
             continue
         if len(codec.encode(value)) > leaf.nbytes - 4:
-            assert leaf.nbytes >= 4096, "else there is a longest value, which fits"
+            assert leaf.nbytes >= 4096, "values of a bounded length fit"
             with pytest.raises(SpaceError, match="takes at most"):
                 encode_row(leaf, value)
             continue
