@@ -167,9 +167,8 @@ def test_the_trainer_starts_with_one_server_and_can_use_all() -> None:
     target = scaler["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("StatefulSet", "envs")
     assert "hpa.yaml" not in kustomization()["resources"]
-    assert SERVER["resources"]["requests"][
-        "cpu"
-    ]  # the scaler's percentages refer to it
+    # The scaler's percentages refer to the requested CPU.
+    assert SERVER["resources"]["requests"]["cpu"]
 
 
 @PODS

@@ -117,6 +117,12 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def local_or_tcp(request: pytest.FixtureRequest) -> str:
+    """Replace `lane_kind` in modules that assign this fixture to that name."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def shared_address(
     lane_kind: str, tmp_path_factory: pytest.TempPathFactory

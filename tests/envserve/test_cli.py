@@ -214,23 +214,6 @@ def test_invalid_options_are_errors_without_a_traceback(
     assert not result.stdout
 
 
-@pytest.mark.parametrize("command", ["health", "envs"])
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["tcp:/x"], "expected an address like"),
-        (["ipc:///x", "--timeout", "0"], "0.001"),
-    ],
-)
-def test_a_wrong_command_line_has_another_exit_code_than_an_unhealthy_server(
-    command: str, arguments: list[str], text: str
-) -> None:
-    result = run(command, *arguments)
-    assert result.returncode == 2
-    assert text in result.stderr
-    assert not result.stdout
-
-
 def test_an_address_in_use_is_an_error(serve: Serve) -> None:
     server = serve()
     result = run("start", "--bind", server.address)

@@ -138,6 +138,12 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
             "envserve health a --timeout 0",
             "--timeout: expected a number >= 0.001; got '0'; see envserve health",
         ),
+        (
+            "envserve envs ipc:///x --timeout 0",
+            "--timeout: expected a number >= 0.001; got '0'; see envserve envs",
+        ),
+        ("envserve health tcp:/x", "expected an address like sim1, sim1:5555, tcp://"),
+        ("envserve envs tcp:/x", "expected an address like sim1, sim1:5555, tcp://"),
         ("envserve keys new me", "ROLE: expected one of server, client; got 'me'; se"),
         ("envserve invite me", "the following arguments are required: --at; see envs"),
         ("ppo train --sead 1", "there is no option --sead; did you mean --seed"),

@@ -167,12 +167,8 @@ def test_time_spent_on_dropped_frames_is_charged_to_their_sender() -> None:
     [
         ("mallory", 5_100, 44, True),
         ("mallory", 70, 1 << 20, True),
-        (
-            "mallory",
-            4_000,
-            44,
-            False,
-        ),  # like thousands of lanes that each resend once a second
+        # Like thousands of lanes, each of which resends once a second.
+        ("mallory", 4_000, 44, False),
         ("local", 9_000, 44, False),  # without a key
         ("", 9_000, 44, False),
     ],

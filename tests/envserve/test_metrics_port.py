@@ -97,9 +97,8 @@ def test_metrics_of_a_status_follow_the_conventions_of_prometheus(
     assert found["envserve_env_steps_total"] == 70
     assert found["envserve_rows_total status=TIMEOUT"] == 4
     assert found["envserve_faults_total kind=TIMEOUT"] == 2
-    assert (
-        found["envserve_faults_total kind=WORKER_DIED"] == 0
-    )  # present before the first fault
+    # The metric is present even before the first fault.
+    assert found["envserve_faults_total kind=WORKER_DIED"] == 0
     assert found["envserve_refusals_total code=ENVS_BUSY"] == 3
     assert found["envserve_batch_seconds_bucket le=0.1"] == 7
     assert found["envserve_batch_seconds_bucket le=+Inf"] == 8

@@ -49,18 +49,10 @@ def fault(row: int = 0, status: int = 1) -> list[Any]:
     return [row, status, "", False]
 
 
-def test_answer_with_the_right_sequence_number_finishes_the_step(
-    fake_pool: FakePool,
-) -> None:
-    message = fake_pool.start_step()
-    fake_pool.worker.send(MessageKind.DONE, 0, message.sequence)
-    assert gather(fake_pool.pool, [0]) == [Outcome(0)]
-
-
 def test_every_submission_has_a_new_sequence_number(fake_pool: FakePool) -> None:
     numbers = {fake_pool.start_step().sequence}
     fake_pool.worker.send(MessageKind.DONE, 0, max(numbers))
-    gather(fake_pool.pool, [0])
+    assert gather(fake_pool.pool, [0]) == [Outcome(0)]
     fake_pool.pool.submit_step([1, 0])
     numbers |= {
         fake_pool.worker.receive().sequence,

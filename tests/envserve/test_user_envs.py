@@ -148,9 +148,8 @@ def test_workers_import_the_module_of_an_env_that_the_caller_registered() -> Non
     assert name_and_imports("CartPole-v1")[1] == ()
     with pytest.raises(UnknownEnv, match="got 'Mine-v0' of this script"):
         name_and_imports("Mine-v0")
-    assert name_and_imports("Mine-v0", ["other"])[1] == (
-        "other",
-    )  # this module may register the env
+    # The other module may register the env.
+    assert name_and_imports("Mine-v0", ["other"])[1] == ("other",)
 
 
 def test_a_file_provides_its_registered_envs_and_named_classes(walk_file: str) -> None:

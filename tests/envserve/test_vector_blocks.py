@@ -14,15 +14,11 @@ from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from tests.oracle.vector_envs import MODES
 
-from .conftest import MakeBatch
+from .conftest import MakeBatch, local_or_tcp
 from .pool_driver import PoolMaker, step
 
 NUM_ENVS = 5
-
-
-@pytest.fixture(scope="module", params=["local", "tcp"])
-def lane_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+lane_kind = local_or_tcp
 
 
 def play(batch: BatchEnv, num_steps: int = 40) -> list[Any]:

@@ -22,15 +22,11 @@ from gymnasium.wrappers.vector import (
 from envserve import make_vec
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, LocalProtocolError
-from tests.envserve.conftest import MakeEnvs
+from tests.envserve.conftest import MakeEnvs, local_or_tcp
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
 
 MODES = [mode.value for mode in AutoresetMode]
-
-
-@pytest.fixture(scope="module", params=["local", "tcp"])
-def lane_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+lane_kind = local_or_tcp
 
 
 def test_reset_infos_of_a_server_may_have_any_type(make_envs: MakeEnvs) -> None:
