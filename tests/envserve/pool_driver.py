@@ -65,14 +65,14 @@ def wait_for(path):
         time.sleep(0.001)
 
 def inheritable_fds():
-    """What a process that is started here, with exec, would hold open."""
+    """Return the descriptors that a child process inherits across exec."""
     fds = []
     for name in os.listdir("/dev/fd"):
         try:
             if os.get_inheritable(int(name)):
                 fds.append(int(name))
         except OSError:
-            pass  # the one that has listed them
+            pass  # the descriptor of the listing itself
     return fds
 
 gymnasium.register("odd_envs/Script-v0", "odd_envs:ScriptEnv")

@@ -78,7 +78,7 @@ import contextlib, ctypes, os, pathlib, resource, subprocess
 import gymnasium, numpy
 
 def give_up_capabilities():
-    # So that root is a user like others.
+    # Make root an ordinary user.
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(header, none) == 0
 
@@ -96,7 +96,7 @@ def look_at(pid):
     return seen
 
 def linger():
-    # In a session of its own, and by two forks, so that its parent has ended.
+    # Use new sessions, and a second fork whose parent exits.
     sleep = "echo $$; exec sleep 60 >&-"
     lines = [["sh", "-c", sleep], ["sh", "-c", f"setsid sh -c '{sleep}' &"]]
     options = {"stdout": subprocess.PIPE, "start_new_session": True}

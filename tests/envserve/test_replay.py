@@ -44,7 +44,7 @@ FAULTS = {
 }
 
 class CrashyEnv(gymnasium.Env):
-    """Walks at random; crashes by chance, in a step or in a reset."""
+    """A random walk that crashes at random, in a step or a reset."""
 
     def __init__(self, fault, chance=0.02):
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))

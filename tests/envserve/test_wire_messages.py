@@ -288,7 +288,7 @@ from envserve.wire.status import LeaseStatus, ServerStatus
 sys.setswitchinterval(1e-6)
 body = ServerStatus(leases=(LeaseStatus(number=1, rows={"ok": 4}),)).encode()
 codes = set()
-for _ in range(50):  # in processes that have not decoded anything yet
+for _ in range(50):  # in processes that have decoded nothing yet
     if not (pid := os.fork()):
         start = threading.Barrier(6)
         decode = lambda: (start.wait(), ServerStatus.decode(body))
