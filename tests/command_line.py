@@ -1,4 +1,4 @@
-"""Run a command line of a program in this process."""
+"""Run a program's command line in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def invoke(
     input: str = "",
     env: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run a command line with streams that are not terminals."""
+    """Run a command line with stdin, stdout and stderr that are not terminals."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch("sys.stdin", io.StringIO(input)),

@@ -29,8 +29,8 @@ LONGEST = (
     *("test_three_commands", "test_server_sessions", "test_server_restarts"),
 )
 
-# Examples have no deadline, because machines may be slow and shared. They are the same
-# in every run, so that the result does not depend on chance.
+# Hypothesis examples have no deadline, because machines may be slow and shared. They
+# are the same in every run, so that the result does not depend on chance.
 hypothesis.settings.register_profile(
     "envserve", deadline=None, print_blob=True, derandomize=True
 )
@@ -48,17 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     os.environ[MARK_NAME] = MARK_VALUE
-    # Servers and other processes also import `tests`, in any working directory.
+    # Servers and other child processes import `tests` too, from any working directory.
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    # Keep repro files of intentional crashes out of the user's folder.
+    # Keep the repro files of intentional crashes out of the user's folder.
     root = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = os.path.join(root, f"envserve-suite-{os.getuid()}")
     os.makedirs(folder, exist_ok=True)
     tempfile.tempdir = os.environ["TMPDIR"] = folder
-    # The same applies to keys: all servers and clients of the suite share this folder.
+    # Keep keys out of the user's folder too; all servers and clients share this folder.
     os.environ["ENVSERVE_HOME"] = os.path.join(folder, "home")
-    # Do not use the user's compilation cache.
+    # Do not use the user's XLA compilation cache.
     os.environ["TF_XLA_FLAGS"] = "--tf_xla_persistent_cache_directory="
 
 
@@ -73,10 +73,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodeready(node: Any) -> None:
-    """Keep the files with the captured output of a worker, in case it aborts."""
+    """Keep the files with an xdist worker's captured output, in case it aborts."""
     node.captured = []
     for path in Path(f"/proc/{node.gateway._rinfo().pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
             if str(path.readlink()).endswith(" (deleted)"):
                 node.captured.append(path.open("rb"))
 
@@ -102,7 +102,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def random_seed(request: pytest.FixtureRequest) -> int:
-    """Return the seed of this test, from its name and --random-seed."""
+    """Return this test's seed, derived from its name and --random-seed."""
     session_seed = request.config.getoption("random_seed")
     return zlib.crc32(f"{session_seed} {request.node.name}".encode())
 
@@ -114,6 +114,6 @@ def random_generator(random_seed: int) -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def seeded_global_randomness(random_seed: int) -> None:
-    """Seed the global generators, which some envs and libraries use."""
+    """Seed the global random generators, which some envs and libraries use."""
     random.seed(random_seed)
     np.random.seed(random_seed)

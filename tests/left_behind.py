@@ -1,7 +1,7 @@
 """Fail tests that leave processes or non-daemon threads running.
 
-Processes that are left running are killed. On Linux all descendants are found,
-including orphans; elsewhere only the children of `multiprocessing`.
+Such processes are killed. On Linux all descendants are found, including orphans;
+elsewhere only `multiprocessing` children are.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import pytest
 
-#: Maximum time until processes that a test has ended are gone. Orphans end only after
-#: their parents, which can take long on a busy machine.
+#: Maximum time in seconds until processes that a test has stopped are gone. Orphans
+#: exit only after their parents, which can take long on a busy machine.
 GRACE_SECONDS = 20.0
-#: Environment variable that identifies orphans, because every process inherits it.
+#: Environment variable that identifies orphans: every child process inherits it.
 MARK_NAME = "TEST_SESSION_OF_ENVSERVE"
 MARK_VALUE = f"{os.getpid()}-{secrets.token_hex(4)}"
 #: Processes that the standard library keeps until the interpreter exits.
@@ -32,7 +32,7 @@ STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing
 
 class Process(NamedTuple):
     pid: int
-    start_tick: int  # distinguishes processes if the kernel reuses a pid
+    start_tick: int  # distinguishes processes when the kernel reuses a pid
     parent: int
     command: str
 
@@ -70,7 +70,7 @@ def is_alive_at(thread: threading.Thread, deadline: float) -> bool:
 
 
 def left_processes(before: dict[int, Process], deadline: float) -> list[Process]:
-    """Kill and return the processes started since `before` that outlive `deadline`."""
+    """Kill and return processes that are not in `before` and outlive `deadline`."""
     if sys.platform != "linux":
         return left_multiprocessing_children(before, deadline)
     left = []
@@ -121,7 +121,7 @@ def running_processes() -> dict[int, Process]:
 
 @functools.lru_cache(maxsize=1)
 def processes_among(pids: frozenset[str]) -> dict[int, Process]:
-    """Return the descendants of this process among some pids.
+    """Return those of the pids that are descendants of this process.
 
     The result is cached, because most tests start no processes, and reading /proc would
     take longer than most tests.

@@ -2,8 +2,8 @@
 
     python tests/name_server.py 192.0.2.1 FILE
 
-FILE is a JSON object with a list of addresses per name. A name without addresses does
-not exist, like a headless service without ready pods.
+FILE is a JSON object that maps each name to a list of addresses. A name with an empty
+list does not exist, like a headless service without ready pods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def answer(query: bytes, names: Mapping[str, Sequence[str]]) -> bytes:
-    """Return the answer to a DNS query; only IPv4 addresses are answered."""
+    """Return the answer to a DNS query, with addresses only if it is for IPv4."""
     labels, at = [], 12
     while length := query[at]:
         labels.append(query[at + 1 : at + 1 + length].decode("ascii"))

@@ -1,7 +1,7 @@
 """A network of hosts for tests: network namespaces that a bridge connects.
 
-Each host has an address, and a hosts file with the names of all hosts. Needs root and
-iproute2.
+Each host has an address, and a hosts file with the names of all hosts. This needs root
+and iproute2.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hosts:
         self.switch = f"{self.tag}-switch"
         self.names = names
         self.addresses = {name: f"192.0.2.{i}" for i, name in enumerate(names, 1)}
-        #: A second name of each host; several hosts may have the same.
+        #: A second name for each host; several hosts may share one.
         self.aliases = aliases or {}
         #: If set, the first host is the name server, and this text is appended to
         #: resolv.conf.

@@ -1,9 +1,9 @@
 """Run the pods of deploy/kubernetes without a cluster.
 
-Every container is process 1 in the network namespace of its pod. Its root contains the
-same programs as the images, and its volumes, user, groups and capabilities are those of
-the manifest. Seccomp, limits of memory and CPU, and network policies are not applied.
-Needs Linux, root, iproute2 and util-linux.
+Every container is process 1 in its pod's network namespace. Its root contains the same
+programs as the images, and its volumes, user, groups and capabilities are those in the
+manifest. Seccomp, memory and CPU limits, and network policies are not applied. This
+needs Linux, root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ Resource = dict[str, Any]
 
 
 def kustomization(folder: Path = MANIFESTS) -> Resource:
-    """Return the kustomization of a folder."""
+    """Return a folder's kustomization."""
     content: Resource = yaml.safe_load((folder / "kustomization.yaml").read_text())
     return content
 
 
 def resources(*files: str) -> list[Resource]:
-    """Return all resources in files; by default, those of the kustomization."""
+    """Return all resources in the files, by default those of the kustomization."""
     texts = [(MANIFESTS / f).read_text() for f in files or kustomization()["resources"]]
     return [each for text in texts for each in yaml.safe_load_all(text)]
 
 
 def resource(kind: str, name: str) -> Resource:
-    """Return the only resource of a kind and a name."""
+    """Return the only resource with this kind and name."""
     (found,) = (
         each
         for each in resources()
@@ -70,7 +70,7 @@ def pod_spec(kind: str, name: str) -> Resource:
 
 
 def document_commands() -> list[str]:
-    """Return the commands in docs/cluster.md that start a training."""
+    """Return the commands in docs/cluster.md that start a training run."""
     text = (ROOT / "docs" / "cluster.md").read_text()
     _, _, section = text.partition("\n## On Kubernetes\n")
     (found,) = re.findall(
@@ -95,7 +95,7 @@ def make_keys(folder: Path) -> None:
 
 
 class Names:
-    """The DNS names of a cluster, served by a name server on its first host."""
+    """A cluster's DNS names, served by a name server on its first host."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self._hosts, self._file = hosts, folder / "names.json"
@@ -111,7 +111,7 @@ class Names:
         assert self._process.stdout.readline() == "ready\n"
 
     def publish(self, *pods: Pod) -> None:
-        """Let the name of the service `envs` resolve to these pods, which are ready."""
+        """Make the service name `envs` resolve to these pods, which are ready."""
         names = {f"{p.name}.envs.{DOMAIN}": [p.address] for p in pods}
         names[f"envs.{DOMAIN}"] = [pod.address for pod in pods]
         draft = self._file.with_suffix(".part")
@@ -124,12 +124,12 @@ class Names:
 
 
 class Pod:
-    """A pod on a host."""
+    """A pod that runs on a host."""
 
     def __init__(
         self, name: str, spec: Resource, hosts: Hosts, host: str, folder: Path
     ) -> None:
-        """Create the volumes of the pod; existing emptyDir volumes are emptied.
+        """Create the pod's volumes; existing emptyDir volumes are emptied.
 
         Args:
           name: Name of the pod.
@@ -153,7 +153,7 @@ class Pod:
         _write_programs(self._folder / "image")
 
     def _make_volume(self, volume: Resource, folder: Path, group: int) -> Path:
-        """Create the folder of a volume, with the owners and modes of a kubelet."""
+        """Create a volume's folder, with the owner and mode that a kubelet sets."""
         path = self._folder / volume["name"]
         if claim := volume.get("persistentVolumeClaim"):
             assert resource("PersistentVolumeClaim", claim["claimName"])
@@ -174,7 +174,7 @@ class Pod:
         return path
 
     def sandboxed(self, container: Resource, words: list[str]) -> list[str]:
-        """Return the command that runs words as process 1 of a container."""
+        """Return the command that runs `words` as process 1 of a container."""
         root, script = self._folder / "root", ["umask 022"]
 
         def put(source: Path, target: str, *, is_writable: bool = False) -> None:
@@ -196,7 +196,7 @@ class Pod:
         for folder in dict.fromkeys(("/usr", "/etc", sys.base_prefix)):
             if folder != "/usr/local":  # part of /usr
                 put(Path(folder), folder)
-        # Not at their path on this host, where a volume may hide them.
+        # Do not mount them at their path on this host, where a volume may hide them.
         put(Path(sys.prefix), f"{CODE}/venv")
         for package in ("envserve", "ppo"):
             put(ROOT / package, f"{CODE}/{package}")
@@ -265,7 +265,7 @@ class Pod:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The process that was started last."""
+        """The most recently started process."""
         return self._processes[-1]
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -284,7 +284,7 @@ class Pod:
         _signal(self.process, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill all processes of the pod."""
+        """Kill all of the pod's processes."""
         for process in self._processes:
             while process.poll() is None:  # repeat, because process 1 may start later
                 _signal(process, signal.SIGKILL)
@@ -292,12 +292,12 @@ class Pod:
                     process.wait(0.1)
 
     def log(self) -> str:
-        """Return the output of its containers and of earlier pods of this name."""
+        """Return the output of the pod's containers and of its predecessors."""
         return self._log.read_text(errors="replace")
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Send a signal to process 1 of a container; SIGKILL ends the whole container."""
+    """Send a signal to a container's process 1; SIGKILL ends the whole container."""
     if process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         for child in children.split():
@@ -305,7 +305,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 def secret_files(name: str, folder: Path) -> list[Path]:
-    """Return the files of a secret that the kustomization generates."""
+    """Return the files in a secret that the kustomization generates."""
     (secret,) = (
         each for each in kustomization()["secretGenerator"] if each["name"] == name
     )

@@ -1,4 +1,4 @@
-"""Code that measures or waits reads a monotonic clock, because wall clocks jump."""
+"""Code that measures time or waits uses a monotonic clock, as wall clocks jump."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WALL_CLOCKS = {
     "datetime": {"now", "utcnow", "today"},
 }
 
-#: Functions that put the time of day into names and records; nothing waits for it.
+#: Functions that put the time of day into names and records; no wait depends on it.
 STAMPS = {
     "benchmarks/result.py:as_json: datetime.now",
     "benchmarks/result.py:publish: datetime.now",

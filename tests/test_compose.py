@@ -35,7 +35,7 @@ SERVICES = resolve_without_docker()
 
 
 def output_of(program: str, *words: str) -> str:
-    """Return the output of a program, with lines wide enough to break no option."""
+    """Return a program's output, with lines so wide that no option is wrapped."""
     finished = subprocess.run(
         [sys.executable, "-c", f"from {program}.cli.app import main; main()", *words],
         cwd=ROOT,
@@ -48,7 +48,7 @@ def output_of(program: str, *words: str) -> str:
 
 
 def stages() -> dict[str, str]:
-    """Return the instructions of each stage of the Dockerfile, by its name."""
+    """Return the instructions of each Dockerfile stage, by stage name."""
     parts = re.split(
         r"^FROM \S+ AS (\w+)\n", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE
     )
@@ -162,7 +162,7 @@ def test_images_run_their_program_as_an_unprivileged_user() -> None:
     for target, program in PROGRAMS.items():
         stage = stages()[target]
         assert f'ENTRYPOINT ["{program}"]' in stage
-        assert "USER 10001:10001" in stage  # Kubernetes can check that it is not root
+        assert "USER 10001:10001" in stage  # Kubernetes can check numeric ids
     assert "--uid 10001" in stages()["base"]
 
 

@@ -1,4 +1,4 @@
-"""The checks in tests/conftest.py fail the tests that they should fail."""
+"""The checks in tests/conftest.py fail the right tests."""
 
 from __future__ import annotations
 

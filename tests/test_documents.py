@@ -1,4 +1,4 @@
-"""README and docs are complete, and name only things that exist."""
+"""The README and docs are complete, and mention only things that exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_page_of_settings_is_current() -> None:
-    """scripts/generate_reference.py writes it."""
+    """The page is written by scripts/generate_reference.py."""
     assert PAGE.read_text() == page()
 
 
@@ -38,7 +38,7 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
 
 
 def test_every_public_name_is_on_the_api_page_with_a_docstring() -> None:
-    """A name is public if a module lists it in `__all__`; members are linted."""
+    """A name is public if a module lists it in `__all__`; ruff checks its members."""
     listed = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
     names = {each.rpartition(".")[2] for each in listed}
     public, documented = set(), set()

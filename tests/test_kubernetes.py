@@ -1,4 +1,4 @@
-"""deploy/kubernetes: consistent names, existing commands, and keys that can be read.
+"""deploy/kubernetes: names are consistent, commands exist, and keys are readable.
 
 tests/doors/test_kubernetes.py checks the schemas, and trains in the pods.
 """
@@ -40,7 +40,7 @@ SERVERS, TRAINER = pod_spec("StatefulSet", "envs"), pod_spec("Job", "trainer")
 PODS = pytest.mark.parametrize("spec", [SERVERS, TRAINER], ids=["envs", "trainer"])
 (SERVER,), (LEARNER,) = SERVERS["containers"], TRAINER["containers"]
 ADDRESS = "tcp://0.0.0.0:5555"
-#: Code of a client that steps the envs of all servers that the name resolves to.
+#: A client that steps the envs on all servers that the name resolves to.
 STEPS = """
 from envserve.client import BatchEnv
 with BatchEnv.connect("CartPole-v1", ["dns://envs:5555"], num_envs=8, seed=0) as env:
@@ -52,7 +52,7 @@ with BatchEnv.connect("CartPole-v1", ["dns://envs:5555"], num_envs=8, seed=0) as
 
 
 def parse(program: str, command: str, *words: str) -> dict[str, Any]:
-    """Return the parsed options of a command line, without running the command."""
+    """Parse a command line without running the command; return its options."""
     app = {"envserve": envserve.cli.app, "ppo": ppo.cli.app}[program].PROGRAM
     function = app.command(command)
     defaults = {o.name: o.default for o in command_lines.options_of(function)}
@@ -167,9 +167,8 @@ def test_the_trainer_starts_with_one_server_and_can_use_all() -> None:
     target = scaler["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("StatefulSet", "envs")
     assert "hpa.yaml" not in kustomization()["resources"]
-    assert SERVER["resources"]["requests"][
-        "cpu"
-    ]  # the scaler's percentages refer to it
+    # The scaler's percentages refer to the requested CPU.
+    assert SERVER["resources"]["requests"]["cpu"]
 
 
 @PODS
@@ -253,7 +252,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def wait_until(pod: Pod, condition: str, *arguments: str) -> None:
-    """Wait for a condition of a pod, until the time limit of the test."""
+    """Wait until a pod meets a condition; give up at the test's time limit."""
     while not getattr(pod, condition)(*arguments):
         assert pod.process.poll() in (None, 0), pod.log()
 

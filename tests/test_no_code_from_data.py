@@ -29,7 +29,7 @@ ATTRIBUTES = frozenset(
         *("literal_eval", "system", "popen", "find_class"),
     }
 )
-#: Files that import modules by name, and the source of the names.
+#: Files that import modules by name, and where the names come from.
 IMPORTS = {
     "envserve/__init__.py": "a table of the exported names in that file",
     "envserve/cli/program.py": "the names of a program's commands, which it lists",
@@ -40,7 +40,7 @@ IMPORTS = {
     "ppo/config/named_configs.py": "the user's config, in Python",
     "ppo/user_code.py": "user code that the user's config names",
 }
-#: Dtypes that are not literals, and their source.
+#: Dtypes that are not literals, and where they come from.
 DTYPES = {
     "envserve/spaces/codec.py: name": "a table of allowed names",
     "envserve/spaces/leaves.py: space.dtype": "an existing space",
@@ -50,7 +50,7 @@ DTYPES = {
 
 
 def found_in(path: Path) -> Iterator[str]:
-    """Yield the banned names in a file, except for those with a reason above."""
+    """Yield the banned names in a file, except those with a reason above."""
     place = path.relative_to(ROOT).as_posix()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -117,7 +117,7 @@ def test_banned_names_are_found(text: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(found_in(ROOT / "envserve" / "other.py"))
 
 
-#: Runs in another process, because audit hooks cannot be removed.
+#: Code for a separate process, because audit hooks cannot be removed.
 AUDITED = """
 import logging, sys
 logging.disable(logging.CRITICAL)

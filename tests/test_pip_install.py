@@ -1,4 +1,4 @@
-"""scripts/pip_install.py prints progress during a long installation."""
+"""scripts/pip_install.py prints its progress during a long installation."""
 
 import os
 import sys

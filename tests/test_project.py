@@ -1,4 +1,4 @@
-"""The project as a whole: import rules, fast imports, pins and portable files."""
+"""The whole project: import rules, import times, pins and portable files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Statement that imports the program and the modules of all commands.
+#: Statement that imports the program and every command's module.
 ALL_COMMANDS = (
     "from envserve.cli.app import PROGRAM; [*map(PROGRAM.command, PROGRAM.names)]"
 )
@@ -42,7 +42,7 @@ NOT_OURS = {
     "envserve.egg-info",
 }
 NOT_OURS |= {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-#: Extras of `make bench` and `make test-doors`.
+#: Extras that `make bench` and `make test-doors` install.
 NOT_IN_VENV = {"bench", "envpool", "ray", "sb3", "tianshou", "trainers", "zoo"}
 NOT_IN_VENV |= {"browser", "docs", "kubernetes"}
 PINS = dict(line.split("==") for line in PINNED_LINES)
@@ -68,7 +68,7 @@ def project_files() -> list[Path]:
         return [
             path for path in paths if not NOT_OURS & {*path.relative_to(ROOT).parts}
         ]
-    # Git would refuse a checkout that belongs to another user, which is possible in CI.
+    # Git refuses to read another user's checkout by default, which may occur in CI.
     git = ["git", "-c", "safe.directory=*"]
     listed = subprocess.run(
         [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -217,7 +217,7 @@ def test_constraints_pin_everything_that_make_installs() -> None:
 
 @pytest.mark.parametrize("extra", sorted(NOT_IN_VENV))
 def test_constraints_pin_extras_that_may_not_be_installed(extra: str) -> None:
-    # Dependencies of packages that are not installed here are unknown and not checked.
+    # The dependencies of packages that are not installed here cannot be checked.
     unpinned = installed_closure(EXTRAS[extra], may_be_absent=True) - PINS.keys()
     assert not unpinned, "add them to constraints.txt with the version installed"
 
@@ -254,8 +254,8 @@ def test_the_scripts_that_run_all_checks_are_executable() -> None:
         assert os.access(ROOT / script, os.X_OK), script
 
 
-#: Maximum number of uses of private names of the product by each test file; it may only
-#: decrease.
+#: Maximum number of uses of the product's private names, by test file. These numbers
+#: may only decrease.
 PRIVATE_USES = """
     broken_servers=6 fake_lane=3 fake_workers=1 fuzzing=1 planted_bugs=3
     planted_worker_bugs=1 test_absence=1 test_action_ring=3 test_calls=1

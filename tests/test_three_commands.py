@@ -1,4 +1,4 @@
-"""The three commands of the README start a training on two hosts with empty homes."""
+"""The README's three commands start training on two hosts with empty homes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def hosts() -> Iterator[Hosts]:
 
 
 def on_a_terminal(**words: Any) -> str:
-    """Run a command with a terminal as stdout, and return its output."""
+    """Run a command whose stdout is a terminal, and return its output."""
     master, terminal = pty.openpty()
     subprocess.run(**words, stdout=terminal, check=True)
     os.close(terminal)
     output = b""
-    with contextlib.suppress(OSError):  # raised at the end of the output
+    with contextlib.suppress(OSError):  # Linux raises it at the end of the output
         while True:
             output += os.read(master, 1000)
     os.close(master)
@@ -60,7 +60,7 @@ def test_three_commands_start_a_training_on_fresh_hosts(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     def words(host: str, command: str, home: str = "") -> dict[str, Any]:
-        """Return arguments of `subprocess` for a shell on a host with its home."""
+        """Return `subprocess` arguments for a shell on a host, with the host's home."""
         folder = tmp_path / (home or host)
         folder.mkdir(exist_ok=True)
         variables = {k: v for k, v in os.environ.items() if k != "ENVSERVE_HOME"}

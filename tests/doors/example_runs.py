@@ -1,4 +1,4 @@
-"""Run examples: as they are, in their original form, and with killed workers."""
+"""Run the examples unchanged, without envserve, and while workers are killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SPEED = "env steps/s:"
 
 
 class Run(NamedTuple):
-    """The output of an example, and the numbers in it."""
+    """An example's output, and the numbers in it."""
 
     lines: list[str]
     steps_per_second: float
@@ -51,7 +51,7 @@ def source_of(name: str) -> str:
 
 
 def original_form(source: str) -> str:
-    """Replace the lines that use envserve by the trainer's original ones."""
+    """Replace the lines that use envserve with the trainer's original ones."""
     source = re.sub(r"# Not in the original\.\n.*\n", "", source)
     return re.sub(r"# Original: (.*\n).*\n", r"\1", source)
 
@@ -62,12 +62,12 @@ def run_example(
     original: bool = False,
     on_trained: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Run an example to its end.
+    """Run an example until it exits.
 
     Args:
       name: Name of the example.
       *options: Command-line options of the example.
-      original: Whether to run it in its original form, without envserve.
+      original: Whether to run the original code, without envserve.
       on_trained: Called as soon as training has ended, before the evaluation.
 
     Raises:
@@ -117,7 +117,7 @@ def two_servers() -> Iterator[list[ServerProcess]]:
 
 
 class Kills(NamedTuple):
-    """The pids of killed workers, and an event that stops the killing."""
+    """The pids of the workers killed so far, and an event that stops the killing."""
 
     pids: list[int]
     is_over: threading.Event
@@ -133,7 +133,7 @@ def killing_workers(
     def kill_workers() -> None:
         while not kills.is_over.wait(seconds):
             if servers and (pids := random.choice(servers).worker_pids):
-                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                with contextlib.suppress(ProcessLookupError):  # it has already exited
                     os.kill(pid := random.choice(pids), signal.SIGKILL)
                     kills.pids.append(pid)
 

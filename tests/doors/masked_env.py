@@ -1,4 +1,4 @@
-"""Envs for the tests of adapters: with action masks, and with asymmetric bounds."""
+"""Envs for adapter tests: one with action masks, one with asymmetric bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPISODE_LENGTH = 20
 
 
 class Masked(gymnasium.Env[Any, Any]):
-    """An env that allows one of four actions at each step, and rewards it."""
+    """An env that allows and rewards one of four actions at each step."""
 
     observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,))
     action_space = gymnasium.spaces.Discrete(4)

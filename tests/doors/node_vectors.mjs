@@ -1,5 +1,5 @@
-// Reads messages by the Node server's wire.mjs, and writes them again.
-// Takes {name: [frame, ...]} in hex on stdin; prints {name: {frames, body}}.
+// Decodes messages with the Node server's wire.mjs, and encodes them again.
+// Reads {name: [frame, ...]} in hex from stdin; prints {name: {trouble, frames, body}}.
 
 import { pathToFileURL } from "node:url";
 
@@ -17,6 +17,6 @@ const row = (reward, terminated, observation, final) => ({ reward, terminated, t
 const rows = [row(0.5, false, [0.25, 0.5]), row(-1, true, [0, 0.125], [1, -1])];
 told.rows = wire.packRows(rows).toString("hex");
 const plain = (_, value) => (value instanceof Uint8Array ? { hex: Buffer.from(value).toString("hex") } : value);
-// A Buffer says of itself what it is as JSON, unless it is asked as what it is made of.
+// Buffer.toJSON would replace a Buffer before `plain` receives it.
 delete Buffer.prototype.toJSON;
 console.log(JSON.stringify(told, plain));

@@ -1,4 +1,4 @@
-"""`envserve check` with a server of `envserve start`, both run as commands."""
+"""`envserve check` against `envserve start`, both run as commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docker-compose.yml on hosts in network namespaces."""
+"""The commands in docker-compose.yml, run on hosts in network namespaces."""
 
 from __future__ import annotations
 

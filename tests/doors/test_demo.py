@@ -1,4 +1,4 @@
-"""`envserve demo`: each button of its page is pressed many times, over HTTP."""
+"""`envserve demo`: each button on its page is pressed many times, over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = 20
 
 
 class PageOfDemo:
-    """A client that sends the requests of the page, without a browser."""
+    """A client that sends the page's requests without a browser."""
 
     def __init__(self, url: str) -> None:
         self.place, self.query = url.removeprefix("http://").split("/", 1)
@@ -41,7 +41,7 @@ class PageOfDemo:
             return answer.status, answer.read().decode()
 
     def row(self) -> dict[str, float]:
-        """Return the current metrics of the run."""
+        """Return the run's current metrics."""
         event = b""
         with self._ask("GET", "/events", Cookie=self.cookie) as events:
             for line in events:
@@ -56,7 +56,7 @@ class PageOfDemo:
 
 @contextlib.contextmanager
 def running_demo(*options: str) -> Iterator[PageOfDemo]:
-    """Run a demo and yield its page; check that the demo exits with 0 on SIGINT."""
+    """Run a demo and yield its page; check that SIGINT makes the demo exit with 0."""
     command = [sys.executable, "-m", "envserve", "demo", "--no-open", "--port", "0"]
     with subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, text=True

@@ -1,8 +1,8 @@
-"""The site of docs/ builds, and the code and commands in README and docs run.
+"""The docs site builds, and the code and commands in the README and docs run.
 
-Names of other hosts are replaced by the addresses of local servers. Commands that serve
-are interrupted once they are ready, and trainings are short. Commands that need other
-tools are in `ELSEWHERE`.
+Names of other hosts are replaced with the addresses of local servers. Commands that
+serve are interrupted once they are ready, and training runs are short. Commands that
+need other tools are in `ELSEWHERE`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BIN = Path(sys.executable).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(python|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
-#: Commands that other files run: a pattern of the line, and the file that runs it.
+#: Commands that other files run: a pattern that matches the line, and the file.
 ELSEWHERE = {
     r"make (train|test|test-doors|bench|chaos|examples)\b": "Makefile",
     r"docker[ -]compose": "scripts/cluster.py",
@@ -61,7 +61,7 @@ import gymnasium, numpy as np
 import envserve
 from envserve.client import BatchEnv
 """
-#: Code that runs before each block of a page, because the page assumes it.
+#: Code that runs before each of a page's code blocks, because the blocks assume it.
 BEFORE = {
     "gymnasium.md": "envs = None",
     "python.md": """
@@ -95,7 +95,7 @@ sys.modules["wandb"] = unittest.mock.MagicMock()
 
 
 def blocks(page: Path, kind: str) -> list[str]:
-    """Return the code blocks of a page, without indentation."""
+    """Return a page's code blocks, without indentation."""
     return [
         re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
         for indent, found, code in BLOCK.findall(page.read_text())
@@ -104,7 +104,7 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Return the shell commands of a page, without comments and continuations."""
+    """Return a page's shell commands, without comments and with joined lines."""
     text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
     lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
     return [line for line in lines if line]
@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def places(folder: Path) -> Iterator[dict[str, str]]:
-    """Replacements for the names of other hosts."""
+    """Replacements for the names of other hosts in commands."""
     with ExitStack() as stack:
         start = stack.enter_context
         for name in ("sim1", "sim2"):
@@ -202,7 +202,7 @@ def test_commands_run(page: Path, folder: Path, places: dict[str, str]) -> None:
 
 
 def run(line: str, folder: Path) -> None:
-    """Run a command as a reader would, with a short training; check its exit code."""
+    """Run a command as a reader would, but train briefly; check its exit code."""
     if line.startswith("ppo train"):
         line += " --set total_steps=2048 --set evaluation_episodes=2"
     if line.startswith("envserve start") and "--bind" not in line:

@@ -1,4 +1,4 @@
-"""EnvPool's envs as blocks: seeds, autoreset modes, and `gymnasium.make_vec`."""
+"""EnvPool vector envs as blocks: seeds, autoreset modes, `gymnasium.make_vec`."""
 
 from __future__ import annotations
 

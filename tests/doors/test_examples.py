@@ -1,4 +1,4 @@
-"""The examples: compared with their original form, on servers, with killed workers."""
+"""The examples: same results as the original code, on servers, with killed workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: rendered resources match the API's schemas, and training works."""
+"""deploy/kubernetes: the rendered resources are valid, and training works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.network_hosts import needs_namespaces
 from tests.pods import MANIFESTS, ROOT, make_keys, resources
 from tests.test_project import PROJECT
 
-#: The oldest version in docs/cluster.md, and the newest one with schemas.
+#: The oldest Kubernetes version in docs/cluster.md, and the newest with schemas.
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
 
 

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """The address of a running server, which uses the keys of this user."""
+    """The address of a running server, which uses this user's keys."""
     assert KeyFolder().ensure_key("server")
     assert KeyFolder().ensure_key("client")
     process = subprocess.Popen(
@@ -72,7 +72,7 @@ def test_a_client_with_another_key_is_rejected(address: str, tmp_path: Path) -> 
 
 
 def test_a_learner_learns_on_the_server(address: str) -> None:
-    """Q-learning with 9 states (the direction of the goal) and 4 actions."""
+    """Use Q-learning with 9 states (the direction of the goal) and 4 actions."""
     draws = np.random.default_rng(0)
     values = np.zeros((9, 4))
     with BatchEnv.connect(NAME, [address], 32, seed=1) as env:
@@ -99,7 +99,7 @@ def cases(observation: Any) -> Any:
 
 
 def mean_return(env: BatchEnv, choose: Any) -> float:
-    """Return the mean return of the first episode of each row."""
+    """Return the mean return over each row's first episode."""
     observation, returns, is_first = env.reset(), np.zeros(32), np.ones(32)
     while is_first.any():
         result = env.step(choose(cases(observation)))

@@ -1,4 +1,4 @@
-"""The notebook of examples/, executed by Jupyter."""
+"""The notebook in examples/, executed by Jupyter."""
 
 from __future__ import annotations
 

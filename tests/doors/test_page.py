@@ -65,10 +65,10 @@ def page(
     url: str,
     request: pytest.FixtureRequest,
 ) -> Iterator[Page]:
-    """The open page; warnings and errors of the browser fail the test.
+    """The open page; browser warnings and errors fail the test.
 
-    The data of servers and run arrives in any order, so this waits until all of it is
-    rendered.
+    The data of the servers and the run arrives in any order, so wait until all of it
+    is rendered.
     """
     num_tiles = sum(each.status.leases[0].num_envs for each in servers.values())
     with chromium.new_context(
@@ -183,7 +183,7 @@ def test_a_lease_that_replaces_another_keeps_its_tiles(
     tile = page.locator(".tile").first
     server, count = servers["tcp://sim1:5555"], page.locator(".tile").count()
     server.replace_lease(0, number=9)
-    server.ticks = 77  # only frames of the new lease show it
+    server.ticks = 77  # only the new lease's frames show this tick
     expect(tile).to_contain_text("77")
     expect(page.locator(".head", has_text="CartPole")).not_to_contain_text("ended")
     assert page.locator(".tile").count() == count
@@ -237,7 +237,7 @@ def test_a_page_from_before_a_restart_says_so(
         return build_app(feed, token=token)
 
     with chromium.new_context() as context, socket.socket() as kept:
-        # Reserve the port for this test, without listening.
+        # Reserve the port for this test, without listening on it.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]

@@ -1,4 +1,4 @@
-"""All packages that `make test-doors` installs are pinned."""
+"""Every package that `make test-doors` installs is pinned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_PINS = {"envserve", "pip"}
 
 
 def test_every_installed_package_is_pinned() -> None:
-    # Only this folder, without the packages that Ray bundles in another one.
+    # Search only this folder: Ray bundles packages in another one.
     found = distributions(path=[sysconfig.get_path("purelib")])
     installed = {str(canonicalize_name(each.name)): each.version for each in found}
     for name in NO_PINS:

@@ -29,24 +29,24 @@ from tests.doors.test_documents import BIN, ROOT, commands
 
 WORD = "ray://default/envs"
 ENV = "CartPole-v1"
-#: Options of small learners that run until they are stopped.
+#: Options for small learners that train until they are stopped.
 SMALL = [
     *("--num-workers", "1", "--set", "num_envs=4", "--set", "minibatch_size=32"),
     *("--set", "horizon=16", "--set", "epochs=1", "--set", "jit_compile=false"),
     *("--set", "total_steps=1000000000", "--set", "checkpoint_every=64"),
     *("--set", "evaluation_episodes=2", "--set", "policy_layers=4"),
 ]
-#: Timeout for operations of Ray, which takes half a minute to detect a dead node.
+#: Timeout in seconds for Ray operations; Ray takes 30 s to detect a dead node.
 LONG = 600.0
 pytestmark = pytest.mark.timeout(1800)
 
 
 class RayCluster:
-    """A cluster of nodes on loopback; RAY_ADDRESS is its address."""
+    """A Ray cluster whose nodes have loopback addresses; RAY_ADDRESS is its address."""
 
     def __init__(self, patch: pytest.MonkeyPatch, num_nodes: int = 3) -> None:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        self._others = with_descendants(os.getpid())  # of earlier tests
+        self._others = with_descendants(os.getpid())  # processes of earlier tests
         self.cluster = Cluster(shutdown_at_exit=False)
         for last in range(2, 2 + num_nodes):
             self.add_node(f"127.0.0.{last}")
@@ -61,11 +61,11 @@ class RayCluster:
         )
 
     def kill_node(self, ip: str) -> None:
-        """Kill the raylet of a node, which ends all of its actors."""
+        """Kill a node's raylet, which kills all of its actors."""
         (node,) = (n for n in self.cluster.worker_nodes if n.node_ip_address == ip)
         (raylet,) = node.all_processes["raylet"]
         raylet.process.kill()
-        raylet.process.wait()  # actors do not notice that a zombie is dead
+        raylet.process.wait()  # while it is a zombie, actors consider it alive
 
     def close(self) -> None:
         ours = {*with_descendants(os.getpid())}.difference(self._others)
@@ -81,7 +81,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
 
 
 class Started:
-    """A process that runs `envserve start --on ray`."""
+    """An `envserve start --on ray` process."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self.log = log
@@ -101,13 +101,13 @@ class Started:
 
     @property
     def error(self) -> str:
-        """The error line of the command, without the output of Ray."""
+        """The command's error line, without Ray's output."""
         lines = self.log.read_text().splitlines()
         (found,) = (line for line in lines if line.startswith("Error: "))
         return found
 
     def end(self, number: int | None = None) -> int:
-        """Send a signal, if one is given; wait for the end and return the exit code."""
+        """Send a signal, if given; wait for the process and return its exit code."""
         if number is not None:
             self.process.send_signal(number)
         try:
@@ -120,7 +120,7 @@ class Started:
 
 
 class Training(contextlib.AbstractContextManager["Training"]):
-    """A process that runs `ppo train`; it is killed on exit."""
+    """A `ppo train` process, which is killed when the context ends."""
 
     def __init__(self, run: Path, *args: str) -> None:
         self._run, self._log = run, run.with_name("train.log")
@@ -168,7 +168,7 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start(tmp_path: Path, cluster: RayCluster) -> Iterator[Start]:
-    """Start servers, and end them before their nodes end."""
+    """Return a function that starts servers; stop them before their nodes."""
     started: list[Started] = []
 
     def begin(*options: str) -> Started:
@@ -223,9 +223,9 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
     pids = server_pids()
     os.kill(pids[found[0]], signal.SIGKILL)
     assert len(now_ready(3, but=found[0])) == 3
-    os.kill(pids[found[1]], signal.SIGTERM)  # a requested end, without a restart
+    os.kill(pids[found[1]], signal.SIGTERM)  # requested, so Ray does not restart it
     assert len(now_ready(2, but=found[1])) == 2
-    again = start("--servers", "3")  # two of the three names are in use
+    again = start("--servers", "3")  # two of the three names are already in use
     assert again.end() == 1
     assert "(ray status, ray list actors)" in again.error
     ours = server_pids().values()
@@ -236,7 +236,7 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
 
 
 def server_pids() -> dict[str, int]:
-    """Return the pids of the servers in Ray by address."""
+    """Return the pids of the servers on Ray, by address."""
     found = {}
     for pid in with_descendants(os.getpid()):
         args = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -350,7 +350,7 @@ def test_the_documented_commands_train_with_one_learner_and_with_two(
                 assert training.process.wait(LONG) == 0, training.log()
         assert started.end(signal.SIGINT) == 0
         log_text = started.log.read_text()
-    # One learner has a lease on each of both servers, and so does each of two.
+    # Each learner has a lease on each of the two servers, in both training runs.
     assert log_text.count("8 CartPole-v1, ended after 2,048 env steps") == 2
     assert log_text.count("4 CartPole-v1, ended after 1,024 env steps") == 4
 
@@ -369,7 +369,7 @@ def test_learners_continue_when_one_is_killed_and_when_its_node_dies(
             wait_until(lambda: len(training.rows()) > rows, "it learns")
 
         wait_until(training.has_checkpoint, "a checkpoint")
-        assert training.rows()[0]["steps"] == 64  # of both learners
+        assert training.rows()[0]["steps"] == 64  # the sum over both learners
         (pid,) = training.others().values()
         os.kill(pid, signal.SIGKILL)
         wait_until_restarted(1)

@@ -1,4 +1,4 @@
-"""`envserve.sb3`: the same data as Stable-Baselines3's vector envs, and its API."""
+"""`envserve.sb3` has the data and the API of Stable-Baselines3's vector envs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_the_final_observation_of_a_lost_episode_is_the_last_one_returned() -> N
     envs.reset()
     for _ in range(1, WALK_LENGTH):
         envs.step(np.zeros(2, int))
-    # The episode of the other row ends in the step in which the worker dies.
+    # The other row's episode ends in the step in which the worker dies.
     *_, infos = envs.step(np.array([0, 1]))
     assert [info["terminal_observation"].tolist() for info in infos] == [[104]] * 2
     envs.close()
@@ -218,14 +218,14 @@ def test_after_an_interrupt_the_envs_can_be_stepped_without_a_reset(
         with pytest.raises(KeyboardInterrupt):
             masked.step(np.zeros(3, int))
     assert masked.env_method("times", 1) == [1, 1, 1]
-    masked.step_async(np.zeros(3, int))  # without step_wait
+    masked.step_async(np.zeros(3, int))  # never followed by step_wait
     observation, *_ = masked.step(np.zeros(3, int))
     np.testing.assert_allclose(observation, np.full((3, 1), 3 / EPISODE_LENGTH))
     for _ in range(EPISODE_LENGTH - 4):
         masked.step(np.zeros(3, int))
     masked.step_async(np.zeros(3, int))
     _, _, dones, _ = masked.step(np.zeros(3, int))
-    assert dones.all()  # the ends of the discarded step
+    assert dones.all()  # the discarded step ended the episodes
 
 
 def interrupt(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Envs of popular packages return the same rows locally and on a server."""
+"""Envs from popular packages return the same rows locally and on a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES: Final = (
     *("ale_py", "envserve.envpool", "gymnasium_robotics", "highway_env", "minigrid"),
     *("shimmy", "vizdoom.gymnasium_wrapper", AGENTS),
 )
-#: Envs of Gymnasium and other packages.
+#: Envs from Gymnasium and other packages.
 ENVS: Final = (
     *("CartPole-v1", "Pendulum-v1", "LunarLander-v3", "HalfCheetah-v5", "Humanoid-v5"),
     *("Blackjack-v1", "CliffWalking-v1", "FrozenLake-v1", "ALE/Pong-v5"),
@@ -30,12 +30,12 @@ ENVS: Final = (
     *("BabyAI-GoToObj-v0", "MiniGrid-Empty-5x5-v0"),
     *("dm_control/cartpole-balance-v0", "dm_control/walker-walk-v0"),
 )
-#: Vector envs of Gymnasium and EnvPool, and multi-agent games with one row per agent.
+#: Gymnasium and EnvPool vector envs, and multi-agent games with one row per agent.
 VECTOR_ENVS: Final = (
     *("CartPole-v0", "envpool/CartPole-v1", "envpool/Pong-v5"),
     *("agents/RockPaperScissors-v2", "agents/KnightsArchersZombies-v11"),
 )
-#: Number of rows: the number of agents of the largest game.
+#: Number of rows, which equals the number of agents in the largest game.
 NUM_ENVS: Final = 4
 
 
@@ -75,7 +75,7 @@ def test_an_env_returns_the_same_rows_locally_and_on_a_server(
 ) -> None:
     options: dict[str, Any] = {"seed": 3, "padding_after": 60.0, "nonfinite": "pass"}
     options["vectorized"] = name in VECTOR_ENVS
-    # Gymnasium's vector env of CartPole supports only this mode.
+    # Gymnasium's CartPole vector env supports only this mode.
     options["autoreset"] = "next_step" if name == "CartPole-v0" else "same_step"
     pool = partial(Pool, launcher=launcher)
     monkeypatch.setattr("envserve.client.factory.Pool", pool)

@@ -1,4 +1,4 @@
-"""Servers with one defect each, and the rule of `envserve check` that finds it."""
+"""Servers with one defect each, and the `envserve check` rule that finds it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = MessageType
 
 
 def found_by(rule: str) -> Callable[[type[Any]], type[Any]]:
-    """Register a broken server, or broken envs, as a defect that a rule finds."""
+    """Register a broken server, or broken envs, with the rule that finds the defect."""
 
     def register(broken: type[Any]) -> type[Any]:
         attributes = {} if issubclass(broken, Server) else {"envs": broken}
@@ -203,7 +203,7 @@ class MixesSessions(Server):
         return message
 
 
-# Each request is carried out at most once.
+# Requests must be executed at most once.
 
 
 @found_by("copies")

@@ -1,6 +1,6 @@
-"""A correct server in this process, for tests of `envserve check`.
+"""A correct in-process server, for tests of `envserve check`.
 
-Subclasses break it in `change_request`, `change_reply` or the envs.
+Subclasses break it by overriding `change_request`, `change_reply` or the envs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer
 from tests.simulation.pool import Operation
 
-#: A short lease, because tests check that it expires; time is simulated.
+#: The lease is short because tests check that it expires; time is simulated.
 HOST = HostSettings(num_workers=1, lease_seconds=2.0)
 
 
 class Envs(FakePool):
-    """Random walks whose observations and lengths depend on their seeds."""
+    """Random walks whose observations and episode lengths depend on their seeds."""
 
     spec = EnvSpec(
         "Fake-v0", spaces.Box(-np.inf, np.inf, (2,), np.float32), spaces.Discrete(3)
@@ -78,7 +78,7 @@ class Envs(FakePool):
 
 
 class Server(FakeServer):
-    """A FakeServer that is connected to MemoryLinks, each with a route."""
+    """A FakeServer that is connected to MemoryLinks, each of which has a route."""
 
     envs: type[Envs] = Envs
 
@@ -88,15 +88,15 @@ class Server(FakeServer):
         self.links: dict[bytes, deque[list[Buffer]]] = {}
 
     def change_request(self, message: Message) -> Message | None:
-        """Return the request to handle in place of this one; None drops it."""
+        """Return the request to handle instead of this one; None drops the request."""
         return message
 
     def change_reply(self, message: Message) -> Message | None:
-        """Return the reply to send in place of this one; None drops it."""
+        """Return the reply to send instead of this one; None drops the reply."""
         return message
 
     def lease_of(self, message: Message) -> Lease | None:
-        """Return the lease of a message, if it has one."""
+        """Return the lease that a message belongs to, if any."""
         record = self.session.leases.get(("", message.session))
         return record.lease if record else None
 
@@ -119,7 +119,7 @@ class Server(FakeServer):
                 self.links[reply.peer[0]].append(encode(message))
 
     def advance(self, seconds: float) -> None:
-        """Finish all operations; if no reply is waiting, let time pass."""
+        """Finish all operations; if no reply is waiting, advance the clock."""
         self.finish_all(self.now)
         self.deliver()
         if not any(self.links.values()):
@@ -129,7 +129,7 @@ class Server(FakeServer):
 
 
 class MemoryLink:
-    """A `envserve.check.probe_client.SocketLink` without a socket."""
+    """An `envserve.check.probe_client.SocketLink` without a socket."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""Fixtures for batches over every kind of lane, for servers, and for pools."""
+"""Fixtures that create servers, pools, and batches over every kind of lane."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Join = Callable[..., SessionClient]
 Attach = Callable[..., RemoteLane]
 WaitUntil = Callable[..., None]
 
-#: Server options that allow the arguments and calls of the test envs.
+#: Server options that allow the test envs' arguments and calls.
 OPENINGS = [
     *("--allow-kwarg", "length", "--allow-kwarg", "reset_seconds"),
     *("--allow-kwarg", "space:any", "--allow-kwarg", "fault:any"),
@@ -78,7 +78,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Return a function that starts a server for this test, killed at the end."""
+    """Return a function that starts a server, which is killed after the test."""
     with contextlib.ExitStack() as stack:
         numbers = itertools.count()
 
@@ -92,7 +92,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def join(serve: Serve) -> Iterator[Join]:
-    """Return a function that attaches clients that send nothing automatically."""
+    """Return a function that attaches clients that send nothing on their own."""
     with contextlib.ExitStack() as stack:
         yield lambda server, *arguments, **more: stack.enter_context(
             SessionClient(server.address, *arguments, **more)
@@ -101,7 +101,7 @@ def join(serve: Serve) -> Iterator[Join]:
 
 @pytest.fixture
 def attach(serve: Serve) -> Iterator[Attach]:
-    """Return a function that creates lanes to servers with reset envs."""
+    """Return a function that creates a lane to a server and resets its envs."""
     with contextlib.ExitStack() as stack:
         yield lambda *arguments, **changes: stack.enter_context(
             contextlib.closing(attach_lane(*arguments, **changes))
@@ -117,6 +117,12 @@ def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def local_or_tcp(request: pytest.FixtureRequest) -> str:
+    """Replace `lane_kind` in modules that assign this fixture to that name."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def shared_address(
     lane_kind: str, tmp_path_factory: pytest.TempPathFactory
@@ -129,7 +135,7 @@ def shared_address(
 
 @contextlib.contextmanager
 def pools_of(launcher: Launcher) -> Iterator[None]:
-    """Make local batches share one launcher, because starting one is slow."""
+    """Make local batches share one launcher, because a launcher starts slowly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("envserve.client.factory.Pool", partial(Pool, launcher=launcher))
         yield
@@ -164,19 +170,19 @@ def make_envs_here(one_launcher: None) -> Iterator[MakeEnvs]:
 
 @pytest.fixture
 def make_envs(make_envs_here: MakeEnvs, shared_address: str) -> MakeEnvs:
-    """The same as `make_envs_here`, both locally and at a server."""
+    """Run the test with local vector envs, and with vector envs on a server."""
     if not shared_address:
         return make_envs_here
     return partial(make_envs_here, addresses=[shared_address])
 
 
 class MakeBatch:
-    """Creates batches over one kind of lane, and closes them."""
+    """Creates batches over one kind of lane, and closes the batches."""
 
     def __init__(
         self, start: Callable[..., str], address: str, launcher: Launcher
     ) -> None:
-        """Create batches at a server, or without an address locally."""
+        """Create batches on the server at an address, or locally without an address."""
         self._start = start
         self._address = address
         self._launcher = launcher
@@ -231,7 +237,7 @@ def make_batch(
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool]], None]:
-    """Poll a condition that has no event, for example a child process."""
+    """Return a function that polls a condition, for example on a child process."""
 
     def wait(condition: Callable[[], bool], timeout_seconds: float = 30.0) -> None:
         give_up_at = time.monotonic() + timeout_seconds
@@ -273,7 +279,7 @@ def make_own_pool(own_launcher: Launcher) -> Iterator[PoolMaker]:
 
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Socket[bytes]]:
-    """All ZeroMQ sockets that this process creates, in order."""
+    """All ZeroMQ sockets that this process creates, in order of creation."""
     made: list[zmq.Socket[bytes]] = []
     make = zmq.Context.socket
 

@@ -1,4 +1,4 @@
-"""Fake workers, which a test controls, and a pool that uses them; without processes."""
+"""Fake workers without processes, which a test controls, and a pool of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DISCRETE = describe(spaces.Discrete(3))
 
 
 class FakeWorker:
-    """The worker's end of a socket pair, without a process."""
+    """A worker without a process: the worker's end of a socket pair."""
 
     def __init__(self, launcher: FakeLauncher, *selector_arguments: Any) -> None:
         self.was_killed = False
@@ -52,7 +52,7 @@ class FakeWorker:
         return self._messages.pop(0)
 
     def take_over(self, pool: Pool, *kinds: MessageKind) -> None:
-        """Answer the operations that a pool sends to the successor of a lost worker."""
+        """Answer the operations that a pool sends to a lost worker's successor."""
         self.theirs.setblocking(False)
         for kind in kinds:
             deadline = time.monotonic() + 40.0
@@ -89,12 +89,12 @@ class FakeWorker:
 
 
 class FakeLauncher:
-    """Starts fake workers; a killed one ends at once."""
+    """Starts fake workers; a killed fake worker exits immediately."""
 
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
-        self.reserve = contextlib.nullcontext()  # reserved descriptors
+        self.reserve = contextlib.nullcontext()  # reserves no descriptors
 
     def launch(
         self, selector: selectors.BaseSelector, selector_data: object
@@ -109,11 +109,11 @@ class FakeLauncher:
             self.workers[process.fork_number].die(-9)
 
     def poll(self) -> None:
-        """Do nothing, because the test reports exits itself."""
+        """Do nothing, because the test itself reports exits."""
 
 
 class FakePool:
-    """A pool of two envs with fake workers, and methods to step it and lose workers."""
+    """A pool of two envs on fake workers, with methods that step and lose workers."""
 
     def __init__(self, num_workers: int = 1, num_splits: int = 2) -> None:
         self.launcher = FakeLauncher()
@@ -149,7 +149,7 @@ class FakePool:
     def replace(
         self, culprit: FakeWorker, action: dict[str, Any] = DISCRETE
     ) -> FakeWorker:
-        """Wait for the successor of a worker, and make it ready."""
+        """Wait for a worker's successor, and make it ready."""
         wait_for(self.pool, lambda: self.worker is not culprit)
         self.worker.become_ready(action)
         if action is DISCRETE:

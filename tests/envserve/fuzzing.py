@@ -1,7 +1,7 @@
 """Decoders of untrusted bytes, and mutated input for them.
 
-Each target decodes mutations of valid bytes. It may only raise the documented errors of
-its decoder, within a time limit.
+Each target decodes mutations of valid bytes, within a time limit. It may raise only
+its decoder's documented errors.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ _HEX_FRAGMENTS: Final = (
     "d38000000000000000 c0 90 80 a0 "
 )
 _FRAGMENTS: Final = (*map(bytes.fromhex, _HEX_FRAGMENTS.split()), b"\x91" * 40)
-#: Time limit in seconds of decoders that build spaces with up to 64 MiB of bounds.
+#: Time limit in seconds for decoders that build spaces with up to 64 MiB of bounds.
 _MAX_SPACE_SECONDS: Final = 0.5
 
 
 @dataclass
 class Target:
-    """A decoder with valid input and its limits.
+    """A decoder with valid input and limits.
 
     Attributes:
-      decode: Decodes bytes.
-      valid: Inputs that it accepts.
-      expected_errors: Exceptions that it may raise.
-      max_seconds: Limit of processor time for one input, on a busy machine.
-      num_rejected: Number of inputs for which it raised.
-      slowest: Longest processor time in seconds, and its input.
+      decode: The decoder.
+      valid: Inputs that the decoder accepts.
+      expected_errors: Exceptions that the decoder may raise.
+      max_seconds: Maximum CPU time for one input, on a busy machine.
+      num_rejected: Number of inputs for which the decoder raised.
+      slowest: Longest CPU time in seconds, and the input that took it.
     """
 
     decode: Callable[[bytes], object]
@@ -89,7 +89,7 @@ class Target:
     slowest: tuple[float, bytes] = field(default=(0.0, b""))
 
     def run(self, data: bytes) -> None:
-        """Decode bytes, and raise any error that is not expected."""
+        """Decode bytes, and raise unexpected errors only."""
         seconds = self._seconds_for(data)
         if seconds > self.max_seconds:  # the machine may have stalled
             seconds = min(seconds, *(self._seconds_for(data) for _ in range(3)))
@@ -106,7 +106,7 @@ class Target:
 
 
 def mutants(valid: Sequence[bytes], random: Random) -> Iterator[bytes]:
-    """Yield mutations of valid bytes: replaced, deleted, repeated, inserted parts."""
+    """Yield valid bytes with replaced, deleted, repeated or inserted parts."""
     while True:
         data = bytearray(random.choice(valid))
         for _ in range(random.choice((1, 1, 1, 2, 3, 6))):
@@ -131,7 +131,7 @@ def mutants(valid: Sequence[bytes], random: Random) -> Iterator[bytes]:
 
 
 def make_targets() -> dict[str, Target]:
-    """Return every decoder of bytes from another process."""
+    """Return a target for every decoder of bytes from another process."""
     targets = {kind.__name__: _body_target(kind, bodies) for kind, bodies in _bodies()}
     spec = EnvSpec("A-v0", SPACES["image"], SPACES["image"])
     blocks = make_blocks(4, 2, 1)
@@ -193,7 +193,7 @@ def make_targets() -> dict[str, Target]:
 
 
 def _values_target() -> Target:
-    """Return a target for rows of all encoded leaves; byte 0 selects the leaf."""
+    """Return a target for rows of every encoded leaf; byte 0 selects the leaf."""
     leaves = [leaf for each in ENCODED.values() for leaf in leaves_of(each)]
     leaves = [leaf for leaf in leaves if leaf.is_encoded]
     valid = []
@@ -257,7 +257,7 @@ class _Encoded(bytes):
 
 
 def _messages(boot: int) -> list[bytes]:
-    """Return messages of every type that a client sends, with and without a lease."""
+    """Return a message of each client message type, with and without a lease."""
     numbers: dict[str, Any] = {"session": SESSION, "boot": boot, "epoch": 1}
     bodies = {kind.__name__: bodies for kind, bodies in _bodies()}
     entries = ((0, 1), (1, 1))
@@ -286,7 +286,7 @@ def _messages(boot: int) -> list[bytes]:
 
 
 def _server_target() -> Target:
-    """Return a target that receives messages in a server with a lease."""
+    """Return a target that delivers messages to a server with a lease."""
     policy = HostSettings(num_workers=2, exposed=frozenset({"x"}))
     raw = RawClient(FakeServer(policy))
     server, counter = raw.server, itertools.count(1)
@@ -295,7 +295,7 @@ def _server_target() -> Target:
         now = next(counter) / 1000
         lease = server.session.leases["", SESSION].lease
         assert lease is not None
-        # Mutations rarely produce the next seq, so set it.
+        # Mutations rarely produce the next seq, so set the seq explicitly.
         for index, seq in enumerate(lease._last_seq):
             at = 44 + 12 * index
             if data[at : at + 4] == index.to_bytes(4, "little"):
@@ -317,7 +317,7 @@ def _server_target() -> Target:
 
 
 def _client_target() -> Target:
-    """Return a target that receives messages in a client with a request in flight."""
+    """Return a target that delivers messages to a client with a request in flight."""
     clients: list[Any] = []
 
     def read(data: bytes) -> None:

@@ -1,7 +1,7 @@
 """A server that grants envs correctly, and then breaks the protocol.
 
-A script, selected by name, defines the replies without I/O. `HostileServer` is a
-process that sends them over a ROUTER as fast as it can.
+A script, which is selected by name, computes the replies without I/O. `HostileServer`
+is a process that sends these replies over a ROUTER as fast as it can.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.envserve.server_process import ROOT
 SPEC: Final = EnvSpec(
     "Hostile-v0", spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2)
 )
-#: Reward, terminated, truncated, status and an observation.
+#: The bytes of a row: reward, terminated, truncated, status and an observation.
 _ROW_BYTES: Final = 11 + 16
 _BOOT: Final = 66
 _MIB: Final = 1 << 20
@@ -44,7 +44,7 @@ Replies = Iterable[Frames]
 
 
 def reply(request: Message, kind: MessageType, /, **changes: Any) -> Frames:
-    """Return a reply with the numbers of its request, except for changes."""
+    """Return a reply with its request's numbers, except for changed fields."""
     fields = {
         "type_": kind,
         "numbers": (request.session, _BOOT, 1),
@@ -56,7 +56,7 @@ def reply(request: Message, kind: MessageType, /, **changes: Any) -> Frames:
 
 
 def granted(request: Message, spec: EnvSpec = SPEC) -> Frames:
-    """Return GRANTED, with one block for each requested row."""
+    """Return a GRANTED message, with one block for each requested row."""
     rows = range(Attach.decode(request.body).num_envs)
     blocks = [Block(row, row, row + 1, row, 0) for row in rows]
     body = Granted(epoch=1, lease_seconds=60.0, spec=spec, blocks=tuple(blocks))
@@ -64,7 +64,7 @@ def granted(request: Message, spec: EnvSpec = SPEC) -> Frames:
 
 
 def result(request: Message, num_rows: int, /, **changes: Any) -> Frames:
-    """Return a RESULT whose rows are all zero."""
+    """Return a RESULT message whose rows are all zero."""
     rows = bytes(_ROW_BYTES * num_rows)
     is_short = len(rows) <= MAX_INLINE_BYTES
     content = {"body": rows} if is_short else {"payload": rows}
@@ -72,7 +72,7 @@ def result(request: Message, num_rows: int, /, **changes: Any) -> Frames:
 
 
 def correct_replies(request: Message, num_rows: int) -> Replies:
-    """Yield the replies of a correct server whose episodes never end."""
+    """Yield the replies that a correct server with endless episodes would send."""
     if request.type is MessageType.HELLO:
         welcome = Welcome(
             max_message_bytes=1 << 30,
@@ -115,10 +115,10 @@ def report_of(*rows: bytes | list[int]) -> bytes:
 
 #: Seven faults, each of more rows than exist: 57 KB.
 LONG_REPORT: Final = report_of(*[b"\xff" * (1 << 13)] * 7)
-#: 700 KiB: longer than a text may be, but not than a body may be.
+#: 700 KiB exceed the maximum length of a text, but not that of a body.
 _LONG_TEXT: Final = "\x1b]0;" * (MAX_BODY_BYTES // 5)
 
-#: Functions from a request and its number of rows to replies, by name.
+#: Scripts by name: each takes a request and its number of rows, and yields replies.
 SCRIPTS: Final[dict[str, Callable[[Message, int], Replies]]] = {
     "nothing": lambda request, rows: (),
     "pongs": lambda request, rows: _endless(
@@ -155,14 +155,14 @@ SCRIPTS: Final[dict[str, Callable[[Message, int], Replies]]] = {
 
 
 class Script:
-    """Replies correctly, except to one type of request, which a script answers."""
+    """Replies correctly, except to one type of request, which the script answers."""
 
     def __init__(self, name: str, scripted_type: MessageType) -> None:
         self._script, self._scripted_type = SCRIPTS[name], scripted_type
         self._num_rows = 0
 
     def replies_to(self, request: Message) -> Replies:
-        """Return the replies to a request; there may be no end of them."""
+        """Return the replies to a request, possibly an endless stream."""
         if request.type is MessageType.ATTACH:
             self._num_rows = Attach.decode(request.body).num_envs
         if request.type is self._scripted_type:
@@ -174,12 +174,12 @@ def serve(name: str, scripted_type: str) -> None:
     """Bind a ROUTER, print its address, and serve until the process is killed."""
     script = Script(name, MessageType[scripted_type])
     router = zmq.Context().socket(zmq.ROUTER)
-    keys = KeyFolder().ensure_key("server")  # the key that its clients expect
+    keys = KeyFolder().ensure_key("server")  # clients expect this key
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     router.setsockopt(zmq.SNDHWM, 64)
     router.setsockopt(zmq.SNDTIMEO, 50)
-    # Sends block while a client's queue is full.
+    # A send blocks while a client's queue is full.
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     print(
         f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}", flush=True
@@ -203,12 +203,12 @@ def serve(name: str, scripted_type: str) -> None:
 
 
 class HostileServer:
-    """A process that runs a script; `address` is where it listens."""
+    """A process that runs a script, and listens at `address`."""
 
     def __init__(
         self, script: str, scripted_type: MessageType = MessageType.STEP
     ) -> None:
-        """Start the process, and wait for its address."""
+        """Start the process, and wait until it prints its address."""
         self._process = subprocess.Popen(
             [
                 sys.executable,

@@ -1,4 +1,4 @@
-"""Raise KeyboardInterrupt at a chosen line of a call."""
+"""Raise KeyboardInterrupt at a chosen line during a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import envserve
 
 PACKAGE = str(Path(envserve.__file__).parent)
-#: The path of a file, and a line number.
+#: A file's path and a line number.
 Place = tuple[str, int]
 
 
@@ -24,12 +24,13 @@ def is_ours(path: str) -> bool:
 def run_traced(
     call: Callable[[], Any], line: int, is_traced: Callable[[str], bool] = is_ours
 ) -> list[Place]:
-    """Run a call, interrupt it before a line, and return all lines until then.
+    """Run a call, interrupt it before a line, and return all lines executed until then.
 
     Args:
       call: The function to call.
-      line: Number of executed lines, from 1, before the interrupt; -1 for none.
-      is_traced: Return whether the lines of a file count, given its path.
+      line: Interrupt before this executed line, counting from 1; -1 never interrupts.
+      is_traced: Function that takes a file's path, and returns whether to count its
+        lines.
     """
     places: list[Place] = []
 
@@ -55,12 +56,12 @@ def run_traced(
 
 
 def is_return(place: Place) -> bool:
-    """Return whether a line returns a result, which an interrupt may lose there."""
+    """Return whether a line returns a result, which an interrupt there may lose."""
     return linecache.getline(*place).strip() == "return result"
 
 
 def _is_spared(frame: FrameType) -> bool:
-    """Return whether a line begins with `with` or `try`.
+    """Return whether a line begins with `with` or `try`, and must not be interrupted.
 
     Python handles no signals at `try` and between the body of `with` and `__exit__`.
     """

@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def resource_limit(pid: int, kind: int, soft: int) -> Iterator[None]:
-    """Set a resource limit of another process within the context."""
+    """Set another process's resource limit within the context."""
     before = resource.prlimit(pid, kind)
     resource.prlimit(pid, kind, (soft, before[1]))
     try:
@@ -23,7 +23,7 @@ def resource_limit(pid: int, kind: int, soft: int) -> Iterator[None]:
 
 
 def open_descriptors(pid: int) -> set[int]:
-    """Return the open descriptors of a process; skip the test if they are hidden."""
+    """Return a process's open descriptors; skip the test if they cannot be listed."""
     try:
         return {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     except PermissionError:
@@ -31,7 +31,7 @@ def open_descriptors(pid: int) -> set[int]:
 
 
 def limit_for_descriptors(pid: int, count: int) -> int:
-    """Return the limit with which a process can open `count` more descriptors."""
+    """Return the limit that lets a process open `count` more descriptors."""
     taken = open_descriptors(pid)
     free = (number for number in itertools.count() if number not in taken)
     return next(itertools.islice(free, count, None))

@@ -32,7 +32,7 @@ def served(build: Callable[[str], Starlette], port: int = 0) -> Iterator[str]:
 
 
 class Browser:
-    """Sends requests like a browser that has opened the URL of the page."""
+    """Sends requests like a browser that has opened the page's URL."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -70,7 +70,7 @@ class Browser:
 
 
 class Events:
-    """The server-sent events of the page, in order."""
+    """The page's server-sent events, in order."""
 
     def __init__(
         self, connection: http.client.HTTPConnection, headers: Mapping[str, str]
@@ -84,7 +84,7 @@ class Events:
     def until(
         self, name: str, matches: Callable[[dict[str, Any]], bool] = lambda _: True
     ) -> dict[str, Any]:
-        """Return the data of the next event with a name, and data that matches."""
+        """Return the data of the next event with this name and matching data."""
         while True:
             kind = self._response.readline().decode().partition(": ")[2].strip()
             data = self._response.readline().decode().partition(": ")[2]

@@ -1,4 +1,4 @@
-"""Fake servers for tests of the page, with envs, frames and faults."""
+"""Fake servers with envs, frames and faults, for page tests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
 class FakeServer:
-    """The state of one server, which tests change.
+    """The state of one server, which tests modify.
 
     Attributes:
-      error: Exception that requests raise, if any.
-      frame_requests: Lease, rows and width of every request for frames.
+      error: Exception that requests raise, or None.
+      frame_requests: Lease, rows and width of every frame request.
       has_pictures: Whether frames contain images.
       ticks: Serial of the latest frames, minus one.
       status: The status that the server reports.
@@ -74,7 +74,7 @@ class FakeServer:
         )
 
     def replace(self, **fields: Any) -> None:
-        """Change fields of the server's status."""
+        """Replace fields of the server's status."""
         import msgspec
 
         with self._lock:
@@ -151,7 +151,7 @@ class FakeObserver:
 
 
 def draw_frame(row: int, tick: int, width: int, *, has_jpeg: bool) -> RenderedFrame:
-    """Draw a cart with a pole, whose position depends on row and tick."""
+    """Draw a cart with a pole, whose position depends on the row and the tick."""
     angle, x = 0.3 * math.sin(tick / 7 + row), 0.2 * math.sin(tick / 11 + 2 * row)
     height = width * 2 // 3
     image = Image.new("RGB", (width, height), "white")

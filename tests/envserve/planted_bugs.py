@@ -1,7 +1,7 @@
-"""Bugs that are easy to introduce, planted at module boundaries.
+"""Bugs that are easily introduced, planted at module boundaries.
 
-A message, decision, outcome or row is dropped, duplicated, altered or swapped. The few
-bugs that depend on internals are at the end.
+They drop, duplicate, alter or swap a message, decision, outcome or row. The few bugs
+that depend on internals are at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def faulty(kind: str, profile: Profile = LINGERING, **changes: Any) -> Profile:
 
 
 class Bug(NamedTuple):
-    """A function that plants a bug, and the profile that reveals it (None for any)."""
+    """A function that plants a bug, and the profile that reveals it; None for any."""
 
     plant: Callable[[Patch], None]
     profile: Profile | None = None
@@ -54,7 +54,7 @@ def bug(profile: Profile | None = None) -> Callable[[Callable[[Patch], None]], N
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replace a function by `change(real, ...)`."""
+    """Replace a function with `change(real, ...)`."""
     real = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **options: change(real, *args, **options))
 
@@ -191,7 +191,7 @@ def leases_reuse_seeds(patch: Patch) -> None:
     patch.setattr(attachment, "with_fresh_seeds", lambda attach, num_leases: attach)
 
 
-# Outcomes, and the state of blocks.
+# Outcomes and block states.
 
 
 @bug()
@@ -270,7 +270,7 @@ def late_results_are_marked_valid(patch: Patch) -> None:
     mark_as_valid(patch, Status.LATE)
 
 
-# Rows of a batch.
+# Batch rows.
 
 
 @bug()
@@ -426,7 +426,7 @@ def a_call_of_remaining_rows_repeats_all_rows(patch: Patch) -> None:
     around(patch, LaneGroup, "call", call)
 
 
-# Internals: a lease executes a request that is not the next one, and forgets that.
+# Internals: a lease executes a request out of order, and does not record it.
 
 
 def execute_as_next(patch: Patch, is_executed: Callable[[int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Bugs of pools, and bugs of workers that an env plants when it is built."""
+"""Pool bugs, and worker bugs that an env plants when it is built."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PlantedLedger(LedgerEnv):
 gymnasium.register(PLANTED, f"{__name__}:PlantedLedger")
 
 
-# Bugs of workers.
+# Worker bugs.
 
 
 @plant_in(WORKER_BUGS)
@@ -134,7 +134,7 @@ def an_action_is_applied_at_close(patch: Patch) -> None:
     around(patch, EnvRow, "close", close)
 
 
-# Bugs of pools.
+# Pool bugs.
 
 
 @plant_in(POOL_BUGS)

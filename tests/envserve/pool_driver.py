@@ -1,4 +1,4 @@
-"""Helpers that drive pools of real workers, and envs that run scripts of a test."""
+"""Helpers that drive pools of real workers, and envs that run a test's scripts."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def wait_for(path):
         time.sleep(0.001)
 
 def inheritable_fds():
-    """What a process that is started here, with exec, would hold open."""
+    """Return the descriptors that a child process inherits across exec."""
     fds = []
     for name in os.listdir("/dev/fd"):
         try:
             if os.get_inheritable(int(name)):
                 fds.append(int(name))
         except OSError:
-            pass  # the one that has listed them
+            pass  # the descriptor of the listing itself
     return fds
 
 gymnasium.register("odd_envs/Script-v0", "odd_envs:ScriptEnv")
@@ -148,7 +148,7 @@ def attach_lane(
     patience: Timeouts | None = None,
     **changes: object,
 ) -> RemoteLane:
-    """Attach a lane to a server and reset its envs; `make_config` gets the rest."""
+    """Attach a lane to a server and reset its envs; pass the rest to `make_config`."""
     lane = RemoteLane(
         server if isinstance(server, str) else server.address,
         make_config(*args, **changes),  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def step(lane: Lane, actions: Any, blocks: Sequence[int] = ()) -> list[Outcome]:
 
 
 def call(lane: Lane, env_index: int, name: str, *arguments: Any) -> Any:
-    """Return the value of a call, or the text of its fault."""
+    """Return a call's value, or the text of its fault."""
     block = next(b.index for b in lane.blocks if env_index < b.stop)
     packed = codec.encode([arguments, {}])
     lane.submit_call([Call(block, (env_index,), "call", name, packed)])
@@ -203,13 +203,13 @@ def call(lane: Lane, env_index: int, name: str, *arguments: Any) -> Any:
 
 
 def run_once(mark: Path, script: str, when: str = "True") -> str:
-    """Return a script that runs only once; it creates the file `mark`."""
+    """Return a script that creates the file `mark`, so that it runs only once."""
     at = repr(str(mark))
     return f"if {when} and not os.path.exists({at}): open({at}, 'w').close(); {script}"
 
 
 def seeds(pool: Pool) -> list[int]:
-    """Return the seeds that ledgers or script envs observe."""
+    """Return the seeds in the observations of ledgers or script envs."""
     return [int(seed) for seed in pool.rows.observation[0][:, 0]]
 
 

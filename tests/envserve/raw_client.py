@@ -18,7 +18,7 @@ Entries = tuple[tuple[int, int], ...]
 
 
 class RawClient:
-    """A client with a lease, by default of four envs in two blocks."""
+    """A client with a lease, by default on four envs in two blocks."""
 
     def __init__(self, server: FakeServer, **changes: Any) -> None:
         self.server = server
@@ -37,7 +37,7 @@ class RawClient:
     def frames(
         self, kind: MessageType, entries: Entries, body: bytes = b"", **changes: Any
     ) -> list[Buffer]:
-        """Return the frames of a request with a new number."""
+        """Return the frames of a request with a new request number."""
         self._num_requests += 1
         numbers = {"session": SESSION, "boot": self.server.boot, "epoch": 1}
         fields = {"request": self._num_requests, **numbers, **changes}
@@ -46,7 +46,7 @@ class RawClient:
     def step(
         self, action: int, seq: int = 1, blocks: Sequence[int] = ()
     ) -> list[Buffer]:
-        """Return a STEP of blocks, by default all, with one action for all rows."""
+        """Return a STEP for some blocks (default: all) with one action for all rows."""
         listed = blocks or range(self.num_blocks)
         rows = sum(b.stop - b.start for b in self.pool.blocks if b.index in listed)
         entries = tuple((block, seq) for block in listed)
@@ -54,7 +54,7 @@ class RawClient:
         return self.frames(MessageType.STEP, entries, body)
 
     def reset(self, resets: dict[int, Any], seq: int = 1) -> list[Buffer]:
-        """Return a RESET; `resets` has the rows and seeds of each block."""
+        """Return a RESET; `resets` holds each block's rows and seeds."""
         body = ResetBody(resets=tuple(resets.values())).encode()
         entries = tuple((block, seq) for block in resets)
         return self.frames(MessageType.RESET, entries, body)
@@ -70,7 +70,7 @@ class RawClient:
     def send(
         self, frames: Sequence[Buffer], route: bytes = b"r", after: float = 1.0
     ) -> list[Message]:
-        """Deliver a message `after` seconds later; return the server's replies."""
+        """Deliver a message after `after` seconds; return the server's replies."""
         self.now += after
         self.server.receive((route, ""), frames, self.now)
         return self.take_replies()
@@ -86,7 +86,7 @@ class RawClient:
         return self.take_replies()
 
     def finish(self, *blocks: int, absent: Sequence[int] = ()) -> list[Message]:
-        """Finish the operations of blocks, by default all; return the replies."""
+        """Finish the operations of some blocks (default: all); return the replies."""
         if not blocks and not absent:
             blocks = tuple(self.pool.running)
         return self.deliver_outcomes(

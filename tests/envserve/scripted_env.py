@@ -1,4 +1,4 @@
-"""An env with given observations, for tests of wrappers."""
+"""An env with given observations, for wrapper tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envserve.wrappers.specs import WrapperSpec
 
 
 class ScriptedEnv(gymnasium.Env[Any, Any]):
-    """Returns given observations one after the other, always in the same array.
+    """Returns the given observations in order, always in the same array.
 
     The reward of step n is n. The episode ends with the last observation.
     """
@@ -48,7 +48,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
 
 
 class Bounded(gymnasium.Env[Any, Any]):
-    """Shows its action."""
+    """Observes the lower bounds after a reset, and the last action after a step."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ def wrapped(env: gymnasium.Env[Any, Any], name: str, **arguments: Any) -> Any:
 
 
 def episode_observations(env: Any, action: Any = 0) -> list[Any]:
-    """Return the observations of an episode."""
+    """Play an episode, and return its observations."""
     observations = [env.reset()[0]]
     while True:
         observation, _, terminated, truncated, _ = env.step(action)

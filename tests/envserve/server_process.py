@@ -22,13 +22,13 @@ from envserve.wire.sockets import use_keys
 from tests.oracle.probe_envs import MODULE
 
 LEDGER = "envserve/Ledger-v0"
-#: Options of a server for ledgers with journals.
+#: Options for a server of ledger envs with journals.
 LEDGER_OPTIONS = ("--allow-kwarg", "journal:any", "--allow-kwarg", "length")
-#: Arguments of Python that run `envserve`.
+#: Python arguments that run `envserve`.
 PROGRAM = ("-m", "envserve")
 #: Folder from which Python can import `tests`.
 ROOT = Path(__file__).resolve().parents[2]
-#: Time limit for the exit of a server, even on a machine that stalls.
+#: Maximum seconds for a server to exit, even on a machine that stalls.
 _END_SECONDS = 40.0
 
 
@@ -49,7 +49,7 @@ def command(*options: str, program: Sequence[str] = PROGRAM) -> list[str]:
 
 
 def use_user_keys(socket: zmq.Socket[bytes], address: str) -> None:
-    """Set the keys of a socket to those of this user for an address."""
+    """Configure a socket with this user's keys for an address."""
     keys = KeyFolder().keys_for(address)
     assert keys is not None
     use_keys(socket, *keys)
@@ -59,9 +59,9 @@ class ServerProcess:
     """A server process, which is killed when the context ends.
 
     Attributes:
-      addresses: Real addresses, once the server is ready.
+      addresses: The addresses that the server listens at, once it is ready.
       ready_line: The line that the server prints when it is ready.
-      is_insecure: Whether the server uses no keys.
+      is_insecure: Whether the server runs without keys.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class ServerProcess:
         """Start `prefix python program start options`.
 
         Args:
-          folder: Folder of the server's address file.
-          *options: Options of `envserve start`.
+          folder: Folder for the server's address file.
+          *options: Options for `envserve start`.
           bind: Addresses to listen on.
           cwd: Working directory.
-          environment: Variables to add to those of this process.
-          program: Arguments of Python that run `envserve`.
-          prefix: Command that runs Python.
+          environment: Environment variables to add to those of this process.
+          program: Python arguments that run `envserve`.
+          prefix: Command, with arguments, that runs Python.
           imports: Modules to import.
           waits_until_ready: Whether to call `wait_until_ready`.
         """
@@ -141,12 +141,12 @@ class ServerProcess:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, which the template process has forked."""
+        """The pids of the workers, which the template process has forked."""
         return with_descendants(self.process.pid)[2:]
 
     @property
     def resident_bytes(self) -> int:
-        """The resident memory of the server process."""
+        """The server process's resident memory in bytes."""
         vitals = vitals_of(self.process.pid)
         assert vitals is not None
         return vitals.resident_bytes
@@ -163,7 +163,7 @@ class ServerProcess:
         self.wait()
 
     def restart(self) -> None:
-        """Start the server at the same addresses, without waiting until it is ready."""
+        """Start the server again at its addresses; do not wait until it is ready."""
         self.process = self._start(self.addresses)
 
     def wait(self) -> int:
@@ -179,7 +179,7 @@ class ServerProcess:
             self.process.stdout.close()
 
     def end(self, number: int | None = None) -> str:
-        """Send a signal if one is given, wait for the exit, and return the log."""
+        """Send a signal, if given; wait for the exit, and return the log."""
         if number is not None:
             self.signal(number)
         code = self.process.wait(_END_SECONDS)

@@ -1,4 +1,4 @@
-"""A client's session over a real connection, without a lane and its threads."""
+"""A client session over a real connection, without a lane and its threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.envserve.session_fakes import SingleLeaseSession
 
 
 class SessionClient:
-    """Drives a session that fails when it loses its lease."""
+    """Drives a client session that ends when it loses its lease."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SessionClient:
         return self.collect()
 
     def step(self, action: int) -> list[Outcome]:
-        """Step all blocks; if the session is lost, the outcomes have errors."""
+        """Step all blocks; if the session is lost, the outcomes contain errors."""
         self.session.rows.action[0][:] = action
         blocks = range(len(self.session.blocks))
         self.session.submit_step(list(blocks), time.monotonic())
@@ -69,7 +69,7 @@ class SessionClient:
         return outcomes
 
     def wait_for_end(self) -> str:
-        """Wait until the session is over, and return its error as text."""
+        """Wait until the session has ended, and return its error as text."""
         self.wait_for(lambda: self.is_over)
         return str(self.session.error)
 

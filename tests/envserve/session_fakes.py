@@ -1,4 +1,4 @@
-"""The server's half with pools that tests control, and helpers for both halves."""
+"""A server session with pools that tests control, and helpers for both sides."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def make_call(
 
 
 class FakePool(MemoryPool):
-    """A pool whose rows count their steps; an operation ends when `finish` is called.
+    """A pool whose rows count their steps; `finish` ends an operation.
 
-    `executed` lists all operations in the order of their start: the block, and its
-    actions for a step or None for another operation.
+    `executed` lists all operations in the order in which they started: the block, and
+    the actions of a step or None for other operations.
     """
 
     spec = SPEC
@@ -95,7 +95,7 @@ class FakePool(MemoryPool):
         return {"reset": True}
 
     def _step(self, row: int) -> None:
-        """Step a row; its episode ends at steps 7, 14, ..."""
+        """Step a row; an episode ends at every seventh step."""
         rows, action = self.rows, self.rows.action[0][row]
         self.count[row] += 1
         rows.reward[row] = action
@@ -132,7 +132,7 @@ class FakeServer:
         self.carry_out(self.session.receive(peer, frames, now), now)
 
     def replies_to(self, kind: MessageType | int, **fields: Any) -> list[Message]:
-        """Return the server's replies to a message, by default of session 11."""
+        """Return the server's replies to a message, by default one of session 11."""
         numbers: dict[str, Any] = {"session": 11, "boot": self.boot}
         message = Message(type=kind, **{**numbers, **fields})
         self.receive((b"r", ""), encode(message), 0.0)
@@ -151,7 +151,7 @@ class FakeServer:
                 if self.builds_at_once:
                     self.build(decision.session, now)
             elif isinstance(decision, EndPool):
-                if decision.session in self.pools:  # otherwise it was queued
+                if decision.session in self.pools:  # otherwise the ATTACH was queued
                     self.pools.pop(decision.session).close()
                 self.carry_out(self.session.pool_closed(decision.session), now)
             elif not isinstance(decision, BeginDrain):
@@ -184,7 +184,7 @@ class FakeServer:
     def finish_all(self, now: float) -> None:
         for session, pool in list(self.pools.items()):
             for block in list(pool.running):
-                if session in self.pools:  # a drain may have ended the lease
+                if session in self.pools:  # a drain may already have ended the lease
                     self.finish(session, block, now)
 
     def poll(self, now: float) -> None:
@@ -237,12 +237,12 @@ def make_client(
 
 
 def state_of(client: ClientSession) -> ClientState:
-    """Return the state, which a type checker does not narrow after an assertion."""
+    """Return the state; type checkers do not narrow it after an assertion."""
     return client.state
 
 
 def take_outgoing(client: ClientSession) -> list[list[Buffer]]:
-    """Remove and return all frames of the outbox, as if they had been sent."""
+    """Remove all frames from the outbox, as if they had been sent, and return them."""
     outgoing = list(client.outbox.values())
     client.outbox.clear()
     return outgoing
@@ -265,7 +265,7 @@ def finish(client: ClientSession, server: FakeServer, now: float) -> list[Outcom
 
 
 def advance_to(client: ClientSession, now: float) -> None:
-    """Let time pass without messages from the server."""
+    """Advance the clock without messages from the server."""
     while client.next_deadline() < now:
         client.advance(client.next_deadline())
     client.advance(now)
@@ -279,7 +279,7 @@ def exchange(
     filter_request: Callable[[list[Buffer]], bool] = lambda frames: True,
     filter_reply: Callable[[list[Buffer]], bool] = lambda frames: True,
 ) -> None:
-    """Deliver messages in both directions until there are none; filters drop some."""
+    """Deliver messages in both directions until none are left; filters drop some."""
     while True:
         requests = take_outgoing(client)
         for frames in filter(filter_request, requests):
@@ -294,7 +294,7 @@ def exchange(
 def try_to_attach(
     server: FakeServer, now: float = 0.0, **changes: Any
 ) -> ClientSession:
-    """Return a client that has requested envs and received the reply."""
+    """Return a client that has requested envs and received a reply."""
     client = make_client(now, **changes)
     client.record_connect(now)
     exchange(client, server, now)
@@ -335,7 +335,7 @@ def step_all(
 
 
 def attach_and_step(num_steps: int = 3, **changes: Any) -> ClientSession:
-    """Return a client that has made some steps on a server with boot number 1."""
+    """Return a client that has stepped a few times on a server with boot number 1."""
     server = FakeServer(boot=1)
     client = attach(server, **changes)
     client.submit_reset([Reset(0), Reset(1)], 0.0)
@@ -348,11 +348,11 @@ def attach_and_step(num_steps: int = 3, **changes: Any) -> ClientSession:
 def attach_and_restart(
     *, is_noticed: bool = False, **options: Any
 ) -> tuple[ClientSession, FakeServer]:
-    """Return a client that has made some steps, and a restarted server.
+    """Return a client that has stepped a few times, and its restarted server.
 
     Args:
-      is_noticed: Whether the client has attached to the restarted server already.
-      **options: Arguments of the restarted `FakeServer`.
+      is_noticed: Whether the client has already attached to the restarted server.
+      **options: Arguments for the restarted `FakeServer`.
     """
     client, restarted = attach_and_step(), FakeServer(boot=2, **options)
     if is_noticed:
@@ -362,7 +362,7 @@ def attach_and_restart(
 
 
 def absent_blocks(client: ClientSession) -> set[int]:
-    """Return the absent blocks, after the update that a lane does."""
+    """Update the client like a lane, and return its absent blocks."""
     client.client_blocks.is_ready(3)
     return set(client.client_blocks.absent)
 
@@ -373,7 +373,7 @@ def executed(server: FakeServer) -> list[tuple[int, tuple[int, ...] | None]]:
 
 
 def check_lost(client: ClientSession, outcomes: list[Outcome], last: int) -> None:
-    """Assert that all rows are lost, and their episodes had `last` steps."""
+    """Assert that all rows are lost, and that their episodes had `last` steps."""
     rows = client.rows
     assert [(item.block, item.error) for item in outcomes] == [(0, None), (1, None)]
     assert rows.status.tolist() == [Status.SERVER_LOST] * 4
@@ -399,10 +399,10 @@ def pass_time(
 
     Args:
       client: The client.
-      server: Server that receives and answers all messages; None if it is silent.
-      now: Time of the start.
-      until: Time of the end, unless the session ends before.
-      **filters: Filters of messages, see `exchange`.
+      server: Server that answers all messages; None for an unresponsive server.
+      now: Start time.
+      until: End time; return earlier if the session ends.
+      **filters: Message filters, see `exchange`.
     """
     while now < 1000.0:
         if server is not None:

@@ -1,4 +1,4 @@
-"""Spaces as users have them, for tests of every kind of space."""
+"""Spaces like those of users, for tests with every kind of space."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ inf: Final = np.inf
 
 
 class UserBox(Box):
-    """A user's subclass with an additional attribute."""
+    """A user's Box subclass with an additional attribute."""
 
     unit = "m"
 
 
 class UserDiscrete(Discrete):
-    """A user's subclass that contains fewer values than its base class."""
+    """A user's Discrete subclass that contains fewer values than its base class."""
 
     def sample(self, mask: Any = None, probability: Any = None) -> Any:
         return super().sample() // 2 * 2
@@ -47,7 +47,7 @@ class UserText(Text):
 
 
 class Missions(gymnasium.Space[str]):
-    """A space of texts that does not derive from Gymnasium's, like that of MiniGrid."""
+    """A space of texts that does not derive from Gymnasium's Text, like MiniGrid's."""
 
     def __init__(self) -> None:
         super().__init__(dtype=str)
@@ -61,7 +61,7 @@ class Missions(gymnasium.Space[str]):
 
 
 class Points(gymnasium.Space[Any]):
-    """A space of arrays that does not derive from one of Gymnasium's."""
+    """A space of arrays that does not derive from a Gymnasium space."""
 
     def __init__(self) -> None:
         super().__init__((2,), np.float32)
@@ -78,12 +78,12 @@ def nested(levels: int) -> Space:
 
 
 def with_max_bytes(space: Space, max_bytes: int) -> Space:
-    """Return a space with the attribute `max_bytes`, the longest value in bytes."""
+    """Set a space's `max_bytes`, the maximum size of a value, and return the space."""
     space.max_bytes = max_bytes  # type: ignore[attr-defined]
     return space
 
 
-#: Spaces of arrays, for observations and, except for unbounded ones, for actions.
+#: Spaces of arrays, for observations and, unless they are unbounded, for actions.
 ARRAYS: Final[dict[str, Space]] = {
     "float16": Box(-1.0, 1.0, (3,), np.float16),
     "float32": Box(-1.0, 1.0, (3,), np.float32),
@@ -170,7 +170,7 @@ ENCODED: Final[dict[str, Space]] = {
         }
     ),
 }
-#: Unsupported spaces, and a pattern of the error.
+#: Unsupported spaces, and a pattern that matches the error.
 UNSUPPORTED: Final[dict[str, tuple[Space, str]]] = {
     "user_space": (
         Points(),
@@ -194,7 +194,7 @@ ALL_SPACES: Final = {**ARRAYS, **ENCODED}
 
 
 class TableEnv(gymnasium.Env[Any, Any]):
-    """Observes samples of a space or the last action; an episode takes three steps."""
+    """Observes a space's samples or the last action; an episode takes three steps."""
 
     def __init__(self, space: str, echoes_actions: bool = True) -> None:
         table = {

@@ -1,4 +1,4 @@
-"""Measure durations on machines that may stall."""
+"""Measure durations reliably on machines that may stall."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ NUM_ATTEMPTS = 3
 
 
 def fastest(attempt: Callable[[], float], limit: float) -> float:
-    """Return the seconds of the fastest of several attempts.
+    """Return the duration of the fastest of several attempts, in seconds.
 
-    Code that is always too slow is slow in every attempt, but a machine is not likely
-    to stall in all of them. Stop after an attempt that took less than `limit`.
+    Slow code is slow in every attempt, but a machine is unlikely to stall in all of
+    them. Stop after an attempt that took less than `limit`.
 
     Args:
-      attempt: Makes one attempt, and returns the seconds that it took.
-      limit: Seconds of an attempt that is fast enough.
+      attempt: Function that makes one attempt, and returns its duration in seconds.
+      limit: Duration in seconds that is fast enough.
     """
     fewest = math.inf
     for _ in range(NUM_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""Peers that send hand-made ZMTP, and an honest client that steps meanwhile."""
+"""Peers that send hand-made ZMTP, and an honest client that steps at the same time."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(52, b"\0")
 _KEYED_GREETING = _GREETING.replace(b"NULL\0", b"CURVE")
 _MORE, _LONG, _COMMAND = 1, 2, 4
-#: The command after the greeting of a mechanism without keys.
+#: The command that follows the greeting if the mechanism has no keys.
 KEYLESS_COMMANDS = {
     "NULL": b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER",
     "PLAIN": b"\x05HELLO\x03ann\x03ann",
     "GSSAPI": b"\x08INITIATE\0\0\0\x05token",
 }
-#: The first message of a client.
+#: A client's first message.
 HELLO = encode(Message(MessageType.HELLO, body=Hello().encode()))
 
 
 def predicted_ids(count: int) -> list[bytes]:
-    """Return the routing ids that a server would assign if it did not seed `rand()`."""
+    """Return the routing ids that a server assigns if it does not seed `rand()`."""
     libc = ctypes.CDLL(None)
-    libc.srand(1)  # the state of a process that has not called it
+    libc.srand(1)  # the state in a process that never calls srand
     first = libc.rand()
     return [b"\0" + (first + number).to_bytes(4, "big") for number in range(count)]
 
@@ -58,7 +58,7 @@ class Stranger:
         routing_id: bytes | None = b"",
         timeout_seconds: float = 20.0,
     ) -> None:
-        """Connect, and greet with a routing id; None does not greet.
+        """Connect, and greet with a routing id, if any.
 
         Raises:
           ConnectionError: The server has closed the connection, because it uses keys.
@@ -82,16 +82,16 @@ class Stranger:
             answer += data
 
     def send_half(self) -> None:
-        """Send the first half of a frame, or of a greeting if none was sent."""
+        """Send the first half of a frame, or of the greeting if it was not sent."""
         half = _frame(bytes(1000))[:500] if self._has_greeted else _GREETING[:40]
         self.socket.sendall(half)
 
     def begin_handshake(self) -> None:
-        """Send the greeting of a client with a key, and nothing else."""
+        """Send only the greeting of a client with a key."""
         self.socket.sendall(_KEYED_GREETING)
 
     def greet_with(self, mechanism: str) -> None:
-        """Send all of a handshake that ZMTP 3.1 allows before the server's reply."""
+        """Send everything that ZMTP 3.1 allows before the server's reply."""
         version = b"\x03\x01" + mechanism.encode().ljust(52, b"\0")
         with contextlib.suppress(ConnectionError):  # the server may have disconnected
             self.socket.sendall(
@@ -115,7 +115,7 @@ class Stranger:
         self.socket.sendall(whole)
 
     def send_unfinished(self, count: int) -> None:
-        """Send `count` empty frames of a message that does not end."""
+        """Send `count` empty frames of an endless message."""
         for _ in range(0, count, _CHUNK):
             self.socket.sendall(_frame(b"", _MORE) * _CHUNK)
 
@@ -145,13 +145,13 @@ class Stranger:
 
 
 def greeting_of(kind: bytes, routing_id: bytes = b"") -> bytes:
-    """Return the greeting and READY command of a socket of a type, without keys."""
+    """Return the greeting and READY command of a keyless socket of this type."""
     properties = _property(b"Socket-Type", kind) + _property(b"Identity", routing_id)
     return _GREETING + _frame(b"\x05READY" + properties, _COMMAND)
 
 
 def more_frames(size: int, count: int) -> bytes:
-    """Return `count` frames of a message that does not end."""
+    """Return `count` frames of an endless message."""
     return _frame(bytes(size), _MORE) * count
 
 
@@ -166,7 +166,7 @@ def _frame(data: bytes, flags: int = 0) -> bytes:
 
 
 class KeyedStranger:
-    """A DEALER with a key that connects once; the server may not know the key."""
+    """A DEALER that connects once, with a key that the server may not know."""
 
     def __init__(
         self,
@@ -186,11 +186,11 @@ class KeyedStranger:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(events)
         self.socket.connect(address)
-        with contextlib.suppress(zmq.Again):  # it may be refused already
+        with contextlib.suppress(zmq.Again):  # it may already be refused
             self.socket.send_multipart(frames, zmq.NOBLOCK)
 
     def is_admitted(self) -> bool:
-        """Wait until the handshake is over; return whether it has succeeded."""
+        """Wait until the handshake has ended; return whether it has succeeded."""
         assert self._monitor.poll(20_000), "expected a handshake to end"
         event = recv_monitor_message(self._monitor)["event"]
         return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -205,10 +205,10 @@ class KeyedStranger:
 
 
 class HonestClient:
-    """Steps ledger envs, and checks every row.
+    """A client that steps ledger envs and checks every row.
 
     Attributes:
-      lane: The lane of its envs, which were just reset.
+      lane: The lane to its envs, which have just been reset.
       seconds: Durations of all steps.
     """
 
@@ -230,7 +230,7 @@ class HonestClient:
 
 @contextlib.contextmanager
 def honest_client(server: ServerProcess) -> Iterator[HonestClient]:
-    """Step continuously in a thread; the server needs `--allow-kwarg length`."""
+    """Step in a background thread; the server needs `--allow-kwarg length`."""
     lane = attach_lane(server, env_kwargs={"length": 10**6})
     client, is_over = HonestClient(lane), threading.Event()
     failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Rows of lost, absent and interrupted envs, compared with an oracle."""
+"""Rows of lost, absent and interrupted envs equal those of an oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Oracle:
-    """A batch of fake lanes, with a check of every returned row.
+    """A batch of fake lanes that checks every returned row.
 
     Attributes:
       shown: Last observation of each row that was returned to the caller.
@@ -50,7 +50,7 @@ class Oracle:
 
     @property
     def truth(self) -> Array:
-        """The current state of the envs."""
+        """The envs' current state."""
         return np.concatenate([lane.state for lane in self.lanes])
 
     def check(self, rows: Array, actions: Array, result: StepResult) -> None:
@@ -82,11 +82,11 @@ class Oracle:
             self.shown[row] = after
 
     def check_last(self, before: Array, last: Array) -> None:
-        """Check the last observation; after an interrupt it may be a newer one."""
+        """Check the last observation; it may be newer if calls were interrupted."""
         assert self.has_interrupts or last.tolist() == before.tolist()
 
     def check_losses(self) -> None:
-        """Check that each loss was returned in one row, except a pending one."""
+        """Check that each loss was returned in one row, unless it is still pending."""
         first = 0
         for lane in self.lanes:
             for block in lane.blocks:
@@ -197,7 +197,7 @@ def test_an_interrupt_at_any_line_never_returns_a_wrong_row(num_lanes: int) -> N
             for result in results:
                 oracle.check(rows, rows + 100, result)
             if len(places) == line and is_return(places[-1]):
-                continue  # the result is lost between two bytecodes of the return
+                continue  # the interrupt discarded the result while `step` returned
             for _ in range(10):
                 actions = np.array([rng.randrange(1000) for _ in rows])
                 oracle.check(rows, actions, batch.step(actions))
@@ -245,7 +245,7 @@ def test_blocks_get_the_full_waiting_time_after_another_block_is_back() -> None:
     lane = FakeLane(2, 2, Faults(draw=random.Random(0).random))
     absence = Absence(BatchBlocks.of([lane]), 0.5)
     both, second = {0, 1}, {1}
-    for now in (0.0, 10.0):  # all blocks are absent
+    for now in (0.0, 10.0):  # every block is absent
         absence.pad(both, both, now)
         assert (absence.padded, absence.next_pad()) == (set(), math.inf)
     absence.pad(second, both, 10.25)
@@ -326,6 +326,6 @@ def test_a_partial_reset_keeps_the_last_observations_of_the_other_rows() -> None
         assert batch.last_observation()[:, 1].tolist() == [0, 2]
         lane = batch.lanes[0]
         lane.rows.observation[0][1] = 7, 7, 7
-        batch._group.absence.mark_late({1})  # as if the block were absent
+        batch._group.absence.mark_late({1})  # as if the block had become absent
         lane.rows.final_observation[0][1] = 1, 2, 3
         assert batch.last_observation()[1].tolist() == [1, 2, 3]

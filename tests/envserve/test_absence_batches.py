@@ -1,4 +1,4 @@
-"""Half of a batch is lost and absent, while the other half is stepped."""
+"""Half of a batch is lost and absent while the other half is stepped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.envserve.conftest import StartServer, bind_for
 from tests.oracle import probe_envs
 from tests.oracle.probe_envs import GATED
 
-#: Length of an episode that does not end during a test.
+#: Episode length in steps; no episode ends during a test.
 LONG = 1_000_000
 
 
@@ -36,7 +36,7 @@ class Halves:
 
     @property
     def action(self) -> int:
-        """The action of the last step; each step has another one."""
+        """The action of the last step; each step has a different one."""
         return self.count % 1000
 
     def step(self) -> StepResult:

@@ -1,4 +1,4 @@
-"""A replay of the recorded actions leads another env to the same state."""
+"""Replaying the recorded actions brings a new env to the same state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT_SEED = 3
 class WalkEnv(gymnasium.Env[Array, Any]):
     """A random walk of random length.
 
-    On request, its random numbers come from another generator than `np_random`.
+    On request, its random numbers come from a generator other than `np_random`.
     """
 
     def __init__(self, has_other_generator: bool = False, max_steps: int = 12) -> None:
@@ -71,7 +71,7 @@ def walk_env() -> Iterator[None]:
 
 
 class RecordedRow:
-    """A ring of three rows, of whose second block (rows 1 and 2) row 2 is stepped."""
+    """A ring of three rows in two blocks (0 and 1 to 2); only row 2 is stepped."""
 
     def __init__(
         self, autoreset: Autoreset = "same_step", has_spare: bool = False, **kwargs: Any
@@ -121,13 +121,13 @@ class RecordedRow:
         return seen
 
     def history(self, **options: Any) -> ActionHistory:
-        # A copy of the memory, as another process would map it.
+        # Read a copy of the memory, as another process would.
         history = ActionRing(self.spec, 3, bytearray(self.memory)).read(2, **options)
         assert history is not None
         return history
 
     def replay(self, history: ActionHistory | None = None) -> list[float]:
-        """Replay a history in a new env via a repro file; return its final position."""
+        """Replay a history in a new env through a repro file; return its position."""
         repro = Repro(
             env_name="Walk-v0",
             env_kwargs=self.kwargs,
@@ -197,7 +197,7 @@ def test_seeds_and_resets_of_the_caller_are_replayed(make: Make) -> None:
     assert walk.history().seed == 99
     walk.step(2)
     assert walk.replay() == walk.position
-    walk.env.reset(None)  # a replay of the actions does not repeat it
+    walk.env.reset(None)  # replaying the actions does not repeat this reset
     history = walk.history()
     assert history.seed is None
     assert len(history.actions[0]) == history.episode_step == 0
@@ -221,7 +221,7 @@ def test_options_of_the_first_reset_are_replayed(
     assert walk.replay(history) == walk.position
     assert walk.history(options=others).misses_options
     walk.env.reset(None, options)
-    for _ in range(2):  # the second time without a step in between
+    for _ in range(2):  # the second time, without a step in between
         walk.env.reset(None)
         history = walk.history(options=options)
         assert (history.options, history.misses_options) == (b"", True)

@@ -1,4 +1,4 @@
-"""Actions are checked where they enter, and every error names the env."""
+"""Actions are checked when they are passed in, and every error names the env."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_the_error_about_a_wrong_structure_states_the_expected_one(
     assert expected in error_text(NESTED, actions)
 
 
-# Rows that another host has written.
+# Rows written by another host.
 
 
 def rows_with(action: Any) -> tuple[EnvSpec, Rows]:

@@ -1,4 +1,4 @@
-"""Addresses of servers, their sources, and the options of a health probe."""
+"""Server addresses, address sources, and health probe options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit log: one line per event, in a file that only the server's user can read."""
+"""The audit log has one line per event, which only the server's user can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`envserve bench`: the table of all cases, and the advice about the bottleneck."""
+"""`envserve bench`: the table of all cases, and advice about the bottleneck."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envserve.errors import EnvStartError, UnknownEnv
 from envserve.worker.orphans import child_processes
 from tests.command_line import invoke
 
-#: An env with Dict actions, so that each case has to split batches of them into rows.
+#: An env with Dict actions, so that each case has to split action batches into rows.
 OWN_ENV = """
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -40,7 +40,7 @@ gymnasium.register("Own-v0", "own_env:OwnEnv")
 
 def test_all_cases_can_measure_a_user_env(tmp_path: Path) -> None:
     (tmp_path / "own_env.py").write_text(OWN_ENV)
-    long = tmp_path / ("x" * 100)  # too long for a path to a socket
+    long = tmp_path / ("x" * 100)  # too long for a socket path
     long.mkdir()
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-m", "envserve", "bench"]
@@ -99,7 +99,7 @@ def test_an_unknown_env_name_is_an_error_of_one_line() -> None:
     try:
         result = invoke(PROGRAM, ["bench", "--env", "CartPole-v9"])
     finally:
-        signal.signal(signal.SIGTERM, before)  # the command has changed the handler
+        signal.signal(signal.SIGTERM, before)  # `bench` has replaced the handler
     assert result.exit_code == 1
     *_, line = result.stderr.splitlines()
     assert line.startswith("Error: no env named 'CartPole-v9' is registered")
@@ -178,7 +178,7 @@ def test_medians_and_ratios_are_taken_over_the_turns() -> None:
     measured = Measurements({"us": turns(3, 10, 8), "them": turns(1, 5, 2)})
     assert measured.median("us", "speed") == 8
     assert measured.median("us", lambda numbers: 2 * numbers["speed"]) == 16
-    # The median of the ratios 3, 2 and 4 of each turn, not the ratio of medians.
+    # The median of the turns' ratios 3, 2 and 4, not the ratio of the medians.
     assert measured.ratio("us", "them", "speed") == 3
     assert measured.ratio("us", "nobody", "speed") is None
 

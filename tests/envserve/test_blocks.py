@@ -1,4 +1,4 @@
-"""The division of rows into blocks, and invalid settings of a pool."""
+"""The division of rows into blocks, and invalid pool settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_blocks_partition_the_rows_evenly_over_splits_and_their_workers() -> Non
         assert [block.index for block in blocks] == list(range(len(blocks)))
         sizes = [block.stop - block.start for block in blocks]
         assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1, case
-        # Split by split, with one block per worker.
+        # Blocks are ordered by split, with one block per worker in each split.
         places = [(block.split, block.worker) for block in blocks]
         splits = 1 + max(split for split, _ in places)
         workers = 1 + max(worker for _, worker in places)

@@ -1,8 +1,8 @@
 """A trainer that reads no results for longer than any network delay.
 
-Run as a program with the address of a server, this file is the trainer. It stops itself
-with SIGSTOP while results are being sent, until the test continues it. Then it does the
-same again, but holds Python's GIL instead, so that only libzmq's threads run.
+Run as a program with a server's address, this file is the trainer. It stops itself with
+SIGSTOP while the server sends results, until the test continues it. It then pauses
+again, but by holding Python's GIL, so that only libzmq's threads run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection
 from tests.envserve.conftest import Serve
 
-NUM_ENVS: Final = 96  # their results exceed the buffers of a connection
+NUM_ENVS: Final = 96  # their results exceed a connection's buffers
 STOPPED_SECONDS: Final = 1
 COMMAND: Final = (sys.executable, "-m", "tests.envserve.test_busy_trainer")
 
@@ -47,7 +47,7 @@ def test_a_trainer_that_stops_reading_for_a_while_gets_all_results(
 def test_a_client_sends_no_zmtp_heartbeats_and_limits_its_receive_queue(
     sockets: list[zmq.Socket[bytes]],
 ) -> None:
-    """libzmq 4.3.5 would abort a process with heartbeats that stops reading."""
+    """With heartbeats, libzmq 4.3.5 would abort a process that stops reading."""
     connection = Connection("tcp://127.0.0.1:1")
     (socket,) = sockets
     assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0

@@ -1,8 +1,8 @@
-"""A cable between client and server is pulled, which neither host detects.
+"""The cable between client and server is pulled, which neither host detects.
 
-Run as a program, with the address of a server and the folder of its envs' journal, this
-file steps the envs and checks every row until its stdin is closed. It prints a line
-when it has started, and the counters of the ledger at the end.
+Run as a program with a server's address and its envs' journal folder, this file steps
+the envs and checks every row until its stdin is closed. It prints a line when it has
+started, and the ledger's counters at the end.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.oracle.ledger import Ledger
 
 pytestmark = needs_namespaces
 
-#: Longer than it takes to detect the broken connection.
+#: Longer than it takes to detect a broken connection.
 PULLED_SECONDS = 4.0
 NUM_ENVS = 4
-#: Minimum duration of a step that is reported as a pause.
+#: A step that takes longer is reported as a pause.
 PAUSE_SECONDS = 0.2
 
 
@@ -49,16 +49,15 @@ def hosts() -> Iterator[Hosts]:
 def play(
     hosts: Hosts, folder: Path, options: Mapping[str, Sequence[str]]
 ) -> tuple[float, dict[str, dict[str, Any]]]:
-    """Run one player per server before, during and after the cable is pulled.
+    """Run one player per server before, while and after the cable is pulled.
 
     Args:
       hosts: The hosts that the cable connects.
       folder: Folder for the files of servers and envs.
-      options: Options of each server, by its name.
+      options: Each server's options, by server name.
 
     Returns:
-      The time just before the cable is plugged in again, and the counters of each
-      player.
+      The time just before the cable is plugged in again, and each player's counters.
     """
     with contextlib.ExitStack() as stack:
         players = {
@@ -121,13 +120,13 @@ def test_a_pulled_cable_costs_an_episode_only_if_the_lease_expires(
         pauses = [p for p in counts["pauses"] if p[1] - p[0] > 1]
         # One step has waited for the cable; a busy machine may cause other pauses.
         assert sum(began < plugged_at < ended for began, ended in pauses) == 1
-        assert counts["padding"] == 0  # because all rows were absent
+        assert counts["padding"] == 0  # because all rows were absent at once
     patient, impatient = results["patient"], results["impatient"]
     assert patient["valid"] == patient["rows"]
     assert patient["unseen"] == 0
     num_lost = impatient["losses"].pop("SERVER_LOST")
     assert not impatient["losses"]
-    # If the machine hangs for longer than the lease, each row loses another episode.
+    # If the machine stalls for longer than the lease, each row loses another episode.
     assert num_lost in [NUM_ENVS * number for number in range(1, 1 + len(pauses))]
     assert impatient["valid"] == impatient["rows"] - num_lost
 
@@ -141,7 +140,7 @@ def main(address: str, journal: str) -> None:
         env_kwargs={"journal": journal},
         insecure=True,
     ) as batch:
-        # No root seed: a new lease skips more incarnations than the ledger searches.
+        # No root seed: a new lease skips more incarnations than the ledger tries.
         player = BatchDriver(batch, Ledger(NUM_ENVS, None), np.random.default_rng())
         print("playing", flush=True)
         while not select.select([sys.stdin], [], [], 0)[0]:
@@ -158,7 +157,7 @@ def main(address: str, journal: str) -> None:
         "padding": ledger.num_padding,
         "unseen": ledger.num_unseen,
         "losses": {status.name: count for status, count in ledger.losses.items()},
-        "pauses": pauses,  # monotonic seconds; both hosts are on this machine
+        "pauses": pauses,  # monotonic seconds, which both hosts share
     }
     print(json.dumps(counts), flush=True)
 

@@ -1,4 +1,4 @@
-"""Attribute calls on many envs at once, over every kind of lane."""
+"""Attribute access on many envs at once, over every kind of lane."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .session_fakes import make_call
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Request numbers of the CALL messages that clients have sent."""
+    """The request numbers of the CALL messages that clients have sent."""
     numbers = set()
     send = Connection.send
 

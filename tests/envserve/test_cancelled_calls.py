@@ -1,4 +1,4 @@
-"""Calls that a signal or a timeout cuts short at a random moment."""
+"""Calls that a signal or a timeout interrupts at a random moment."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.oracle.ledger import Ledger
 NUM_ENVS = 8
 SEED = 3
 NUM_TIMEOUTS = 500
-#: Only a few, because an interrupt during bookkeeping costs episodes and new envs.
+#: Only a few, because an interrupt during bookkeeping costs episodes and env builds.
 NUM_CANCELLED = 20
-#: About twice the duration of a step.
+#: About twice as long as a step.
 MOST_SECONDS = 0.002
 
 
@@ -43,7 +43,7 @@ def alarm() -> Iterator[None]:
 def player(
     tmp_path: Path, random_generator: np.random.Generator
 ) -> Iterator[BatchDriver]:
-    """A player whose ledger is compared with the applied actions at the end."""
+    """A player whose ledger is finally compared with the actions that were applied."""
     kwargs = {"journal": str(tmp_path / "journal")}
     with ServerProcess(tmp_path, *LEDGER_OPTIONS) as server:
         with BatchEnv.connect(
@@ -59,7 +59,7 @@ def player(
         player.ledger.finish(tmp_path / "journal")
 
 
-# Python ignores an exception that the signal handler raises while a frame is freed.
+# Python ignores an exception that a signal handler raises while a frame is freed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_result_of_a_cancelled_step_is_never_returned_by_a_later_one(
     player: BatchDriver, alarm: None

@@ -1,4 +1,4 @@
-"""Messages between pool and worker are decoded however the bytes are divided."""
+"""Messages between pool and worker are decoded however their bytes are split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`envserve check` finds the defects of servers, and none in a correct server."""
+"""`envserve check` finds each server defect, and none in a correct server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_rule_names_a_section_of_the_document() -> None:
 
 
 def check(server: Server, *options: str) -> Result:
-    """Run the command on a server in this process, without a socket."""
+    """Run the command on an in-process server, without a socket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "envserve.client.link.probe.request_welcome", lambda *_, **__: None

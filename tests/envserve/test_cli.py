@@ -1,4 +1,4 @@
-"""The `envserve` command: exit codes, the ready line and errors of one line."""
+"""The `envserve` command: exit codes, the ready line and one-line errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_each_health_probe_has_its_exit_code(
     probes = ("--startup", "--live", "--ready")
 
     def health(code: int, *probes: str) -> subprocess.CompletedProcess[str]:
-        """Repeat until the code is right: after a late loop, --live fails for 10 s."""
+        """Retry until the exit code is right; --live fails for 10 s after a lag."""
         results: list[subprocess.CompletedProcess[str]] = []
 
         def is_code() -> bool:
@@ -104,8 +104,8 @@ def test_each_health_probe_has_its_exit_code(
 def test_a_server_whose_imports_are_running_is_starting(
     tmp_path: Path, serve: Serve, wait_until: WaitUntil
 ) -> None:
-    # The server imports the module first, then the template process. Only there
-    # (argv[0] is "-c") does it wait until the test opens the pipe.
+    # The server imports the module first, then the template process. Only in the
+    # latter, where argv[0] is "-c", does it wait until the test opens the pipe.
     (tmp_path / "slow_envs.py").write_text(
         "import sys\nif sys.argv[0] == '-c':\n    open('pipe').close()\n"
     )
@@ -164,7 +164,7 @@ def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> Non
 def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
     serve: Serve, join: Join, tmp_path: Path
 ) -> None:
-    # The name is that of an optional dependency.
+    # The file has the name of an optional dependency.
     (tmp_path / "jax.py").write_text("open('was_here', 'w')")
     tmp_path.chmod(0o777)
     program = ("-P", *PROGRAM[1:])
@@ -214,23 +214,6 @@ def test_invalid_options_are_errors_without_a_traceback(
     assert not result.stdout
 
 
-@pytest.mark.parametrize("command", ["health", "envs"])
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["tcp:/x"], "expected an address like"),
-        (["ipc:///x", "--timeout", "0"], "0.001"),
-    ],
-)
-def test_a_wrong_command_line_has_another_exit_code_than_an_unhealthy_server(
-    command: str, arguments: list[str], text: str
-) -> None:
-    result = run(command, *arguments)
-    assert result.returncode == 2
-    assert text in result.stderr
-    assert not result.stdout
-
-
 def test_an_address_in_use_is_an_error(serve: Serve) -> None:
     server = serve()
     result = run("start", "--bind", server.address)
@@ -243,7 +226,7 @@ def test_insecure_no_auth_logs_a_warning(serve: Serve) -> None:
     assert "WARNING no keys are used" in server.end(signal.SIGTERM)
 
 
-#: Runs a server whose self-test finds that unknown keys are accepted.
+#: Program of a server whose self-test finds that unknown keys are accepted.
 _OPEN_TO_ALL = """
 import sys
 import envserve.server

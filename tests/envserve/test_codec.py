@@ -36,7 +36,7 @@ arrays = st.sampled_from(DTYPES).flatmap(
 
 
 def array_bytes(dtype: int, shape: tuple[int, ...], body: bytes = b"") -> bytes:
-    """Return an encoded array with any header."""
+    """Return an encoded array with the given header, which may be invalid."""
     sizes = b"".join(size.to_bytes(8, "little") for size in shape)
     header = bytes([dtype, len(shape)]) + sizes
     return bytes(msgpack.packb(msgpack.ExtType(1, header + body)))

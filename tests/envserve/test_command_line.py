@@ -1,4 +1,4 @@
-"""The command lines of both programs: help, errors, values, streams and exit codes."""
+"""Both programs' command lines: help, errors, values, streams and exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ppo.cli.app import PROGRAM as PPO
 Run = Callable[..., tuple[int, str, str]]
 
 PROGRAMS = {each.name: each for each in (ENVSERVE, PPO)}
-#: The words of both programs, of their commands, and of `envserve keys`.
+#: The words that run both programs, their commands, and those of `envserve keys`.
 COMMANDS = [
     (program.name, *name.split())
     for program in PROGRAMS.values()
@@ -78,7 +78,7 @@ def test_help_fits_the_terminal_and_truncates_no_name(
             if each.flag and each.help:
                 assert re.search(rf"^  {each.flag}\b", out, re.MULTILINE)
     for line in out.splitlines():
-        is_name = re.match(r"  -", line)  # the choices of an option are not wrapped
+        is_name = re.match(r"  -", line)  # an option's choices are not wrapped
         assert len(line) <= width or is_name, line
 
 
@@ -87,7 +87,7 @@ def test_usage_names_each_argument(command: Sequence[str], run: Run) -> None:
     usage = run(*command, "--help")[1].split("\n\n")[0]
     assert usage.startswith(f"usage: {' '.join(command)} ")
     assert "......" not in usage
-    assert "LINE" not in usage  # `join` reads its line from the terminal
+    assert "LINE" not in usage  # `join` prompts for its line
 
 
 def test_help_shows_defaults(run: Run, monkeypatch: Any) -> None:
@@ -138,6 +138,12 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
             "envserve health a --timeout 0",
             "--timeout: expected a number >= 0.001; got '0'; see envserve health",
         ),
+        (
+            "envserve envs ipc:///x --timeout 0",
+            "--timeout: expected a number >= 0.001; got '0'; see envserve envs",
+        ),
+        ("envserve health tcp:/x", "expected an address like sim1, sim1:5555, tcp://"),
+        ("envserve envs tcp:/x", "expected an address like sim1, sim1:5555, tcp://"),
         ("envserve keys new me", "ROLE: expected one of server, client; got 'me'; se"),
         ("envserve invite me", "the following arguments are required: --at; see envs"),
         ("ppo train --sead 1", "there is no option --sead; did you mean --seed"),
@@ -309,7 +315,7 @@ def test_characters_that_cannot_be_encoded_cause_no_traceback() -> None:
 
 
 def complete(program: str, line: str, **variables: str) -> list[str]:
-    """Return the completions of the last word of a line."""
+    """Return the completions of a line's last word."""
     variables |= {f"_{program.upper()}_COMPLETE": "1", "COMP_LINE": line}
     return python("-m", program, **variables).stdout.decode().split()
 
@@ -350,7 +356,7 @@ def test_completion_code_is_shown_and_installed_once(
 
 
 def test_bash_completes_with_the_code_that_it_is_given(tmp_path: Path) -> None:
-    # As readline does: bash runs the command of -C, and takes its lines as candidates.
+    # Like readline: bash runs the command of `complete -C`, which prints candidates.
     code = python("-m", "envserve", "--show-completion", SHELL="bash").stdout.decode()
     command = re.findall("'(.*)'", code)[0].replace(
         " envserve", f" {sys.executable} -m envserve"
@@ -368,7 +374,7 @@ def test_an_unknown_shell_is_an_error() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Options of a command."""
+    """A command's options."""
 
     max_envs: int = 3
     """Maximum number of envs."""
@@ -425,7 +431,7 @@ def test_arguments_may_be_between_options() -> None:
 
 
 def exit_codes(program: Program) -> dict[str, set[int]]:
-    """Return the exit codes in the source of each command's module."""
+    """Return the exit codes in the source of each command module."""
     found: dict[str, set[int]] = {}
     for name in {name.split()[0] for name in program.names}:
         module = importlib.import_module(f"{program.name}.cli.{name}")
@@ -439,7 +445,7 @@ def exit_codes(program: Program) -> dict[str, set[int]]:
 
 
 def codes_at(node: ast.AST, names: dict[str, Any], *, is_code: bool) -> set[int]:
-    """Return the exit codes that a call of `fail` or a return statement sets."""
+    """Return the exit codes that a call to `fail` or a return statement sets."""
     match node:
         case (
             ast.Call(func=ast.Name(id="fail"), args=[_, code])

@@ -1,4 +1,4 @@
-"""The client's connection: protocol errors, endless messages, long frames, threads."""
+"""Client connections: protocol errors, endless messages, long frames, threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_GROWTH_BYTES = 64 << 20
 
 
 class FlakyConnection:
-    """A connection that breaks repeatedly; libzmq reconnects only if `tries_again`."""
+    """A connection that keeps breaking; libzmq reconnects only if `tries_again`."""
 
     def __init__(self, *, tries_again: bool) -> None:
         self._tries_again = tries_again
@@ -70,11 +70,11 @@ class FlakyConnection:
 def test_only_sockets_that_do_not_reconnect_count_as_errors(
     tries_again: bool,
 ) -> None:
-    """A network that breaks repeatedly is not an error."""
+    """A connection that keeps breaking is not an error."""
     session: ClientSession = make_client()
     connection, now = FlakyConnection(tries_again=tries_again), 0.0
     driver = SessionDriver(session, connection)  # type: ignore[arg-type]
-    for _ in range(4):  # shorter than the timeout of the session
+    for _ in range(4):  # less than the session's timeout
         for is_there, seconds in ((True, 0.1), (False, 2.2), (True, 0.1)):
             connection.is_there = is_there
             for _ in range(int(10 * seconds)):
@@ -111,7 +111,7 @@ def test_connections_share_threads_until_the_last_is_closed() -> None:
     ]
     with pytest.raises(ConnectError, match="expected an address"):
         Connection("tcp://127.0.0.1:x", insecure=True, context=context)
-    # One more thread closes sockets.
+    # An additional thread closes sockets.
     most = before + 1 + max(1, min(8, num_cores() // 2))
     assert before < num_threads() <= most
     for connection in connections[1:]:
@@ -136,7 +136,7 @@ def test_the_lanes_of_a_batch_share_threads(serve: Serve) -> None:
 
 @pytest.fixture
 def endless_server() -> Iterator[str]:
-    """A server without keys that sends one endless message."""
+    """A server without keys that sends an endless message."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""Repro files are few, private and complete; errors of the file system are logged."""
+"""Repro files are few, private and complete; file system errors are logged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_file_per_second_is_written_and_the_newest_are_kept(tmp_path: Path) 
 def test_files_of_the_owner_with_the_most_files_are_deleted_first(
     tmp_path: Path, mib: int, num_left: int
 ) -> None:
-    """At most 50 files, and 64 MiB: three of 20 MiB, the newest, and the other's."""
+    """Keep 50 files or 64 MiB: three of 20 MiB, the newest, and the other owner's."""
     crasher, other = (CrashFolder(tmp_path, owner) for owner in ("lease 1", "lease 2"))
     evidence = other.write("env-1", bytes(100), 0.0)
     assert evidence is not None

@@ -1,4 +1,4 @@
-"""The demo: faults cause no wrong transition, and its processes end with it."""
+"""The demo's faults cause no wrong transitions, and its processes exit with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import EnvserveError, ServerError, SpaceError, UnknownEnv
 from tests.left_behind import left_processes, running_processes
 
-#: All processes end at once, but a loaded machine may delay that.
+#: All processes exit immediately, but a loaded machine may delay that.
 END_SECONDS = 30.0
 
 
@@ -58,7 +58,7 @@ def test_an_unsupported_env_raises_before_anything_is_started(
 
 @pytest.fixture
 def ends() -> Iterator[tuple[TcpProxy, socket.socket, socket.socket]]:
-    """A proxy, and the sockets at both ends of a connection through it."""
+    """A proxy, and the sockets at both ends of a proxied connection."""
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         proxy = TcpProxy(listening.getsockname()[1])
@@ -113,7 +113,7 @@ def test_a_demo_in_the_terminal_leaves_no_processes_when_it_is_killed() -> None:
         read_until(rb"0 wrong of [1-9]")
         os.write(ours, b"w")
         read_until(rb"Kill a worker: 1 envs recovered after [\d,]+ ms")
-        # The demo, two servers, their templates, and one worker per server.
+        # The demo, two servers, two template processes, and two workers.
         assert len(running_processes().keys() - before.keys()) >= 7
         demo.kill()
     for end in (ours, theirs):

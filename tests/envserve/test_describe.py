@@ -1,4 +1,4 @@
-"""`envserve describe` for envs of this host and of a server."""
+"""`envserve describe` for local envs and for a server's envs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same seed gives the same data, bit for bit, wherever the envs run."""
+"""The same seed yields bit-identical data wherever the envs run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import servers_in
 
 NUM_ENVS = 16
 NUM_STEPS = 330
-#: Episodes of HalfCheetah end only at the step limit.
+#: HalfCheetah episodes end only at the step limit.
 LIMIT = {"name": "TimeLimit", "max_episode_steps": 100}
 
 
@@ -35,7 +35,7 @@ def draw_actions(batch: BatchEnv, generator: np.random.Generator) -> Any:
 
 
 def digest_of_a_run(batch: BatchEnv) -> tuple[str, int]:
-    """Return a digest of all results, and the number of ended episodes."""
+    """Return a digest of all results, and the number of finished episodes."""
     digest = hashlib.sha256()
     generator = np.random.default_rng(7)
     episodes = 0

@@ -1,4 +1,4 @@
-"""Diagnosis of failed connections: findings, errors, and that it sends nothing."""
+"""The diagnosis of failed connections: findings, errors, and sent data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.envserve.server_process import make_config
 
 SERVER, CLIENT, OTHER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
 KEYS: CurveKeys = (SERVER.public, CLIENT)
-#: A lane must raise the error within 3 s; a loaded machine may need longer.
+#: Maximum time in seconds until a lane raises the error, plus slack for a loaded
+#: machine.
 SECONDS = 3.0
 SLACK_SECONDS = 20.0
 
@@ -39,11 +40,11 @@ Listen = Callable[..., "Listener"]
 
 
 class Listener:
-    """A thread with a listening socket, which records the data that it receives."""
+    """A thread with a listening socket, which records the data it receives."""
 
     def __init__(self) -> None:
         self.address = ""
-        self.received: list[bytes] = []  # messages, or bytes of TCP
+        self.received: list[bytes] = []  # ZeroMQ messages, or bytes from TCP
         self.is_over = threading.Event()
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -63,7 +64,7 @@ class Listener:
 
 
 class Router(Listener):
-    """A ROUTER without keys, or with keys and a ZAP handler."""
+    """A ROUTER, either without keys or with keys and a ZAP handler."""
 
     def __init__(self, pair: KeyPair | None = None, status: bytes = b"200") -> None:
         self._pair, self._status = pair, status
@@ -93,7 +94,7 @@ class Router(Listener):
 
 
 class Publisher(Listener):
-    """A ZeroMQ socket of another program."""
+    """A ZeroMQ socket of an unrelated program."""
 
     def _serve(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -104,7 +105,7 @@ class Publisher(Listener):
 
 
 class Tcp(Listener):
-    """A TCP port that answers data by a function; None closes the connection."""
+    """A TCP port that answers data with a function's result; None disconnects."""
 
     def __init__(self, answer: Callable[[bytes], bytes | None]) -> None:
         self._answer = answer
@@ -127,7 +128,7 @@ class Tcp(Listener):
                             stream.close()
 
     def _answer_to(self, stream: socket.socket) -> bool:
-        """Answer the received data; return whether to keep the connection."""
+        """Answer the received data; return whether to keep the connection open."""
         try:
             part = stream.recv(4096)
         except ConnectionError:
@@ -170,7 +171,7 @@ FOREIGN = (
     "a ZeroMQ socket of another program listens there; is `envserve start` running "
     "there, on that port?"
 )
-#: The listener, the client's keys, the finding, and a part of the error, by name.
+#: By name: the listener, the client's keys, the finding, and part of the error.
 CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
     "its own": ((Router, SERVER), KEYS, Finding.OK, ""),
     "no keys, as agreed": ((Router,), None, Finding.OK, ""),
@@ -246,7 +247,7 @@ def test_a_refused_connection_is_found(tmp_path: Path) -> None:
         listener.bind(str(tmp_path / "server"))
         listener.listen(0)
         address = f"ipc://{tmp_path}/server"
-        for _ in range(3):  # more connections than its backlog holds
+        for _ in range(3):  # more connections than fit in its backlog
             assert diagnose_connection(address, KEYS, SECONDS) is Finding.UNKNOWN
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
 
@@ -287,7 +288,7 @@ def test_a_lane_raises_soon_and_has_sent_nothing(
     listener, keys, _, text = CASES[name]
     peer = listen(*listener)
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: keys)
-    # An unknown client waits until the timeout, because it may be invited in between.
+    # An unknown client waits until the timeout, because it may be invited meanwhile.
     connect_seconds = 6.0 if name == "refuses" else 60.0
     lane = RemoteLane(
         peer.address, make_config(), Timeouts(connect_seconds=connect_seconds)
@@ -342,7 +343,7 @@ def test_working_connections_are_not_diagnosed(
         "envserve.client.link.zmq_guards.diagnosis.diagnose_connection", pytest.fail
     )
     monkeypatch.setattr(KeyFolder, "keys_for", lambda *_, insecure: KEYS)
-    # Longer than a loaded machine needs to connect.
+    # This is longer than a loaded machine needs to connect.
     monkeypatch.setattr("envserve.client.link.zmq_guards.diagnosis.DELAY_SECONDS", 4.0)
     peer = listen(Router, SERVER)
     lane = RemoteLane(peer.address, make_config(), Timeouts(connect_seconds=6.0))

@@ -1,4 +1,4 @@
-"""`envserve doctor`: the level of each finding, and the remedy of each problem."""
+"""`envserve doctor`: the level of each finding, and the remedy for each problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.command_line import invoke
 
 @pytest.fixture(autouse=True)
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide a home folder with keys; skip rendering, which needs a process each."""
+    """Provide a home folder with keys; stub rendering, which would start processes."""
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ENVSERVE_HOME", str(home))
@@ -229,7 +229,7 @@ def test_lines_are_wrapped_to_the_width_of_the_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     size = os.terminal_size((width, 24))
-    # pytest calls this function with an argument.
+    # pytest calls this function, with an argument.
     monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback=None: size)
     lines = doctor._format(finding).splitlines()
     assert " ".join(line[6:] for line in lines).endswith("; chmod 600 them")

@@ -1,4 +1,4 @@
-"""`envserve drain`: only the server's user can drain it."""
+"""`envserve drain`: only the server's user can drain a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.envserve.test_server_keys import homes as homes
 
 
 def answers_to(user: str, times: int = 1) -> tuple[list[Message], int]:
-    """Return the replies to a user's ASK_DRAIN, and the number of begun drains."""
+    """Return the replies to a user's ASK_DRAIN, and the number of drains started."""
     host = HostSettings(drain_grace_seconds=8.0)
     session = ServerSession(host, (), boot=7)
     frames = encode(Message(MessageType.ASK_DRAIN, request=3, body=b"drain"))
@@ -74,7 +74,7 @@ def test_the_command_waits_until_the_server_has_exited(
     code, text = drain(server.address, "--timeout", "2")
     assert code == 3
     assert "the server drains, but is still running after 2 s" in text
-    code, text = drain(server.address)  # until its grace period is over
+    code, text = drain(server.address)  # returns after the grace period
     assert (code, text) == (0, f"{server.address}: the server has drained and exited\n")
     assert "stopping" in server.end()
     assert server.process.returncode == 0

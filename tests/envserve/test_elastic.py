@@ -1,4 +1,4 @@
-"""Elastic batches: rows of a lost server move to another, and new servers are added."""
+"""Elastic batches move rows of lost servers to others, and use new servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 
 LENGTH = 10
-#: A module that registers other spaces under the name of the ledger env.
+#: A module that registers an env with different spaces under the ledger env's name.
 OTHERS = f"""
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -39,7 +39,7 @@ Play = Callable[..., BatchDriver]
 
 
 class Source:
-    """Running servers, and a file that lists their addresses."""
+    """Running servers, and the file that lists their addresses."""
 
     def __init__(self, path: Path, serve: Serve) -> None:
         self.url = f"file://{path}"
@@ -49,7 +49,7 @@ class Source:
     def start(
         self, room: int, *options: str, is_listed: bool = True, **more: Any
     ) -> ServerProcess:
-        """Start a server for `room` envs, with two blocks per lane."""
+        """Start a server that has room for `room` envs, with two blocks per lane."""
         each = ("--envs-per-worker", str(room // 2))
         server = self._serve(*LEDGER_OPTIONS, *each, *options, **more)
         if is_listed:
@@ -71,7 +71,7 @@ def source(tmp_path: Path, serve: Serve) -> Source:
 def play(
     tmp_path: Path, source: Source, random_generator: np.random.Generator
 ) -> Iterator[Play]:
-    """Make players; at the end their ledgers are compared with the envs' journals."""
+    """Make players; finally, compare their ledgers with the envs' journals."""
     players: list[BatchDriver] = []
     journal = tmp_path / "journal"
     journal.mkdir()
@@ -102,7 +102,7 @@ def rows_at(player: BatchDriver, server: ServerProcess) -> Array:
 
 
 def step_until_valid(player: BatchDriver, struck: Array) -> None:
-    """Step until all rows are valid; rows other than `struck` must always be valid."""
+    """Step until all rows are valid; only the `struck` rows may ever be invalid."""
     others = np.setdiff1d(np.arange(player.batch.num_envs), struck)
     result = player.step()
     while not result.valid.all():
@@ -179,7 +179,7 @@ def test_an_unresponsive_server_is_replaced_and_its_late_messages_are_ignored(
     player = play(8, server_lost_after=5.0)
     step_until_valid(player, np.array([], int))
     rows = rows_at(player, first)
-    first.signal(signal.SIGSTOP)  # it answers the step in flight after SIGCONT
+    first.signal(signal.SIGSTOP)  # after SIGCONT, it answers the step in flight
     while rows_at(player, first).size:
         assert np.delete(player.step().valid, rows).all()
     first.signal(signal.SIGCONT)
@@ -245,7 +245,7 @@ def test_a_server_whose_key_is_unknown_gets_no_messages(
         assert "lease" not in rogue.log
 
 
-# Servers that start later.
+# Servers that start after the batch.
 
 
 def test_a_batch_starts_with_few_servers_and_adds_later_ones(
@@ -272,7 +272,7 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
         ledger.reset(observation[here], here)
 
         def step() -> Array:
-            """Check a step; return the rows that are padding."""
+            """Step and check the result; return the padded rows."""
             nonlocal here
             actions = np.arange(16)
             result = batch.step(actions)
@@ -304,7 +304,7 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
 
 
 def part_of(result: Any, rows: Array) -> Any:
-    """Return some rows of a result."""
+    """Return the given rows of a result."""
     picked = {
         name: value[rows] if isinstance(value, np.ndarray) else value
         for name, value in result._asdict().items()

@@ -1,4 +1,4 @@
-"""Unusual habits of env modules that workers have to tolerate."""
+"""Unusual behaviour of env modules that workers have to tolerate."""
 
 from __future__ import annotations
 

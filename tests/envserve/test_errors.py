@@ -1,4 +1,4 @@
-"""The exception tree and the content of its messages."""
+"""The exception hierarchy and the exceptions' messages."""
 
 from __future__ import annotations
 

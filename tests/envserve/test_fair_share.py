@@ -1,4 +1,4 @@
-"""Fair shares of the event loop: only users that flood it are dropped."""
+"""Fair shares of the event loop: only messages of users that flood it are dropped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COST = 1e-4
 
 
 def make_fair_share(weight: float) -> FairShare:
-    """Create a `FairShare` in which mallory has a weight."""
+    """Create a `FairShare` with a weight for mallory."""
     grants = {"mallory": Grant(name="mallory", public=bytes(32), share=weight)}
     return FairShare(Quotas(HostSettings(), grants.get))
 
 
 @dataclass
 class Loop:
-    """An event loop in virtual time, whose turns are limited by `FairShare`."""
+    """An event loop in virtual time; `FairShare` limits its turns."""
 
     fair_share: FairShare = field(default_factory=lambda: make_fair_share(1.0))
     now: float = 100.0
@@ -36,12 +36,12 @@ class Loop:
     def turn(
         self, users: list[str], cost: Callable[[str], float], due: float
     ) -> list[str]:
-        """Handle messages until the turn is over; return the users of unread ones.
+        """Handle messages for one turn; return the users with unread messages.
 
         Args:
           users: Senders of the messages, in order.
-          cost: Seconds to handle a message of a user.
-          due: Time of the next honest message, which ends a pause after the turn.
+          cost: Seconds to handle a message from a user.
+          due: Time of the next honest message, which ends the pause after the turn.
         """
         is_over = False
         self.fair_share.begin_turn(self.now)
@@ -66,13 +66,13 @@ class Loop:
         cost: Callable[[str], float] = lambda user: COST,
         pace: float = 1e-3,
     ) -> None:
-        """Run for some time with users that flood and users that send at a pace.
+        """Run with users that flood the loop and users that send at a fixed pace.
 
         Args:
-          seconds: Duration.
+          seconds: Duration of the run.
           flooders: Users whose messages always fill a turn.
-          honest: Number of messages of each other user per `pace`.
-          cost: Seconds to handle a message of a user.
+          honest: Number of messages per `pace` from each other user.
+          cost: Seconds to handle a message from a user.
           pace: Seconds between two bursts of honest messages.
         """
         until, due = self.now + seconds, self.now
@@ -118,7 +118,7 @@ def test_messages_count_by_their_processing_time() -> None:
 
 
 def test_a_user_that_waits_for_replies_is_not_dropped() -> None:
-    """Its messages do not queue up, however long they take."""
+    """Such a user's messages do not queue up, however long they take to handle."""
     loop = Loop()
     costs = {"ann": 5e-3, "bob": COST}
     loop.run(3.0, (), {"ann": 1, "bob": 1}, costs.__getitem__, pace=7e-3)
@@ -127,7 +127,7 @@ def test_a_user_that_waits_for_replies_is_not_dropped() -> None:
 
 
 def test_a_slow_turn_after_idle_time_is_not_congestion() -> None:
-    """Another process may have used the core in the meantime."""
+    """Another process may have used the CPU core in the meantime."""
     loop = Loop()
     loop.run(1.0, (), {"ann": 8, "bob": 1}, pace=5e-3)
     for _ in range(100):
@@ -138,7 +138,7 @@ def test_a_slow_turn_after_idle_time_is_not_congestion() -> None:
 
 
 def test_steps_of_hundreds_of_blocks_are_not_a_flood() -> None:
-    """Hundreds of messages may be queued, because each block sends one at a time."""
+    """Hundreds of messages may be queued, one from each block."""
     loop = Loop(users_that_step=frozenset({"ann", "bob"}))
     loop.run(3.0, ("ann",), {"bob": 1})
     assert not loop.dropped
@@ -167,12 +167,8 @@ def test_time_spent_on_dropped_frames_is_charged_to_their_sender() -> None:
     [
         ("mallory", 5_100, 44, True),
         ("mallory", 70, 1 << 20, True),
-        (
-            "mallory",
-            4_000,
-            44,
-            False,
-        ),  # as from thousands of lanes that resend once a second
+        # Like thousands of lanes, each of which resends once a second.
+        ("mallory", 4_000, 44, False),
         ("local", 9_000, 44, False),  # without a key
         ("", 9_000, 44, False),
     ],

@@ -1,4 +1,4 @@
-"""Each fault is logged in one line that contains everything needed to replay it."""
+"""Each fault is logged in one line with all the data needed to replay it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOGGER = "envserve.pool"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the first line of each record of the pool's logger."""
+    """Return the first line of each of the pool logger's records."""
     return [
         record.getMessage().split("\n")[0]
         for record in caplog.records
@@ -82,7 +82,7 @@ def test_line_of_an_env_that_raises(
     (line,) = lines(caplog)
     assert "incarnation 1" in line
     assert "replay" not in line  # at most one file per second
-    assert "in _raise" not in caplog.text  # the traceback equals the previous one
+    assert "in _raise" not in caplog.text  # equals the previous traceback
 
 
 def test_line_of_a_worker_that_dies(
@@ -188,7 +188,7 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     (line,) = lines(caplog)
     assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
     assert "stopped: ValueError: no level; no env was running" in line
-    # The records of the old envs must not be attributed to the new ones.
+    # The old envs' records must not be attributed to the new envs.
     assert ring.read(0) is None
     assert not slab.heartbeats[:, :2].any()
 
@@ -317,7 +317,7 @@ def test_folder_that_cannot_be_written_costs_a_line_and_no_step(
 def test_options_that_envs_reject_are_logged_in_one_line(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """One line is sufficient for many resets, because the caller has the error."""
+    """One line is enough for many resets, because the caller receives the error."""
     pool = make_pool.and_reset("envserve/Reset-v0", 8, 1, crash_dir=str(tmp_path))
     frozen = pool._clock()
     pool._clock = lambda: frozen

@@ -39,7 +39,7 @@ def test_a_flood_neither_contains_nor_reveals_a_secret(
     places += flood_frames.places_of(server, tmp_path / "core-0")
     with contextlib.suppress(PermissionError):
         environment = Path(f"/proc/{server.process.pid}/environ").read_bytes()
-        # The secret may only be in the part of the environment that the test has set.
+        # The secret may appear only in the environment variable that the test has set.
         assert flood_frames._PLANTED.encode() in environment
         clean = environment.replace(flood_frames._PLANTED.encode(), b"")
         places.append(("environment of the server", clean))

@@ -1,4 +1,4 @@
-"""FRAME requests: permissions, rate limits, and frames from real workers."""
+"""FRAME requests: permissions, rate limits, and real workers' frames."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LOCAL: Peer = (0, b"c", "local")
 
 @dataclass
 class RecordingServer(FakeServer):
-    """Returns a flight record or no frames, and records the requests."""
+    """Answers with a flight record or without frames, and records the requests."""
 
     frame_requests: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class RecordingServer(FakeServer):
 
 
 class Host:
-    """A server with leases of Ann (1) and Bob (2), and clients that request frames."""
+    """A server on which Ann has lease 1 and Bob lease 2, and can request frames."""
 
     def __init__(self) -> None:
         self.server = RecordingServer()
@@ -148,7 +148,7 @@ def test_the_longest_answer_fits_into_a_body() -> None:
     assert num_bytes < MAX_BODY_BYTES
 
 
-# With a real server.
+# Requests to a real server.
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def number_of(observer: Observer) -> int:
 def step_until(
     batch: BatchEnv, look: Callable[[], list[RenderedFrame]], num_rows: int
 ) -> dict[int, RenderedFrame]:
-    """Step until there is a frame of each row."""
+    """Step until each row has a frame."""
     seen: dict[int, RenderedFrame] = {}
     actions = np.zeros(batch.num_envs, np.int64)
     while len(seen) < num_rows:
@@ -229,7 +229,7 @@ def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
 
 
 def picture_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]]:
-    """Step until row 0 has a new frame; return it and the statuses of the steps."""
+    """Step until row 0 has a new frame; return the frame and the steps' statuses."""
     statuses: list[Status] = []
     request = FrameRequest(lease=0, rows=(0,), after=(known,))
     while not (found := pool.inspector.read_frames(request)[0].pictures):

@@ -1,4 +1,4 @@
-"""Fuzzing of every decoder with mutated bytes, as in scripts/fuzz_decoders.py."""
+"""Fuzz every decoder with mutated bytes, as scripts/fuzz_decoders.py does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_decoders_decode_or_reject_any_bytes(pytestconfig: pytest.Config) -> Non
     fuzz(targets, 2_000, seed)
     gc.collect()
     logging.disable(logging.CRITICAL)
-    gc.disable()  # its pauses would count as time of a decoder
+    gc.disable()  # its pauses would count as decoding time
     try:
         before = resident_bytes()
         fuzz(targets, NUM_BODIES, seed)

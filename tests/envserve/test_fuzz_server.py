@@ -1,4 +1,4 @@
-"""A server that receives garbage continues to serve, and its memory does not grow."""
+"""A server that receives garbage keeps serving, and its memory does not grow."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.envserve.strangers import HonestClient
 NUM_RANDOM = 5_000
 NUM_MUTATED = 40_000
 NUM_ODD = 5_000
-#: The attacker's session; mutations of a few bytes cannot produce it.
+#: The attacker's session number, which mutations of a few bytes cannot produce.
 LEASED_SESSION = 0x2345_6789_ABCD_EF01
 MAX_GROWTH_BYTES = 32 << 20
 
 
 class Attacker:
-    """Sends as fast as the server receives, and discards the replies."""
+    """A client that sends as fast as the server receives, and discards the replies."""
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -56,7 +56,7 @@ class Attacker:
             self.num_answers += 1
 
     def attach(self, boot: int, session: int = LEASED_SESSION) -> int:
-        """Lease an env; return the epoch."""
+        """Lease an env; return the lease's epoch."""
         message = Message(
             type=MessageType.ATTACH,
             session=session,
@@ -70,13 +70,13 @@ class Attacker:
                 return answer.epoch
 
     def wait_for_answer(self, request: int) -> int:
-        """Send HELLO, and wait for its reply, when all earlier messages are handled.
+        """Send HELLO, and wait for the reply, which follows all earlier messages.
 
         Return the server's boot id, which most messages must contain.
         """
         hello = Hello().encode()
         message = Message(type=MessageType.HELLO, request=request, body=hello)
-        for _ in range(20):  # replies are dropped if too many are unread
+        for _ in range(20):  # the server drops replies if too many are unread
             self._socket.send_multipart(encode(message))
             while self._socket.poll(1000):
                 frames = self._socket.recv_multipart()
@@ -98,7 +98,7 @@ def random_messages(random: np.random.Generator) -> Iterator[list[bytes]]:
 
 
 def valid_messages(boot: int) -> list[list[Buffer]]:
-    """Return a message of every type, all for the attacker's sessions."""
+    """Return a message of every type, all of them for the attacker's sessions."""
     attach = Attach(env_name="CartPole-v1", num_envs=10**4, seed=1).encode()
     common: dict[str, Any] = {"session": 1 << 60, "boot": boot, "epoch": 1}
     entries = ((0, 1), (1, 1))
@@ -128,8 +128,8 @@ def messages_of_odd_values(
     """Yield well-formed control messages in which one field has an odd value.
 
     Mutated bytes hardly ever form a valid extension type. The server refuses all of
-    these messages: ATTACH, each with a new session, for its number of envs, and CALL
-    for its name.
+    these messages: each ATTACH, which has a new session, because it requests too many
+    envs, and each CALL because its name is not exposed.
     """
     values: list[Any] = [
         *(np.zeros(shape, dtype) for shape in ((), (0,), (3,)) for dtype in "?Bld"),
@@ -168,7 +168,7 @@ def mutated_messages(
     valid: list[list[Buffer]], random: np.random.Generator
 ) -> Iterator[list[Buffer]]:
     """Yield copies with bytes changed, cut or added, or frames dropped or repeated."""
-    # Drawn in bulk, because single draws would take longer than the server.
+    # Draw numbers in bulk, because single draws take longer than the server.
     numbers = iter(
         itertools.chain.from_iterable(
             random.integers(0, 1 << 31, 100_000).tolist() for _ in itertools.count()
@@ -233,7 +233,7 @@ def test_garbage_neither_stops_the_server_nor_grows_its_memory(
     attacker.wait_for_answer(1 << 51)
     client.step(2)
     growth = server.resident_bytes - before
-    # Measured: 0.4 MiB. A leak of 200 bytes per message would exceed the limit.
+    # The measured growth is 0.4 MiB. Leaking 200 bytes per message exceeds the limit.
     assert growth < MAX_GROWTH_BYTES // 4, f"grew by {growth} bytes"
     assert attacker.num_answers > NUM_MUTATED // 20
     newcomer = attach(server, **LONG)

@@ -1,4 +1,4 @@
-"""Gymnasium's wrappers by name behave as docs/wrappers.md describes them."""
+"""Gymnasium's wrappers, requested by name, behave as in docs/wrappers.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_integer_observations_are_not_rescaled() -> None:
 
 
 IMAGES = np.zeros((3, 8, 8, 3)).tolist()
-#: For each wrapper a suitable env, arguments, and the resulting observation shape.
+#: For each wrapper: a suitable env, arguments, and the resulting observation shape.
 USES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "ActionRepeat": ("CartPole-v1", {"amount": 2}, (4,)),
     "AddRenderObservation": ("images", {"render_only": True}, (8, 8, 3)),

@@ -1,4 +1,4 @@
-"""Env code that attacks its host can harm its own lease, but no other."""
+"""Env code that attacks its host can harm its own lease, but no other lease."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="finds descriptors and processes by /proc"
 )
 
-#: Modules with hostile envs, which attack in a step whose action is not 0.
+#: Modules with hostile envs, which attack when the action is not 0.
 _MODULES = {
     "without_gc": "import gc; gc.disable()",
     "vandals": """
@@ -78,7 +78,7 @@ import contextlib, ctypes, os, pathlib, resource, subprocess
 import gymnasium, numpy
 
 def give_up_capabilities():
-    # So that root is a user like others.
+    # Make root an ordinary user.
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(header, none) == 0
 
@@ -96,7 +96,7 @@ def look_at(pid):
     return seen
 
 def linger():
-    # In a session of its own, and by two forks, so that its parent has ended.
+    # Use new sessions, and a second fork whose parent exits.
     sleep = "echo $$; exec sleep 60 >&-"
     lines = [["sh", "-c", sleep], ["sh", "-c", f"setsid sh -c '{sleep}' &"]]
     options = {"stdout": subprocess.PIPE, "start_new_session": True}
@@ -134,7 +134,7 @@ gymnasium.register("Spy-v0", SpyEnv)
 
 @pytest.fixture
 def serve_hostile(tmp_path: Path, serve: Serve) -> Serve:
-    """Start servers that offer the hostile envs."""
+    """Return a function that starts servers with the hostile envs."""
     imports = []
     for name, text in _MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -144,14 +144,14 @@ def serve_hostile(tmp_path: Path, serve: Serve) -> Serve:
 
 @pytest.fixture
 def server(serve_hostile: Serve) -> Iterator[ServerProcess]:
-    """Start a server, and assert at the end that it has survived."""
+    """Start a server; after the test, assert that the server has survived."""
     server = serve_hostile()
     yield server
     assert server.process.poll() is None, server.log
 
 
 def check_steps(client: SessionClient, num_steps: int = 3) -> None:
-    """Step a ledger, and assert that its rewards equal its actions."""
+    """Step a ledger env, and assert that its rewards equal its actions."""
     for action in range(1, 1 + num_steps):
         assert not any(outcome.faults for outcome in client.step(action))
         np.testing.assert_array_equal(client.session.rows.reward, [action] * 4)
@@ -189,7 +189,7 @@ def test_resources_of_a_lease_are_freed_when_it_ends(
     pid = server.process.pid
 
     def held() -> tuple[int, int]:
-        """Return the number of descriptors, and of mapped slabs."""
+        """Return the numbers of open descriptors and of mapped slabs."""
         num_files = len(open_descriptors(pid))
         return num_files, Path(f"/proc/{pid}/maps").read_text().count("envserve-slab")
 
@@ -204,13 +204,13 @@ def test_resources_of_a_lease_are_freed_when_it_ends(
 
 
 def _is_public(path: str) -> bool:
-    """Return whether a file exists and other users may search its folders."""
+    """Return whether a file exists, in folders that other users may enter."""
     found = Path(path).resolve()
     return found.exists() and all(p.stat().st_mode & 0o001 for p in found.parents)
 
 
 def spy_report(client: SessionClient, action: int = 0) -> Any:
-    """Step a spy; return its report."""
+    """Step a spy env; return its report."""
     (outcome,) = client.step(action)
     assert not outcome.faults
     return outcome.infos[0]
@@ -247,7 +247,7 @@ def test_env_can_read_neither_the_servers_memory_nor_its_settings(
 def test_workers_run_as_another_user(
     tmp_path: Path, serve_hostile: Serve, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in (tmp_path, *tmp_path.parents):  # folders that pytest has created
+    for folder in (tmp_path, *tmp_path.parents):  # pytest has created these folders
         if not folder.stat().st_mode & 0o001:
             folder.chmod(0o755)
     pythons = (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}")

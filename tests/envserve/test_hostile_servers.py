@@ -1,6 +1,6 @@
-"""Servers that break the protocol on purpose, see `hostile_server`.
+"""Clients of servers that break the protocol on purpose, see `hostile_server`.
 
-A client loses its batch at most: its memory stays bounded, and its deadlines hold.
+A client loses its batch at most. Its memory stays bounded, and it meets its deadlines.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from tests.envserve.server_process import make_config
 
 Host = Callable[..., str]
 
-#: Scripts that answer a STEP with an endless stream of unsolicited messages.
+#: Scripts that answer STEP with an endless stream of unsolicited messages.
 FLOODS = [
     *("pongs", "late results", "others' results", "no messages", "drains", "absent"),
     *("long results", "results of long frames"),
 ]
 NUM_ENVS = 4
 ACTIONS = np.zeros(NUM_ENVS, np.int64)
-#: Time beyond a deadline on a busy machine; without a read budget, a flood never ends.
+#: Seconds by which a busy machine may miss a deadline. Without a read budget, a
+#: flooded call never returns.
 SLACK_SECONDS = 20.0
 MAX_GROWTH_BYTES = 64 << 20
 
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    """Start hostile servers; return their addresses."""
+    """Return a function that starts a hostile server and returns its address."""
     with ExitStack() as stack:
         yield lambda *script: stack.enter_context(HostileServer(*script)).address
 
 
 def connect(address: str) -> BatchEnv:
-    """Connect a batch that waits for all rows instead of padding."""
+    """Connect a batch that waits for all rows instead of padding them."""
     return BatchEnv.connect(
         *("Hostile-v0", [address], NUM_ENVS), seed=0, padding_after=60.0
     )
 
 
 class PeakMemory:
-    """The peak memory of this process since this object was created."""
+    """This process's peak memory since this object was created."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
@@ -91,7 +92,7 @@ def test_a_flood_delays_no_deadline_uses_no_memory_and_ends_the_lane(
 def test_a_flood_does_not_delay_the_rows_of_another_server(
     host: Host, script: str
 ) -> None:
-    """The lanes of both servers share ZeroMQ's threads."""
+    """The lanes to both servers share ZeroMQ's threads."""
     addresses = [host(script), host("nothing", MessageType.CALL)]
     with BatchEnv.connect(
         *("Hostile-v0", addresses, 2 * NUM_ENVS), seed=0, padding_after=60.0

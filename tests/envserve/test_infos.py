@@ -1,4 +1,4 @@
-"""Infos within a budget: the values that are left out, and those that are kept."""
+"""The info budget: which values are dropped, and which are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = InfoBudget(1 << 20, 20 << 10)
 def encode_and_decode(
     infos: Mapping[int, Any], row: InfoBudget = ROW, budget: InfoBudget = ALL
 ) -> Any:
-    """Encode infos within the budgets, and decode them."""
+    """Encode infos within the budgets, and decode the result."""
     encoded = encode_infos(infos, row, budget)
     assert budget.fits(encoded)
     return codec.decode(encoded, max_bytes=1 << 26)
@@ -80,7 +80,7 @@ def test_the_list_of_omitted_keys_is_limited() -> None:
 
 @pytest.mark.parametrize("info", [{"k": np.array(True)}, {"k": []}, {1: 2}])
 def test_infos_within_the_budget_are_accepted_by_the_pool(info: dict[Any, Any]) -> None:
-    """This includes many rows with very small values."""
+    """These include the infos of many rows with very small values."""
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(200), info)
     payload = encode_report(200, 64, infos=infos)
     found = decode_report(payload, Block(0, 0, 200, 0, 0), 64)[0].infos
@@ -94,7 +94,7 @@ def test_the_budget_of_a_block_suffices_for_16_full_rows() -> None:
 
 
 def join_and_decode(infos: Mapping[int, Any], budget: InfoBudget = ALL) -> Any:
-    """Join infos that a worker has encoded, and decode them."""
+    """Join infos that workers have encoded, and decode the result."""
     packed = {}
     for row, info in infos.items():
         encoded = codec.encode(info)
@@ -125,7 +125,7 @@ def test_with_many_pairs_whole_infos_are_left_out_the_largest_first() -> None:
 
 
 def test_a_result_with_many_infos_is_encoded_quickly() -> None:
-    """A regression test: it used to block the server for more than a second."""
+    """Check for a regression: encoding once blocked the server for over a second."""
     info = {f"k{number}": number for number in range(150)}
     infos: dict[int, Mapping[str, Any]] = dict.fromkeys(range(64), info)
     block = Block(0, 0, 64, 0, 0)
@@ -168,7 +168,7 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "warnings": [
 def test_an_invalid_worker_report_raises_value_error(
     changes: dict[str, Any], text: str
 ) -> None:
-    """The pool replaces the worker that sent it, and no other."""
+    """The pool replaces only the worker that sent the report."""
     block = Block(0, 0, 2, 0, 0)
     decode_report(codec.encode({**EMPTY, "faults": [FAULT]}), block, 64)
     with pytest.raises(ValueError, match=text):

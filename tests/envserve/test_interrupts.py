@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at any line of a call: later calls never return its result."""
+"""After a KeyboardInterrupt at any line, no later call returns the call's result."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NUM_POINTS = 12
 
 @pytest.fixture
 def launcher(own_launcher: Launcher) -> Launcher:
-    return own_launcher  # not the shared one, because interrupts affect it
+    return own_launcher  # interrupts would affect a shared launcher
 
 
 def points(num_lines: int) -> list[int]:
-    """Return the lines to interrupt at: evenly spread, and the last two."""
+    """Return the lines to interrupt at: evenly spread ones, and the last two."""
     assert num_lines > NUM_POINTS
     spread = np.linspace(1, num_lines - 2, NUM_POINTS - 2, dtype=int).tolist()
     return [*spread, num_lines - 1, num_lines]
 
 
 def options_of(lane_kind: str) -> dict[str, Any]:
-    # After an incomplete message, the worker is killed at the step timeout.
+    # A worker that received an incomplete message is killed at the step timeout.
     timeout = {"step_timeout": 2.0} if lane_kind == "local" else {}
     return {"env_kwargs": {"length": 1000}, **timeout}
 
@@ -63,13 +63,13 @@ def test_the_result_of_an_interrupted_step_is_never_returned_by_a_later_one(
 def receive_all(batch: BatchEnv, action: int) -> int:
     """Receive until no row is in flight; return the number of lost results.
 
-    Every other result must be that of `action`, or of a lost episode.
+    Every other result must be that of `action` or of a lost episode.
     """
     num_lost = 0
     while num_in_flight := batch.num_in_flight:
         try:
             rows, result = batch.recv()
-        except LocalProtocolError:  # the interrupt has cost the results
+        except LocalProtocolError:  # the interrupt has discarded the results
             assert batch.num_in_flight < num_in_flight
             num_lost += num_in_flight - batch.num_in_flight
         else:
@@ -106,7 +106,7 @@ def test_an_interrupted_send_or_recv_neither_mixes_nor_loses_rows(
 
 
 def wait_until_finished(batch: BatchEnv) -> None:
-    """Wait for all rows but leave them in flight, so that `recv` does not wait."""
+    """Wait until all steps have ended, so that `recv` does not block."""
     nothing = np.zeros(0)
     wrong = StepResult._make([*[nothing] * 7, {}])
     everything = np.arange(batch.num_envs)
@@ -114,7 +114,7 @@ def wait_until_finished(batch: BatchEnv) -> None:
         batch.recv(env_indices=everything, out=wrong)
 
 
-# An interrupt before a new socket is stored leaves it to the garbage collector.
+# After an interrupt, the garbage collector may close a new socket.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_rows_can_be_received_again_if_recv_is_interrupted_while_returning(
     make_batch: MakeBatch,

@@ -1,4 +1,4 @@
-"""`envserve join` at a real server: an invitation admits one client until removal."""
+"""`envserve join` with a real server: an invitation admits exactly one client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.envserve.server_process import ServerProcess
 
 RunAt = Callable[..., Any]
 
-#: Seconds in which an answer arrives on an idle machine.
+#: Seconds within which an answer arrives on an idle machine.
 SHORT = 0.5
 
 
@@ -116,7 +116,7 @@ def test_an_invitation_can_only_be_used_to_join(
         answer = exchange(connection, joining)
         assert answer is not None
         assert answer.type is MessageType.JOINED
-        # It is used up, even for a client that is still connected with it.
+        # The invitation is used up, even for a client that is still connected with it.
         answer = exchange(connection, joining)
         assert answer is not None
         text = ErrorBody.decode(answer.body).text
@@ -177,7 +177,7 @@ def test_no_key_is_pinned_for_a_server_that_does_not_answer(
     assert result.stderr.startswith(f"Error: {host}:1: ")
     assert time.monotonic() - start < 40
     assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is None
-    # The invitation was not used, so it is still valid at the server's other address.
+    # The invitation was not used, so it is still valid at the server's second address.
     both = line.replace(f":{port}", f":1,127.0.0.1:{port}")
     assert run_at("client", "join", "--timeout", "8", input=both).exit_code == 0
     assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is not None

@@ -1,4 +1,4 @@
-"""Key files that change, or are unreadable for a moment, while a server uses them."""
+"""Key files that change or are briefly unreadable while a server uses them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_problem_outside_the_file_is_checked_again(
 def test_a_new_key_of_a_name_is_accepted_once_the_old_one_is_forgotten(
     folder: KeyFolder,
 ) -> None:
-    """The leases of both keys would otherwise be indistinguishable."""
+    """Otherwise the leases of the two keys would be indistinguishable."""
     access, new = Access(folder), bytes([1] * 32)
     assert access.find_grant(KEY)
     folder.clients.add(Grant(name="ci", public=new), NOW)

@@ -140,14 +140,14 @@ def test_a_pasted_invitation_is_not_echoed(home: Path) -> None:
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
-        start_new_session=True,  # no controlling terminal to prompt on
+        start_new_session=True,  # without a controlling terminal for the prompt
     ) as process:
         os.close(terminal)
         shown = b""
         while not shown.endswith(b": "):
             shown += os.read(master, 1000)
         os.write(master, b"envserve-invite-1.abc.secret\n")
-        with contextlib.suppress(OSError):  # Linux raises it at the end of a terminal
+        with contextlib.suppress(OSError):  # Linux raises it when a terminal closes
             while more := os.read(master, 1000):
                 shown += more
         assert process.wait(90) == 2
@@ -228,7 +228,7 @@ def test_keys_make_creates_a_folder_per_role(run: Run, tmp_path: Path) -> None:
         assert grant == Grant(name=name, public=pair.public)
         for address in ("tcp://sim1:5555", "tcp://sim2:5555"):
             assert client.keys_for(address) == (key.public, pair)
-            # With the server's folder, a client is the server's user on any host.
+            # With the server's key folder, a client on any host is the server's user.
             assert server.keys_for(address) == (key.public, server.key("client"))
         assert not {path.name for path in client.path.iterdir()} & {"server.key"}
     for path in made.rglob("*"):
@@ -297,7 +297,7 @@ def test_keys_can_be_mounted_as_a_kubernetes_secret_as_documented(
     (command,) = re.findall(r'command: \[sh, -c, "(.*)"\]', document)
     made, secret, keys = (tmp_path / name for name in ("made", "secret", "keys"))
     assert run("keys", "make", str(made), "server", "ci", *AT).exit_code == 0
-    # Kubernetes mounts a secret as links to files that a group can read.
+    # Kubernetes mounts a secret as symbolic links to group-readable files.
     (secret / "..data").mkdir(parents=True)
     keys.mkdir(mode=0o777)
     for path in (made / "server").iterdir():

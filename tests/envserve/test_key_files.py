@@ -1,4 +1,4 @@
-"""Key files are atomic, private, and rejected if other users can read or own them."""
+"""Key files are atomic and private, and rejected if others can read or own them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_files_of_another_user_are_rejected(folder: KeyFolder, name: str) -> Non
 def test_another_user_cannot_use_the_key_folder() -> None:
     code = (
         "import os, sys; from envserve.keys.key_folder import KeyFolder\n"
-        # Import first: the other user may not be able to read the interpreter's files.
+        # Import first, because the other user may not have access to the interpreter.
         "import envserve.keys.key_pair; os.setuid(65534)\n"
         "try: KeyFolder(sys.argv[1]).ensure_key('server')\n"
         "except Exception as error: print(type(error).__name__, error)"
@@ -232,7 +232,7 @@ def test_a_pin_applies_to_each_of_its_addresses_until_it_is_replaced(
     assert folder.pinned_key("tcp://10.0.0.7:5555") == old
     assert folder.pinned_key("tcp://sim1:5555") == new
     assert folder.pinned_key("tcp://sim2:5555") is None
-    # On loopback, this user's server is expected if no key is pinned.
+    # On loopback, a client expects this user's server if no key is pinned.
     assert own is not None
     assert folder.keys_for("tcp://127.0.0.1:5555") == (own.public, folder.key("client"))
     assert folder.keys_for("tcp://127.0.0.1:7") == (new, folder.key("client"))
@@ -385,7 +385,7 @@ def test_an_unreadable_clients_file_is_logged_and_keeps_the_authorised_clients(
     assert record.message.endswith(
         "; the clients from the last successful read stay authorised"
     )
-    # A server that starts now has no earlier clients, and does not start.
+    # A server that starts now has no clients from an earlier read, so it fails.
     if "gone" not in text:
         with pytest.raises(KeyFileError):
             ClientsFile(path).read()

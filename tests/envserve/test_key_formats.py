@@ -39,7 +39,7 @@ def test_encoded_keys_have_a_prefix_and_can_be_decoded() -> None:
         PUBLIC[:-1],
         PUBLIC + "A",
         PUBLIC + "=",
-        PUBLIC[:-1] + "9",  # the same bytes, but the unused bits are not 0
+        PUBLIC[:-1] + "9",  # same bytes, but the unused bits are not 0
         PUBLIC.replace("envserve", "Envserve"),
         PUBLIC[:-1] + "\n",
         PUBLIC[:-2] + "+/",

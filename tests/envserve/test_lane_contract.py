@@ -1,4 +1,4 @@
-"""The guarantees of every lane, tested through a BatchEnv."""
+"""The guarantees that every lane gives, tested through a BatchEnv."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import MakeBatch
 from .pool_driver import FAULTY, LEDGER
 from .stalls import fastest
 
-#: Runs a test with and without spare envs.
+#: Run a test with and without spare envs.
 with_and_without_spares = pytest.mark.parametrize(
     "spare_envs", [False, True], ids=["", "spares"]
 )
@@ -322,7 +322,7 @@ def test_an_env_index_out_of_range_is_an_error(make_batch: MakeBatch) -> None:
         batch.reset([1, 1])
 
 
-# Interrupted calls, and the end of the batch.
+# Interrupted calls, and closing the batch.
 
 
 @with_and_without_spares
@@ -334,7 +334,7 @@ def test_an_interrupted_call_does_not_affect_the_next(
 
         def interrupt(*_: Any) -> list[Any]:
             error = KeyboardInterrupt()
-            mark_harmless(error)  # as if the lane was only waiting
+            mark_harmless(error)  # as if the lane had only been waiting
             raise error
 
         patch.setattr(batch.lanes[0], "collect", interrupt)

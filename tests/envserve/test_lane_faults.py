@@ -1,4 +1,4 @@
-"""The guarantees of every lane when envs fail, hang or kill their worker."""
+"""The guarantees that every lane gives when envs fail, hang or kill their worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_lane_contract import with_and_without_spares
 
 
 def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, Any]:
-    """Return zeros, with 1 for the row whose env fails."""
+    """Return actions of 0, but 1 for the row whose env is to fail."""
     actions = np.zeros(batch.num_envs, np.int64)
     if failing is not None:
         actions[failing] = 1
@@ -66,7 +66,7 @@ def test_an_env_that_raises_affects_only_its_row(
         batch.set_attr("render_mode", range(4))
     lost = batch.step(actions_of(batch, failing=1))
     if batch.lanes[0].name == "local":
-        # The rebuilt env has the attribute too.
+        # The rebuilt env also has the attribute.
         assert batch.get_attr("render_mode") == [0, 1, 2, 3]
     assert lost.valid.tolist() == [True, False, True, True]
     assert lost.truncated.tolist() == [False, True, False, False]

@@ -1,4 +1,4 @@
-"""A client that was suspended for longer than its lease: its steps reach no env."""
+"""If a client was suspended for longer than its lease, its steps reach no env."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.oracle.ledger_env import ledger_hash
 NUM_ROUNDS = 2
 LEASE_SECONDS = 5.0  # longer than delays on a loaded machine
 
-#: Steps until its session is lost; then violates the protocol by sending another step.
-#: Prints the session's error, and the code of the reply to that step.
+#: A client that steps until its session is lost, and then violates the protocol by
+#: sending another step. It prints the session's error, and that step's error code.
 _CLIENT_SCRIPT = f"""
 import sys
 sys.path[:] = {sys.path!r}
@@ -92,7 +92,7 @@ def test_a_busy_error_names_the_holder_of_the_envs(
     with LateClient(server, 1):
         error = join(server, session=9).session.error
         assert isinstance(error, EnvsBusy)
-        assert error.holder == "local (late:1)"  # it is the same user
+        assert error.holder == "local (late:1)"  # the same user
         assert error.held_seconds > 0
         assert "4 of envserve/Ledger-v0 by local (late:1) for" in str(error)
 
@@ -119,7 +119,7 @@ def test_a_client_that_was_suspended_for_too_long_steps_no_env(
 def step_and_check_ledger(
     client: SessionClient, is_done: Callable[[int], bool]
 ) -> None:
-    """Step, and check that the ledger envs have executed no other step."""
+    """Step, and check that the ledger envs have not executed any other step."""
     rows = client.session.rows
     num_steps = 0
     while not is_done(num_steps):

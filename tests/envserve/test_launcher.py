@@ -1,4 +1,4 @@
-"""Workers are forked by a template process and leave nothing behind."""
+"""A template process forks the workers, which leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .pool_driver import kill
 
 
 class RequestedWorker:
-    """A worker that was requested from a launcher, and the reports about it."""
+    """A worker requested from a launcher, and the launcher's reports about it."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -58,7 +58,7 @@ class RequestedWorker:
             self._launcher.poll()
 
     def assert_closed(self) -> None:
-        """Assert that the other end of its socket is closed, or soon will be."""
+        """Assert that the worker's end of the socket is closed, or soon will be."""
         self.socket.settimeout(20.0)
         assert self.socket.recv(1) == b""
 
@@ -72,7 +72,7 @@ Start = Callable[..., RequestedWorker]
 
 @pytest.fixture
 def make_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Make launchers whose templates import modules with the given source code."""
+    """Return a function that makes launchers that import modules with given source."""
     monkeypatch.syspath_prepend(tmp_path)
     with contextlib.ExitStack() as stack:
 
@@ -92,7 +92,7 @@ def launcher(make_launcher: Make) -> Launcher:
 
 @pytest.fixture
 def start(make_launcher: Make) -> Iterator[Start]:
-    """Request workers from launchers; they end with the test."""
+    """Return a function that requests workers, which exit after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda launcher: stack.enter_context(
             contextlib.closing(RequestedWorker(launcher))
@@ -162,12 +162,12 @@ def test_start_and_end_of_workers_are_reported_once(
     assert len({worker.pids[0] for worker in workers}) == 3
     launcher.kill(workers[1].process)
     workers[1].wait_for_end()
-    workers[0].close()  # a worker exits when its pool closes the socket
+    workers[0].close()  # makes the worker exit
     assert workers[0].wait_for_end() == Exit(workers[0].pids[0], 0)
     assert workers[1].exits == [Exit(workers[1].pids[0], -9)]
     workers[1].assert_closed()
     assert workers[2].exits == []
-    launcher.kill(workers[1].process)  # it has already ended, so nothing is killed
+    launcher.kill(workers[1].process)  # does nothing, because it has already exited
     assert repr(launcher).endswith("1 workers>")
 
 
@@ -250,7 +250,7 @@ def test_lack_of_descriptors_is_a_worker_error(
 
 @contextlib.contextmanager
 def stopped_template(launcher: Launcher) -> Iterator[None]:
-    """Stop the template, so that it reads nothing; its socket buffer is small."""
+    """Stop the template, so that its socket's small buffer fills up."""
     launcher._channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     os.kill(launcher._process.pid, signal.SIGSTOP)
     try:
@@ -294,7 +294,7 @@ def test_queued_forks_are_limited_and_end_with_the_template(
     launcher.close() if end == "close" else kill(launcher._process.pid)
     for worker in workers:
         worker.wait_for_end()
-        worker.assert_closed()  # also for requests that were never sent
+        worker.assert_closed()  # even for requests that were never sent
 
 
 def test_template_that_does_not_fork_in_time_is_replaced(
@@ -338,7 +338,7 @@ def test_unread_reports_do_not_make_the_template_look_stuck(
         workers = [start(launcher) for _ in range(20)]
     assert select.select([launcher._channel.socket], [], [], 20.0)[0]
     monkeypatch.setattr(launcher, "_clock", lambda: time.monotonic() + 1000.0)
-    for worker in workers:  # most of these requests were not even sent before
+    for worker in workers:  # until now, most of these requests were not even sent
         assert worker.wait_for_start().exits == []
 
 

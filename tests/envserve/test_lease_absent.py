@@ -1,4 +1,4 @@
-"""Absent blocks, in the server's half: clients are notified, other blocks continue."""
+"""Absent blocks on the server: clients are notified, and other blocks continue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_finished_block_is_answered_although_another_is_absent(
     assert kinds_and_blocks(replies) == [(ABSENT, [1]), (RESULT, [0])]
     assert {message.request for message in replies} == {replies[0].request}
     assert not replies[0].body
-    assert not client.finish(absent=[1])  # it was reported already
+    assert not client.finish(absent=[1])  # already reported
     (result,) = client.finish(1)
     assert blocks_of(result) == [1]
     client.send(client.step(1, seq=2))

@@ -1,4 +1,4 @@
-"""A ledger checks batches over every kind of lane while envs and workers die."""
+"""A ledger verifies batches over every kind of lane while envs and workers die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Fatal(BatchDriver):
-    """A player that sometimes takes actions that kill an env or its worker."""
+    """A player that sometimes takes an action that kills an env or its worker."""
 
     num_actions = KILL
     num_steps = 0

@@ -1,4 +1,4 @@
-"""The local status server: status, frames and records of a local batch."""
+"""The local status server: a local batch's status, frames and flight records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_frames_and_flight_records_can_be_requested(
     batch: BatchEnv, observer: Observer
 ) -> None:
     frames: dict[int, Any] = {}
-    observer.status()  # starts to add up rewards
+    observer.status()  # from now on, rewards are added up
     batch.reset()
     while len(frames) < 4:
         batch.step(np.zeros(4, np.int64))

@@ -1,4 +1,4 @@
-"""The lag of an event loop is measured during and after a block, for ten seconds."""
+"""An event loop's lag is reported while the loop is blocked and for 10 s after."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_lag_is_reported_immediately_and_for_ten_seconds() -> None:
     assert lag.seconds == 0.0
     loop.run_for(0.5)
     assert lag.seconds == 0.0
-    loop.now += 3.5  # blocked, and `seconds` is read before the callback runs
+    loop.now += 3.5  # the loop was blocked, and its callback has not run
     assert lag.seconds == 3.0
     loop.run_for(0.0)
     assert lag.seconds == 3.0

@@ -1,4 +1,4 @@
-"""Blocks that are lost, and blocks that are absent while an operation waits."""
+"""Lost blocks, and blocks that are absent while an operation is in flight."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ MakePool = Callable[..., Pool]
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """Return the path of a gate, which is closed while the file exists."""
+    """Return the path of a gate file; the gate is closed while the file exists."""
     return tmp_path / "gate"
 
 
 @pytest.fixture
 def make_gated(make_pool: PoolMaker, gate: Path) -> MakePool:
-    """Make pools, already reset, whose envs wait for the gate when they are built."""
+    """Make pools, already reset, whose envs wait for an open gate when built."""
     wait = f"while os.path.exists({str(gate)!r}): time.sleep(0.005)"
     return lambda envs, workers: make_pool.and_reset(
         SCRIPT, envs, workers, env_kwargs={"init": wait}
@@ -56,7 +56,7 @@ def final_seeds(pool: Pool) -> list[int]:
 
 
 def lose_worker(pool: Pool, gate: Path) -> None:
-    """Kill worker 0; its successor will not be ready until the gate opens."""
+    """Kill worker 0; its successor is not ready until the gate opens."""
     gate.touch()
     kill(pool.worker_pids[0])
     wait_for(pool, lambda: pool.stats()["restarts"] > 0)
@@ -170,7 +170,7 @@ def test_no_observation_of_an_interrupted_reset_is_returned(
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     pool.submit_step([0])
-    rows.observation[0][1] = 7  # a part of what the worker would have written
+    rows.observation[0][1] = 7  # a partial result of the worker
     os.kill(pid, signal.SIGKILL)
     finished: list[Outcome] = []
     while not finished:
@@ -185,7 +185,7 @@ def test_no_observation_of_an_interrupted_reset_is_returned(
 def test_a_row_rebuilt_before_its_worker_died_ends_with_its_last_observation(
     make_pool: PoolMaker, gate: Path, dies_in: str
 ) -> None:
-    """Row 0 raises and is rebuilt before its worker is killed."""
+    """Row 0's env raises and is rebuilt before the worker is killed."""
     own, new = env_seed(SEED, 0, 0), env_seed(SEED, 0, 1)
     die = "os.kill(os.getpid(), signal.SIGKILL)"
     fail = f"if self.last_seed == {own}: raise RuntimeError('lost')\n"
@@ -272,7 +272,7 @@ def test_call_on_lost_block_reaches_new_env(make_gated: MakePool, gate: Path) ->
     assert call(pool, 0, "last_seed")["value"] == env_seed(SEED, 0, 0)
     lose_worker(pool, gate)
     gate.unlink()
-    assert call(pool, 0, "last_seed")["value"] == -1  # the new env was never reset
+    assert call(pool, 0, "last_seed")["value"] == -1  # the new env has never been reset
     step(pool, 1)
     assert pool.rows.status[0] == Status.WORKER_DIED
 
@@ -305,7 +305,7 @@ def test_an_absent_block_that_is_invalidated_ends_with_the_last_observation(
     lose_worker(pool, gate)
     submit(pool, 0, 1)
     gather(pool, [1])
-    pool.rows.observation[0][0] = 7  # a part of its next episode
+    pool.rows.observation[0][0] = 7  # part of the next episode
     pool.invalidate("somebody said so")
     gate.unlink()
     step(pool, 1)

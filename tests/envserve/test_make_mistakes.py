@@ -1,4 +1,4 @@
-"""Errors of `make` and `make_vec` name the options as the user wrote them."""
+"""Errors from `make` and `make_vec` name the options as the user wrote them."""
 
 from __future__ import annotations
 

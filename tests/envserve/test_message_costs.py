@@ -1,8 +1,8 @@
 """The processing time of every message is bounded.
 
-The values in a message are counted before it is decoded. Limits are of processor time,
-and generous: the worst of these messages once took half a second, and takes less than 2
-ms now.
+The values in a message are counted before it is decoded. The limits apply to CPU time
+and are generous: the most expensive of these messages, which once took half a second,
+takes less than 2 ms now.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_SECONDS = 0.02
 MAX_ATTACH_VALUES = 256
 MAX_CALL_VALUES, MAX_CALL_BYTES = 4096, 64 << 10
 ENTRIES = ((0, 1), (1, 1))
-#: Values of which a message contains as many as possible; their costs per byte differ.
+#: Values with different costs per byte, which fill the messages.
 ITEMS: dict[str, Any] = {
     "lists": [],
     "maps": {},
@@ -41,7 +41,7 @@ ITEMS: dict[str, Any] = {
 
 
 def filled(head: dict[str, Any], name: str, item: Any, limit: int) -> bytes:
-    """Return a body of maximum length that ends with a list of lists of an item."""
+    """Return a body of maximum length, filled with lists of copies of an item."""
     fields = b"".join(codec.encode(part) for pair in head.items() for part in pair)
     body = (0x81 + len(head)).to_bytes() + fields + codec.encode(name)
     encoded = codec.encode(item)
@@ -55,7 +55,7 @@ def filled(head: dict[str, Any], name: str, item: Any, limit: int) -> bytes:
 
 
 def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
-    """Yield the most expensive messages of each type; the last ones for 1,024 rows."""
+    """Yield the most expensive messages of each type, finally those for 1,024 rows."""
     boot = raw.server.boot
     numbers: dict[str, Any] = {"session": SESSION, "boot": boot, "epoch": 1}
     attach = dataclasses.replace(make_attach(), env_name="aeiorntl" * 25).encode()

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: their values, and resistance to slow or hostile clients."""
+"""Prometheus metrics: their values, and resistance to slow or hostile clients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STATUS = ServerStatus(
 
 
 def samples(text: str) -> dict[str, float]:
-    """Return values by name and labels, parsed like Prometheus does."""
+    """Return values by name and labels, parsed as by Prometheus."""
     return {
         name + "".join(f" {key}={value}" for key, value in labels.items()): number
         for family in text_string_to_metric_families(text)
@@ -70,7 +70,7 @@ def read(address: str) -> str:
 
 
 def read_with_retries(address: str) -> str:
-    """Read the metrics, and retry for a minute after timeouts and other errors."""
+    """Read the metrics; after timeouts and other errors, retry for a minute."""
     give_up_at = time.monotonic() + 60
     while True:
         try:
@@ -97,9 +97,8 @@ def test_metrics_of_a_status_follow_the_conventions_of_prometheus(
     assert found["envserve_env_steps_total"] == 70
     assert found["envserve_rows_total status=TIMEOUT"] == 4
     assert found["envserve_faults_total kind=TIMEOUT"] == 2
-    assert (
-        found["envserve_faults_total kind=WORKER_DIED"] == 0
-    )  # present before the first fault
+    # The metric is present even before the first fault.
+    assert found["envserve_faults_total kind=WORKER_DIED"] == 0
     assert found["envserve_refusals_total code=ENVS_BUSY"] == 3
     assert found["envserve_batch_seconds_bucket le=0.1"] == 7
     assert found["envserve_batch_seconds_bucket le=+Inf"] == 8
@@ -203,7 +202,7 @@ def test_counts_of_faults_and_rows_match_the_ledger(
 ) -> None:
     server = serve("--metrics-port", "0", *OPENINGS)
     address = server.log.rpartition("metrics are at ")[2].split()[0]
-    # An exception invalidates one row; the end of a worker invalidates its two rows.
+    # An exception invalidates one row, and the death of a worker its two rows.
     kinds = {997: ("ENV_ERROR", 1), 998: ("WORKER_DIED", 2)}
     env_kwargs = {
         "breakdowns": {"raise": {"actions": [997]}, "kill": {"actions": [998]}}
@@ -301,7 +300,7 @@ def test_a_server_whose_metrics_are_read_continuously_still_ends_at_once(
     have_read = threading.Barrier(5)
 
     def read_until_closed() -> int:
-        """Return 503 if a request timed out because the server was ending, else 0."""
+        """Read until the port is closed; return 503 if a request timed out, else 0."""
         read_with_retries(address)
         have_read.wait(60)
         try:

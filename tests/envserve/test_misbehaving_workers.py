@@ -1,4 +1,4 @@
-"""How a pool reacts to workers that misbehave; the test controls fake workers."""
+"""A pool's reaction to misbehaving workers, which are fakes that tests control."""
 
 from __future__ import annotations
 
@@ -49,18 +49,10 @@ def fault(row: int = 0, status: int = 1) -> list[Any]:
     return [row, status, "", False]
 
 
-def test_answer_with_the_right_sequence_number_finishes_the_step(
-    fake_pool: FakePool,
-) -> None:
-    message = fake_pool.start_step()
-    fake_pool.worker.send(MessageKind.DONE, 0, message.sequence)
-    assert gather(fake_pool.pool, [0]) == [Outcome(0)]
-
-
 def test_every_submission_has_a_new_sequence_number(fake_pool: FakePool) -> None:
     numbers = {fake_pool.start_step().sequence}
     fake_pool.worker.send(MessageKind.DONE, 0, max(numbers))
-    gather(fake_pool.pool, [0])
+    assert gather(fake_pool.pool, [0]) == [Outcome(0)]
     fake_pool.pool.submit_step([1, 0])
     numbers |= {
         fake_pool.worker.receive().sequence,
@@ -133,7 +125,7 @@ def test_report_on_the_reset_of_a_lost_block_is_checked_too(
     first = fake_pool.worker
     first.die(1)
     second = fake_pool.replace(first)
-    second.answer(report(rebuilt=[1]))  # row 1 belongs to another block
+    second.answer(report(rebuilt=[1]))  # row 1 is in the other block
     fake_pool.replace_and_collect(second)
     assert second.was_killed
 
@@ -215,7 +207,7 @@ def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
     else:
         culprit.send(MessageKind.DONE, 0, message.sequence + 1)
     wait_for(fake_pool.pool, lambda: culprit.was_killed)
-    # Count from the kill, however long this test has waited for the processor.
+    # Count from the kill, however long this test has waited for the CPU.
     fake_pool.extra_seconds = culprit.process._killed_at + 2.0 - time.monotonic()
     assert fake_pool.pool.collect(0.1) == []
     fake_pool.extra_seconds += 3.0

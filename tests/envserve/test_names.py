@@ -1,4 +1,4 @@
-"""Connections with slow host lookups, unknown hosts, or without a free descriptor."""
+"""Connections with slow lookups, unknown hosts, or without a free descriptor."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_an_unresponsive_name_server_does_not_block_other_connections(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     address = f"tcp://sim1:{port}"
     with closing(Connection(address, insecure=True)):
-        pass  # closing would block if libzmq did the lookup
+        pass  # closing would block if libzmq looked up the name
     with closing(Connection(address, insecure=True)) as connection:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(9):
             connection.renew()
             assert connection.poll() == (False, False)
         until = time.monotonic() + 60
-        # The previous socket stays open for a while.
+        # Previous sockets stay open for a while.
         while len(os.listdir("/proc/self/fd")) > before + 3:
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The default number of workers: one per core that this process may use."""
+"""The default number of workers is one per core that this process may use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (V2, {"pod/app/cpu.max": "150000 100000"}, 2),
         (V2, {"pod/app/cpu.max": "5000 100000"}, 1),
         (V2, {"pod/app/cpu.max": "900000 100000", "pod/cpu.max": "300000 100000"}, 3),
-        (V2, {"cpu.max": "400000 100000"}, 4),  # a container's own group is its root
+        (V2, {"cpu.max": "400000 100000"}, 4),  # a container's cgroup is its root
         (V2, {"cpu.max": "odd"}, 16),
         (V2, {"cpu.max": "3200000 100000"}, 16),
         (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),

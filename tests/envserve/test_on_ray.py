@@ -1,4 +1,4 @@
-"""`envserve start --on ray` and `ray://` addresses, tested without Ray."""
+"""`envserve start --on ray` and `ray://` addresses, tested without a Ray cluster."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_resources_must_be_numbers_by_name(
 def test_options_of_ray_are_refused_without_it(
     started: list[Any], words: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # With an invalid address, because no server may start in any case.
+    # Use an invalid address, so that no server starts even if the option is accepted.
     assert start("CartPole-v1", *words, "--bind", "x") == 2
     text = f"Error: {words[0]}: expected --on ray as well; add it, or leave"
     assert capsys.readouterr().err.startswith(text)

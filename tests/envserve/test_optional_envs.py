@@ -1,7 +1,7 @@
-"""Envs of the optional extras are built and stepped by workers.
+"""Workers build and step the envs of the optional extras.
 
-They do not run in this process, where warnings are errors, because box2d's module
-crashes on a warning.
+These envs cannot run in this process, where warnings are errors, because box2d's
+module crashes if its warning raises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adopted processes are reaped; an env's direct children are not."""
+"""Workers reap adopted processes, but not an env's direct children."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from envserve.worker import orphans
 
 
 def states():
-    """The state of each child process, by process id."""
+    """Return the state of each child process, by pid."""
     return {pid: state for pid, state, _ in orphans.child_processes()}
 
 
 class LeavingEnv(gymnasium.Env):
-    """Leaves a process behind in each step; observes how many have ended, and codes."""
+    """Leaves a process behind at each step; observes ended processes and exit codes."""
 
     observation_space = gymnasium.spaces.Box(0, 1000, (2,), np.int64)
     action_space = gymnasium.spaces.Discrete(2)

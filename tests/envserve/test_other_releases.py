@@ -1,4 +1,4 @@
-"""A client and a server of different releases say so, whichever is the newer one."""
+"""A version mismatch between client and server is reported, whichever is newer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER = VERSION + 1
 
 @pytest.fixture(scope="module")
 def other_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the package that speaks the next version only."""
+    """A folder with a copy of the package that supports only the next version."""
     folder = tmp_path_factory.mktemp("other")
     package = folder / "envserve"
     ignored = shutil.ignore_patterns("__pycache__")

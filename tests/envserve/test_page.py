@@ -1,4 +1,4 @@
-"""The page: its access control, its buttons and records, and its events."""
+"""The page: access control, buttons, flight records and events."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def server() -> FakeServer:
 
 @pytest.fixture
 def watching(server: FakeServer, tmp_path: Path) -> Iterator[Browser]:
-    """A browser with the page of a server and a run that no other test uses."""
+    """A browser that shows a server and a run that no other test uses."""
     with served(build_over(server, tmp_path)) as url:
         yield Browser(url)
 
@@ -115,7 +115,7 @@ def test_requests_without_the_token_are_rejected(
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Host": "localhost:1234"}, 403),  # the cookie is for another port
+        ({"Host": "localhost:1234"}, 403),  # the cookie is valid for another port
         ({"Host": "evil.example"}, 403),
         ({"Host": "127.0.0.1.evil.example:80"}, 403),
         ({"Host": ""}, 403),
@@ -246,7 +246,7 @@ def test_frames_are_requested_once_for_all_browsers_that_show_them(
         assert frame["tile"] == [0, 1, 3]
         assert frame["jpeg"].startswith("/9j/")
         assert frame["seed"] == str(2**60 + 3)
-        # The latest frame of tile 3 is cached, so it is sent without a request.
+        # The latest frame of tile 3 is cached, so it is sent without a frame request.
         tiles = ((0, 1, 3, 160), (0, 1, 4, 160))
         assert set_tiles(watching, other.subscriber, *tiles) == 204
         assert other.until("frame")["tile"] == [0, 1, 3]
@@ -277,7 +277,7 @@ async def test_a_browser_that_does_not_read_is_disconnected_and_others_are_not(
 
 
 class SlowBrowser:
-    """A browser that reads the beginning of its events and then stops reading."""
+    """A browser that reads its first events and then stops reading."""
 
     scope: Final = {
         "type": "http",

@@ -1,4 +1,4 @@
-"""The page, with malicious servers and with clients that occupy its connections."""
+"""The page with malicious servers, and with clients that occupy its connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.envserve.test_page import ADDRESS, build_over, set_tiles
 
 
 class UnrequestedFrames(FakeObserver):
-    """An observer whose server sends frames of other rows than requested."""
+    """An observer whose server sends frames of rows that were not requested."""
 
     def frames(self, *args: Any) -> list[RenderedFrame]:
         (frame,) = super().frames(*args)

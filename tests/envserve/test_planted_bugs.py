@@ -1,4 +1,4 @@
-"""The oracle detects bugs planted in real pools and workers, and nothing else."""
+"""The oracle detects bugs planted in real pools and workers, and no others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILL, RAISE = 998, 999
 
 
 class Fatal(BatchDriver):
-    """Draws no fatal action."""
+    """A player that does not draw fatal actions itself."""
 
     num_actions = KILL
 
@@ -39,7 +39,7 @@ def planted_launcher() -> Iterator[Launcher]:
 
 
 def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
-    """Run a pool while workers and envs fail; verify every row."""
+    """Step a pool while its workers and envs fail; verify every row."""
     env_kwargs = {
         "bug": bug,
         "length": LENGTH,

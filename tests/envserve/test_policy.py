@@ -1,4 +1,4 @@
-"""Rules of an operator: exposed attributes, and allowed env arguments."""
+"""The operator's policy: exposed attributes and allowed env arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envserve.wire.constants import ErrorCode
 
 
 def allowed_kinds(host: HostSettings, name: str) -> set[str]:
-    """Return the kinds of access to an attribute that are allowed."""
+    """Return the allowed kinds of access to an attribute."""
     refused = {}
     for kind in ("get", "set", "call"):
         try:
@@ -100,7 +100,7 @@ def contains(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def refused_values(rule: str, values: Any) -> list[Any]:
-    """Return the values of argument x that a rule refuses."""
+    """Return the values that a rule refuses for the argument x."""
     refused, codes, texts = [], [], []
     for value in values:
         try:

@@ -52,7 +52,7 @@ def test_collect_of_all_returns_what_has_ended_at_the_timeout(
     pool.rows.action[0][slow] = 1
     pool.submit_step([0, 1])
     finished: list[Outcome] = []
-    while not finished:  # the first of these short calls may return too early
+    while not finished:  # the first of these calls may time out too early
         finished = pool.collect(0.2, 2)
     assert [outcome.block for outcome in finished] == [1 - slow]
 

@@ -1,4 +1,4 @@
-"""Pools and launchers that are interrupted."""
+"""Interrupted pools and launchers."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-# An interrupt may leave a new socket without an owner, which is closed with its frame.
+# After an interrupt, the garbage collector may close a new socket.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.parametrize("during", ["a step", "a loss"])
 def test_an_interrupt_at_any_line_costs_an_episode_but_never_a_wrong_row(
     make_own_pool: PoolMaker, during: str
 ) -> None:
-    """The launcher may be interrupted as well."""
+    """The interrupt may also hit the launcher."""
 
     def play(line: int) -> int:
-        """Interrupts a step there, and checks the next ones; returns the lines."""
+        """Interrupt a step at a line; check later steps. Return the number of lines."""
         pool = make_own_pool(LEDGER, 2, 2)
         with BatchEnv([pool], padding_after=math.inf) as batch:
             batch.reset()
@@ -96,7 +96,7 @@ def test_a_pool_that_is_interrupted_during_its_start_can_start_again(
 
 
 def num_slabs() -> int:
-    """Return the number of descriptors of slabs; on Linux only."""
+    """Return the number of open slab descriptors; on Linux only."""
     if sys.platform != "linux":
         return 0
     files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]

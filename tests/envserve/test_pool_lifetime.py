@@ -1,4 +1,4 @@
-"""Pools and their workers from the start to the end."""
+"""Starting and closing pools, and the exits of their workers."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_env_whose_import_hangs_does_not_stall_other_pools(tmp_path: Path) -> No
 
 @pytest.fixture
 def without_gc() -> Iterator[None]:
-    """Disable cyclic garbage collection, so that only reference counts free objects."""
+    """Disable cyclic garbage collection, so only reference counting frees objects."""
     gc.disable()
     yield
     gc.enable()
@@ -265,10 +265,10 @@ def test_kill_of_the_owner_ends_workers_and_their_children(launcher: Launcher) -
         [sys.executable, "-c", OWNER],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,  # inherited by all processes that the owner starts
+        stderr=subprocess.PIPE,  # all processes that the owner starts inherit it
         text=True,
     )
     assert owner.stdout is not None
     assert owner.stdout.readline() == "ready\n"
     owner.send_signal(signal.SIGKILL)
-    owner.communicate(timeout=30.0)  # end of file: all these processes have ended
+    owner.communicate(timeout=30.0)  # at end of file, all of them have exited

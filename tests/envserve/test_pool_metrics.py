@@ -1,4 +1,4 @@
-"""The counters of a pool are exact, and cost almost nothing."""
+"""A pool's counters are exact, and cost almost nothing."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_steps_rows_and_faults_are_counted(
     assert status.faults == {"ENV_ERROR": num_raised, "WORKER_DIED": 2}
     assert status.restarts == pool.stats()["restarts"] == 2
     assert (whole.rows, whole.faults) == (status.rows, status.faults)
-    # Blocks of two rows; two of their steps were lost with their worker.
+    # A batch is a block of two rows; two of the steps were lost with their worker.
     assert status.batch_seconds.count == 60 - 2
     assert whole.env_step_seconds.count == expected["OK"] + expected["ENV_ERROR"]
-    # Each step ends an episode here, and each lost row begins one.
+    # Here each step ends an episode, and each lost row begins one.
     assert whole.resets == 4 + sum(expected.values())
     assert 0 < status.env_seconds == whole.env_step_seconds.sum
     assert status.batch_seconds.bounds == BOUNDS
@@ -142,7 +142,7 @@ def test_whole_episodes_are_reported_while_they_are_watched(
 
     play(30)
     assert lease_status(pool).num_episodes == 0
-    begun = [None] * 4  # the start of the running episodes was not tracked
+    begun = [None] * 4  # the current episodes began before tracking
     pool.metrics.watch(time.monotonic() + 60.0)  # long enough for any machine
     play(120)
     status = lease_status(pool)
@@ -197,7 +197,7 @@ def test_resets_of_spare_envs_are_counted_too(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 2, 1, spare_envs=True)
     for _ in range(10):
         step(pool, 0)
-    # For each row: the first reset, one per step, and possibly one in progress.
+    # Each row has a first reset, one per step, and possibly one in progress.
     assert 2 * 10 <= totals(pool).resets <= 2 * 12
 
 

@@ -1,4 +1,4 @@
-"""Objects prepared once per lease or set of blocks: action bounds and row parts."""
+"""Action bounds and row parts, prepared once per lease or set of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas of users: requests beyond them are refused, and other users not affected."""
+"""User quotas: excess requests are refused, and other users are not affected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("ALE/Pong-v5", "Fake-v0", "Other-v0")
 
 
 class KeyServer(FakeServer):
-    """A server with keys; each message uses another session number by default."""
+    """A server with keys; by default, each message has a new session number."""
 
     def __init__(self, *grants: Grant, **policy: Any) -> None:
         settings = {"num_workers": 2, "envs_per_worker": 8, "max_processes": 8}
@@ -59,7 +59,7 @@ class KeyServer(FakeServer):
         return ErrorBody.decode(answer.body)
 
     def num_audits(self, event: str, user: str) -> int:
-        """Return how many events of a kind were audited for a user."""
+        """Return the number of audited events of this kind for a user."""
         return sum(audit[:2] == (event, user) for audit in self.audits)
 
     def detach(self, session: SessionId) -> None:
@@ -178,7 +178,7 @@ def test_a_key_may_attach_twice_a_second_and_eight_times_at_once() -> None:
 
 
 def test_a_rate_limited_attach_succeeds_when_a_later_copy_is_within_the_rate() -> None:
-    """Otherwise a trainer with more than eight lanes could not start."""
+    """Without this, a trainer with more than eight lanes could not start."""
     server = KeyServer(grant(), **FEW, envs_per_worker=100)
     for number in range(100, 112):
         assert server.attach(session=number).type is BUILDING
@@ -222,7 +222,7 @@ def test_four_leases_of_a_user_are_built_concurrently(way: str) -> None:
 
 
 def test_all_leases_of_a_user_share_its_row_memory() -> None:
-    """Leases are built one by one, because the size of rows is known afterwards."""
+    """Leases are built one after the other, because only then are row sizes known."""
     server = KeyServer(grant(max_row_mib=3), grant("bob"), **FEW, envs_per_worker=1000)
     server.builds_at_once = False
     for number in range(100, 103):

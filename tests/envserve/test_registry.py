@@ -1,4 +1,4 @@
-"""Only names that are registered at the start can be requested."""
+"""Clients can request only names that are registered when the server starts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_error_about_a_missing_module_names_it() -> None:
 def test_the_error_about_missing_atari_games_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ale_py", None)  # as if not installed
+    monkeypatch.setitem(sys.modules, "ale_py", None)  # as if it were not installed
     with pytest.raises(EnvStartError, match=r"; pip install 'envserve\[atari\]' where"):
         import_env_modules(["ale_py"])
 

@@ -1,4 +1,4 @@
-"""`envserve start --reload`: the server restarts with saved files, clients continue."""
+"""`envserve start --reload`: saving a file restarts the server; clients continue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Same(gymnasium.Env):
 
 
 def save(path: Path, text: str) -> None:
-    """Replace a file as editors do, with a new time even if the clock is coarse."""
+    """Replace a file as editors do; change its mtime even if the clock is coarse."""
     earlier = path.stat().st_mtime_ns if path.exists() else 0
     draft = path.with_suffix(".new")
     draft.write_text(text)
@@ -76,7 +76,7 @@ def test_clients_continue_with_the_saved_files(
         for number, (name, text, value) in enumerate(
             [("my_env.py", SOURCE, 1), ("shared_by_envs.py", "VALUE = 2\n", 2)], 1
         ):
-            save(folder / name, text)  # `my_env` imports the other file
+            save(folder / name, text)  # `my_env` imports the other module
             while num_reattaches() < number or not steps[-1].valid.all():
                 steps.append(step())
             assert steps[-1].observation.tolist() == [[value]] * 4

@@ -38,7 +38,7 @@ def lane(server: ServerProcess, attach: Attach) -> RemoteLane:
 
 
 def finish(lane: RemoteLane) -> None:
-    """Collect both blocks; check that there are no errors and no faults."""
+    """Collect both blocks; check that neither has an error or a fault."""
     for outcome in gather(lane, [0, 1]):
         assert (outcome.error, list(outcome.faults)) == (None, [])
 
@@ -49,7 +49,7 @@ def submit(lane: RemoteLane, action: int) -> None:
 
 
 def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
-    threading.Event().wait(4.5)  # longer than the lease of 3 s
+    threading.Event().wait(4.5)  # longer than the 3 s lease
     submit(lane, 1)
     finish(lane)
 
@@ -84,7 +84,7 @@ def test_large_rows_are_received_completely(
     tmp_path: Path,
     random_generator: np.random.Generator,
 ) -> None:
-    """The rows are so large that both ends send and receive them without copying."""
+    """Rows of this size are sent and received without copying."""
     options = ("--allow-kwarg", "space:any", "--max-message-mib", "4")
     server = serve(*options, bind=(bind_for(transport, tmp_path),))
     lane = attach(server, "envserve/Echo-v0", 24, env_kwargs={"space": "image"})
@@ -110,7 +110,7 @@ gymnasium.register("Picture-v0", PictureEnv)
 def test_large_results_of_calls_are_received_completely(
     tmp_path: Path, serve: Serve, attach: Attach
 ) -> None:
-    """The first call opens a new connection with a higher limit of the frame size."""
+    """The first call opens a new connection with a higher frame size limit."""
     (tmp_path / "picture_envs.py").write_text(_PICTURES)
     options = ("--import", "picture_envs", "--expose", "picture")
     lane = attach(serve(*options, cwd=tmp_path), "Picture-v0")
@@ -218,7 +218,7 @@ def test_malformed_addresses_and_unencodable_arguments_are_errors() -> None:
 
 
 def collect_by_descriptor(lane: RemoteLane, deadline: float) -> int:
-    """Wait for the descriptor once; return the number of finished blocks."""
+    """Wait for the descriptor, and collect once; return the number of blocks."""
     select.select([lane.fileno()], [], [], max(0.0, deadline - time.monotonic()))
     return len(lane.collect(0))
 
@@ -226,7 +226,7 @@ def collect_by_descriptor(lane: RemoteLane, deadline: float) -> int:
 def test_waiting_for_the_descriptor_resends_once_there_is_a_connection(
     server: ServerProcess, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Disable all timers and the keeper, so that only the descriptor can help.
+    # Disable all timers and the keeper, so that only the descriptor wakes the lane.
     monkeypatch.setattr(requests, "_FIRST_RESEND_SECONDS", 1000.0)
     monkeypatch.setattr(remote_lane, "_KEEPER_SECONDS", 1000.0)
     monkeypatch.setattr(remote_lane, "SLICE_SECONDS", 1000.0)

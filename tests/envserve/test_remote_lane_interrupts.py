@@ -1,7 +1,7 @@
-"""KeyboardInterrupt at any line of a batch on a server costs at most one episode.
+"""A KeyboardInterrupt at any line of a remote batch costs at most one episode.
 
-The server runs in memory and is never interrupted, because a real server is another
-process.
+The server runs in this process, but is never interrupted, because a real server is
+another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import FakeServer
 
 STRIDE = 16
-#: The files in which calls are interrupted.
+#: The files in which interrupts occur.
 CLIENT_FILES: Final = (
     *(
         f"/envserve/session/client/{name}.py"
@@ -63,11 +63,11 @@ def untraced(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MemoryConnection:
-    """A connection to a server in memory, whose envs finish immediately.
+    """A connection to an in-process server, whose operations finish immediately.
 
     Attributes:
       server: The server.
-      slow: Blocks whose operations do not finish and whose envs are absent.
+      slow: Absent blocks, whose operations do not finish.
     """
 
     made: list[MemoryConnection]
@@ -88,10 +88,10 @@ class MemoryConnection:
         self._take()
         return True
 
-    flush = connection.Connection.flush  # the real one, which may be interrupted
+    flush = connection.Connection.flush  # the real method, which may be interrupted
 
     def _take(self) -> None:
-        # Copy the frames, because they are views of rows that may change.
+        # Copy the frames, because they are views of rows, which may change.
         for frames in self.server.take_replies():
             self._replies.append([bytes(frame) for frame in frames])
 
@@ -135,11 +135,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """A batch of one lane, with a check of every returned row.
+    """A batch with one lane that checks every returned row.
 
     Attributes:
       shown: Last observations that were returned to the caller.
-      num_faults: Number of interrupts and of restarts of the server.
+      num_faults: Number of interrupts and server restarts.
       num_unseen: Number of interrupted steps since the last result.
     """
 
@@ -189,7 +189,7 @@ class Run:
         return result
 
     def finish(self) -> None:
-        """Step until all rows are valid again; check the number of lost episodes."""
+        """Step until all rows are valid; check the number of lost episodes."""
         for _ in range(1 + self.num_faults):
             result = self.step()
         assert result.valid.all()
@@ -220,7 +220,7 @@ def step_after_a_restart(run: Run, line: int) -> list[Place]:
 
 
 def step_while_a_block_is_absent(run: Run, line: int) -> list[Place]:
-    """The block is available again once the lane has reported it as absent."""
+    """Step while a block is absent; it returns once the lane has reported it."""
     run.connection.slow = {1}
     collect = run.lane.collect
 
@@ -274,14 +274,14 @@ SCENARIOS: Final = (
 def test_an_interrupt_at_any_line_costs_at_most_one_episode(
     scenario: Callable[[Run, int], list[Place]], random_seed: int
 ) -> None:
-    """Each run tests another part of the lines; `STRIDE` runs test all of them."""
+    """Each run tests one of `STRIDE` parts of the lines, selected by the seed."""
     with Run() as probe:
         probe.step()
         places = scenario(probe, -1)
         probe.finish()
     first: dict[Place, int] = {}
     for line, place in enumerate(places, 1):
-        if not is_return(place):  # an interrupt there may lose the result
+        if not is_return(place):  # an interrupt there may discard the result
             first.setdefault(place, line)
     lines = list(first.values())
     assert len(lines) > 50
@@ -295,7 +295,7 @@ def test_an_interrupt_at_any_line_costs_at_most_one_episode(
 def test_an_interrupt_while_waiting_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A slow machine must not make the driver poll before the interrupt.
+    # Even on a slow machine, the driver must not poll before the interrupt.
     monkeypatch.setattr(session_driver, "SLICE_SECONDS", 1000.0)
     with Run() as run:
         run.step()
@@ -316,7 +316,7 @@ def test_an_interrupt_while_waiting_costs_nothing(
 
 
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:
-    """Interrupt the next `send`, after or before the message is sent."""
+    """Interrupt the next `send`, either before or after it sends the message."""
     send = run.connection.send
 
     def interrupt(frames: list[Buffer]) -> bool:

@@ -1,4 +1,4 @@
-"""Workers render watched envs, and only those."""
+"""Workers render the envs that are watched, and no others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Clock:
 
 
 class Shown:
-    """An env whose frames, exceptions and rendering times are set by the test."""
+    """An env whose frame, exception and rendering time the test sets."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -56,7 +56,7 @@ class Shown:
 
 
 class Studio:
-    """The renderer of a worker with one block, its frame board, and a clock."""
+    """A one-block worker's renderer, its frame board, and a clock."""
 
     def __init__(self, num_envs: int = 3) -> None:
         extra = ring_nbytes(SPEC, num_envs) + board_bytes(num_envs, 1)
@@ -69,7 +69,7 @@ class Studio:
         self.renderer = self.start()
 
     def start(self) -> FrameRenderer:
-        """Start a process of the worker."""
+        """Return the renderer of a new worker process."""
         ring = ActionRing(SPEC, len(self.envs), self.slab.extra)
         return FrameRenderer(self.board, 0, self.slab.heartbeats[0].data, ring, [self])
 
@@ -81,7 +81,7 @@ class Studio:
         self.board.watch(rows, width, now + int(seconds * SECOND))
 
     def look(self, after_seconds: float = 0.0) -> None:
-        """Do what a worker does after each operation."""
+        """Render the row that is due, as a worker does after each operation."""
         self.clock.now += int(after_seconds * SECOND)
         if self.renderer.watched_until[0]:
             self.renderer.render_due_row()
@@ -153,9 +153,7 @@ def test_rendering_takes_a_sixtieth_of_the_time_and_rows_take_turns(
         studio.look(0.002)
     counts = [len(env.asked) for env in studio.envs]
     drawn = sum(n * env.seconds for n, env in zip(counts, studio.envs, strict=True))
-    assert (
-        drawn - 0.251 <= 240 / 60 + 0.2
-    )  # except for first frames, and the one that is due
+    assert drawn - 0.251 <= 240 / 60 + 0.2  # plus first frames and the one that is due
     assert min(counts) >= 14
     assert max(counts) - min(counts) <= 1
 
@@ -192,12 +190,12 @@ def test_corrupt_requests_do_not_prevent_new_ones() -> None:
     num_envs = MAX_WATCHED + 1
     board = FrameBoard(num_envs, 1, bytearray(board_bytes(num_envs, 1)))
     board.watch(range(MAX_WATCHED), 100, 50)
-    board.watched[:] = -7  # an env may overwrite it
+    board.watched[:] = -7  # an env may write to this memory
     board.watch([MAX_WATCHED], 100, 60)
     assert board.watched[0].tolist() == [MAX_WATCHED, 60, 100]
 
 
-# Frames of envs.
+# Frames from envs.
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,7 @@ def test_an_env_whose_render_ends_its_process_twice_is_not_rendered_again(
     studio: Studio,
 ) -> None:
     for row, env in enumerate(studio.envs):
-        env.frame = GREY if row else SystemExit()  # ends the process
+        env.frame = GREY if row else SystemExit()  # exits the process
     studio.watch(0, 1, seconds=1000.0)
     for _ in range(2):
         with pytest.raises(SystemExit):
@@ -281,7 +279,7 @@ def test_an_env_whose_render_ends_its_process_twice_is_not_rendered_again(
 def test_a_half_written_frame_is_ignored(
     studio: Studio, before: int, after: int, byte: int
 ) -> None:
-    """Corrupt the JPEG, the header, or both."""
+    """The JPEG, the header, or both are corrupt."""
     studio.watch(0)
     studio.look()
     at = bytes(studio.memory).index(studio.see(0).jpeg) + (after == 1) * 100
@@ -297,7 +295,7 @@ def test_a_frame_of_another_row_is_ignored(studio: Studio) -> None:
     assert studio.board.latest(0) is None
 
 
-# Envs that were built without a render mode.
+# Envs that are built without a render mode.
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "FrozenLake-v1"])

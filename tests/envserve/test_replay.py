@@ -1,4 +1,4 @@
-"""A crash is replayed from its file: the same fault in the same action."""
+"""Replaying a repro file reproduces the crash: the same fault at the same action."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAULTS = {
 }
 
 class CrashyEnv(gymnasium.Env):
-    """Walks at random; crashes by chance, in a step or in a reset."""
+    """A random walk that crashes at random, in a step or a reset."""
 
     def __init__(self, fault, chance=0.02):
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))
@@ -165,7 +165,7 @@ def test_a_crash_caused_by_reset_options_is_reproduced(
     assert (outcome.error is not None) is (doom == "reset")
     pool.submit_step([0])
     gather(pool, [0])
-    if doom == "reset":  # the caller gets the error, so there is no file
+    if doom == "reset":  # the caller gets the error instead of a repro file
         assert not files_in(crash_dir)
         return
     (path,) = files_in(crash_dir)
@@ -271,7 +271,7 @@ def test_reasons_why_a_replay_may_differ_are_described() -> None:
     assert "set attributes are not recorded" in text
 
 
-# Files from other sources.
+# Files from untrusted sources.
 
 
 def test_a_description_contains_no_control_characters() -> None:
@@ -369,7 +369,7 @@ def test_command_prints_whether_the_crash_is_reproduced(tmp_path: Path) -> None:
     assert "\nreproduced in action 3: was killed by SIGSEGV" in result.stdout
     assert "\nFatal Python error: Segmentation fault\n" in result.stdout
     assert result.stderr == ""
-    result = run(str(path))  # the env is not registered
+    result = run(str(path))  # fails, because the env is not registered
     assert result.returncode == 1
     assert "not reproduced: could not be played: no env named" in result.stdout
     assert "written where tests.oracle.probe_envs had been imported" in result.stdout

@@ -1,4 +1,4 @@
-"""The checker counts every kind of wrong result, and no correct one."""
+"""The checker counts every kind of wrong result, and no correct results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make() -> gymnasium.Env[Any, Any]:
 
 
 class CorrectBatch:
-    """A correct batch without processes; row 1 has faults on request."""
+    """A correct batch without processes; on request, row 1 has a fault."""
 
     def __init__(self) -> None:
         self.envs = [make() for _ in ROWS]
@@ -61,7 +61,7 @@ class CorrectBatch:
                     final[row], (observation, _) = observation, self.envs[row].reset()
                 self.observation[row] = observation
             else:
-                self.incarnation += 2  # one rebuild more than the caller has observed
+                self.incarnation += 2  # one more rebuild than the caller has observed
                 final[row], ended[1, row] = self.observation[row], True
                 self.observation[row] = self.begin(row, self.incarnation)
         if status != Status.PENDING:
@@ -71,7 +71,7 @@ class CorrectBatch:
         return StepResult(seen, reward, ended[0], ended[1], valid, final, statuses, {})
 
 
-#: Statuses of row 1: faults, padding, and the steps after it.
+#: Row 1's status at each step: faults, padding, and the results after padding.
 COURSE = [Status.OK] * 30
 COURSE[4], COURSE[14], COURSE[20] = Status.WORKER_DIED, Status.TIMEOUT, Status.ENV_ERROR
 COURSE[7:10] = [Status.PENDING, Status.PENDING, Status.LATE]
@@ -82,11 +82,11 @@ def play(
     spoil: Callable[[int, StepResult], object] = lambda step, result: None,
     sent: Callable[[int, Array], Array] = lambda step, actions: actions,
 ) -> ReplayCheck:
-    """Play the course and check it.
+    """Play the course, and return the checker.
 
     Args:
-      spoil: Changes the result of a step.
-      sent: Returns the actions that the envs get instead of the checked ones.
+      spoil: Modifies a step's result.
+      sent: Returns the actions that the envs get; the checker gets the original ones.
     """
     random, batch = np.random.default_rng(3), CorrectBatch()
     checker = ReplayCheck(make, NUM_ENVS, ROOT_SEED)
@@ -109,7 +109,7 @@ def add_one_bit(array: Array, row: int) -> None:
     array[row] = np.nextafter(array[row], np.inf)
 
 
-#: For each kind of wrong result, the step and how to spoil it.
+#: For each kind of wrong result: the step, and a function that spoils its result.
 WRONG_RESULTS: dict[str, tuple[int, Callable[[StepResult], object]]] = {
     "observation": (2, lambda r: add_one_bit(r.observation, 1)),
     "reward": (2, lambda r: add_one_bit(r.reward, 1)),
@@ -195,7 +195,7 @@ def test_it_agrees_with_workers_about_continuous_actions() -> None:
         checker.reset(batch.reset())
         learner = Learner(name, make_env(name, {}), 2, 0)
         observation = random.normal(size=(2, 3))
-        for _ in range(210):  # more than one episode
+        for _ in range(210):  # longer than one episode
             actions = learner.act(observation, np.arange(2))
             result = batch.step(actions)
             checker.step(np.arange(2), actions, result)

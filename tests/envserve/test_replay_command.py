@@ -1,4 +1,4 @@
-"""The options of `envserve replay`: the debugger, and videos of the last steps."""
+"""Options of `envserve replay`: the debugger, and videos of the last steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.command_line import Result, invoke
 from tests.envserve.test_replay import make_repro
 from tests.ppo.film_env import read_video
 
-#: An env that fails on action 1, and renders the number of its steps.
+#: An env that fails on action 1, and whose frames show its step count.
 FILMY_ENVS = """
 import gymnasium, numpy as np
 from tests.oracle.probe_envs import FaultyEnv
@@ -53,7 +53,7 @@ BROKEN = End(status=Status.ENV_ERROR, text="...", is_violation=True)
 
 
 def filmy_repro(fault: str, length: int = 8, **changes: Any) -> Repro:
-    """Return the repro file of an env that fails in its last step."""
+    """Return the repro file of a renderable env that fails in its last step."""
     repro = make_repro(fault)
     actions = np.zeros(length, np.int64)
     actions[-1:] = 1
@@ -94,7 +94,7 @@ def test_a_film_shows_the_last_steps_before_the_crash(
     assert "\nreproduced in action 8" in result.output
     assert result.exit_code == 0
     seen = read_video(filmy / "film.mp4", 16, 16).mean(axis=(1, 2, 3))
-    # The frames before action 4 and up to the last action.
+    # The video has the frames from just before action 4 to the last action.
     np.testing.assert_allclose(seen, 20 * np.arange(3, 8), atol=4)
 
 
@@ -184,8 +184,8 @@ def test_the_debugger_stops_before_a_crash_that_ends_the_process(
     assert code == 0
     assert "n runs a line" in text
     assert "probe_envs.py" in text
-    assert "-> self._steps += 1" in text  # the first line of its step
-    assert "(Pdb) 7\n(Pdb) 1\n" in text  # the state before the crash, and its action
+    assert "-> self._steps += 1" in text  # the first line of `step`
+    assert "(Pdb) 7\n(Pdb) 1\n" in text  # the state before the crash, and the action
 
 
 def test_a_violation_is_reported_after_its_step_in_the_debugger(

@@ -1,4 +1,4 @@
-"""Seeds, options and infos of resets, over every kind of lane."""
+"""Reset seeds, options and infos, over every kind of lane."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESET = "envserve/Reset-v0"
 
 @pytest.fixture
 def batch(make_batch: MakeBatch) -> BatchEnv:
-    """Make three envs that return their reset arguments as info, in two blocks."""
+    """A batch of three envs in two blocks; each reset info holds the arguments."""
     return make_batch(RESET, 3, 2, seed=1, infos="all")
 
 

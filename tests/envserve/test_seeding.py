@@ -1,4 +1,4 @@
-"""Env seeds never change, and depend only on root seed, row and incarnation."""
+"""Env seeds are stable, and depend only on the root seed, row and incarnation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from envserve.envs.seeding import MAX_ROOT_SEED, draw_root_seed, env_seed, spare_seed
 
-#: Env seeds by (root seed, row, incarnation). A change makes all earlier experiments
-#: irreproducible.
+#: Env seeds by (root seed, row, incarnation). If a seed changes, earlier experiments
+#: cannot be reproduced.
 RECORDED = {
     (0, 0, 0): 4088532484,
     (0, 0, 1): 3581274545,

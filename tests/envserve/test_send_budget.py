@@ -1,4 +1,4 @@
-"""`SendBudget` bounds the bytes of large replies that clients have not read."""
+"""`SendBudget` limits the total size of large replies that clients have not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stepping some envs while other steps are in flight, over every kind of lane."""
+"""Stepping some envs while others are in flight, over every kind of lane."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_the_row_of_a_failed_env_is_invalid(make_batch: MakeBatch) -> None:
     assert result.truncated.tolist() == [True]
     assert result.infos[1]["fault"]["status"] == "WORKER_DIED"
     batch.send(np.zeros(2, np.int64))
-    # Both rows were on the worker.
+    # The worker held both rows.
     assert batch.recv(2)[1].valid.tolist() == [False, True]
     assert batch.step(np.zeros(2, np.int64)).valid.all()
 

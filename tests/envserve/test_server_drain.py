@@ -1,4 +1,4 @@
-"""SIGTERM drains a server: episodes end, all rows are correct, the exit code is 0."""
+"""SIGTERM drains a server: episodes finish, rows are correct, and it exits with 0."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_second_signal_cuts_the_drain_short(
 
 def test_a_silent_client_cannot_delay_the_end(serve: Serve, join: Join) -> None:
     server = serve("--drain-grace", "0.2")
-    join(server)  # it neither sends nor reads from now on
+    join(server)  # from now on, this client neither sends nor reads
     assert "stopped before all clients acknowledged" in server.end(signal.SIGTERM)
 
 

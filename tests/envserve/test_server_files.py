@@ -1,4 +1,4 @@
-"""The socket file of a server's ipc address: its permissions, owner and reuse."""
+"""The socket file at a server's ipc address: permissions, owner and reuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER_USER = 65534
 needs_root = pytest.mark.skipif(
     os.getuid() != 0, reason="only root can act as another user"
 )
-#: Program that greets a server, and prints how many bytes it receives.
+#: Program that greets a server, and prints the number of bytes received.
 GREET = """
 import os, socket, sys
 os.setuid(int(sys.argv[2]))
@@ -41,14 +41,14 @@ except PermissionError:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that other users can enter, unlike those of pytest."""
+    """A folder that other users can enter, unlike pytest's folders."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
 
 
 def greet_as(user: int, path: Path) -> str:
-    """Greet the server at a path as a user; return the program's output."""
+    """Greet the server at a path as another user; return the program's output."""
     return subprocess.run(
         [sys.executable, "-c", GREET, str(path), str(user)],
         capture_output=True,
@@ -84,7 +84,7 @@ def test_only_the_user_of_the_server_can_connect(
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert greet_as(OTHER_USER, path) == "no permission"
-    # Also if the permissions are changed later.
+    # The server also refuses if the permissions change later.
     path.parent.chmod(0o777)
     path.chmod(0o777)
     assert greet_as(OTHER_USER, path) == "0"

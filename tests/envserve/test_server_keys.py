@@ -1,4 +1,4 @@
-"""Servers and clients with keys, as processes: authorisation and revocation."""
+"""Authorisation and revocation, with server and client processes that have keys."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tests.envserve.server_process import ServerProcess, command, make_config
 from tests.envserve.session_client import SessionClient
 from tests.envserve.stalls import fastest
 
-#: Seconds in which a client with a valid key connects.
+#: Seconds within which a client with a valid key connects.
 SHORT = 1.0
-#: Seconds in which a revoked client is disconnected, even on a busy machine.
+#: Seconds within which a revoked client is disconnected, even on a busy machine.
 SOON = 40.0
-#: Longest step of other clients while they reconnect; 0.2 s on an idle machine.
+#: Maximum step time of other clients while they reconnect; 0.2 s on an idle machine.
 MAX_STEP_SECONDS = 6.0
 
 
 class Homes:
-    """Key folders of several users; the server's user is `server`."""
+    """Several users' key folders; the server runs as the user `server`."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self._root = root
@@ -48,7 +48,7 @@ class Homes:
         return KeyFolder(self._root / name)
 
     def become(self, name: str) -> None:
-        """Use the keys of a user in this process and in its children."""
+        """Use a user's keys in this process and its children."""
         self._patch.setenv("ENVSERVE_HOME", str(self._root / name))
 
     def pin(self, name: str, address: str) -> None:
@@ -79,7 +79,7 @@ def server(serve: Serve, homes: Homes, tmp_path: Path) -> ServerProcess:
 
 @pytest.fixture
 def lane_of(server: ServerProcess, homes: Homes) -> Iterator[Callable[..., RemoteLane]]:
-    """Begin to attach as a user with the server's key."""
+    """Begin to attach as a user with a pinned server key."""
     with contextlib.ExitStack() as stack:
 
         def begin(name: str, connect_seconds: float = 20.0) -> RemoteLane:
@@ -137,7 +137,7 @@ def test_a_server_with_keys_refuses_clients_without_keys(
     with pytest.raises(ConnectError):
         request_welcome(server.address, SHORT, insecure=True)
     homes.authorise("ann")
-    homes.pin("ann", server.address)  # a stored key overrides `insecure=True`
+    homes.pin("ann", server.address)  # a pinned key overrides `insecure=True`
     assert request_welcome(server.address, 20.0, insecure=True).num_names > 0
 
 

@@ -1,4 +1,4 @@
-"""A server that runs out of a resource refuses new leases and keeps running ones."""
+"""A server that runs out of a resource refuses new leases and keeps existing ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Refused = Callable[..., EnvStartError]
 
 @pytest.fixture
 def refused(join: Join) -> Refused:
-    """Request envs, and return the error with which the server refuses."""
+    """Request envs, and return the error with which the server refuses the request."""
 
     def request(
         server: ServerProcess, *arguments: Any, **changes: Any
@@ -81,7 +81,7 @@ def test_shared_memory_can_run_out(serve: Serve, join: Join, refused: Refused) -
     check_that_envs_can_be_leased_again(server, join)
 
 
-#: Process limits do not apply to root, so the template process becomes another user.
+#: Process limits do not apply to root, so the template process switches users.
 _UNPRIVILEGED = """
 import os, resource, signal, sys
 _, hard = before = resource.getrlimit(resource.RLIMIT_NPROC)

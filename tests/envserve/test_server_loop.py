@@ -1,4 +1,4 @@
-"""The server's event loop logs its failures, answers the clients, and continues."""
+"""The server's event loop logs failures, still answers clients, and continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ATTACH = Attach(env_name="CartPole-v1", num_envs=4, seed=1).encode()
 
 
 class Peer:
-    """A DEALER that sends arbitrary messages."""
+    """A DEALER socket that sends arbitrary messages."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -85,7 +85,7 @@ class Peer:
 async def running(
     folder: Path, kind: type[ServerSession] = ServerSession
 ) -> AsyncIterator[tuple[ServerLoop, Peer]]:
-    """Run a ServerLoop in this process, with a peer that is connected to it."""
+    """Run a ServerLoop in this process, with a connected peer."""
     host = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
     registry = Registry(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
     session = kind(host, registry.names, BOOT)
@@ -106,7 +106,7 @@ async def running(
 
 
 class CountingSession(ServerSession):
-    """Sets an event after 100 messages, which are too many for one turn."""
+    """A session that sets an event after 100 messages, too many for one turn."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -143,7 +143,7 @@ async def test_a_message_that_the_server_fails_to_handle_is_answered_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, FailingSession) as (server_loop, peer):
-        for _ in range(100):  # more than are read in one turn
+        for _ in range(100):  # more than one turn reads
             await peer.send(MessageType.PING, 9)
         await all_received(server_loop)
         assert server_loop.counters.failures == 100
@@ -158,7 +158,7 @@ async def test_a_message_that_the_server_fails_to_handle_is_answered_and_logged(
 
 
 class SlowSession(CountingSession):
-    """Takes a millisecond per message, and counts the messages of each turn."""
+    """A session that takes 1 ms per message, and counts each turn's messages."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -187,7 +187,7 @@ async def test_a_turn_of_messages_ends_after_two_milliseconds(tmp_path: Path) ->
         for _ in range(100):
             await peer.send(MessageType.PING, 9)
         await all_received(server_loop)
-        # One turn of asyncio can have two reads: a scheduled one and a new event.
+        # One asyncio turn can read twice: a scheduled read, and one for a new event.
         assert max(session.turns.values()) <= 2 * 2
 
 
@@ -262,7 +262,7 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> N
         assert received[2] == (kinds.RESULT, ((1, 2),))
         (fault, _) = ResultReport.decode(answers[2].report).faults
         assert (fault.env_index, fault.status) == (2, Status.WORKER_DIED)
-        # The next step succeeds, and both blocks are in one reply again.
+        # The next step succeeds, and one reply again contains both blocks.
         await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))
         result = await peer.receive(kinds.ABSENT, kinds.RESULT)
         assert (result.type, len(result.entries)) == (kinds.RESULT, 2)

@@ -1,4 +1,4 @@
-"""Polls of the servers of a batch: unresponsive servers, failed polls, closing."""
+"""Polling a batch's servers: unresponsive servers, failed polls, closing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.envserve.conftest import WaitUntil
 from tests.envserve.session_fakes import attach_and_step, state_of
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
-#: Longer than any test may last.
+#: Longer than any test takes.
 FOREVER_SECONDS = 3600.0
 
 
@@ -45,7 +45,7 @@ def welcome(free_envs: int) -> Welcome:
 
 @pytest.fixture
 def server_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPool]:
-    """A pool of servers that do not answer."""
+    """A pool of servers that never answer."""
     monkeypatch.setattr(module, "request_welcome", silence)
     server_pool = ServerPool(ADDRESSES, insecure=True)
     yield server_pool
@@ -72,7 +72,7 @@ def test_unresponsive_servers_are_polled_concurrently(
 def test_an_unresponsive_server_is_gone_once_its_source_no_longer_lists_it(
     monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil, tmp_path: Path
 ) -> None:
-    """A host that has disappeared does not refuse connections."""
+    """If a host has disappeared, connections to it are not refused."""
     monkeypatch.setattr(module, "request_welcome", silence)
     monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.UNKNOWN)
     listed, vanished = ADDRESSES[:2]
@@ -90,7 +90,7 @@ def test_an_unresponsive_server_is_gone_once_its_source_no_longer_lists_it(
     assert gone() == [False, False]
     source.write_text(listed)
     assert gone() == [False, True]
-    source.unlink()  # an unreadable source does not make servers gone
+    source.unlink()  # a server is not gone if its source is unreadable
     assert gone() == [False, False]
     server_pool.locations = {}
     server_pool.leave(None, time.monotonic() + 120)
@@ -128,7 +128,7 @@ def test_a_failed_poll_is_logged_once_and_retried_after_a_pause(
     wait_until: WaitUntil,
     has_thread: bool,
 ) -> None:
-    """The system is out of threads, for the poll or for the threads that it starts."""
+    """Thread creation fails, for the poll itself or for the threads that it starts."""
     tried: list[float] = []
 
     def fail(*_: object, **__: object) -> None:

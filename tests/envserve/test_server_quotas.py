@@ -1,4 +1,4 @@
-"""Quotas and shares of a real server: no user can use up the resources of others."""
+"""Quotas and fair shares on a real server: no user can exhaust others' resources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPENINGS = ("--metrics-port", "0", "--drain-grace", "0", "--allow-kwarg", "lengt
 
 
 class KeyedPeer:
-    """A DEALER with a key that sends arbitrary messages."""
+    """A DEALER socket with a key, which sends arbitrary messages."""
 
     def __init__(self, server: ServerProcess, public: bytes, pair: KeyPair) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -47,7 +47,7 @@ class KeyedPeer:
     def attach(
         self, sessions: Iterable[int], env_name: str = "CartPole-v1", **more: Any
     ) -> None:
-        """Request envs for each of these sessions; one each by default."""
+        """Request envs (default: one) for each of these sessions."""
         options = {"num_envs": 1, "seed": 1, **more}
         body = Attach(env_name=env_name, **options).encode()
         for session in sessions:
@@ -67,10 +67,10 @@ class KeyedPeer:
         return answer
 
     def errors(self, count: int, sessions: Iterable[int] = ()) -> list[ErrorBody]:
-        """Wait until `count` sessions were refused; repeat requests as clients do."""
+        """Wait until `count` sessions were refused; resend requests as clients do."""
         errors: dict[int, ErrorBody] = {}
         while len(errors) < count:
-            # Messages of a throttled user are dropped, so repeat them.
+            # A throttled user's messages are dropped, so resend them.
             if sessions and not self._socket.poll(1000):
                 self.attach(set(sessions) - errors.keys())
             answer = self.receive()
@@ -84,7 +84,7 @@ class KeyedPeer:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyFolder:
-    """The key folder of this test's servers."""
+    """The key folder for this test's servers."""
     monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "home"))
     folder = KeyFolder()
     folder.ensure_key("server")
@@ -97,7 +97,7 @@ PAIR = KeyPair.generate()
 def start(
     serve: Serve, folder: KeyFolder, *options: str, **grant: object
 ) -> ServerProcess:
-    """Start a server on which mallory's key has this grant."""
+    """Start a server that gives mallory's key this grant."""
     mallory = Grant(name="mallory", public=PAIR.public, **grant)  # type: ignore[arg-type]
     folder.ensure_key("client")
     folder.clients.add(mallory, time.time())
@@ -119,7 +119,7 @@ def connect(server: ServerProcess, folder: KeyFolder) -> KeyedPeer:
 
 
 def counter(server: ServerProcess, short: str) -> Callable[[], float]:
-    """Return a function that reads a metric of the server."""
+    """Return a function that reads one of the server's metrics."""
     address = server.log.rpartition("metrics are at ")[2].split()[0]
     return lambda: samples(read_with_retries(address)).get(f"envserve_{short}", 0.0)
 

@@ -1,4 +1,4 @@
-"""Servers that are killed and restarted: stepping continues, and no row is stale."""
+"""After a server is killed and restarted, stepping continues without stale rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_restart_costs_each_row_one_lost_transition(
             hashes = 0
             for action in (1, 2):
                 result = batch.step(np.full(4, action))
-                # 77, the action of the lost step, was not applied.
+                # The lost step's action, 77, was not applied.
                 hashes = ledger_hash(hashes, action)
                 assert result.valid.all()
                 np.testing.assert_array_equal(result.observation[:, 3], hashes)
@@ -49,10 +49,10 @@ def test_a_restart_costs_each_row_one_lost_transition(
 
 
 class Pair:
-    """A batch over two servers with two rows each; the second server is killed."""
+    """A batch over two servers with two rows each, the second of which is killed."""
 
     def __init__(self, folder: Path, serve: Serve, **options: object) -> None:
-        full = ("--envs-per-worker", "1")  # so that the other has no free envs
+        full = ("--envs-per-worker", "1")  # so that the other server has no free envs
         binds = [(f"ipc://{folder}/{name}",) for name in "ab"]
         self.servers = [serve(*full, bind=bind) for bind in binds]
         addresses = [server.address for server in self.servers]

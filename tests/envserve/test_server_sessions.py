@@ -1,4 +1,4 @@
-"""Sessions with a real server: leases are granted, refused, and end."""
+"""Sessions with a real server: leases are granted, refused and ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.envserve.server_process import LEDGER, ServerProcess
 
 
 def step_lost(lane: RemoteLane) -> list[Outcome]:
-    """Return the outcomes of a step on a lane that is lost, or will be soon."""
+    """Return the outcomes of a step on a lane that is lost, or soon will be."""
     try:
         return step(lane, 0)
     except ServerLost as error:
@@ -64,7 +64,7 @@ def test_the_envs_of_a_silent_client_are_freed_when_its_lease_expires(
     serve: Serve, join: Join, attach: Attach, wait_until: WaitUntil
 ) -> None:
     server = serve("--lease-seconds", "4")
-    join(server, 100)  # it sends nothing from now on
+    join(server, 100)  # from now on, this client sends nothing
     with pytest.raises(EnvsBusy):
         attach(server, LEDGER, 100)
     wait_until(lambda: server.welcome().free_envs == 128)
@@ -115,7 +115,7 @@ def test_a_client_that_does_not_close_its_lane_can_exit(serve: Serve) -> None:
 def test_a_server_that_ends_leaves_no_processes_and_its_lane_is_lost(
     serve: Serve, attach: Attach, tmp_path: Path, number: int, wait_until: WaitUntil
 ) -> None:
-    """A stopped server notifies its clients; a killed one is lost after a timeout."""
+    """A stopping server notifies its clients; a killed one is lost after a timeout."""
     server = serve("--drain-grace", "0", bind=(f"ipc://{tmp_path}/envs",))
     lane = attach(server, patience=Timeouts(lost_seconds=1.0))
     processes = with_descendants(server.process.pid)[1:]

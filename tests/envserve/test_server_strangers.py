@@ -1,4 +1,4 @@
-"""Peers without a session cannot harm a server or its clients."""
+"""Peers without a session can harm neither a server nor its clients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.envserve.strangers import Stranger, honest_client, predicted_ids
 MIB = 1 << 20
 #: Maximum memory growth of a server after an attack.
 MAX_GROWTH_BYTES = 300 * MIB
-#: The same for a server with keys.
+#: Maximum memory growth after an attack if the server has keys.
 MAX_KEYED_GROWTH_BYTES = 32 * MIB
-#: Maximum duration of a step during an attack. It takes 0.25 s on an idle machine, and
-#: many times as long on a busy one.
+#: Maximum step time during an attack: 0.25 s on an idle machine, but many times as long
+#: on a busy one.
 MAX_STEP_SECONDS = 10.0
 KEYED = ("--allow-kwarg", "length", "--drain-grace", "0")
-#: Without keys, because a server with keys rejects strangers in the handshake.
+#: No keys, because a server with keys rejects strangers during the handshake.
 OPENINGS = (*KEYED, "--insecure-no-auth")
 FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 400 && exec "$@"', "sh")
 
@@ -32,7 +32,7 @@ Attack = Callable[[str], Iterator[None]]
 
 
 def announce_routing_ids(address: str) -> Iterator[None]:
-    """Announce the routing ids that a server with an unseeded `rand()` gives next."""
+    """Use the routing ids that a server with an unseeded `rand()` would assign next."""
     with contextlib.ExitStack() as stack:
         for routing_id in predicted_ids(20):
             stack.enter_context(Stranger(address, routing_id))
@@ -51,7 +51,7 @@ def test_peers_that_announce_routing_ids_do_not_abort_the_server(serve: Serve) -
 
 
 def fill_with_taken_routing_ids(address: str) -> Iterator[None]:
-    """Send from peers with the same routing id; only those of the first are read."""
+    """Send from peers with the same routing id; only the first one's data is read."""
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             peer = stack.enter_context(Stranger(address, b"taken"))
@@ -62,7 +62,7 @@ def fill_with_taken_routing_ids(address: str) -> Iterator[None]:
 
 
 def fill_with_endless_frames(address: str) -> Iterator[None]:
-    """Send a message without a last frame, which ZeroMQ keeps until it is complete."""
+    """Send a message without a last frame; ZeroMQ buffers incomplete messages."""
     with Stranger(address) as peer, contextlib.suppress(ConnectionError):
         for _ in range(10):
             peer.send_unfinished(MIB)
@@ -137,7 +137,7 @@ def test_idle_strangers_leave_descriptors_for_others(
             pass
         assert not any(outcome.faults for outcome in step(lane, 1))
         step(attach(server), 1)
-        # This may take longer if the new worker got its predecessor's descriptors.
+        # This may take longer if the new worker reuses its predecessor's descriptors.
         wait_until(lambda: "connections use all descriptors" in server.log)
     assert "could not be started" not in server.log
 
@@ -148,7 +148,7 @@ def take_all_descriptors(address: str) -> Iterator[None]:
 
 
 def fill_in_handshakes(address: str) -> Iterator[None]:
-    """Send data within unfinished handshakes, which ZeroMQ keeps meanwhile."""
+    """Send data within unfinished handshakes; ZeroMQ buffers it."""
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Stranger(address, None)) for _ in range(40)]
         for number, peer in enumerate(peers):

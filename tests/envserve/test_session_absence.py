@@ -1,4 +1,4 @@
-"""Absent blocks, on the client: when blocks become absent, and what their rows are."""
+"""Absent blocks on the client: when blocks become absent, and their rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OK = [Status.OK] * 4
 def step_without_reply(
     server: FakeServer, client: ClientSession, action: int = 50
 ) -> list[list[Buffer]]:
-    """Step at 1 s, and advance to 5 s; return the server's replies undelivered."""
+    """Step at 1 s, and advance to 5 s; return the server's undelivered replies."""
     client.rows.action[0][:] = action
     client.submit_step([0, 1], 1.0)
     for frames in take_outgoing(client):
@@ -46,7 +46,7 @@ def step_without_reply(
     return replies
 
 
-# A server that does not answer.
+# Unresponsive servers.
 
 
 def test_a_step_without_a_reply_becomes_absent_after_some_seconds() -> None:
@@ -58,7 +58,7 @@ def test_a_step_without_a_reply_becomes_absent_after_some_seconds() -> None:
     advance_to(client, 4.6)
     assert client.client_blocks.is_ready(1)
     assert client.client_blocks.absent == {0, 1}
-    assert not client.client_blocks.is_ready(1)  # only once for each block
+    assert not client.client_blocks.is_ready(1)  # reported only once per block
     assert collect(client) == []
     assert client.num_in_flight == 2
     assert state_of(client) is ClientState.READY
@@ -68,17 +68,17 @@ def test_a_step_without_a_reply_becomes_absent_after_some_seconds() -> None:
 def test_a_step_on_a_broken_connection_becomes_absent_after_a_second() -> None:
     client = attach(FakeServer())
     client.record_disconnect(0.1)
-    client.record_connect(0.3)  # within a second, so the block is not absent
+    client.record_connect(0.3)  # after less than a second, so the block is not absent
     client.record_disconnect(1.0)
     client.submit_step([0, 1], 1.2)
-    client.record_disconnect(1.8)  # the time counts from the first call
+    client.record_disconnect(1.8)  # the time is measured from the first call
     client.advance(1.9)
     assert not absent_blocks(client)
     assert client.next_deadline() <= 2.0
     client.advance(2.0)
     assert absent_blocks(client) == {0, 1}
     client.record_connect(2.1)
-    assert absent_blocks(client) == {0, 1}  # until its next message
+    assert absent_blocks(client) == {0, 1}  # until the server's next message
 
 
 def test_operations_submitted_to_an_unreachable_server_are_absent_at_once() -> None:
@@ -92,14 +92,14 @@ def test_operations_submitted_to_an_unreachable_server_are_absent_at_once() -> N
     assert client.client_blocks.absent == {0, 1}
     with pytest.raises(LocalProtocolError, match="block 0 is in flight"):
         client.submit_step([0], 5.0)
-    exchange(client, server, 6.0)  # its reply arrives
+    exchange(client, server, 6.0)  # the reply arrives
     assert absent_blocks(client) == set()
 
 
 def test_a_late_result_belongs_to_the_action_that_was_sent() -> None:
     server, client = make_pair()
     replies = step_without_reply(server, client)
-    client.rows.action[0][:] = 60  # after the step was sent
+    client.rows.action[0][:] = 60  # the step has already been sent
     for frames in replies:
         client.receive(frames, 6.0)
     np.testing.assert_array_equal(client.rows.observation[0], 0)  # not written yet

@@ -1,4 +1,4 @@
-"""Which replies a client accepts, and when it resends requests."""
+"""The replies that a client accepts, and when it resends requests."""
 
 from __future__ import annotations
 

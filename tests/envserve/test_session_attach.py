@@ -1,4 +1,4 @@
-"""The way from HELLO to a lease: versions, capacity and permissions."""
+"""From HELLO to a lease: versions, capacity and permissions."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_messages_of_unknown_types_are_answered_with_an_error() -> None:
 
 @pytest.mark.parametrize("field", ["autoreset", "infos", "env_kwargs"])
 def test_an_array_in_place_of_a_string_is_refused(field: str) -> None:
-    """Comparing an array with a str returns an array, which has no truth value."""
+    """Comparing an array to a str returns an array, which has no truth value."""
     array = np.zeros(3)
     body = codec.decode(make_attach().encode())
     body[field] = {"render_mode": array} if field == "env_kwargs" else array

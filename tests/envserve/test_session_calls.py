@@ -1,4 +1,4 @@
-"""Calls of several blocks, in the server's half."""
+"""Calls to several blocks, on the server."""
 
 from __future__ import annotations
 

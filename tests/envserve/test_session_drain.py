@@ -1,4 +1,4 @@
-"""Draining a server: it grants no leases, and ends each lease after an episode."""
+"""A draining server grants no leases, and ends each lease after an episode."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drain(server: FakeServer, now: float = 0.0) -> None:
 
 
 def step(client: ClientSession, server: FakeServer, *blocks: int) -> list[Outcome]:
-    """Step blocks; their rows end an episode at every 7th step."""
+    """Step blocks, whose rows end an episode at every seventh step."""
     client.submit_step(blocks or range(len(client.blocks)), 0.0)
     return finish(client, server, 0.0)
 
@@ -55,7 +55,7 @@ def test_a_server_that_drains_or_stops_grants_no_leases(is_stopped: bool) -> Non
     server = FakeServer()
     assert not welcome_of(server).is_draining
     drain(server)
-    assert server.session.has_ended  # at once, because there are no leases
+    assert server.session.has_ended  # immediately, because there are no leases
     if is_stopped:
         server.carry_out(server.session.stop(), 0.0)
     client = try_to_attach(server)
@@ -97,7 +97,7 @@ def test_a_lease_ends_when_each_row_has_ended_an_episode() -> None:
     client = attach(server, num_splits=2, kind=SingleLeaseSession)
     assert len(client.blocks) == 4
     for _ in range(7):
-        step(client, server)  # episodes that ended before the drain do not count
+        step(client, server)  # earlier episode ends do not count
     drain(server)
     for _ in range(6):
         step(client, server)
@@ -107,7 +107,7 @@ def test_a_lease_ends_when_each_row_has_ended_an_episode() -> None:
     assert state_of(client) is ClientState.LOST
     assert isinstance(client.error, LeaseLost)
     assert "the server was drained; each env of the lease ended" in str(client.error)
-    # The step that ended the last episode is answered before the lease ends.
+    # Before the lease ends, the step that ended the last episode is answered.
     assert last.block == 3
     assert last.error is None
     assert client.rows.terminated.all()

@@ -1,4 +1,4 @@
-"""Operations of a lease, as messages: copies, gaps, refusals and results."""
+"""Messages for a lease's operations: copies, gaps, refusals and results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def client() -> RawClient:
 
 
 def unpack(message: Message) -> Rows:
-    """Return the rows of a RESULT of both blocks."""
+    """Return the rows in a RESULT for both blocks."""
     rows = Rows.allocate(SPEC, 4)
     RowPart(RowCodec(rows), [(0, 4)]).unpack_results(message.body, message.payload)
     return rows
@@ -65,17 +65,21 @@ def test_a_step_is_answered_when_all_its_blocks_are_done(client: RawClient) -> N
 # Copies.
 
 
-def test_a_copy_of_a_running_request_is_not_executed(client: RawClient) -> None:
+@pytest.mark.parametrize("attempts", [(0, 1), (0, 2, 1)])
+def test_copies_of_a_running_request_are_not_executed_and_the_newest_is_answered(
+    client: RawClient, attempts: tuple[int, ...]
+) -> None:
     frames = client.step(1)
-    client.send(frames, b"old route")
-    client.send(changed(frames, attempt=1), b"new route")
-    server = client.server
-    server.finish_all(0.0)
-    assert len(client.pool.executed) == 2  # each of the two blocks once
-    (reply,) = server.replies
+    for attempt in attempts:
+        is_newest = attempt == max(attempts)
+        route = b"new route" if is_newest else b"old route"
+        client.send(changed(frames, attempt=attempt), route)
+    client.server.finish_all(0.0)
+    assert len(client.pool.executed) == 2  # once per block
+    (reply,) = client.server.replies
     assert reply.peer == (b"new route", "")
     (result,) = client.take_replies()
-    assert result.attempt == 1
+    assert result.attempt == max(attempts)
 
 
 def test_a_copy_of_a_finished_request_gets_the_same_reply(client: RawClient) -> None:
@@ -117,20 +121,6 @@ def test_a_grant_is_repeated_every_second(client: RawClient) -> None:
     answers = [client.send(attach, after=0.5) for _ in range(5)]
     types = [MessageType.GRANTED, MessageType.BUILDING] * 2
     assert [one.type for (one,) in answers] == [*types, MessageType.GRANTED]
-
-
-def test_an_older_copy_does_not_receive_the_reply_of_a_newer_one(
-    client: RawClient,
-) -> None:
-    frames = client.step(1)
-    client.send(frames)
-    client.send(changed(frames, attempt=2), b"new route")
-    client.send(changed(frames, attempt=1), b"old route")
-    client.server.finish_all(0.0)
-    (reply,) = client.server.replies
-    assert reply.peer == (b"new route", "")
-    (result,) = client.take_replies()
-    assert result.attempt == 2
 
 
 def test_a_late_copy_is_ignored(client: RawClient) -> None:
@@ -312,7 +302,7 @@ def test_faults_and_errors_of_blocks_are_part_of_the_result(client: RawClient) -
 
 
 def test_a_step_makes_few_function_calls(client: RawClient) -> None:
-    """Every call costs cache misses, because simulations run between two steps."""
+    """Calls cause cache misses, because simulations run between two steps."""
     session, counts = client.server.session, []
     for seq in range(1, 21):
         frames = client.step(1, seq=seq)

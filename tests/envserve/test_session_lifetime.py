@@ -1,4 +1,4 @@
-"""The lifetime of sessions: pings, expiry, restarts, reconnects and ends."""
+"""The lifetime of sessions: pings, expiry, restarts, reconnection and closing."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_envs_are_free_only_when_their_workers_have_exited() -> None:
 def test_messages_that_only_servers_send_are_dropped() -> None:
     server = FakeServer()
     for kind in MessageType:
-        if kind >= 128:  # sent by servers, according to the protocol
+        if kind >= 128:  # according to the protocol, servers send these types
             assert not server.replies_to(kind)
 
 
@@ -219,7 +219,7 @@ def test_a_result_does_not_answer_a_hello(kind: MessageType, is_first: bool) -> 
 def test_requests_in_flight_are_resent_after_a_reconnect() -> None:
     _, client = make_pair()
     client.submit_step([0, 1], 1.0)
-    (first,) = take_outgoing(client)  # it is lost with the connection
+    (first,) = take_outgoing(client)  # lost with the connection
     client.record_connect(1.05)
     (second,) = take_outgoing(client)
     assert decode(second) == dataclasses.replace(decode(first), attempt=1)

@@ -1,4 +1,4 @@
-"""Requesting a new lease after a loss: when, how often and for how long."""
+"""When, how often and for how long a client requests a new lease after a loss."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.envserve.session_fakes import (
 )
 
 OK = [Status.OK] * 4
-#: Settings of a server with four envs, enough for one lease.
+#: Settings for a server with four envs, enough for one lease.
 NARROW = HostSettings(num_workers=2, envs_per_worker=2)
 
 
 def lose_envs_to_another_client() -> tuple[FakeServer, ClientSession, ClientSession]:
-    """Return a server, a client whose lease expired, and one that has the envs now."""
+    """Return a server, a client with an expired lease, and the envs' new client."""
     server, client = make_pair(boot=1, policy=NARROW)
     server.poll(60.0)
     server.take_replies()  # the client does not receive the ERROR
@@ -95,7 +95,7 @@ def test_after_a_restart_a_client_waits_for_busy_envs() -> None:
 def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost() -> (
     None
 ):
-    """The envs cannot be leased to others, and another server may be started soon."""
+    """Nobody else can lease the envs, and a new server may start soon."""
     server, client = make_pair(boot=1)
     server.carry_out(server.session.begin_drain(1.0), 0.0)
     server.carry_out(server.session.stop("its grace period was over"), 1.0)
@@ -106,7 +106,7 @@ def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost()
 
 
 def test_a_refused_attach_is_retried_under_the_same_session() -> None:
-    """If a late copy of the ATTACH is granted, the lease must belong to this client."""
+    """If a late copy of the ATTACH is granted, this client must own the lease."""
     client, restarted = attach_and_restart(policy=NARROW)
     attach(restarted, 1.0, session=12, num_envs=3)
     sessions = set()
@@ -124,7 +124,7 @@ def test_a_refused_attach_is_retried_under_the_same_session() -> None:
 
 
 def test_a_build_that_fails_after_a_restart_is_requested_again() -> None:
-    """The request uses another session, because the server has ended the first one."""
+    """The request uses a new session, because the server has ended the first one."""
     client, restarted = attach_and_restart(builds_at_once=False)
     client.record_connect(1.0)
     exchange(client, restarted, 1.0)
@@ -139,7 +139,7 @@ def test_a_build_that_fails_after_a_restart_is_requested_again() -> None:
 
 
 class DifferentBlocks(FakePool):
-    """A pool of an older server, which ignores the requested number of blocks."""
+    """A pool on an older server, which ignores the requested number of blocks."""
 
     def __init__(self, config: PoolSettings) -> None:
         super().__init__(replace(config, blocks_per_split=0))
@@ -154,7 +154,7 @@ def test_envs_with_other_blocks_than_before_are_an_error() -> None:
     assert state_of(client) is ClientState.LOST
     assert "expected the same envs as before" in str(client.error)
     assert "as many --workers" in str(client.error)
-    assert not restarted.pools  # the lease was returned
+    assert not restarted.pools  # the client has returned the lease
 
 
 def test_an_env_that_is_no_longer_offered_is_an_error() -> None:
@@ -235,7 +235,7 @@ def test_retries_after_repeated_crashes_are_delayed() -> None:
 
     while not client.state.is_over:
         exchange(client, server, now, filter_request=record)
-        if server.pools:  # it crashes during the build
+        if server.pools:  # the server crashes during the build
             boot += 1
             server = FakeServer(boot=boot, builds_at_once=False)
             client.record_connect(now)
@@ -264,17 +264,16 @@ def test_a_server_that_becomes_silent_during_a_build_is_lost_in_time() -> None:
         advance_to(client, now)
         exchange(client, restarted, now)
         restarted.poll(now)
-    assert (
-        state_of(client) is ClientState.ATTACHING
-    )  # although it is late, because the server answers
+    # The session is not lost despite the delay, because the server answers.
+    assert state_of(client) is ClientState.ATTACHING
     client.record_disconnect(2.5)
-    # It is lost 1 s after the next request, which is sent within 2 s.
+    # The session is lost 1 s after the next request, which is sent within 2 s.
     assert 3.5 <= pass_time(client, now=2.5) <= 5.5
     assert isinstance(client.error, ServerLost)
 
 
 def test_the_time_limit_starts_again_after_a_new_lease() -> None:
-    """A new lease whose first reply is late does not count as the earlier loss."""
+    """If a new lease's first reply is late, that does not count as the earlier loss."""
     client, restarted = attach_and_restart()
     client.submit_step([0, 1], 1.0)
     now = pass_time(client, restarted, 1.0, until=90.0)  # a slow reset
@@ -283,7 +282,7 @@ def test_the_time_limit_starts_again_after_a_new_lease() -> None:
 
 
 def test_an_earlier_loss_without_operations_in_flight_does_not_count() -> None:
-    """Without operations, no reply under the second lease ends the first loss."""
+    """Without operations, no reply under the second lease ended the first loss."""
     client = attach_and_step()
     client.record_connect(1.0)
     second = FakeServer(boot=2)

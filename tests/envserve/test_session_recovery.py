@@ -1,4 +1,4 @@
-"""Recovery from a lost lease: one lost step per row, and nothing executed twice."""
+"""Recovery from a lost lease: each row loses one step, and no step runs twice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_restart_costs_each_row_one_step() -> None:
     check_lost(client, outcomes, last=3)
     assert "restarted" in outcomes[0].faults[0].text
     (pool,) = restarted.pools.values()
-    assert pool.executed == RESETS  # the lost step is not repeated
+    assert pool.executed == RESETS  # the lost step is not executed again
     assert pool.config.first_incarnation > 0
     assert pool.config.seed == 5
 
@@ -84,7 +84,7 @@ def test_a_reply_that_arrived_before_a_loss_is_collected_after_it() -> None:
     exchange(client, server, 0.0)
     server.finish_all(0.0)
     exchange(client, server, 0.0)
-    assert not client.rows.reward.any()  # rows are written only by `collect`
+    assert not client.rows.reward.any()  # only `collect` writes rows
     restarted = FakeServer(boot=2)
     client.record_connect(1.0)
     exchange(client, restarted, 1.0)
@@ -154,7 +154,7 @@ def test_lost_blocks_are_absent_until_they_are_reset() -> None:
     client.submit_step([1], 1.0)
     assert client.client_blocks.is_ready(1)
     assert client.client_blocks.absent == {0, 1}
-    client.rows.observation[0][:] = np.nan  # the caller may overwrite it by padding
+    client.rows.observation[0][:] = np.nan  # padding may overwrite it
     restarted.build(next(iter(restarted.pools)), 2.0)
     exchange(client, restarted, 2.0)
     assert absent_blocks(client) == {0, 1}  # during the reset

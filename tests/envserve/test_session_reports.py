@@ -1,4 +1,4 @@
-"""Reports of a server: their contents, limits and processing time."""
+"""A server's reports: contents, limits and processing time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fault_of(row: int, text: str = "it failed") -> Fault:
 
 
 class StepInFlight:
-    """A request that steps blocks of some rows each."""
+    """A step request for blocks with the same number of rows."""
 
     def __init__(self, num_blocks: int = 4, rows_per_block: int = 2) -> None:
         edges = range(0, num_blocks * rows_per_block, rows_per_block)
@@ -39,7 +39,7 @@ class StepInFlight:
         (self.request,) = self.client_blocks.step(range(num_blocks))
 
     def end(self, report: bytes, blocks: Sequence[int] | None = None) -> list[Outcome]:
-        """Receive a RESULT for some blocks, or for all; return the outcomes so far."""
+        """Receive a RESULT for some blocks (default: all); return the outcomes."""
         entries = self.request.entries
         if blocks is not None:
             entries = tuple(entries[block] for block in blocks)
@@ -108,7 +108,7 @@ def test_a_report_about_other_rows_or_blocks_than_answered_is_refused(
 def test_every_report_is_handled_quickly(contents: Mapping[str, object]) -> None:
     frame = ResultReport(**contents).encode()  # type: ignore[arg-type]
     costs = []
-    for _ in range(5):  # the minimum excludes interruptions
+    for _ in range(5):  # the minimum is not affected by interruptions
         step = StepInFlight(NUM_BLOCKS, 4)
         started = time.thread_time()
         step.end(frame)

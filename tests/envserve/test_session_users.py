@@ -1,4 +1,4 @@
-"""Users of one server cannot reach or detect the sessions of other users."""
+"""Users of a server can neither use nor detect other users' sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = make_attach(num_envs=1).encode()
 def send(
     server: FakeServer, peer: Peer, kind: MessageType, **fields: object
 ) -> Message:
-    """Send a message of a user, by default of session 11; return the reply."""
+    """Send a user's message, by default of session 11; return the reply."""
     numbers: dict[str, object] = {"session": 11, "boot": server.boot}
     message = Message(type=kind, **{**numbers, **fields})  # type: ignore[arg-type]
     server.receive(peer, encode(message), 5.0)
@@ -33,7 +33,7 @@ def send(
 
 @pytest.fixture
 def server() -> FakeServer:
-    """Return a server on which session 11 of Ann has a lease."""
+    """Return a server on which Ann's session 11 has a lease."""
     server = FakeServer()
     assert send(server, A, MessageType.ATTACH, body=ATTACH).type is MessageType.GRANTED
     return server
@@ -66,7 +66,7 @@ def test_a_session_number_of_another_user_is_answered_like_an_unknown_one(
     )
     if (
         known.type is MessageType.GRANTED
-    ):  # both are granted, with successive lease numbers
+    ):  # both are granted, with consecutive lease numbers
         assert (known.epoch, unknown.epoch) == (2, 3)
         known.epoch, known.body = unknown.epoch, unknown.body
     assert dataclasses.replace(known, session=12) == unknown
@@ -110,7 +110,7 @@ def test_a_client_is_listed_by_its_user_and_the_name_that_it_sent(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "envserve.session")
-    for number in range(1000, 1300):  # names of sessions that do not attach
+    for number in range(1000, 1300):  # sessions that never attach
         hello = Hello(client="mallory").encode()
         send(server, A, MessageType.HELLO, session=number, body=hello)
     hello = Hello(client="gpu1:9").encode()

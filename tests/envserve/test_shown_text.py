@@ -1,4 +1,4 @@
-"""Text from envs and peers is sanitised, and reveals only what its reader may know."""
+"""Text from envs and peers is sanitised, and does not leak private information."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from envserve.wire.result_report import ResultReport
 from tests.envserve.raw_client import RawClient, errors_in
 from tests.envserve.session_fakes import FakeServer, make_attach, make_welcome
 
-#: Sets a terminal's title, clears the terminal, and reverses the writing direction.
+#: Sets a terminal's title, clears the screen, and reverses the writing direction.
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\u2066\x9b31m\r"
 TRACEBACK = """Traceback (most recent call last):
   File "/srv/ann/my project/sim.py", line 3, in step
@@ -96,7 +96,7 @@ def test_message_types_of_servers_are_dropped(kind: int) -> None:
     assert server.session.num_dropped_messages == 1
 
 
-# Information about a host that clients receive.
+# Host information that clients receive.
 
 
 @pytest.mark.parametrize("shows", [False, True])
@@ -127,7 +127,7 @@ def test_clients_receive_paths_only_if_the_operator_allows_it(shows: bool) -> No
         assert "sim.py" in text or "x.py" in text
 
 
-# Texts from a server.
+# Text from a server.
 
 
 def test_errors_from_a_server_contain_no_escape_sequences() -> None:

@@ -1,4 +1,4 @@
-"""Rows in shared memory: one memory for all processes, freed with the last of them."""
+"""Rows in shared memory, which is freed when the last process exits."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_rows_of_two_processes_are_the_same_memory() -> None:
             [1, 2, 3, 4, 5],
             [0] * 5,
         ]
-        child.kill()  # its writes remain
+        child.kill()  # its writes persist
         child.wait(timeout=60)
     assert slab.rows.reward.tolist() == [0.0, 0.0, 0.0, -0.5]
     assert slab.heartbeats[:, 0].tolist() == [0, 7]

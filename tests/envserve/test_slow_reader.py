@@ -1,4 +1,4 @@
-"""The replies that a server buffers for a client that stops reading are bounded."""
+"""A server buffers a bounded number of replies for a client that stops reading."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 NUM_ENVS = 4
 MIB = 1 << 20
-#: Memory growth of the server for other reasons: ZeroMQ and the kernel.
+#: Maximum growth of the server's memory for other reasons: ZeroMQ and the kernel.
 SLACK_BYTES = 16 * MIB
 #: Maximum number of short replies that the server buffers for a client.
 MAX_REPLIES = 64
 SESSION = 8
-#: Size of an observation and of an action, both images.
+#: Size in bytes of an observation, and of an action; both are images.
 IMAGE_BYTES = 84 * 84 * 4
 
 
 class SlowReader:
-    """A client with two connections; it never reads the replies to one of them."""
+    """A client with two connections, which never reads from one of them."""
 
     def __init__(self, server: ServerProcess, wrappers: Any) -> None:
         self._server = server
@@ -68,7 +68,7 @@ class SlowReader:
         socket.send_multipart(encode(Message(**self._fields, **fields)))
 
     def receive(self, kind: MessageType) -> Message:
-        """Receive on the reading connection until a message has this type."""
+        """Receive on the reading connection until a message of this type arrives."""
         while True:
             message = decode(self._reading.recv_multipart())
             if message.type is kind:
@@ -77,7 +77,7 @@ class SlowReader:
     def request(
         self, kind: MessageType, seq: int, attempt: int = 0, *, reads: bool = False
     ) -> None:
-        """Send a RESET or STEP for all blocks; by default, do not read its reply."""
+        """Send a RESET or STEP for all blocks; by default, never read the reply."""
         resets = ResetBody(resets=((None, None),) * len(self.blocks)).encode()
         self._send(
             self._reading if reads else self._mute,
@@ -93,21 +93,21 @@ class SlowReader:
         return tuple((block.index, seq) for block in self.blocks)
 
     def do(self, kind: MessageType) -> None:
-        """Send the next request, and wait until it is done; leave its reply unread."""
+        """Send the next request, and wait until it is done; do not read the reply."""
         self.seq += 1
         for number in itertools.count():
-            # Repeated, because the server disconnects peers that do not read for 3 s.
+            # Resend, because the server disconnects peers that do not read for 3 s.
             if number % 100 == 0:
                 self.request(kind, self.seq)
-            entries = self._entries(self.seq + 1)  # the next step, but without actions
+            entries = self._entries(self.seq + 1)  # the next step, without actions
             self._send(self._reading, type=MessageType.STEP, entries=entries)
             answer = ErrorBody.decode(self.receive(MessageType.ERROR).body)
-            if answer.code is not ErrorCode.GAP:  # the request is done
+            if answer.code is not ErrorCode.GAP:  # the request has been executed
                 assert "expected 112896 bytes of actions" in answer.text
                 return
 
     def reconnect(self) -> Message:
-        """Close the other connection, and resend the last request each second."""
+        """Close the unread connection, and resend the last request every second."""
         self._mute.close(linger=0)
         for attempt in range(1, 20):
             self.request(MessageType.STEP, self.seq, attempt, reads=True)
@@ -141,7 +141,7 @@ def test_the_number_of_unread_short_replies_is_bounded(
     read_slowly: Begin, join: Join
 ) -> None:
     answer_bytes = NUM_ENVS * IMAGE_BYTES * 2
-    assert answer_bytes < 256 << 10  # so that it is a short reply
+    assert answer_bytes < 256 << 10  # so it counts as a short reply
     reader, server = read_slowly(2, length=1000)
     other = join(server)
     other.reset()
@@ -158,13 +158,13 @@ def test_copies_of_a_large_reply_are_sent_once_a_second(
     read_slowly: Begin, join: Join
 ) -> None:
     reader, server = read_slowly(64, length=1)
-    reader.do(MessageType.STEP)  # it ends the episode, so each copy is built again
+    reader.do(MessageType.STEP)  # ends an episode, so each copy is built again
     other = join(server)
     other.reset()
     before = server.resident_bytes
     for attempt in range(1, 63):
         reader.request(MessageType.STEP, reader.seq, attempt)
-    reader.do(MessageType.STEP)  # all copies before it are handled by now
+    reader.do(MessageType.STEP)  # afterwards, all earlier copies have been handled
     other.step(1)
     assert server.resident_bytes - before < 80 * MIB
     other.close()
@@ -173,14 +173,14 @@ def test_copies_of_a_large_reply_are_sent_once_a_second(
 def test_the_bytes_of_unread_large_replies_are_bounded(
     read_slowly: Begin,
 ) -> None:
-    answer_bytes = 2 * NUM_ENVS * IMAGE_BYTES * 64  # with final observations
+    answer_bytes = 2 * NUM_ENVS * IMAGE_BYTES * 64  # including final observations
     reader, server = read_slowly(64, length=1)
-    reader.do(MessageType.STEP)  # touches the whole slab, which counts as memory
+    reader.do(MessageType.STEP)  # touches the whole slab, so it counts as memory
     before = server.resident_bytes
     for _ in range(25):
         reader.do(MessageType.STEP)
     most = 64 * MIB + answer_bytes + SLACK_BYTES
     assert server.resident_bytes - before < most < 25 * answer_bytes // 2
-    # Once the connection that does not read is closed, the client gets its reply.
+    # After closing the unread connection, the client gets its reply.
     answer = reader.reconnect()
     assert len(answer.payload) == answer_bytes

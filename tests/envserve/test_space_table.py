@@ -1,4 +1,4 @@
-"""Every space of the table is supported, or rejected with a helpful error."""
+"""Every space in the table is supported, or rejected with a helpful error."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 def batch_values(space: Space, values: list[Any]) -> Any:
-    """Batch values as Gymnasium does."""
+    """Batch values in the same way as Gymnasium."""
     empty: Any = create_empty_array(space, len(values))
     return concatenate(space, values, empty)
 
 
 class WorkerAndClient:
-    """Rows of a worker and of a client of the same envs, connected only by bytes."""
+    """A worker's and a client's rows of the same envs, connected only by bytes."""
 
     def __init__(self, name: str) -> None:
         kwargs = {"space": name}
@@ -71,7 +71,7 @@ class WorkerAndClient:
         return self.receive()
 
     def receive(self, *, final: bool = False) -> Any:
-        """Send the worker's rows to the client, and return its observation."""
+        """Send the worker's rows to the client; return the client's observation."""
         self.client_part.unpack_results(*self.worker_part.pack_results())
         leaves = (
             self.client_rows.final_observation
@@ -85,7 +85,7 @@ class WorkerAndClient:
         )
 
     def step(self, actions: Any) -> list[Any]:
-        """Send actions to the worker, step, and return them as the envs got them."""
+        """Send actions to the worker and step; return the actions that the envs got."""
         arrays = check_actions(self.client_spec, actions, None, NUM_ENVS)
         for target, array in zip(self.client_rows.action, arrays, strict=True):
             target[...] = array
@@ -155,7 +155,7 @@ def test_unsupported_spaces_raise_space_error_with_a_remedy(name: str) -> None:
         describe(space)
 
 
-# Some of the spaces with real worker processes and servers.
+# Some of the spaces, with real worker processes and servers.
 
 WITH_PROCESSES = (
     "dict_of_all",

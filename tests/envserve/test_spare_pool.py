@@ -1,4 +1,4 @@
-"""Pools with spare envs: faults and hangs in background resets."""
+"""Pools with spare envs: background resets that fail or hang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IS_MAIN = "import threading as t; is_main = t.current_thread() is t.main_thread(
 
 
 def run_once_in_background(folder: Path, script: str) -> dict[str, str]:
-    """Run a script in the first background reset of row 0."""
+    """Return env arguments that run a script in row 0's first background reset."""
     own = env_seed(SEED, 0, 0)
     when = f"not is_main and seed == {spare_seed(own)}"
     return {"reset": IS_MAIN + run_once(folder / "mark", script, when)}
@@ -119,7 +119,7 @@ def test_a_process_that_ends_in_a_background_reset_is_replaced_with_both_envs(
 def test_envs_that_begin_episodes_together_are_reset_together(
     make_pool: PoolMaker, tmp_path: Path
 ) -> None:
-    """Each background reset waits until those of all other rows have begun."""
+    """Each background reset waits until those for all other rows have begun."""
     meet = (
         f"{IS_MAIN}if not is_main:\n folder = {str(tmp_path)!r}\n"
         " open(f'{folder}/{id(self)}', 'w').close()\n"
@@ -167,7 +167,7 @@ def test_closing_does_not_wait_for_a_background_reset_that_hangs(
 
 
 class RowLedgers:
-    """The test's own record of the two ledgers of every row."""
+    """The test's record of each row's two ledgers."""
 
     def __init__(self, pool: Pool) -> None:
         reset(pool)
@@ -180,7 +180,7 @@ class RowLedgers:
 
     @staticmethod
     def new_ledgers(own: int) -> list[list[int]]:
-        """Return the first observations of the active env and of its spare."""
+        """Return the first observations of the active env and its spare."""
         return [[own, 0, 0, 0], [spare_seed(own), 0, 0, 0]]
 
     def step(self, actions: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rows with two envs: their turns, their seeds, and their faults."""
+"""Rows with a spare env: the two envs' turns, seeds and faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT = 60.0
 
 
 class ProbeEnv(LedgerEnv):
-    """A ledger whose resets can be blocked, and that detects concurrent use.
+    """A ledger env whose resets can block, and that detects concurrent use.
 
     `gates` maps the number of a reset of this env to the event that it waits for.
     """
@@ -84,7 +84,7 @@ class ProbeEnv(LedgerEnv):
 
 
 class Bench:
-    """The fourth row of a pool with its threads, and the arrays that it writes."""
+    """A pool's fourth row, its threads, and the arrays that it writes."""
 
     def __init__(self, autoreset: Autoreset = "same_step", length: int = 2) -> None:
         self.threads = ResetThreads(4)
@@ -108,12 +108,12 @@ class Bench:
         return self.observed()
 
     def observed(self) -> list[int]:
-        """Return seed, episode and step that the row observes."""
+        """Return the seed, episode and step that the row observes."""
         seen: list[int] = self.rows.observation[0][3, :3].tolist()
         return seen
 
     def play(self, action: int = 1) -> list[int]:
-        """Play an episode of two steps; return the first observation of the next."""
+        """Play a two-step episode; return the next episode's first observation."""
         assert self.row.step(action)[1:3] == (False, False)
         _, terminated, truncated, _ = self.row.step(action)
         assert terminated is not truncated
@@ -277,7 +277,7 @@ def test_no_env_is_ever_used_by_two_threads(make_bench: Make) -> None:
             bench.row.reset(turn)
         if turn % 20 == 3:
             bench.row.call("set", "difficulty", [turn])
-        bench.row.step(1)  # raises if an env is used by two threads
+        bench.row.step(1)  # raises if two threads use an env
     assert bench.row.incarnation == 0
 
 
@@ -306,7 +306,7 @@ def test_an_episode_never_begins_from_a_reset_before_the_last_set(
         active = bench.envs[1 if difficulty == 5 else 0]
         assert active.difficulties[-1] == difficulty
         assert bench.row.call("get", "difficulty", []) == difficulty
-    # Each env was reset once before the last set, and once more after it.
+    # Each env was reset once before the last `set`, and once after it.
     wait_until(lambda: bench.envs[1].difficulties == [1, 5, 6])
     assert bench.envs[0].difficulties == [1, 5, 6]
 

@@ -1,4 +1,4 @@
-"""Spaces can be described and restored; invalid descriptions raise SpaceError."""
+"""Spaces survive a round trip; invalid descriptions raise SpaceError."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_bounds_are_inclusive_and_include_the_start_of_the_space() -> None:
         assert np.array(leaf.bounds).tolist() == expected
 
 
-# Spaces of any nesting.
+# Arbitrarily nested spaces.
 
 leaf_spaces = (
     st.builds(spaces.Discrete, st.integers(1, 9), start=st.integers(-5, 5))

@@ -1,4 +1,4 @@
-"""STATUS: its contents, which users may read them, how often, and its size limit."""
+"""STATUS: contents, permissions, rate limit and size limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_BYTES = 64 << 10
 
 
 class CountingPool:
-    """A pool that only has metrics."""
+    """A pool that has only metrics."""
 
     def __init__(self, server: FakeServer, session: Any) -> None:
         pool = server.pools[session]
@@ -37,7 +37,7 @@ class CountingPool:
 
 
 class Board:
-    """A server with leases, and a status board that adds up their counts."""
+    """A server with leases, and a status board that sums their counts."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         policy = HostSettings(num_workers=16, max_processes=1000)
@@ -70,7 +70,7 @@ class Board:
         return pool.metrics
 
     def ask(self, user: str, now: float) -> bytes:
-        """Return the body of the answer to a STATUS request, which has no session."""
+        """Return the body of the answer to a STATUS request without a session."""
         request = encode(Message(MessageType.STATUS, request=9))
         self.server.receive((b"route", user), request, now)
         (frames,) = self.server.take_replies()
@@ -221,10 +221,10 @@ def test_histograms_interpolate_quantiles_and_can_be_subtracted() -> None:
     late = Histogram(bounds=(1.0, 2.0, 4.0), counts=(0, 4, 2, 2), sum=30.0)
     assert early.quantile(0.5) == 1.5
     assert late.quantile(0.75) == 4.0
-    assert late.quantile(1.0) == 4.0  # values above all bounds count as the last bound
+    assert late.quantile(1.0) == 4.0  # larger values count as the last bound
     assert Histogram().quantile(0.5) is None
     assert (late - early) == Histogram(
         bounds=(1.0, 2.0, 4.0), counts=(0, 2, 2, 2), sum=27.0
     )
-    assert (early - late) == early  # counts have fallen: the server has restarted
+    assert (early - late) == early  # lower counts mean that the server has restarted
     assert (Histogram(counts=()) - Histogram(counts=())).count == 0  # malformed

@@ -1,4 +1,4 @@
-"""`envserve status` and `top`, with many, silent and old servers, at any width."""
+"""`envserve status` and `top` with many, silent and old servers, at any width."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ STATUS = ServerStatus(
 
 
 class Servers:
-    """Servers that answer STATUS and HELLO, in one thread with one socket each."""
+    """Servers that answer STATUS and HELLO, with a socket each, in a single thread."""
 
     def __init__(self, folder: Path, answering: int, silent: int = 0, old: int = 0):
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -227,7 +227,7 @@ def test_all_servers_of_a_file_are_polled_and_health_reports_the_first_problem(
         (tmp_path / "servers").write_text(f"{first}\n{second}")
         result = invoke(PROGRAM, ["status", "--json", "--timeout", "20", word])
         healthy = probe(word, timeout=20.0)
-        # No key is known for these addresses, so no connection is made.
+        # These addresses have no known key, so no connection is made.
         (tmp_path / "servers").write_text(f"{first}\n192.0.2.1:7\n192.0.2.2:7")
         unhealthy = probe(word, timeout=20.0)
     assert [each["address"] for each in json.loads(result.stdout)] == running.addresses
@@ -258,7 +258,7 @@ def test_top_prints_a_table_per_interval_if_stdout_is_a_pipe(
         result = invoke(PROGRAM, words)
     assert result.exit_code == 0
     assert result.stdout.count("steps/s") == 3
-    assert result.stdout.count("1,000 ") == 2  # the first table has no speed
+    assert result.stdout.count("1,000 ") == 2  # the first table cannot show a speed
     assert waits == [20.0] * 3
 
 

@@ -1,4 +1,4 @@
-"""The stderr of workers is forwarded, and they never wait for its reader."""
+"""Workers' stderr is forwarded, and workers never wait for its reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pool_driver import ODD_ENVS, SCRIPT, PoolMaker, step
 
 
 class Pipes(StderrPipes):
-    """Pipes that forward to a pipe of the test; `out` is its read end."""
+    """Pipes that forward to a pipe of this test, whose read end is `out`."""
 
     def __init__(self) -> None:
         self.out, self.write_fd = os.pipe()
@@ -79,7 +79,7 @@ def test_bytes_are_forwarded_and_the_last_are_kept_per_worker(pipes: Pipes) -> N
     assert pipes.finish(7) == texts[7]
     assert pipes.finish(8) == texts[8][-TAIL_BYTES:]
     assert pipes.poller.poll(0) == []
-    assert pipes.finish(7) == b""  # the tail is returned only once
+    assert pipes.finish(7) == b""  # returned only once
 
 
 def test_lines_and_stacks_of_several_workers_do_not_mix(pipes: Pipes) -> None:
@@ -111,15 +111,15 @@ def test_the_stack_of_a_crash_is_shown_once(pipes: Pipes, is_told: bool) -> None
         os.write(end, b"hello\n" + stack)
         handle_all(pipes, pipes.poller)
     assert read_all(pipes.out) == b"hello\n" * 3
-    os.close(ends[1])  # detected before its exit is known
+    os.close(ends[1])  # detected before the exit is reported
     handle_all(pipes, pipes.poller)
-    for worker in (1, 2):  # a process that worker 2 has left behind holds its pipe
+    for worker in (1, 2):  # a process left behind by worker 2 holds its pipe
         assert pipes.finish(worker, is_reported=is_told) == b"hello\n" + stack
     assert read_all(pipes.out) == (b"" if is_told else 2 * stack)
     for worker in (2, 3):
         os.close(ends[worker])
     handle_all(pipes, pipes.poller)
-    pipes.close()  # before the exit of worker 3 is known
+    pipes.close()  # before the exit of worker 3 is reported
     assert read_all(pipes.out) == stack
 
 
@@ -140,7 +140,7 @@ def test_output_of_processes_that_a_worker_leaves_behind_is_forwarded(
 ) -> None:
     fd = open_for(pipes, 1)
     os.write(fd, b"worker")
-    assert pipes.finish(1) == b"worker"  # does not wait for the end of the pipe
+    assert pipes.finish(1) == b"worker"  # without waiting for end of file
     os.write(fd, b", its child")
     handle_all(pipes, pipes.poller)
     assert read_all(pipes.out) == b"worker, its child"
@@ -179,7 +179,7 @@ def test_writers_do_not_wait_for_the_reader_and_dropped_bytes_are_reported(
     assert rest == b"again\n"
     dropped = 64 * 0x10000 - len(passed_on)
     assert note == f"[envserve: {dropped} bytes of worker output dropped]".encode()
-    assert os.get_blocking(write_fd)  # the open file is shared with others
+    assert os.get_blocking(write_fd)  # other processes share this open file
     os.close(fd)
     handle_all(pipes, poller)
     for each in (out, write_fd):
@@ -249,7 +249,7 @@ def test_exit_of_a_worker_includes_the_end_of_its_stderr(
 
 
 def test_worker_inherits_no_read_end_of_the_others(make_pool: PoolMaker) -> None:
-    # With read ends of each other, they would wait for a reader without end.
+    # If workers held each other's read ends, they would wait for a reader forever.
     pool = make_pool.and_reset(
         SCRIPT,
         3,

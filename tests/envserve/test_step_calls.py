@@ -1,7 +1,7 @@
-"""The number of Python function calls of a step, in the process that makes it.
+"""The number of Python function calls per step, in the calling process.
 
-With cold caches, as during a simulation, the number of calls determines the time; see
-docs/decisions.md: "A step makes few Python calls and few copies".
+With cold caches, as while a simulation runs, the number of calls determines the time;
+see docs/decisions.md: "A step makes few Python calls and few copies".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_STEPS = 20
 
 
 class Calls(NamedTuple):
-    """The number of distinct functions and of calls of a step, and their files."""
+    """The numbers of distinct functions, of calls and of files in a step."""
 
     functions: int
     calls: int
@@ -30,7 +30,7 @@ class Calls(NamedTuple):
 
 
 def fewest_calls(batch: BatchEnv) -> Calls:
-    """Count the calls of some steps; return the step with the fewest."""
+    """Count the calls in some steps; return the counts of the cheapest step."""
     batch.reset()
     actions = np.zeros(batch.num_envs, np.int64)
     for _ in range(NUM_STEPS):

@@ -1,4 +1,4 @@
-"""Results of a batch step, gathered from rows that the test has filled."""
+"""Batch step results, gathered from rows that the test has filled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envserve.spaces.env_spec import EnvSpec
 
 
 def two_rows(spec: EnvSpec, num_lanes: int) -> RowSet:
-    """Two rows of one lane, or one row of each of two."""
+    """Two rows on one lane, or one row on each of two lanes."""
     size = 2 // num_lanes
     lanes: list[Any] = [
         SimpleNamespace(rows=Rows.allocate(spec, size)) for _ in range(num_lanes)

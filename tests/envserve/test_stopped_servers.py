@@ -1,4 +1,4 @@
-"""A server that is stopped for a while and then continues costs only time."""
+"""A server that is stopped and later continued costs only time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.oracle.ledger import Ledger
 SEED = 3
 NUM_SHORT_STOPS = 100
 SHORT_SECONDS = 0.005
-#: Long enough for a request to be sent a second time.
+#: Seconds, long enough for clients to resend a request.
 LONG_SECONDS = 2.0
-#: `envserve` with signals that block its event loop for a while; libzmq's threads and
-#: the workers continue.
+#: `envserve` with a signal handler that blocks its event loop for a while; libzmq's
+#: threads and the workers continue.
 HANGING_PROGRAM = (
     "-c",
     "import signal, time\n"

@@ -1,4 +1,4 @@
-"""The cost of workers that die, hang or fail: one transition of their own blocks."""
+"""A worker that dies, hangs or fails costs its blocks one transition."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_death_is_detected_although_a_child_keeps_the_socket_open(
         assert_lost(pool, step(pool, 1)[0], "killed by SIGKILL")
         assert not step(pool, 0)[0].faults
     finally:
-        with contextlib.suppress(ProcessLookupError):  # killed together with its worker
+        with contextlib.suppress(ProcessLookupError):  # it was killed with its worker
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Notifications of a server to systemd, received by a test socket."""
+"""A server's notifications to systemd, received by a test socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.envserve.limits import resource_limit
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
-        # An @ marks an abstract socket only at the beginning of an address.
+        # Only a leading @ marks an abstract socket.
         datagrams.bind(str(tmp_path / "user@1000"))
         datagrams.settimeout(120)
         yield datagrams
@@ -57,7 +57,7 @@ async def test_workers_do_not_inherit_the_variables_of_systemd(
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.getsockname())
     monkeypatch.setenv("WATCHDOG_USEC", "1000000")
-    monkeypatch.setenv("WATCHDOG_PID", "1")  # another process is watched
+    monkeypatch.setenv("WATCHDOG_PID", "1")  # systemd watches another process
     with closing(Notifier(asyncio.get_running_loop())) as notifier:
         notifier.ready("here")
         notifier.stopping()

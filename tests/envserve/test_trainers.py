@@ -1,4 +1,4 @@
-"""Adapters import their framework only when used, and name the missing extra."""
+"""Adapters import their framework only on use; errors name the missing extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User envs from files, packages and classes, and the errors about wrong references."""
+"""User envs from files, packages and classes, and errors for wrong references."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ gymnasium.register("Walk-v0", "walk_file:Walk", max_episode_steps=10)
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo what a test imports and registers."""
+    """Undo a test's imports and registrations."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     modules, names, came = (
         set(known)
@@ -148,9 +148,8 @@ def test_workers_import_the_module_of_an_env_that_the_caller_registered() -> Non
     assert name_and_imports("CartPole-v1")[1] == ()
     with pytest.raises(UnknownEnv, match="got 'Mine-v0' of this script"):
         name_and_imports("Mine-v0")
-    assert name_and_imports("Mine-v0", ["other"])[1] == (
-        "other",
-    )  # that module may register it
+    # The other module may register the env.
+    assert name_and_imports("Mine-v0", ["other"])[1] == ("other",)
 
 
 def test_a_file_provides_its_registered_envs_and_named_classes(walk_file: str) -> None:
@@ -259,7 +258,7 @@ def test_the_error_about_a_missing_env_lists_the_known_ones(
     with pytest.raises(UnknownEnv, match=r"got neither; did you mean Walk\?"):
         import_env_modules([f"{walk_file}:Wlak"])
     with pytest.raises(UnknownEnv, match=r"expected 'np' .*; got neither$"):
-        import_env_modules([f"{walk_file}:np"])  # exists, but cannot be called
+        import_env_modules([f"{walk_file}:np"])  # exists, but is not callable
     import_env_modules([walk_file])
     text = (
         r"no env named 'Foo-v0' .*empty_file\.py registers no env.* registers Walk-v0"

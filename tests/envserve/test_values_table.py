@@ -1,7 +1,7 @@
 """Every value that an env returns arrives correctly, or as a fault with a clear text.
 
-Each row of one batch steps with another case of `odd_values`, in a pool of this process
-and on a server.
+Each row of a batch steps with a different case from `odd_values`, in a local pool and
+on a server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALONE = [
 
 
 class StepOfAllCases(NamedTuple):
-    """The outcome of a step of all cases, and of a later step with images in infos."""
+    """The outcomes of a step with all cases, and of a later one with image infos."""
 
     faults: Mapping[int, Fault]
     infos: Mapping[int, Mapping[Any, Any]]
@@ -54,7 +54,7 @@ class StepOfAllCases(NamedTuple):
 def result(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StepOfAllCases]:
-    """Step all cases, with workers of this process or of a server."""
+    """Step all cases, in a local pool or on a server."""
     folder: Path = tmp_path_factory.mktemp("values")
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -144,7 +144,7 @@ def test_an_invalid_reset_is_not_repeated() -> None:
 
 
 def test_a_cast_is_logged_once(result: StepOfAllCases) -> None:
-    """The number of workers, rows and leaves does not matter."""
+    """The number of workers, rows and leaves has no effect."""
     (line,) = [text for text in result.warnings if "OddValuesEnv returns" in text]
     assert "observation '" in line
     assert "its space declares" in line

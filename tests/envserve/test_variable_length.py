@@ -1,4 +1,4 @@
-"""Rows of texts, sequences, graphs and choices: limits, exact values, hostile rows."""
+"""Rows of texts, sequences, graphs and choices: limits, values, hostile rows."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def leaf_of(space: Space) -> Leaf:
 
 
 def row_of(leaf: Leaf, plain: Any) -> np.ndarray[Any, Any]:
-    """Return a row with any encoded value, as a peer may send it."""
+    """Return a row with an arbitrary encoded value, which a peer may send."""
     data = codec.encode(plain)
     data = len(data).to_bytes(4, "little") + data
     return np.frombuffer(data.ljust(leaf.nbytes, b"\0"), np.uint8)
 
 
-# Spaces of any nesting.
+# Arbitrarily nested spaces.
 
 fixed = st.sampled_from([Discrete(3), FLOATS, Discrete(3, start=-1, dtype=np.int8)])
 any_spaces = st.recursive(
@@ -86,7 +86,7 @@ def test_samples_of_any_nesting_are_encoded_and_decoded_or_too_long(
         if not leaf.is_encoded:
             continue
         if len(codec.encode(value)) > leaf.nbytes - 4:
-            assert leaf.nbytes >= 4096, "else there is a longest value, which fits"
+            assert leaf.nbytes >= 4096, "values of a bounded length fit"
             with pytest.raises(SpaceError, match="takes at most"):
                 encode_row(leaf, value)
             continue
@@ -134,7 +134,7 @@ def test_encoding_overwrites_the_previous_content_of_a_row() -> None:
     assert rows.tobytes() == b"\2\0\0\0" + b"\xa1a" + bytes(rows.shape[1] - 6)
 
 
-# Values of another form.
+# Values with another structure.
 
 WRONG: list[tuple[str, Any]] = [
     ("text", 3),
@@ -229,7 +229,7 @@ def test_the_error_about_an_invalid_row_names_the_env() -> None:
     observation["mission"][1, :5] = 1, 0, 0, 0, 7
     with pytest.raises(CodecError, match=r"Env 7: observation 'mission': .* got 7"):
         decode_observation(spec, [3, 7], observation, is_complete=np.ones(2, np.bool_))
-    is_complete = np.array([True, False])  # row 1: its worker was killed while it wrote
+    is_complete = np.array([True, False])  # row 1's worker was killed while writing
     seen = decode_observation(spec, [3, 7], observation, is_complete=is_complete)
     assert seen["mission"][1] == decode_row(spec.observation_leaves[1], np.zeros(4))
 
@@ -238,7 +238,7 @@ def test_the_number_of_values_in_all_rows_of_a_step_is_limited() -> None:
     spec = EnvSpec("A", Sequence(Discrete(2)), Discrete(2))
     (leaf,) = spec.observation_leaves
     rows = np.tile(row_of(leaf, [0] * 100), (40, 1))
-    rows[:32, 4] = 255  # each row that is cut short counts as 8192 values
+    rows[:32, 4] = 255  # each incomplete row counts as 8192 values
     is_complete = np.arange(40) >= 32
     with pytest.raises(RemoteProtocolError, match=r"Env 32: .* at most 262144 values"):
         decode_observation(spec, range(40), rows, is_complete=is_complete)
@@ -256,7 +256,7 @@ def test_an_empty_value_is_created_once_per_leaf() -> None:
     with mock.patch.object(leaves, "create_empty_array", wraps=create_empty_array) as m:
         complete = np.ones(2, np.bool_)
         one, other = decode_observation(spec, range(2), zeros, is_complete=complete)
-        one[0][:] = 1  # rows do not share the value
+        one[0][:] = 1  # the other row must not change
         assert m.call_count == 1
     assert_same(
         other, decode_observation(spec, range(1), zeros[:1], is_complete=complete)[0]

@@ -1,4 +1,4 @@
-"""Blocks that are vector envs: their data, autoreset modes and faults."""
+"""Vector envs as blocks: data, autoreset modes and faults."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from tests.oracle.vector_envs import MODES
 
-from .conftest import MakeBatch
+from .conftest import MakeBatch, local_or_tcp
 from .pool_driver import PoolMaker, step
 
 NUM_ENVS = 5
-
-
-@pytest.fixture(scope="module", params=["local", "tcp"])
-def lane_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+lane_kind = local_or_tcp
 
 
 def play(batch: BatchEnv, num_steps: int = 40) -> list[Any]:
-    """Return the results of random actions; reset ended rows if autoreset is off."""
+    """Return the results of random actions; without autoreset, reset ended rows."""
     draws = np.random.default_rng(7)
     seen: list[Any] = [batch.reset()]
     for _ in range(num_steps):
@@ -38,7 +34,7 @@ def play(batch: BatchEnv, num_steps: int = 40) -> list[Any]:
     return seen
 
 
-#: Possible pairs of a vector env's mode and the requested mode.
+#: Supported pairs of the vector env's autoreset mode and the requested mode.
 POSSIBLE = [*((mode, mode) for mode in MODES), ("disabled", "same_step")]
 
 

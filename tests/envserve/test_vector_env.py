@@ -22,15 +22,11 @@ from gymnasium.wrappers.vector import (
 from envserve import make_vec
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, LocalProtocolError
-from tests.envserve.conftest import MakeEnvs
+from tests.envserve.conftest import MakeEnvs, local_or_tcp
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
 
 MODES = [mode.value for mode in AutoresetMode]
-
-
-@pytest.fixture(scope="module", params=["local", "tcp"])
-def lane_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+lane_kind = local_or_tcp
 
 
 def test_reset_infos_of_a_server_may_have_any_type(make_envs: MakeEnvs) -> None:
@@ -55,7 +51,7 @@ def assert_equal_rows(ours: Any, theirs: Any) -> None:
 
 
 def assert_equal_infos(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compare values; ours are Python numbers instead of NumPy scalars."""
+    """Compare infos; envserve's contain Python numbers instead of NumPy scalars."""
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         if isinstance(value, dict):
@@ -74,7 +70,7 @@ def assert_equal_resets(ours: Any, theirs: Any) -> None:
 def assert_equal_runs(
     ours: VectorEnv, theirs: SyncVectorEnv[Any, Any], num_steps: int
 ) -> None:
-    """Step both with the same actions, and compare all results."""
+    """Step both vector envs with the same actions, and compare all results."""
     assert ours.single_observation_space == theirs.single_observation_space
     assert ours.observation_space == theirs.observation_space
     assert ours.single_action_space == theirs.single_action_space
@@ -181,7 +177,7 @@ def test_the_final_observation_of_a_lost_row_is_the_last_one_returned(
         for time in range(1, EPISODE_LENGTH):
             seen = envs.step(np.zeros(2, int))[0]
             assert seen.tolist() == [[100 + time]] * 2
-        # The episode of the other row ends in the step in which the worker dies.
+        # The other row's episode ends in the step in which the worker dies.
         observation, _, _, truncated, infos = envs.step(np.array([0, 1]))
         assert truncated.all()
         assert observation.tolist() == [[100]] * 2

@@ -1,4 +1,4 @@
-"""Envs made through Gymnasium's registry, and one env as `gymnasium.Env`."""
+"""Envs made through Gymnasium's registry, and a single env as `gymnasium.Env`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from gymnasium.utils.env_checker import check_env
 import envserve
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import ActionError, LocalProtocolError
+from tests.envserve.conftest import local_or_tcp
 from tests.oracle.probe_envs import MODULE
 
-#: Gymnasium's spec of CartPole.
+lane_kind = local_or_tcp
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:.*A Box observation space m.*imum value is:UserWarning"
     ),
     pytest.mark.usefixtures("one_launcher"),
 ]
-
-
-@pytest.fixture(scope="module", params=["local", "tcp"])
-def lane_kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture

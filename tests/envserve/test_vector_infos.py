@@ -1,4 +1,4 @@
-"""Infos are batched in the same way as by Gymnasium."""
+"""Infos are batched in the same way as in Gymnasium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Videos contain every frame, and incomplete files are removed."""
+"""Videos contain every frame, and incomplete video files are removed."""
 
 import ctypes.util
 import sys
@@ -49,7 +49,7 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
 
 def test_the_error_contains_the_message_of_ffmpeg(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "film.mp4"
-    for count in (10**9, 1):  # ffmpeg exits during, or after, the writing of frames
+    for count in (10**9, 1):  # ffmpeg exits while frames are written, or afterwards
         with (  # noqa: PT012
             pytest.raises(
                 VideoError, match=r"ffmpeg cannot write the video: .*No such file"

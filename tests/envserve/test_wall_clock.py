@@ -1,4 +1,4 @@
-"""A wall clock that jumps by a day between any two readings disturbs nobody."""
+"""A wall clock that jumps by a day between any two readings has no effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.envserve.conftest import Join, Serve
 
-#: Every interpreter that a server starts runs this first.
+#: Code that every interpreter of a server runs first.
 _JUMPING = """
 import itertools, time
 def jumping(read, day):
@@ -43,4 +43,4 @@ def test_a_wall_clock_that_jumps_disturbs_neither_side(
     log = server.end(signal.SIGTERM)
     assert "WARNING" not in log
     days = set(re.findall(r"^(\d{4}-\d\d-\d\d) ", log, re.MULTILINE))
-    assert len(days) > 1, "the server's clock was to jump"
+    assert len(days) > 1, "the server's clock did not jump"

@@ -1,4 +1,4 @@
-"""The worked example of docs/protocol.md equals the output of the encoder."""
+"""The worked example in docs/protocol.md equals the encoder's output."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ BODIES: dict[MessageType, Any] = {
 
 
 def example() -> dict[str, list[Buffer]]:
-    """Return messages of two envs in two blocks, from HELLO to RESULT.
+    """Return the messages for two envs in two blocks, from HELLO to RESULT.
 
     An episode ends, then a worker dies.
     """
@@ -148,12 +148,12 @@ def example() -> dict[str, list[Buffer]]:
 
 
 def make_error() -> ErrorBody:
-    """Return the error for a STEP whose seq is not the next of block 0."""
+    """Return the error for a STEP whose seq is not block 0's next one."""
     return ErrorBody(code=ErrorCode.GAP, text="block 0: expected seq 4; got 6")
 
 
 def make_status() -> ServerStatus:
-    """Return the status after one step of both rows, which ends the second episode."""
+    """Return the status after one step of both rows, which ends row 1's episode."""
     waits = Histogram(bounds=(0.001, 0.01), counts=(2, 0, 0), sum=0.001)
     counts: dict[str, Any] = {"steps": 2, "rows": {"OK": 2}, "batch_seconds": waits}
     lease = LeaseStatus(
@@ -187,7 +187,7 @@ def hex_lines(frame: Buffer) -> str:
 
 
 def documented_frames(name: str) -> list[str]:
-    """Return the hex blocks below the heading of a message in the example."""
+    """Return the hex blocks below a message's heading in the example."""
     text = DOCUMENT.read_text()
     section = re.search(rf"^### {name}: .*?(?=^##|\Z)", text, re.DOTALL | re.MULTILINE)
     assert section is not None, f"no example of {name}"

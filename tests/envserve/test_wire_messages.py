@@ -130,7 +130,7 @@ def test_unknown_fields_of_bodies_are_ignored(body: Any) -> None:
 def test_body_fields_of_a_wrong_type_raise_only_protocol_errors(
     body: Any, value: Any
 ) -> None:
-    """For any value of any field, decoding succeeds or raises RemoteProtocolError."""
+    """For any field value, decoding succeeds or raises RemoteProtocolError."""
     fields = codec.decode(body.encode())
     for name in fields:
         wrong = codec.encode({**fields, name: value})
@@ -288,7 +288,7 @@ from envserve.wire.status import LeaseStatus, ServerStatus
 sys.setswitchinterval(1e-6)
 body = ServerStatus(leases=(LeaseStatus(number=1, rows={"ok": 4}),)).encode()
 codes = set()
-for _ in range(50):  # in processes that have not decoded anything yet
+for _ in range(50):  # in processes that have decoded nothing yet
     if not (pid := os.fork()):
         start = threading.Barrier(6)
         decode = lambda: (start.wait(), ServerStatus.decode(body))

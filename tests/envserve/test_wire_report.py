@@ -1,4 +1,4 @@
-"""Reports: round trips, their limit, and malformed input."""
+"""Reports: round trips, the size limit, and malformed input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_long_fault_texts_are_cut_until_the_report_fits() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 300, 5000, 1 << 16])
 def test_reports_never_exceed_their_limit(num_rows: int) -> None:
-    """All rows and blocks are listed, even if few of their texts are."""
+    """Every row and block is listed, even if most texts are dropped."""
     kinds = [(status, flag) for status in Status for flag in (False, True)]
     faults = [
         Fault(row, kinds[row % 7][0], f"{row} " + "é" * 300, kinds[row % 7][1])

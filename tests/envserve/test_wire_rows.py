@@ -1,4 +1,4 @@
-"""Rows as bytes: every kind of space, ended episodes, exact lengths."""
+"""Encoded rows: every kind of space, ended episodes, exact lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANGES = [(0, 2), (4, 5)]
 
 
 def make_rows(name: str, seed: int | None = None) -> tuple[EnvSpec, Rows]:
-    """Return rows of zeros, or of random values with some ended episodes."""
+    """Return all-zero rows, or random rows with some ended episodes."""
     spec = EnvSpec("A-v0", SPACES[name], SPACES[name])
     rows = Rows.allocate(spec, NUM_ENVS)
     if seed is not None:
@@ -148,7 +148,7 @@ def test_rows_without_bytes_can_be_packed_and_unpacked() -> None:
 
 
 def cuts_of(buffers: Sequence[Any]) -> Iterator[int]:
-    """Yield the offsets at which to cut, only some of them deep inside long fields."""
+    """Yield the offsets at which to cut, with only some of those inside long fields."""
     start = 0
     for nbytes in [memoryview(buffer).nbytes for buffer in buffers]:
         step = max(1, nbytes // 100)

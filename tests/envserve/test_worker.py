@@ -1,4 +1,4 @@
-"""A worker over its socket builds, steps, resets and calls envs, and always answers."""
+"""A worker builds, steps, resets and calls envs, and always answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SEED = 5
 
 
 class WorkerThread:
-    """A worker in a thread of this process; the test is its pool."""
+    """A worker in a thread; the test acts as its pool."""
 
     def __init__(self, env_name: str, rows: int = 2, **build: Any) -> None:
         self.num_rows = rows
@@ -122,7 +122,7 @@ class WorkerThread:
         return decode_results(self.receive().payload, block).faults
 
     def close(self) -> None:
-        """Close the socket, and wait until the worker has ended."""
+        """Close the socket, and wait until the worker has finished."""
         self._socket.close()
         self._thread.join(60.0)
         assert not self._thread.is_alive()
@@ -233,7 +233,7 @@ def test_violation_of_the_spaces_leaves_the_row_pending(
 
 
 class StoringEnv(gymnasium.Env[Any, Any]):
-    """Stores every action that it gets, and observes the first one."""
+    """An env that stores every action, and returns the first one as observation."""
 
     def __init__(self) -> None:
         self.observation_space = self.action_space = spaces.Box(0, 9, (2,), np.int64)
@@ -300,7 +300,7 @@ def test_call_that_fails_returns_the_traceback_and_costs_nothing(
     assert worker.step(1, 1) is None
 
 
-# The end of the worker.
+# Ending the worker.
 
 
 @pytest.mark.parametrize("kind", [MessageKind.DONE, MessageKind.BUILD])
@@ -315,7 +315,7 @@ def test_message_that_is_no_operation_ends_the_worker(
 
 
 class ClosingEnv(gymnasium.Env[Any, Any]):
-    """Counts how often it is closed; the first call raises."""
+    """An env that counts how often it is closed; the first close raises."""
 
     observation_space = action_space = spaces.Discrete(2)
     closed = 0

@@ -1,4 +1,4 @@
-"""Wrapped envs yield the same rows wherever they run; errors name the wrong wrapper."""
+"""Wrapped envs yield the same rows wherever they run; errors name the wrapper."""
 
 from __future__ import annotations
 

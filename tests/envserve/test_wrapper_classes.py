@@ -1,4 +1,4 @@
-"""The behaviour of envserve's wrappers, step by step."""
+"""How envserve's wrappers behave, step by step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_frame_delta_accepts_infinite_bounds_but_no_long_integers() -> None:
 
 
 def test_frame_history_returns_the_requested_past() -> None:
-    """This includes the oldest index, for which the buffer needs one frame more."""
+    """This includes the oldest index, for which the buffer needs one more frame."""
     env = wrapped(
         scripted([[1], [2], [3], [4], [5]]), "FrameHistory", past_indices=[0, 1, 3]
     )
@@ -123,7 +123,7 @@ def test_frame_history_concatenates_along_the_first_axis() -> None:
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """Observes the number of its steps and their actions; ends at a given step."""
+    """Observes its number of steps and its actions; ends at a given step."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = spaces.Discrete(1000)
@@ -152,7 +152,7 @@ def starts(env: Any, seed: int, count: int = 40) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("is_seeded", [True, False])
 def test_random_start_is_determined_by_the_seed(is_seeded: bool) -> None:
-    """This includes envs without random numbers, which ignore the seed."""
+    """This holds even for envs that ignore the seed."""
     env = wrapped(Walk(is_seeded=is_seeded), "RandomStart", max_steps=5)
     first = starts(env, 3)
     assert starts(env, 3) == first
@@ -200,7 +200,7 @@ def test_random_start_takes_no_steps_if_every_episode_ends_at_once() -> None:
 
 
 def lengths(env: Any, seed: int, count: int = 2) -> list[int]:
-    """Return the lengths of episodes, the first of which begins with a seed."""
+    """Return the lengths of episodes; the first reset passes a seed."""
     found = []
     for number in range(count):
         env.reset(seed=seed if number == 0 else None)
@@ -226,7 +226,7 @@ def test_staggered_first_episodes_end_anywhere_up_to_the_limit() -> None:
     env = limited(20)
     both = np.array([lengths(env, seed) for seed in range(400)])
     assert set(both[:, 0]) == set(range(1, 21))
-    # The mean of 1..20 is 10.5, that of 400 draws has a standard error of 0.29.
+    # The mean of 1..20 is 10.5; the mean of 400 draws has a standard error of 0.29.
     assert abs(both[:, 0].mean() - 10.5) < 1.5
     assert set(both[:, 1]) == {20}
     assert lengths(limited(20), 7) == lengths(env, 7)

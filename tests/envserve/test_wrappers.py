@@ -1,4 +1,4 @@
-"""The registered wrappers, their arguments, and the errors about wrong requests."""
+"""The registered wrappers, their arguments, and errors for wrong requests."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_errors_name_the_wrong_wrapper_and_argument(tables: Any, message: str) -
 def test_the_error_about_an_unknown_wrapper_suggests_names(
     name: str, hint: str
 ) -> None:
-    parse_wrappers([{"name": name}])  # a server may have registered it
+    parse_wrappers([{"name": name}])  # a server may have registered this name
     with pytest.raises(WrapperError, match=f"no wrapper named '{name}'.*{hint}"):
         check_wrappers(of(name))
     with pytest.raises(WrapperError, match=hint):

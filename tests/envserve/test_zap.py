@@ -1,4 +1,4 @@
-"""A tcp socket with keys accepts only connections that the ZAP handler admits."""
+"""A TCP socket with keys accepts only connections that the ZAP handler admits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.envserve.strangers import KEYLESS_COMMANDS, Stranger
 SERVER, FRIEND, STRANGER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
 GRANT = Grant(name="ann", public=FRIEND.public)
 INVITED = Grant(name="bob", public=FRIEND.public, until=9e9)
-#: Seconds in which an admitted client's message arrives, even on a busy machine.
+#: Seconds within which an admitted client's message arrives, even on a busy machine.
 PATIENCE = 20.0
-#: Seconds in which an admitted client's message arrives on an idle machine.
+#: Seconds within which an admitted client's message arrives on an idle machine.
 SHORT = 0.3
 
 Find = Callable[[bytes], Grant | None]
@@ -42,7 +42,7 @@ def find(public: bytes) -> Grant | None:
 
 
 class KeyedRouter:
-    """A router with keys and its ZAP handler; it collects all messages."""
+    """A ROUTER with keys and its ZAP handler, which collects all messages."""
 
     def __init__(self, find: Find, binds: str = "tcp://127.0.0.1:0") -> None:
         self.loop = asyncio.get_running_loop()
@@ -67,7 +67,7 @@ class KeyedRouter:
         return self.sockets.addresses[0]
 
     async def receives(self, seconds: float) -> bool:
-        """Return whether any message has arrived within this time."""
+        """Return whether a message arrives within this time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.has_message.wait()
@@ -81,7 +81,7 @@ class KeyedRouter:
 
 @pytest.fixture
 async def open_router() -> AsyncIterator[Callable[..., KeyedRouter]]:
-    """Create routers, and close them after the test."""
+    """Return a function that creates routers, which are closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def open_(find: Any = find) -> KeyedRouter:
@@ -119,7 +119,7 @@ def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-#: Clients that must be refused: keyword arguments of `connect`.
+#: Keyword arguments to `connect` for clients that must be refused.
 STRANGERS: dict[str, dict[str, Any]] = {
     "no keys": {"pair": None},
     "another key of the server": {"pair": FRIEND, "server": STRANGER.public},
@@ -281,7 +281,7 @@ async def test_a_user_who_causes_closures_is_shut_out_for_a_while(
         socket.send_multipart([b""] * 60_000)
         async with asyncio.timeout(PATIENCE):
             while caplog.text.count("all connections are closed") < count:
-                await asyncio.sleep(0.01)  # as the server does between its turns
+                await asyncio.sleep(0.01)  # as the server does between turns
                 router._read()
         router.has_message.clear()
         socket.close()

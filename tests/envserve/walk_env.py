@@ -1,4 +1,4 @@
-"""An env that counts its steps, and ends its process on request."""
+"""An env that counts its steps, and exits its process on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPISODE_LENGTH = 5
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """Observes 100 plus the number of its steps; action 1 ends its process."""
+    """Observes 100 plus the number of its steps; action 1 exits its process."""
 
     observation_space = gymnasium.spaces.Box(0, 200, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
