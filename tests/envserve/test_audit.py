@@ -138,4 +138,4 @@ async def test_a_full_disk_is_logged_once_and_has_no_other_effect(
         for _ in range(3):
             audit.write(Audit("attached", "ann"))
     audit.close()
-    assert caplog.text.count("the audit log cannot be written") == 1
+    assert caplog.text.count("cannot write the audit log") == 1
