@@ -193,7 +193,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--drain-grace", "-1"], 2, "--drain-grace: expected"),
         (["--drain-grace", "inf"], 2, "--drain-grace: expected"),
         (["--address-file", "/nowhere/file"], 1, "--address-file /nowhere/file"),
-        (["--audit", "/nowhere/file"], 1, "--audit /nowhere/file cannot be written"),
+        (["--audit", "/nowhere/file"], 1, "--audit: cannot write /nowhere/file"),
         (["--log-level", "loud"], 2, "--log-level"),
         (["--no-such-option"], 2, "--no-such-option"),
         (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),

@@ -213,7 +213,7 @@ class ServerSockets:
 
     @property
     def discarding_user(self) -> str | None:
-        """The user whose message of too many frames is being discarded; None if none."""
+        """The user whose message is being discarded for its length; None if none."""
         sockets = (s for s in self.rotation if s.receiver.is_discarding)
         return next((socket.sender for socket in sockets), None)
 

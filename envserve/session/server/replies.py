@@ -136,8 +136,8 @@ def version_mismatch(theirs: object) -> Refusal:
     """Return the refusal of a client that supports none of the server's versions."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
-        f"the server supports protocol versions {MIN_VERSION} to {VERSION}, this "
-        f"client {theirs}; install the same release of envserve",
+        f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {theirs}; "
+        f"install the same release",
     )
 
 
