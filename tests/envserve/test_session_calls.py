@@ -1,4 +1,4 @@
-"""Calls that several blocks share, in the server's half."""
+"""Calls of several blocks, in the server's half."""
 
 from __future__ import annotations
 
