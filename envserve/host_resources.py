@@ -1,4 +1,4 @@
-"""Finds the CPU and memory limits of this process: affinity and cgroups."""
+"""Finds this process's CPU and memory limits, set by its affinity and cgroups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that affinity and cgroups allow this process."""
+    """Return the number of cores that affinity and cgroups let this process use."""
     pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return max(1, min(pinned or 1, _cgroup_cores(root)))
 
@@ -35,7 +35,7 @@ def cgroup_limits(
     Args:
       root: Root of the file system.
       controller: "cpu" or "memory".
-      v1_names: Names of the cgroups v1 files that correspond to `max` of v2.
+      v1_names: Names of the cgroups v1 files that correspond to v2's `max`.
     """
     with contextlib.suppress(OSError, ValueError):  # the system has no cgroups
         for line in (root / "proc/self/cgroup").read_text().splitlines():

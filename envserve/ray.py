@@ -26,11 +26,11 @@ _READY: Final = "envserve: ready on "
 
 
 class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
-    """Servers on the nodes of a Ray cluster, which exit with this process.
+    """Servers that run on the nodes of a Ray cluster until this process exits.
 
-    A server that fails, or whose node fails, is restarted where Ray has capacity; one
-    that was stopped is not. Keys are not sent through Ray: each server uses those of
-    its node.
+    If a server or its node fails, Ray restarts the server where it has capacity. A
+    server that was stopped is not restarted. Keys are not sent through Ray: each server
+    uses the keys on its node.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         Args:
           num_servers: Number of servers.
           options: Arguments of `envserve start`, like ["CartPole-v1", "--workers",
-            "8"]. Each server listens on its node's address, at a free port.
+            "8"]. Each server listens on a free port of its node's address.
           resources: Ray resources to reserve for each server; by default {"CPU": 1}.
-          address: Address ray://namespace/name by which clients find them.
-          start_timeout: Seconds within which all servers must be ready.
+          address: Address ray://namespace/name at which clients find the servers.
+          start_timeout: Maximum seconds until all servers are ready.
 
         Raises:
           AddressError: There is no Ray cluster, or `address` is malformed.
@@ -73,7 +73,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
             self.stop(10)
             if not isinstance(error, ray.exceptions.RayError | ValueError):
                 raise
-            text = f"{last_line(error)} (ray status, ray list actors)"
+            text = f"{last_line(error)}; see `ray status` and `ray list actors`"
             raise ServerError(f"{address}: {text}") from None
 
     def addresses(self) -> list[str]:
@@ -81,10 +81,10 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         return addresses(*self._place)
 
     def stop(self, timeout: float = 60.0) -> None:
-        """Stop the servers with SIGTERM, so that running episodes can end.
+        """Stop the servers with SIGTERM, so that running episodes can finish.
 
         Args:
-          timeout: Seconds until servers are killed; it should exceed --drain-grace.
+          timeout: Seconds until servers are killed; should exceed their --drain-grace.
         """
         actors, self._actors = self._actors, []
         if ended := [actor.end.remote() for actor in actors]:
@@ -115,18 +115,18 @@ class _Server:
             text=True,
             errors="replace",
         )
-        self._last_output = "its server exited without output"
+        self._last_output = "the server exited without output"
         self._address = self._forward_output()
         if self._address:
             threading.Thread(target=self._watch, daemon=True).start()
-        else:  # exit after `address` could be called; Ray then restarts the actor
+        else:  # leave time to call `address`; Ray then restarts the actor
             threading.Timer(10, os._exit, (1,)).start()
 
     def _forward_output(self) -> str:
-        """Forward the server's output to Ray's log until it is ready, or exits.
+        """Forward the server's output to Ray's log until it is ready or exits.
 
         Returns:
-          Its address; "" if it has exited.
+          The server's address; "" if it has exited.
         """
         for line in self._process.stdout or ():
             print(line, end="", file=sys.stderr, flush=True)
@@ -145,7 +145,7 @@ class _Server:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def address(self) -> tuple[str, str]:
-        """Return the server's address, or "", and its last line of output."""
+        """Return the server's address ("" if it exited) and its last line of output."""
         return self._address, self._last_output
 
     def end(self) -> None:
@@ -165,7 +165,7 @@ def addresses(namespace: str, name: str) -> list[str]:
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        raise AddressError("Ray did not answer within 60 s (ray status)") from None
+        raise AddressError("Ray did not answer within 60 s; see `ray status`") from None
     if found.returncode:
         raise AddressError(last_line(found.stdout or found.stderr))
     return found.stdout.split()
@@ -176,7 +176,7 @@ def _find(namespace: str, name: str) -> list[str]:
     requests, found = [], []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == namespace and actor["name"].startswith(f"{name}/"):
-            with contextlib.suppress(ValueError):  # the actor has exited meanwhile
+            with contextlib.suppress(ValueError):  # the actor has just exited
                 requests.append(ray.get_actor(**actor).address.remote())
     num = len(requests)
     ready = ray.wait(requests, num_returns=num, timeout=5)[0] if requests else []
@@ -184,13 +184,13 @@ def _find(namespace: str, name: str) -> list[str]:
         with contextlib.suppress(ray.exceptions.RayError):  # the actor is restarting
             found.append(str(ray.get(request)[0]))
     if not any(found):
-        text = f"none of {num} servers is ready in Ray; see its logs, or start some"
-        raise AddressError(f"{address}: {text}: envserve start --on {address}")
+        text = f"none of {num} servers is ready; see Ray's logs, or start servers with"
+        raise AddressError(f"{address}: {text} `envserve start --on {address}`")
     return sorted(filter(None, found))
 
 
 def parse(address: str) -> tuple[str, str]:
-    """Return namespace and name of ray://namespace/name; raise AddressError."""
+    """Split ray://namespace/name into namespace and name; raise AddressError."""
     namespace, _, name = address.removeprefix("ray://").partition("/")
     if not (address.startswith("ray://") and namespace and name):
         raise AddressError(f"expected ray://namespace/name, got {address!r:.200}")
@@ -206,17 +206,21 @@ def connect_to_cluster(*, log_to_driver: bool = __name__ != "__main__") -> Any:
     try:
         import ray
     except ImportError:
-        raise AddressError("Ray is needed here: pip install 'envserve[ray]'") from None
+        raise AddressError(
+            "Ray is not installed; run pip install 'envserve[ray]'"
+        ) from None
     try:
         if not ray.is_initialized():
             ray.init("auto", log_to_driver=log_to_driver)
     except Exception as error:  # `ray.init` documents no exceptions
-        raise AddressError(f"no Ray cluster (ray start): {last_line(error)}") from None
+        raise AddressError(
+            f"no Ray cluster (see `ray start`): {last_line(error)}"
+        ) from None
     return ray
 
 
 def last_line(error: object) -> str:
-    """Return the last line of a text or error, which has the cause of Ray's errors."""
+    """Return the last line of a text or error; Ray's errors end with their cause."""
     return str(error).strip().rpartition("\n")[2]
 
 

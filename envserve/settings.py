@@ -1,9 +1,9 @@
-"""Settings of envs and of the hosts that run them, validated when they are created.
+"""Settings of envs and of their hosts, validated on creation.
 
-A client sends an `EnvRequest`; `HostSettings` are the limits and permissions of a host;
-`PoolSettings` combine both for one pool of workers. Types are annotated with their
-bounds. A value that does not fit raises a ValueError with the setting's name, the
-expected value and the value that was found.
+A client sends an `EnvRequest`. `HostSettings` contains the limits and permissions of a
+host, and `PoolSettings` combines both for one worker pool. Annotations contain the
+bounds of the fields. An invalid value raises a ValueError with the setting's name, the
+expected value and the actual value.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _KWARG: Final = (
 #: An attribute that clients may get, set or call; see
 #: `session.server.policy.check_call`.
 ExposeRule = Annotated[str, Meta(pattern=_EXPOSE)]
-#: A constructor argument that clients may set, and its values; see
+#: A constructor argument that clients may set, and its allowed values; see
 #: `session.server.policy.check_kwargs`.
 KwargRule = Annotated[str, Meta(pattern=_KWARG)]
 
-#: Names of types in error messages, by msgspec's name.
+#: Descriptions of types for error messages, by msgspec's name.
 _TYPE_DESCRIPTIONS: Final = {
     f"`str` matching regex {_EXPOSE!r}": "NAME, get:NAME, set:NAME or call:NAME",
     f"`str` matching regex {_KWARG!r}": (
@@ -73,7 +73,7 @@ _TYPE_DESCRIPTIONS: Final = {
 
 #: When an env is reset after its episode has ended, as in Gymnasium's `AutoresetMode`.
 Autoreset = Literal["same_step", "next_step", "disabled"]
-#: Rows whose info dicts are reported: all, those whose episode ended, or none.
+#: Rows whose info dicts are returned: all, those whose episode ended, or none.
 Infos = Literal["all", "episode_end", "none"]
 #: Handling of NaN and infinity in observations and rewards: raise `EnvError`, mark the
 #: row as lost (`valid` is False), or pass them to the caller.
@@ -85,16 +85,16 @@ _Seconds = Annotated[float, Meta(gt=0)]
 
 
 def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
-    """Convert a plain value to a type, and check the annotated bounds.
+    """Convert a plain value to a type, and check its annotated bounds.
 
     Args:
-      value: Value of plain types, for example from JSON.
-      kind: Type to convert it to.
-      is_strict: Whether strings are only converted to strings. If False, "3" can become
-        a number, and any string an instance of a class like Path.
+      value: Value made of plain types, as parsed from JSON.
+      kind: Target type.
+      is_strict: Whether a string is only accepted as a str. If False, "3" can also
+        become a number, and a string is passed to a class such as Path.
 
     Raises:
-      ValueError: The value does not fit; the message has the expected type and the
+      ValueError: The value is invalid. The message contains the expected type and the
         position within the value.
     """
     construct = None if is_strict else lambda each, text: each(text)
@@ -105,24 +105,26 @@ def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
         for word, words in _TYPE_DESCRIPTIONS.items():
             text = text.replace(word, words)
         raise ValueError(text[0].lower() + text[1:]) from None
-    except AttributeError:  # a bug of msgspec if it finds an array instead of a map
+    except AttributeError:  # msgspec bug: an array where a map is expected
         raise ValueError("expected a map, got an array") from None
 
 
 def check_ranges(rules: Iterable[KwargRule]) -> None:
-    """Raise ValueError if the range of a rule is empty."""
+    """Raise ValueError if a rule has an empty range."""
     for rule in rules:
         low, comma, high = rule.partition("[")[2].rstrip("]").partition(",")
         if comma and float(low) > float(high):
-            raise ValueError(f"expected a range from low to high; got {rule!r:.200}")
+            raise ValueError(
+                f"expected a range [low,high] with low <= high; got {rule!r:.200}"
+            )
 
 
 def convert_field(name: str, value: Any, hint: Any, *, is_strict: bool = True) -> Any:
     """Return the value of a field, converted to its annotated type.
 
     Raises:
-      ValueError: The value does not fit; the message has the name, the expected type
-        and the value.
+      ValueError: The value is invalid. The message contains the name, the expected
+        type and the value.
     """
     try:
         return convert(value, hint, is_strict=is_strict)
@@ -145,7 +147,7 @@ def convert_fields(settings: Any) -> list[str]:
     """Convert each field of a dataclass in place to its annotated type.
 
     Returns:
-      The message of `convert_field` for each field that does not fit.
+      The error message of `convert_field` for each invalid field.
     """
     errors, kind = [], cast(Any, type(settings))
     for name, hint in _hints_of(kind).items():
@@ -160,7 +162,7 @@ def convert_fields(settings: Any) -> list[str]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a dataclass and its bases, by name."""
+    """Return the docstring below each field of a dataclass and its bases, by name."""
     docs, bases = {}, {(each.__module__, each.__name__) for each in kind.__mro__[:-1]}
     for module in {module for module, _ in bases}:
         for part in ast.parse(inspect.getsource(sys.modules[module])).body:
@@ -177,7 +179,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 class _Validated:
     def __post_init__(self) -> None:
-        """Convert and validate all fields; raise ValueError for the first bad one."""
+        """Convert and validate all fields; raise ValueError if one is invalid."""
         for error in convert_fields(self)[:1]:
             raise ValueError(error)
 
@@ -187,147 +189,148 @@ _hints_of: Final = cache(partial(get_type_hints, include_extras=True))
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRequest(_Validated):
-    """Request for a number of equal envs, one for each row of a batch."""
+    """Request for identical envs, one per row of a batch."""
 
     env_name: Name
     """Registered name, like "HalfCheetah-v5"."""
     num_envs: Annotated[int, Meta(ge=1, le=1 << 16)]
     """Number of rows."""
     num_splits: Annotated[int, Meta(ge=1, le=1 << 12)] = 1
-    """Number of groups of rows that can be stepped separately."""
+    """Number of row groups that can be stepped independently."""
     blocks_per_split: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
-    """Number of blocks per group, independent of the number of workers; 0 is one per
+    """Number of blocks per group, regardless of the number of workers; 0 means one per
     worker."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    """Root seed, from which the seed of each env is derived; see `seeding.env_seed`."""
+    """Root seed from which each env's seed is derived; see `seeding.env_seed`."""
     seeded: bool = True
-    """Whether the first reset of each env gets its seed; otherwise it gets None, as in
-    Gymnasium."""
+    """Whether the first reset of each env uses the env's seed. If false, the seed is
+    None, as in Gymnasium."""
     first_env_index: _U32 = 0
-    """Row of the first env in the whole batch, over all lanes."""
+    """Index of the first env's row in the whole batch, which can span several lanes."""
     first_incarnation: _U32 = 0
-    """Number of times that every env was built before, on this host or another."""
+    """Number of times that each env was built before, on any host."""
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the env's constructor."""
+    """Keyword arguments of the env's constructor."""
     wrappers: Wrappers = ()
-    """Wrappers of each env, the innermost first."""
+    """Wrappers of each env, innermost first."""
     autoreset: Autoreset = "same_step"
     """When an env is reset after its episode has ended, as in Gymnasium."""
     infos: Infos = "episode_end"
-    """Rows whose info dicts are reported."""
+    """Rows whose info dicts are returned."""
     spare_envs: bool = False
     """Whether each row has a second env, which is reset while the first is stepped."""
     nonfinite: NonFinite = "raise"
     """Handling of NaN and infinity in observations and rewards."""
     strict_spaces: bool = False
-    """Whether observations must have exactly the dtypes of their space; otherwise they
+    """Whether observations must have exactly the dtypes of their space. If false, they
     are cast."""
     vectorized: bool = False
-    """Whether each block is one vector env, made by the env's vector_entry_point."""
+    """Whether each block is one vector env, created by the env's vector_entry_point."""
 
     @property
     def num_hosted(self) -> int:
-        """The number of envs on the host, spare envs included."""
+        """The number of envs on the host, including spare envs."""
         return 2 * self.num_envs if self.spare_envs else self.num_envs
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(_Validated):
-    """Number and limits of a host's workers."""
+    """The number of a host's workers, and their limits."""
 
     num_workers: _Count = field(default_factory=num_cores)
     """Maximum number of worker processes for one client; by default, one per core."""
     import_modules: tuple[str, ...] = ()
     """Module or Python file that registers envs or wrappers; repeatable."""
     step_timeout_seconds: _Seconds = 30.0
-    """Seconds that a step of one env may take; after that, its worker is killed."""
+    """Step timeout of one env in seconds, after which its worker is killed."""
     reset_timeout_seconds: _Seconds = 120.0
-    """Seconds that building or resetting one env may take; after that, its worker is
+    """Timeout in seconds for building or resetting one env, after which its worker is
     killed."""
     max_restarts: Annotated[int, Meta(ge=0)] = 5
-    """Number of restarts of a failing worker in a row, without a successful step in
-    between; after that, its envs are lost for good."""
+    """Maximum number of times that a failing worker is restarted without a successful
+    step in between; after that, its envs are lost permanently."""
     max_row_mib: Annotated[int, Meta(ge=0)] | None = None
-    """Maximum MiB of shared memory for all rows of one user; by default, unlimited."""
+    """Maximum shared memory for all rows of one user in MiB; by default, unlimited."""
     max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
-    """Maximum KiB of infos per row; beyond that, the largest keys are left out."""
+    """Maximum size of a row's infos in KiB; if they are larger, their largest keys are
+    omitted."""
     crash_dir: str | None = ""
-    """Folder for the repro files of crashes, or 'none' to write no files; by default, a
-    folder of this user in the system's temporary folder."""
+    """Directory for crash repro files, or 'none' to disable them; by default, a
+    directory of this user in the system's temporary directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings(WorkerSettings):
-    """Permissions and limits of the clients of a host.
+    """Permissions and limits that a host sets for its clients.
 
-    Envs, arguments and attributes that are not named here are refused. The docstring
+    Envs, arguments and attributes that are not allowed here are refused. The docstring
     below each field is also the help text of its `envserve start` option.
     """
 
     envs_per_worker: _Count = 64
-    """Number of envs per worker process: all clients together may lease this number
+    """Number of envs per worker process. All clients together can lease this number
     times --workers."""
     env_names: tuple[str, ...] | None = None
-    """Env to offer, in the forms of the ENV argument; repeatable. By default, all
+    """Env to offer, specified like the ENV argument; repeatable. By default, all
     registered envs are offered."""
     vector_envs: tuple[str, ...] = ()
-    """Env whose rows a worker steps in one call, through its vector_entry_point;
-    repeatable. Other envs are stepped that way only for clients that request it."""
+    """Env to run as a vector env, created by its vector_entry_point, so that a worker
+    steps all its rows in one call; repeatable. Other envs are run as vector envs only
+    for clients that request it."""
     binds: Annotated[tuple[str, ...], Meta(min_length=1)] = ("tcp://127.0.0.1:5555",)
-    """Address to listen on: tcp://HOST:PORT, where port 0 is any free port, or
+    """Address to listen on: tcp://HOST:PORT, where port 0 selects a free port, or
     ipc://PATH; repeatable."""
     exposed: frozenset[ExposeRule] = frozenset()
-    """Env attribute that clients may get and call, by its NAME; or one kind of access,
-    as get:NAME, set:NAME or call:NAME; repeatable."""
+    """Env attribute that clients may access: NAME allows getting and calling it;
+    get:NAME, set:NAME or call:NAME allows one kind of access. Repeatable."""
     allowed_kwargs: frozenset[KwargRule] = frozenset()
-    """Constructor argument that clients may set: NAME for numbers and bools,
-    NAME:int[0,10], NAME:float[0,1], NAME:bool or 'NAME:a|b' for some values, NAME:any
-    for all, including paths; repeatable."""
+    """Constructor argument that clients may set: NAME allows numbers and bools;
+    NAME:int[0,10], NAME:float[0,1], NAME:bool or 'NAME:a|b' allows only these values;
+    NAME:any allows all values, including paths. Repeatable."""
     max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
-    """Maximum number of worker processes of all clients, and at least --workers; by
-    default, four per core. One key may use three quarters of them, or --workers if that
-    is more."""
+    """Maximum number of worker processes for all clients together, raised to --workers
+    if it is lower; by default, four per core. One key may use three quarters of them,
+    or --workers if that is more."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""
     # Stopping takes up to 2 s more, and Docker kills a container 10 s after SIGTERM.
     drain_grace_seconds: Annotated[float, Meta(ge=0, lt=2.0**63)] = 8.0
-    """Seconds after SIGTERM in which running episodes may end."""
+    """Seconds after SIGTERM during which running episodes may finish."""
     max_message_mib: _Count = 1
-    """Maximum MiB of one message from a client."""
+    """Maximum size of a message from a client in MiB."""
     max_unread_mib: _Count = 64
-    """Maximum MiB of large replies that wait for one user to read them; further ones
-    are dropped, except the first of each block."""
+    """Maximum size in MiB of all large replies that one user has not read yet. Further
+    large replies are dropped, except one per block."""
     max_total_unread_mib: _Count = 256
-    """Maximum MiB of large replies that wait for all users together to read them;
-    further ones are dropped, except the first of each block."""
+    """Maximum size in MiB of all large replies that all users together have not read
+    yet. Further large replies are dropped, except one per block."""
     debug_errors: bool = False
-    """Include the paths of this host's files in tracebacks that clients get."""
+    """Include this host's file paths in the tracebacks that clients receive."""
     worker_env: tuple[str, ...] | None = None
-    """Environment variable that is passed to workers; repeatable. By default, all
-    variables except those that begin with ENVSERVE_."""
+    """Environment variable to pass to workers; repeatable. By default, all variables
+    are passed, except those that begin with ENVSERVE_."""
     worker_user: str = ""
-    """User that workers run as; by default, the user of the server. Only root can start
-    such a server."""
+    """User that workers run as; by default, the server's user. If it is set, the server
+    must be started by root."""
     worker_memory_mib: Annotated[int, Meta(ge=0)] = 0
-    """Maximum MiB of address space of one worker; 0 is unlimited."""
+    """Maximum address space of one worker in MiB; 0 means unlimited."""
     worker_processes: Annotated[int, Meta(ge=0)] = 0
-    """Maximum number of processes and threads of the user that workers run as; 0 is
+    """Maximum number of processes and threads of the user that workers run as; 0 means
     unlimited."""
     max_buffered_mib: _Count = 256
-    """Maximum MiB by which buffered messages may grow the server's memory; beyond that,
-    the server closes all connections, and clients connect again."""
+    """Maximum growth of the server's memory by buffered messages in MiB; beyond that,
+    the server closes all connections, and clients reconnect."""
     audit: str | None = None
-    """File to append one JSON line to whenever a client is granted, refused or loses
-    something; only the user of the server can read it."""
+    """File of the audit log, which gets one JSON line for each lease, refusal, new key
+    and revoked key; only the server's user can read it."""
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
-    """Port on which Prometheus reads metrics over http, without a key; 0 is any free
-    port. By default, there are no metrics."""
+    """HTTP port for Prometheus metrics, which can be read without a key; 0 selects a
+    free port. By default, metrics are disabled."""
     metrics_host: str = "127.0.0.1"
-    """Address on which the metrics port listens; by default, only this host can reach
-    it."""
+    """Address to serve metrics on; by default, only this host can read them."""
     insecure_no_auth: bool = False
-    """Use no keys on tcp: everyone who can reach an address can use the server, and
+    """Use TCP without keys: anyone who can reach an address can use the server, and
     read and change its traffic."""
 
     def __post_init__(self) -> None:
@@ -351,24 +354,24 @@ class HostSettings(WorkerSettings):
         home = os.path.expanduser(f"~{self.worker_user}")  # unchanged without the user
         if self.worker_user and (home.startswith("~") or os.geteuid() != 0):
             raise ValueError(
-                f"worker_user: expected a user of this host, and root to start the "
-                f"server; got {self.worker_user!r} and uid {os.geteuid()}"
+                f"worker_user: expected a user of this host, and a server started by "
+                f"root; got {self.worker_user!r} and uid {os.geteuid()}"
             )
 
     @property
     def total_envs(self) -> int:
-        """The maximum number of envs of all leases together."""
+        """The maximum number of envs over all leases."""
         return self.num_workers * self.envs_per_worker
 
     @property
     def max_message_bytes(self) -> int:
-        """The maximum bytes of a frame from a client."""
+        """The maximum size of a frame from a client in bytes."""
         return self.max_message_mib << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings(WorkerSettings, EnvRequest):
-    """Settings of a pool: a client's request, and those of the host's workers."""
+    """Settings of a pool: a client's request and the host's worker settings."""
 
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:
@@ -387,28 +390,58 @@ class EnvOptions(TypedDict, total=False):
     """Keyword arguments of `BatchEnv.connect` that are fields of `EnvRequest`."""
 
     seed: int | None
+    """Root seed from which each env's seed is derived. None, the default, draws a
+    random one."""
     seeded: bool
+    """Whether the first reset of each env uses the env's seed; True by default. If
+    False, the seed is None, as in Gymnasium."""
     first_env_index: int
+    """Index of row 0 in a larger batch that this batch is a part of; 0 by default. The
+    envs get the seeds that they would have in the larger batch."""
     num_splits: int
+    """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | None
+    """Keyword arguments of the env's constructor; none by default."""
     wrappers: Sequence[Mapping[str, Any]]
+    """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
+    default. See docs/wrappers.md."""
     autoreset: Autoreset
+    """When an env is reset after its episode has ended, as in Gymnasium: "same_step"
+    (default), "next_step" or "disabled"."""
     infos: Infos
+    """Info dicts that a step returns: "all", only those of ended episodes
+    ("episode_end", the default), or "none"."""
     spare_envs: bool
+    """Whether each row has a second env, which is reset while the first is stepped;
+    False by default."""
     nonfinite: NonFinite
+    """Handling of NaN and infinity in observations and rewards: "raise" an EnvError
+    (default), "mask" the row as a lost episode, or "pass" the values to the caller."""
     strict_spaces: bool
+    """Whether observations must have exactly the dtypes of their space. If False
+    (default), they are cast if NumPy's "same_kind" rule allows it."""
     vectorized: bool
+    """Whether each block is one vector env, created by the env's `vector_entry_point`;
+    False by default."""
 
 
 class LocalOptions(EnvOptions, total=False):
-    """Keyword arguments of `BatchEnv.local`, including those of `WorkerSettings`.
-
-    Timeouts are in seconds.
-    """
+    """Keyword arguments of `BatchEnv.local`, including those of `WorkerSettings`."""
 
     import_modules: Sequence[str]
+    """Modules or Python files that register envs or wrappers; none by default."""
     step_timeout: float
+    """Step timeout of one env in seconds, after which its worker is killed; 30 by
+    default."""
     reset_timeout: float
+    """Timeout in seconds for building or resetting one env, after which its worker is
+    killed; 120 by default."""
     max_restarts: int
+    """Maximum number of times that a failing worker is restarted without a successful
+    step in between; 5 by default. After that, its envs are lost permanently."""
     max_infos_kib: int
+    """Maximum size of a row's infos in KiB; 64 by default. If they are larger, their
+    largest keys are omitted."""
     crash_dir: str | None
+    """Directory for crash repro files; by default, a directory of this user in the
+    system's temporary directory. None disables the files."""

@@ -1,6 +1,6 @@
 """Manages the keys of a server and of its authorised clients.
 
-Authorisation fails closed: the server serves nothing unless its socket has refused an
+Authorisation fails closed: the server does not start until its socket has refused an
 unknown key.
 """
 
@@ -39,7 +39,7 @@ class Access:
     """
 
     def __init__(self, folder: KeyFolder) -> None:
-        """Read all key files; create the key pairs of this user that are missing.
+        """Read all key files, and create key pairs that this user does not have yet.
 
         Raises:
           KeyFileError: A file cannot be read, or other users can read it.
@@ -54,25 +54,25 @@ class Access:
         self._revoked: set[tuple[str, bytes]] = set()
 
     def check_binds(self, binds: Sequence[str]) -> None:
-        """Raise KeyFileError if no client can use an address that is not local."""
+        """Raise KeyFileError if an address is not local and no client has a key."""
         for address in binds:
             if not (is_local_address(address) or self.clients.grants(self._now())):
                 raise KeyFileError(
-                    f"{address} can be reached from other hosts, and no client has a "
-                    f'key yet; run "envserve invite NAME" first, or bind to '
+                    f"{address} is reachable from other hosts, but no client has a key "
+                    f'yet; run "envserve invite NAME" first, or bind to '
                     f"tcp://127.0.0.1"
                 )
 
     def find_grant(self, public: bytes) -> Grant | None:
-        """Return the grant of a key; None if the key is certainly unknown.
+        """Return the grant of a key; None if the key is definitely unknown.
 
         Raises:
-          KeyFileError: The key may be valid later: either the file of clients cannot
-            be read now, or the user's previous key is still being revoked.
+          KeyFileError: The key may become valid: either the clients file cannot be
+            read now, or the user's previous key is still being revoked.
         """
         grant = self.clients.find(public, self._now())
         if grant is None and not self.clients.is_current:
-            raise KeyFileError("the file of clients cannot be read now")
+            raise KeyFileError("the clients file cannot be read now")
         if grant is not None and not grant.is_invitation:
             entry = grant.name, public
             if any(name == grant.name for name, _ in self._admitted - {entry}):
@@ -88,18 +88,19 @@ class Access:
         return None
 
     def enrol(self, user: str, public: bytes) -> str:
-        """Replace an invitation by the invited client's public key.
+        """Replace an invitation with the invited client's public key.
 
         Args:
-          user: The invitation, with whose key the client has connected.
+          user: The invitation whose key the client used to connect.
           public: The client's public key.
 
         Returns:
           The name of the user.
 
         Raises:
-          RemoteProtocolError: The invitation is invalid, used or has expired.
-          KeyFileError: The file of clients cannot be changed.
+          RemoteProtocolError: The invitation is invalid, was already used, or has
+            expired.
+          KeyFileError: The clients file cannot be changed.
         """
         grant = None
         if user.startswith(formats.INVITATION):
@@ -111,7 +112,7 @@ class Access:
         return grant.name
 
     def find_revoked(self) -> set[str]:
-        """Return users who were admitted with a key that is no longer valid."""
+        """Return the users who were admitted with a key that is no longer valid."""
         now = self._now()
         for user, public in self._admitted:
             grant = self.clients.find(public, now)
@@ -137,14 +138,14 @@ async def run_self_test(sockets: ServerSockets, zap: Zap, server_public: bytes) 
     zap.counts.clear()
     if found or sockets.has_unread():
         raise SelfTestError(
-            f"expected an unknown key to be refused; "
-            f"{found or 'its message was received'}; the server does not start, "
-            f"because everyone could connect; please report this bug"
+            f"self-test: expected an unknown key to be refused, but "
+            f"{found or 'its message was received'}. The server does not start, "
+            f"because anyone could connect. Please report this bug."
         )
 
 
 def _try_unknown_key(address: str, server_public: bytes) -> str:
-    """Connect with a new key; return "" if it is refused, otherwise what happened."""
+    """Connect with a new key; return "" if it is refused, otherwise an explanation."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     use_keys(socket, server_public, KeyPair.generate())

@@ -1,7 +1,7 @@
-"""Writes the audit log: a JSON line for each thing that users get, are refused or lose.
+"""Writes the audit log: a JSON line for each lease, refusal, new key and revoked key.
 
-Repeated refusals of one user within a second take two lines: the first one, and the
-last one with a count. A failure to write is logged and has no other effect.
+If a user is refused repeatedly within a second, the log gets two lines: the first
+refusal, and the last one with a count. A write error is logged and has no other effect.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class AuditLog:
         describe: Callable[[str], tuple[str, str]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Open the file, create it if necessary, and restrict it to this user.
+        """Open or create the file, and make it accessible to this user only.
 
         Args:
           path: Path of the file.
-          describe: Returns a user's key fingerprint and address; "" if unknown.
+          describe: Returns a user's key fingerprint and address, each "" if unknown.
           loop: Event loop whose timer writes the counts of repeated refusals.
 
         Raises:
@@ -47,7 +47,7 @@ class AuditLog:
         self._describe = describe
         self._loop = loop
         self._flush_timer: asyncio.TimerHandle | None = None
-        # By event and user: the last line of a repeated event; None after one event.
+        # Last line of a repeated event, by event and user; None after a single event.
         self._repeated: dict[tuple[str, str], dict[str, Any] | None] = {}
         self._described: dict[str, tuple[str, str]] = {}
         self._has_failed = False
@@ -60,8 +60,8 @@ class AuditLog:
             os.fchmod(self._file, 0o600)
         except OSError as error:
             raise ServerError(
-                f"--audit {path} cannot be written: {error.strerror}; name a file of "
-                f"yours, in a folder that exists"
+                f"--audit: cannot write {path}: {error.strerror}; choose a file that "
+                f"you own, in an existing directory"
             ) from None
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class AuditLog:
         os.close(self._file)
 
     def write(self, event: Audit) -> None:
-        """Append an event, or count it if it is a repetition within a second."""
+        """Append an event, or only count it if it is repeated within a second."""
         user = event.user
         fingerprint, address = described = self._describe(user)
         if fingerprint:
@@ -112,12 +112,12 @@ class AuditLog:
             self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
-        # `json` escapes all but ASCII, so texts of peers cannot control a terminal.
+        # `json` escapes control characters, which could otherwise affect a terminal.
         data = json.dumps(line).encode() + b"\n"
         try:
             os.write(self._file, data)
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                _LOGGER.error("the audit log cannot be written: %s", error)
+                _LOGGER.error("cannot write the audit log: %s", error)
             self._has_failed = True

@@ -1,20 +1,20 @@
 """The server's event loop, which connects a Router, a ServerSession and the pools.
 
 Everything here runs in the thread of one asyncio loop, and no call blocks. The loop
-calls back on three events: messages have arrived (`_on_messages`), a pool has news or
-its deadline has passed (`_on_pool_event`), or a lease expires (`_expire_leases`). Each
-event is passed to the session, which does no I/O and returns decisions. `_carry_out`
-carries out each decision before the next callback runs; a decision can lead to others,
-which are appended to the same queue.
+calls back on three events: messages have arrived (`_on_messages`), a pool has an event
+or its deadline has passed (`_on_pool_event`), or a lease expires (`_expire_leases`).
+Each event is passed to the session, which does no I/O and returns decisions.
+`_carry_out` carries out each decision before the next callback runs; a decision can
+lead to others, which are appended to the same queue.
 
-ZeroMQ's descriptor is edge-triggered, and a send may consume the edge. Therefore
-callbacks that send end with `_schedule_read`, and `_on_messages` reads until the
-sockets are empty or its turn is over. A turn is limited in messages and in time, so
+ZeroMQ's descriptor is edge-triggered, and a send may consume the edge. Therefore every
+callback that sends calls `_schedule_read` at its end, and `_on_messages` reads until
+the sockets are empty or its turn is over. A turn is limited in messages and in time, so
 that floods cannot starve pools and timers.
 
-A reply that cannot be sent is dropped, because the client repeats its request and the
-answer is still in the slab. An unexpected exception is logged and ends one session at
-most; the server continues to serve the others.
+A reply that cannot be sent is dropped, because the client resends its request and the
+answer is still in the slab. An unexpected exception is logged and ends at most one
+session; the server continues to serve the others.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds in which the workers of an ended lease must exit while the server runs.
+#: Seconds for the workers of an ended lease to exit while the server runs.
 _CLOSE_SECONDS: Final = 1.0
-#: Messages to handle before pools and timers get their turn; `FairShare` limits the
-#: seconds.
+#: Maximum number of messages to handle before pools and timers get their turn;
+#: `FairShare` limits the time.
 _MAX_MESSAGES_PER_TURN: Final = 64
 
 
@@ -94,7 +94,7 @@ class ServerLoop:
         access: Access | None = None,
         audit: Callable[[Audit], None] = lambda event: None,
     ) -> None:
-        """Start to serve in the running event loop.
+        """Start serving in the running event loop.
 
         Args:
           host: Limits and permissions.
@@ -138,7 +138,8 @@ class ServerLoop:
         """Grant no more leases, and wait until all leases have ended.
 
         Args:
-          grace_seconds: Seconds until the caller will call `stop`; sent to the clients.
+          grace_seconds: Seconds until the caller calls `stop`, which the clients are
+            notified of.
         """
         self._is_stopping = True
         self._carry_out(self._session.begin_drain(grace_seconds))
@@ -154,7 +155,7 @@ class ServerLoop:
 
         Args:
           timeout_seconds: Time limit; workers are killed after half of it.
-          reason: Why a drain was cut short, sent to the clients; "" without a drain.
+          reason: Why a drain was cut short, for the clients; "" without a drain.
         """
         self._is_stopping = True
         self._close_seconds = timeout_seconds / 2
@@ -166,7 +167,9 @@ class ServerLoop:
             async with asyncio.timeout(timeout_seconds):
                 await self._has_ended.wait()
         except TimeoutError:
-            _LOGGER.warning("stopped before all clients acknowledged or workers exited")
+            _LOGGER.warning(
+                "stopped before all clients had acknowledged and all workers had exited"
+            )
         finally:
             self._lag.stop()
             self._router.sockets.stop_reading()
@@ -176,8 +179,8 @@ class ServerLoop:
             for leased in self.pools.values():
                 leased.release()
             for number, text in (
-                (self.dropped_replies, "replies could not be sent"),
-                (self._session.num_dropped_messages, "messages were not answerable"),
+                (self.dropped_replies, "replies that could not be sent"),
+                (self._session.num_dropped_messages, "unanswerable messages"),
                 (self.counters.failures, "failures"),
             ):
                 if number:
@@ -190,7 +193,7 @@ class ServerLoop:
         self._carry_out(self._session.leases.close_users(users))
 
     def disconnect(self, users: Collection[str]) -> None:
-        """Close all connections, because ZeroMQ cannot close those of some users.
+        """Close all connections, because ZeroMQ cannot close only those of some users.
 
         Sessions that the users started after `end_sessions` end as well.
         """
@@ -243,7 +246,7 @@ class ServerLoop:
                 self._schedule_read()
 
     def _end_turn(self, *, is_drained: bool) -> float:
-        """Limit users who take too much of the loop; return seconds not to read."""
+        """Limit users who use too much time of the loop; return seconds to pause."""
         shares = self._fair_share
         before = shares.throttled
         pause = shares.end_turn(is_drained)
@@ -337,7 +340,7 @@ class ServerLoop:
             return self._session.request_failed(request)
 
     def _welcome(self, user: str) -> Welcome:
-        """Return the state of the server for a user; raise Refusal."""
+        """Return the WELCOME for a user; raise Refusal if its key is not valid."""
         return replace(
             self._session.leases.welcome_for(user),
             is_starting=not self._launcher.has_imported,
@@ -392,9 +395,9 @@ class ServerLoop:
             return ()
         except EnvserveError as error:
             return self._session.pool_failed(session, error)
-        except OSError as error:  # no descriptor, process or memory is left
+        except OSError as error:  # out of descriptors, processes or memory
             failure = EnvStartError(
-                f"no workers can be started now: {error}; end other sessions, or raise "
+                f"cannot start workers now: {error}; end other sessions, or raise "
                 f"the server's limits (ulimit -n, ulimit -u)"
             )
             return self._fail_pool(session, failure)
@@ -416,7 +419,7 @@ class ServerLoop:
     # Pools.
 
     def _release(self, session: SessionId) -> None:
-        """Close a pool, and add its counts to the server's."""
+        """Close a pool, and add its counts to the server's counts."""
         leased = self.pools.pop(session)
         if (record := self._session.leases.get(session)) is not None:
             record.statistics = leased.statistics()
@@ -424,13 +427,13 @@ class ServerLoop:
         leased.release()
 
     def _on_pool_event(self, session: SessionId) -> None:
-        """Pass events of a pool to the session."""
+        """Pass the events of a pool to the session."""
         leased = self.pools[session]
         pool = leased.pool
         try:
             try:
                 outcomes, error = pool.collect(0), pool.error
-            except EnvserveError as failure:  # the launcher can start no processes
+            except EnvserveError as failure:  # the launcher cannot start processes
                 outcomes, error = [], failure
             if error is not None:
                 decisions = self._session.pool_failed(session, error)

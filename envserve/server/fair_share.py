@@ -1,18 +1,19 @@
 """Finds users whose messages take more than a fair share of the event loop's time.
 
-The server measures seconds, not messages, because one message can take as long as
-thousands. A client that waits for answers leaves nothing unread for long. A user is
-throttled, so that its messages are dropped unread, only if three conditions hold:
+The server measures time instead of counting messages, because one message can take as
+long as thousands of others. If a client waits for answers, its messages do not remain
+unread for long. A user is throttled, which means that its messages are dropped, only if
+three conditions hold:
 
-* The sockets have not been empty for a while, so other users wait.
-* Messages of this user are among the unread ones.
-* The user has used more than half as much time as the others on average, weighted by
-  the shares of their keys. Its steps do not count, because each leased block has at
-  most one running.
+* The sockets have not been empty for a while, so other users have to wait.
+* Some of the unread messages are from this user.
+* The user has used more than half of the other users' average time, weighted by the
+  shares of their keys. The user's steps do not count, because each leased block runs
+  at most one step at a time.
 
-A client repeats requests that are not answered, so dropped messages are not lost. A
-user who continues to send as fast as before does not wait for answers. It is reported
-as a flooder, because even dropping messages takes time (docs/decisions.md: "A flood is
+Clients resend unanswered requests, so dropping messages loses nothing. A user who
+continues to send at the same rate does not wait for answers. Such a user is reported as
+a flooder, because even dropping messages takes time (docs/decisions.md: "A flood is
 recognised by its loop time and its unread messages").
 """
 
@@ -25,9 +26,9 @@ from typing import Final
 from envserve.session.server.quotas import KEYLESS_USERS, Quotas
 from envserve.wire.message import Peer
 
-#: Seconds to read messages before the loop turns to pools and timers.
+#: Maximum seconds to read messages before pools and timers get their turn.
 _TURN_SECONDS: Final = 0.002
-#: Time constant with which all counts decay.
+#: Time constant of the exponential decay of all counts.
 _DECAY_SECONDS: Final = 1.0
 _NEGLIGIBLE: Final = 1e-5
 #: Seconds between two updates of `throttled` and `flooder`.
@@ -40,11 +41,11 @@ _FREE_SECONDS: Final = 0.05
 #: Above `_FREE_SECONDS`, a user may use this fraction of the other users' mean.
 _MAX_RELATIVE_SECONDS: Final = 0.5
 #: Dropped messages and bytes within `_DECAY_SECONDS` that make a user a flooder. A
-#: client that repeats unanswered requests stays below.
+#: client that resends unanswered requests stays below these limits.
 _FLOOD_MESSAGES: Final = 5_000
 _FLOOD_BYTES: Final = 64 << 20
-#: Seconds not to read while a user is throttled. A message of another user ends the
-#: pause, because it makes the socket readable again.
+#: Seconds to pause reading while a user is throttled. A message from another user ends
+#: the pause, because it makes the socket readable again.
 _PAUSE_SECONDS: Final = 0.002
 
 
@@ -55,24 +56,25 @@ class FairShare:
     `end_turn`.
 
     Attributes:
-      throttled: The user whose messages are dropped unread, if there is one.
-      flooder: The user to shut out, if this turn has found one.
+      throttled: The user whose messages are dropped; None if there is none.
+      flooder: The user to shut out, found in this turn; None if there is none.
     """
 
     def __init__(self, quotas: Quotas) -> None:
-        """Start with empty counts; `quotas` has the weights of the users' shares."""
+        """Start with empty counts; `quotas` contains the weight of each user."""
         self.throttled: str | None = None
         self.flooder: str | None = None
         self._quotas = quotas
-        # Decaying counts by user: seconds of the loop, the same without steps, and the
-        # number of turns that ended with this user's message while more were unread.
+        # Decaying counts by user: loop time in seconds, loop time without steps, and
+        # the number of turns that ended with this user's message while others were
+        # unread.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._billed: defaultdict[str, float] = defaultdict(float)
         self._unread: defaultdict[str, float] = defaultdict(float)
         # Dropped messages and bytes by user, as a fraction of a flood.
         self._dropped: defaultdict[str, float] = defaultdict(float)
         self._updated_at = 0.0
-        # Since when every turn has ended with unread messages.
+        # Time since which every turn has ended with unread messages.
         self._backlog_since = math.inf
         # State of the current turn: the latest time, the time at which the turn is
         # over, the sender of the latest message, and the first peer whose message was
@@ -105,9 +107,9 @@ class FairShare:
 
         Args:
           num_messages: Number of messages; 0 if the bytes are not a valid message.
-          num_bytes: Their size.
+          num_bytes: Total size of the messages.
         """
-        if self._user not in KEYLESS_USERS:  # these cannot be shut out by their key
+        if self._user not in KEYLESS_USERS:  # users without a key cannot be shut out
             part = num_messages / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
             self._dropped[self._user] += part
 
@@ -119,7 +121,7 @@ class FairShare:
         Args:
           now: Current time.
           user: The user to charge; by default, the sender of the latest message.
-          is_step: Whether the message has begun a step and is not a repetition.
+          is_step: Whether the message has started a step, and is not a copy.
 
         Returns:
           Whether the turn is over.
@@ -132,13 +134,13 @@ class FairShare:
         return now >= self._turn_ends_at
 
     def end_turn(self, is_drained: bool) -> float:
-        """End a turn, and update `throttled` and `flooder` if that is due.
+        """End a turn, and update `throttled` and `flooder` if an update is due.
 
         Args:
           is_drained: Whether no messages are left unread.
 
         Returns:
-          Seconds not to read.
+          Seconds to pause reading.
         """
         if is_drained:
             self._backlog_since, self.throttled = math.inf, None

@@ -17,8 +17,8 @@ class LeasedPool:
       pool: The pool.
       is_ready_reported: Whether the session was notified that the pool is ready.
       is_closing: Whether `begin_close` was called.
-      timer_at: Time of the next call of `on_event` without an event of the pool, on
-        the loop's clock; infinity without a timer.
+      timer_at: Time at which the timer calls `on_event`, on the loop's clock; infinity
+        if no timer is set.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class LeasedPool:
         self._on_event = on_event
 
     def watch(self) -> None:
-        """Start to call `on_event` for events and deadlines of the pool."""
+        """Start calling `on_event` at events and deadlines of the pool."""
         self._loop.add_reader(self.pool.fileno(), self._on_event)
         self._set_timer(time.monotonic())
 
@@ -54,7 +54,7 @@ class LeasedPool:
         self._on_event()
 
     def statistics(self) -> dict[str, float]:
-        """Return the counts of its envs that are logged when the lease ends."""
+        """Return the counts that are logged when the lease ends."""
         metrics, seconds = self.pool.metrics, time.monotonic() - self._started_at
         return {
             "env_steps": metrics.num_env_steps,

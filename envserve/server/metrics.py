@@ -18,7 +18,7 @@ from envserve.slab import Status
 from envserve.wire.status import Histogram, ServerStatus
 
 _STATUSES: Final = tuple(s.name for s in Status if s <= Status.TIMEOUT)
-#: Label of each field that counts by a key, and the keys that are always reported.
+#: For each field that counts by key: the label, and the keys that are always reported.
 _LABELLED_FIELDS: Final = {
     "rows": ("status", _STATUSES),
     "faults": ("kind", _STATUSES[1:]),
@@ -28,32 +28,35 @@ _LABELLED_FIELDS: Final = {
 _METRICS: Final = {
     "env_steps_total": ("steps", "Env steps that returned a valid row."),
     "env_resets_total": ("resets", "Resets of envs."),
-    "worker_restarts_total": ("restarts", "Replaced workers."),
-    "failures_total": ("failures", "Messages and leases that failed by a server bug."),
+    "worker_restarts_total": ("restarts", "Workers that were replaced."),
+    "failures_total": ("failures", "Messages and leases that failed due to a bug."),
     "received_messages_total": ("messages_in", "Received messages."),
     "sent_messages_total": ("messages_out", "Sent messages."),
     "received_bytes_total": ("bytes_in", "Bytes of received messages."),
     "sent_bytes_total": ("bytes_out", "Bytes of sent messages."),
-    "resent_answers_total": ("resends", "Answers that were sent again."),
+    "resent_answers_total": ("resends", "Answers that were resent."),
     "dropped_messages_total": ("dropped", "Unsent answers and unprocessed messages."),
-    "rows_total": ("rows", "Rows of steps, by status."),
-    "faults_total": ("faults", "Faults of envs and workers."),
+    "rows_total": ("rows", "Rows returned by steps, by status."),
+    "faults_total": ("faults", "Faults of envs and workers, by kind."),
     "refusals_total": ("refusals", "ERROR messages sent, by code."),
-    "batch_seconds": ("batch_seconds", "Steps of blocks until their rows are there."),
-    "env_step_seconds": ("env_step_seconds", "Env steps, as shares of block steps."),
-    "reset_seconds": ("reset_seconds", "Resets of envs."),
+    "batch_seconds": ("batch_seconds", "Time until all rows of a step are ready."),
+    "env_step_seconds": (
+        "env_step_seconds",
+        "Time per env step, averaged over a block.",
+    ),
+    "reset_seconds": ("reset_seconds", "Time per env reset."),
     "uptime_seconds": ("seconds", "Seconds since the server started."),
-    "envs": ("total_envs", "Envs that all leases may have together."),
+    "envs": ("total_envs", "Maximum number of envs over all leases."),
     "free_envs": ("free_envs", "Envs that can be leased now."),
     "leases": ("num_leases", "Current leases."),
     "rows_in_flight": ("in_flight", "Rows that are being stepped, reset or called."),
     "starting": ("is_starting", "1 while workers cannot be started yet."),
     "draining": ("is_draining", "1 while no new leases are granted."),
 }
-#: Help text by metric, for counts of the sockets, which no status contains.
+#: Help text by metric, for socket counts, which `ServerStatus` does not contain.
 _CONNECTION_METRICS: Final = {
     "refused_keys_total": "Connections rejected because of their key.",
-    "reopened_total": "Times that all connections were closed.",
+    "reopened_total": "Number of times that all connections were closed.",
 }
 
 
@@ -75,9 +78,11 @@ class ServerCollector:
         self._connection_counts = connection_counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics; they contain no user names, because no key is needed."""
+        """Yield all metrics, without user names, because reading them needs no key."""
         status, connections = self._get_status(), self._connection_counts()
-        yield InfoMetricFamily("envserve", "The server.", {"version": status.version})
+        yield InfoMetricFamily(
+            "envserve", "Version of the server.", {"version": status.version}
+        )
         for short, (field, text) in _METRICS.items():
             name, value = f"envserve_{short}", getattr(status, field)
             if field in _LABELLED_FIELDS:
@@ -98,7 +103,7 @@ class ServerCollector:
             value = connections.get(short, 0)
             yield CounterMetricFamily(f"envserve_{short}", text, value)
         lag, away = status.loop_lag_ms / 1000, sum(len(x.absent) for x in status.leases)
-        text = "Largest delay of the event loop within the last 10 s."
+        text = "Largest delay of the event loop in the last 10 s."
         yield GaugeMetricFamily("envserve_loop_lag_seconds", text, lag)
         text = "Rows without an env, because their worker is being replaced."
         yield GaugeMetricFamily("envserve_absent_rows", text, away)

@@ -1,8 +1,8 @@
 """Restarts a server when a source file of its envs changes (`--reload`).
 
-This process serves nothing. The server is a child process, which imports the envs.
-Before each start another child, the probe, imports them, too: it shows whether the
-import succeeds, and which files it reads.
+This process does not serve clients. The server is a child process that imports the
+envs. Before each start, another child, the probe, imports them first, to find out
+whether the import succeeds and which files it reads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from envserve.errors import EnvStartError
 from envserve.settings import HostSettings
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds between two checks of the files. `watchfiles` would not be simpler: it cannot
-#: also wait for the exit of the server, and its threads would run in a process that
-#: forks.
+#: Seconds between two checks of the files. `watchfiles` would not be simpler, because
+#: it cannot also wait for the server to exit, and its threads would run in a process
+#: that forks.
 _POLL_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -40,15 +40,15 @@ _INSTALLED: Final = tuple(
 
 
 def serve_with_reload(host: HostSettings, serve: _Work) -> int:
-    """Serve, and restart at the same addresses whenever a file of the envs is saved.
+    """Serve, and restart at the same addresses whenever a file of the envs changes.
 
     Clients attach again, and lose one transition in each row. If the envs cannot be
-    imported, the old server continues until a file is saved again.
+    imported, the old server keeps running until a file is saved again.
 
     Args:
       host: Settings.
       serve: Serves until a signal stops it, and returns an exit code. It calls its
-        second argument with its addresses once clients can connect.
+        second argument with the server's addresses once clients can connect.
 
     Returns:
       The exit code of the last server, which stopped by itself or after a signal to
@@ -59,7 +59,9 @@ def serve_with_reload(host: HostSettings, serve: _Work) -> int:
     """
     times = _modification_times(_probe(host))
     if not times:
-        _LOGGER.warning("--reload has no effect: envs import only installed modules")
+        _LOGGER.warning(
+            "--reload has no effect, because the envs import only installed modules"
+        )
     signals: list[int] = []
     server, addresses = _fork(serve, host)
 
@@ -80,14 +82,16 @@ def serve_with_reload(host: HostSettings, serve: _Work) -> int:
             try:
                 times = {**_modification_times(_probe(host)), **times}
             except EnvStartError as error:
-                _LOGGER.error("%s changed; the old server continues: %s", names, error)
+                _LOGGER.error(
+                    "%s changed; the old server keeps running: %s", names, error
+                )
                 continue
             _LOGGER.info("%s changed; restarting the server", names)
             if addresses.poll():
                 host = replace(host, binds=addresses.recv())
             forward(signal.SIGINT, None)
             server.join()
-            if signals == [signal.SIGINT]:  # this process got no signal meanwhile
+            if signals == [signal.SIGINT]:  # no other signal arrived
                 signals.clear()
                 server, addresses = _fork(serve, host)
         return server.exitcode
@@ -100,7 +104,7 @@ def _fork(work: _Work, host: HostSettings) -> tuple[ForkProcess, Connection]:
     """Start a child that exits with this process.
 
     Returns:
-      The child, and the connection with the objects that it sends.
+      The child, and the connection on which its objects arrive.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -119,7 +123,7 @@ def _run(work: _Work, host: HostSettings, connection: Connection) -> None:
 
 
 def _probe(host: HostSettings) -> list[str]:
-    """Import the envs in a child; return the files that this reads.
+    """Import the envs in a child; return the files that the import reads.
 
     Raises:
       EnvStartError: The envs cannot be imported.
@@ -130,7 +134,7 @@ def _probe(host: HostSettings) -> list[str]:
     try:
         error, files = connection.recv()
     except EOFError:
-        error, files = "importing the envs ends the process", []
+        error, files = "the process ended while it imported the envs", []
     probe.join()
     if error:
         raise EnvStartError(error)
@@ -153,5 +157,5 @@ def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
 
 
 def _modification_times(files: Iterable[str]) -> dict[str, int]:
-    """Return each file's time of modification; 0 while an editor is replacing it."""
+    """Return each file's modification time; 0 while an editor is replacing it."""
     return {f: os.stat(f).st_mtime_ns if os.path.exists(f) else 0 for f in files}

@@ -19,19 +19,19 @@ from envserve.wire.sockets import NOBLOCK, Frames
 
 _MORE: Final = NOBLOCK | int(zmq.SNDMORE)
 #: Maximum number of discarded frames of one message; beyond it, all connections are
-#: closed, because messages of other clients cannot be received meanwhile.
+#: closed, because other clients' messages cannot be received in the meantime.
 _MAX_DISCARDED: Final = 50_000
 
 
 class Router:
-    """Reads from a server's sockets in turn, and sends over the right one."""
+    """Reads from a server's sockets in turn, and sends over the one of the peer."""
 
     def __init__(self, sockets: ServerSockets, budget: SendBudget) -> None:
         self.sockets = sockets
         self._budget = budget
 
     def receive(self) -> tuple[Peer, Frames] | None:
-        """Return the sender and the frames of the next message, if there is one."""
+        """Return the sender and frames of the next message; None if there is none."""
         rotation = self.sockets.rotation
         for _ in range(len(rotation)):
             socket = rotation[0]
@@ -50,7 +50,7 @@ class Router:
         """Pass a message to ZeroMQ.
 
         Returns:
-          Whether it was accepted; False if the peer is gone or too slow.
+          Whether ZeroMQ accepted it; False if the peer is gone or too slow.
         """
         number, route, _ = peer
         socket = self.sockets.by_number.get(number)

@@ -1,4 +1,4 @@
-"""Starts all parts of a server, runs it until a signal, and stops it."""
+"""Starts all parts of a server, runs it until a signal arrives, and stops it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _STOP_SECONDS: Final = 1.5
 _REVOCATION_CHECK_SECONDS: Final = 1.0
 #: Seconds between two warnings that no keys are used.
 _NO_KEYS_WARNING_SECONDS: Final = 60.0
-#: Seconds in which revoked clients can receive the notice before they are disconnected.
+#: Seconds for revoked clients to receive a notice before they are disconnected.
 _REVOCATION_NOTICE_SECONDS: Final = 0.25
 #: Maximum number of copies of one reply in memory before it is sent.
 _MAX_REPLY_COPIES: Final = 4
-#: Maximum number of descriptors that are reserved for workers; otherwise a quarter.
+#: Maximum number of descriptors to reserve for workers; a quarter if that is less.
 _MAX_RESERVED_DESCRIPTORS: Final = 1024
 _PR_SET_DUMPABLE: Final = 4
 #: Seconds for `stop` after a drain that was cut short: the process should exit within a
@@ -58,12 +58,12 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the task is cancelled.
 
-    After SIGTERM, running episodes may end first; SIGINT or a second SIGTERM stops the
-    server immediately.
+    After SIGTERM, running episodes may finish first; SIGINT or a second SIGTERM stops
+    the server immediately.
 
     Args:
       config: Settings.
-      on_ready: Called with the real addresses and the number of env names, once
+      on_ready: Called with the actual addresses and the number of env names, once
         clients can connect.
 
     Raises:
@@ -100,7 +100,7 @@ async def serve(
         grant_of = None if access is None else access.grant_of
         session = ServerSession(config, registry.names, boot, grant_of)
         most = partial(_max_buffered_bytes, config, session)
-        # A user with fewer connections has not used up all descriptors.
+        # A user with fewer connections cannot have used up all descriptors.
         suspect = num_descriptors // 4
         stack.callback(ConnectionWatch(loop, sockets, zap, most, suspect).stop)
         limits = config.max_unread_mib << 20, config.max_total_unread_mib << 20
@@ -136,8 +136,8 @@ def _protect_memory_from_envs(worker_user: str) -> None:
     text = f"{worker_user}: envs cannot read the key files of this server's user"
     if not worker_user:
         text = (
-            "this server's user: envs can read all of its files, key files as well; "
-            "--worker-user keeps them apart"
+            "this server's user: envs can read all of its files, including key files; "
+            "use --worker-user to prevent this"
         )
     _LOGGER.info("workers run as %s", text)
 
@@ -153,9 +153,9 @@ def _registry_of(config: HostSettings) -> Registry:
 
 
 def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
-    """Return by how many bytes buffers may grow memory.
+    """Return the maximum growth of memory by buffers in bytes.
 
-    Legitimate growth is added to the setting: copies of replies, some of them
+    This is the setting plus legitimate growth: copies of replies, some of them
     encrypted, and cached results.
     """
     leases = [record.lease for record in session.leases.values() if record.lease]
@@ -167,12 +167,12 @@ def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
 async def _drain(
     server: ServerLoop, signals: ShutdownSignals, grace_seconds: float
 ) -> str:
-    """Let running episodes end; return why the drain was cut short, or ""."""
+    """Let running episodes finish; return why this was cut short, or ""."""
     if await signals.run_unless_immediate(server.drain(grace_seconds), grace_seconds):
         return ""
     if signals.immediate.is_set():
         return "a second signal requested an immediate stop"
-    return f"its grace period of {grace_seconds:g} s was over"
+    return f"its grace period of {grace_seconds:g} s has ended"
 
 
 async def _open_sockets(
@@ -180,7 +180,7 @@ async def _open_sockets(
     loop: asyncio.AbstractEventLoop,
     stack: contextlib.ExitStack,
 ) -> tuple[ServerSockets, Access | None, Zap | None, Callable[[Audit], None]]:
-    """Listen, once it is certain that only authorised clients can connect."""
+    """Listen, after verifying that only authorised clients can connect."""
     access = zap = None
     if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
         access = Access(KeyFolder())
@@ -218,25 +218,26 @@ def _connection_counts(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, 
 
 
 async def _close_revoked(access: Access, server: ServerLoop) -> None:
-    """Check for revoked keys once a second; end sessions, then close connections."""
+    """Check for revoked keys once a second; end their sessions and connections."""
     while True:
         await asyncio.sleep(_REVOCATION_CHECK_SECONDS)
         try:
             if revoked := access.find_revoked():
                 server.end_sessions(revoked)
-                # A client loses messages that it has not read with its connection.
+                # When its connection is closed, a client loses messages that it has not
+                # read.
                 await asyncio.sleep(_REVOCATION_NOTICE_SECONDS)
                 server.disconnect(revoked)
                 access.forget_revoked()
         except Exception:
-            _LOGGER.exception("the check for revoked keys failed; it is repeated")
+            _LOGGER.exception("the check for revoked keys failed, and will be repeated")
 
 
 async def _warn_of_no_keys(config: HostSettings) -> None:
     addresses = [a for a in config.binds if a.startswith("tcp:")]
     while addresses:
         _LOGGER.warning(
-            "no keys are used (--insecure-no-auth): everyone who can reach %s can use "
+            "no keys are used (--insecure-no-auth): anyone who can reach %s can use "
             "this server, and read and change its traffic",
             " or ".join(addresses),
         )

@@ -1,4 +1,4 @@
-"""Handles SIGTERM and SIGINT: a drain, or an immediate stop."""
+"""Handles SIGTERM and SIGINT, which request a drain or an immediate stop."""
 
 from __future__ import annotations
 

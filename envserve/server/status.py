@@ -1,7 +1,7 @@
 """Sums up the counts of a server, for STATUS requests and for Prometheus.
 
-The totals are computed at most ten times a second. The report of each user is encoded
-from them, because users may only see their leases, and cached until the next totals.
+The totals are computed at most ten times a second. Each user gets a separate report,
+because users may only see their own leases; it is cached until the next totals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from envserve.wire.status import ServerStatus
 
 #: Minimum seconds between two computations.
 _REFRESH_SECONDS: Final = 0.1
-#: Seconds that a scrape of the metrics waits for the server's event loop.
+#: Maximum seconds that a metrics scrape waits for the server's event loop.
 _METRICS_TIMEOUT_SECONDS: Final = 5.0
 #: Maximum number of episodes in one report, over all leases.
 _MAX_EPISODES: Final = 512
@@ -36,7 +36,7 @@ _MAX_EPISODES: Final = 512
 
 @dataclass
 class Counters:
-    """Counts of a server's event loop, named as the fields of `ServerStatus`."""
+    """Counts of a server's event loop, named like the fields of `ServerStatus`."""
 
     failures: int = 0
     messages_in: int = 0
@@ -68,7 +68,7 @@ class StatusReporter:
         }
         self._session, self._pools, self._counters = session, pools, counters
         self._welcome = welcome
-        self._past = sum_counts(())  # counts of pools that are closed
+        self._past = sum_counts(())  # counts of closed pools
         self._started_at = loop.time()
         self._refreshed_at = -math.inf
         self._totals = ServerStatus()
@@ -94,7 +94,7 @@ class StatusReporter:
         port: MetricsPort,
         connection_counts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """Serve metrics at a port; `connection_counts` is for `ServerCollector`."""
+        """Serve metrics on a port; for `connection_counts` see `ServerCollector`."""
         from envserve.server.metrics import ServerCollector
 
         async def compute() -> ServerStatus:

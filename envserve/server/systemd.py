@@ -1,6 +1,6 @@
 """Notifies systemd that a server is ready, alive or stopping.
 
-This is the protocol of `Type=notify` and `WatchdogSec`, see sd_notify(3).
+It implements the protocol of `Type=notify` and `WatchdogSec`; see sd_notify(3).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Sends datagrams to systemd's socket; does nothing if systemd did not start us.
+    """Sends datagrams to systemd's socket, if systemd started this process.
 
     The event loop that serves clients also sends the watchdog's messages, so systemd
     restarts a server whose loop hangs.
@@ -37,13 +37,13 @@ class Notifier:
         self._timer: asyncio.TimerHandle | None = None
 
     def ready(self, status: str) -> None:
-        """Notify that clients can connect, and start to send watchdog messages."""
+        """Notify that clients can connect, and start sending watchdog messages."""
         self._send(f"READY=1\nSTATUS={status}")
         if self._interval_seconds:
             self._send_alive()
 
     def stopping(self) -> None:
-        """Notify that the server is stopping; watchdog messages continue in a drain."""
+        """Notify that the server is stopping; watchdog messages continue."""
         self._send("STOPPING=1")
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Notifier:
     def _send(self, text: str) -> None:
         if not self._address:
             return
-        try:  # creating the socket fails, too, if no descriptor is free
+        try:  # creating the socket also fails if no descriptor is free
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
                 datagrams.setblocking(False)
                 datagrams.sendto(text.encode(), self._address)

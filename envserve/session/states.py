@@ -1,11 +1,11 @@
 """The protocol between a client and a server, and the states of its two halves.
 
 Guarantee: a step is applied at most once, and its result is never paired with another
-action. This holds although messages may be lost, duplicated, delayed and reordered, and
-although client and server may be suspended, killed or restarted at any moment.
+action. This holds even if messages are lost, duplicated, delayed or reordered, and even
+if client and server are suspended, killed or restarted at any moment.
 
-Five numbers in each message provide this guarantee. Each is drawn at random or counted
-by one side only:
+Five numbers in each message provide this guarantee. Each number is drawn at random or
+counted by one side only:
 
 * *session*, drawn by the client, identifies a lease from its ATTACH to its end. After a
   loss the client continues under another session, so a reply to the old one cannot be
@@ -16,8 +16,8 @@ by one side only:
   requests of another epoch.
 * *seq*, counted by the client, is the number of an operation (STEP, RESET or CALL) of a
   block: 1, 2, 3 ... within a lease. A reply uses up its seq. A rejected request does
-  not use up its seq, so the next request has the same one.
-* *attempt*, counted by the client, is the number of a copy of a request. Each copy is
+  not, so the next request has the same seq.
+* *attempt*, counted by the client, numbers the copies of a request. Each copy is
   answered once.
 
 The client's part: a block has at most one operation in flight. The client sends the
@@ -61,7 +61,7 @@ _Moves = Mapping[enum.Enum, Collection[enum.Enum]]
 
 
 class Machine(Generic[State]):
-    """A state that changes by legal moves only.
+    """A state machine that rejects illegal moves.
 
     Attributes:
       state: The current state, which only `move` changes.
@@ -91,7 +91,7 @@ class ClientState(enum.Enum):
     """State of a client's session."""
 
     CONNECTING = enum.auto()
-    """There was no connection yet."""
+    """No connection has been established yet."""
     HELLO_SENT = enum.auto()
     """HELLO was sent, or its next attempt is scheduled."""
     ATTACHING = enum.auto()
@@ -101,7 +101,7 @@ class ClientState(enum.Enum):
     CLOSING = enum.auto()
     """DETACH was sent."""
     CLOSED = enum.auto()
-    """The server has the envs back, or there were none."""
+    """The envs were returned to the server, or there were none."""
     LOST = enum.auto()
     """The session has failed; its `error` is the reason."""
 
@@ -185,11 +185,11 @@ class BlockState(enum.IntEnum):  # hashed at every step, and hashing an int is f
     """State of a block's latest request."""
 
     IDLE = 0
-    """There was no request yet."""
+    """There has been no request yet."""
     RUNNING = 1
     """The pool executes the request."""
     ABSENT = 2
-    """As RUNNING, but the client was notified that the envs are absent."""
+    """Like RUNNING, but the client was notified that the envs are absent."""
     DONE = 3
     """The rows contain the reply, until the next request."""
 

@@ -227,7 +227,7 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
     assert len(now_ready(2, but=found[1])) == 2
     again = start("--servers", "3")  # two of the three names are already in use
     assert again.end() == 1
-    assert "(ray status, ray list actors)" in again.error
+    assert "; see `ray status` and `ray list actors`" in again.error
     ours = server_pids().values()
     assert started.end(signal.SIGINT) == 0
     assert not any(map(is_alive, ours))
@@ -263,7 +263,7 @@ def test_a_failed_start_prints_a_one_line_error(start: Start) -> None:
     code += "EnvServers(1, resources={'CPU': 99}, start_timeout=1)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ServerError: ray://default/envs: Get timed out" in run.stderr
-    assert "(ray status, ray list actors)" in run.stderr
+    assert "; see `ray status` and `ray list actors`" in run.stderr
 
 
 def test_servers_use_the_key_of_their_node_and_clients_pin_it_by_name(

@@ -184,7 +184,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
     ("options", "code", "text"),
     [
         (["--bind", "tcp://*:0"], 2, 'run "envserve invite NAME" first'),
-        (["--bind", "tcp://0.0.0.0:0"], 2, "can be reached from other hosts"),
+        (["--bind", "tcp://0.0.0.0:0"], 2, "is reachable from other hosts"),
         (["--bind", "tcp://[::]:0"], 2, "and no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
         (["--bind", "tcp://127.0.0.1"], 2, "--bind: expected an address like"),
@@ -193,7 +193,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--drain-grace", "-1"], 2, "--drain-grace: expected"),
         (["--drain-grace", "inf"], 2, "--drain-grace: expected"),
         (["--address-file", "/nowhere/file"], 1, "--address-file /nowhere/file"),
-        (["--audit", "/nowhere/file"], 1, "--audit /nowhere/file cannot be written"),
+        (["--audit", "/nowhere/file"], 1, "--audit: cannot write /nowhere/file"),
         (["--log-level", "loud"], 2, "--log-level"),
         (["--no-such-option"], 2, "--no-such-option"),
         (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),

@@ -15,7 +15,7 @@ from envserve.cli.app import PROGRAM
 from envserve.errors import AddressError
 from envserve.keys.key_folder import KeyFolder
 
-NEEDED = "Ray is needed here: pip install 'envserve[ray]'"
+NEEDED = "Ray is not installed; run pip install 'envserve[ray]'"
 
 
 @pytest.fixture

@@ -79,16 +79,20 @@ FEW = {"num_workers": 1, "max_processes": 100}
 @pytest.mark.parametrize(
     ("options", "policy", "text"),
     [
-        ({"max_envs": 3}, {}, "ann uses 3 of its 3 envs; others use 0 of 16"),
-        ({"max_leases": 3}, {}, "ann uses 3 of its 3 leases; others use 0 of 16"),
-        ({"max_processes": 3}, {}, "ann uses 3 of its 3 processes; others use 0 of 8"),
+        ({"max_envs": 3}, {}, "ann uses 3 of its 3 envs; other users use 0 of 16"),
+        ({"max_leases": 3}, {}, "ann uses 3 of its 3 leases; other users use 0 of 16"),
+        (
+            {"max_processes": 3},
+            {},
+            "ann uses 3 of its 3 processes; other users use 0 of 8",
+        ),
         (
             *({}, {"max_processes": 4}),
-            "ann uses 3 of its 3 processes; others use 0 of 4",
+            "ann uses 3 of its 3 processes; other users use 0 of 4",
         ),
         (
             *({"max_processes": 9}, {"max_processes": 4}),
-            "ann uses 3 of its 3 processes; others use 0 of 4",
+            "ann uses 3 of its 3 processes; other users use 0 of 4",
         ),
     ],
 )
@@ -115,7 +119,7 @@ def test_a_request_larger_than_the_quota_is_refused() -> None:
     server = KeyServer(grant(max_envs=3))
     body = server.refuse(num_envs=4)
     assert body.code is ErrorCode.REFUSED
-    assert body.text.startswith("ann may use 3 envs; requested 4; ")
+    assert body.text.startswith("ann may use 3 envs, but requested 4; ")
     body = server.refuse(num_envs=2, spare_envs=True)
     assert "requested 4" in body.text
     server.attach(num_envs=3)
@@ -144,7 +148,7 @@ def test_a_key_leaves_a_quarter_of_the_processes_to_others() -> None:
     server = KeyServer(grant(), num_workers=1, envs_per_worker=100, max_processes=8)
     for _ in range(6):
         server.attach()
-    text = "ann uses 6 of its 6 processes; others use 0 of 8"
+    text = "ann uses 6 of its 6 processes; other users use 0 of 8"
     assert server.refuse().text == text
     for _ in range(2):
         server.attach("local")
@@ -155,7 +159,7 @@ def test_users_without_a_key_may_use_all_processes() -> None:
     server = KeyServer(num_workers=1, envs_per_worker=100, max_processes=8)
     for _ in range(8):
         server.attach("")
-    text = "the user without a key uses 8 of its 8 processes; others use 0 of 8"
+    text = "the user without a key uses 8 of its 8 processes; other users use 0 of 8"
     assert server.refuse("").text == text
 
 
@@ -250,8 +254,8 @@ def test_a_key_may_use_envs_that_match_its_patterns() -> None:
     body = server.refuse(env_name="Fake-v0")
     assert body.code is ErrorCode.REFUSED
     assert body.text == (
-        "ann may use ALE/* and Other-v0; requested Fake-v0; the operator can add it in "
-        "the file clients"
+        "ann may use ALE/* and Other-v0, but requested Fake-v0; the operator can add "
+        "it to the clients file"
     )
     assert server.num_audits("refused", "ann") == 1
     for name in ("ALE/Pong-v5", "Other-v0"):
@@ -310,7 +314,7 @@ def test_a_key_that_is_no_longer_valid_is_refused() -> None:
     server.grants.clear()
     body = server.refuse()
     assert body.code is ErrorCode.REFUSED
-    assert body.text.startswith("the key of ann is not valid any more: ")
+    assert body.text.startswith("the key of ann is no longer valid, because ")
     answer = server.send("ann", MessageType.HELLO, boot=0, body=Hello().encode())
     assert ErrorBody.decode(answer.body).code is ErrorCode.REFUSED
 

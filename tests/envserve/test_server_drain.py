@@ -85,7 +85,7 @@ def test_a_second_signal_cuts_the_drain_short(
 def test_a_silent_client_cannot_delay_the_end(serve: Serve, join: Join) -> None:
     server = serve("--drain-grace", "0.2")
     join(server)  # from now on, this client neither sends nor reads
-    assert "stopped before all clients acknowledged" in server.end(signal.SIGTERM)
+    assert "stopped before all clients had acknowledged" in server.end(signal.SIGTERM)
 
 
 def test_without_grace_period_a_server_stops_immediately(

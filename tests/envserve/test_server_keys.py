@@ -179,7 +179,7 @@ def test_a_revoked_key_ends_its_leases_and_no_others(
                 longest = max(longest, time.monotonic() - before)
                 assert_no_failures(other.step(2))
                 client.pump()
-            assert "the key of this client was removed, or has expired" in str(
+            assert "the key of this client was removed or has expired" in str(
                 client.session.error
             )
             assert_no_failures(step(lane, 1))
@@ -188,7 +188,7 @@ def test_a_revoked_key_ends_its_leases_and_no_others(
             homes.become("ann")
             with pytest.raises(ConnectError):
                 request_welcome(server.address, SHORT)
-    assert "all connections are closed, clients can reconnect: keys" in server.log
+    assert "closed all connections (keys" in server.log
     assert (tmp_path / "audit").read_text().count('"event": "revoked"') == 1
 
 
@@ -238,7 +238,7 @@ def test_a_server_listens_for_other_hosts_once_a_client_has_a_key(
     assert refused.returncode == 2
     *_, message = refused.stderr.splitlines(keepends=True)
     assert message == (
-        "Error: tcp://0.0.0.0:0 can be reached from other hosts, and no client has "
+        "Error: tcp://0.0.0.0:0 is reachable from other hosts, but no client has "
         'a key yet; run "envserve invite NAME" first, or bind to tcp://127.0.0.1\n'
     )
     homes.authorise("ann")

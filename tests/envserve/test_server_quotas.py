@@ -137,7 +137,7 @@ def test_a_user_who_attaches_without_end_leaves_processes_to_others(
     assert time.monotonic() - began < 20.0
     assert {error.code for error in errors} == {ErrorCode.ENVS_BUSY}
     texts = {error.text for error in errors}
-    assert texts == {"mallory uses 6 of its 6 processes; others use 0 of 8"}
+    assert texts == {"mallory uses 6 of its 6 processes; other users use 0 of 8"}
     assert len(server.worker_pids) <= 8
 
 
@@ -152,10 +152,12 @@ def test_the_audit_log_has_grants_and_refusals_of_a_key(
     peer.granted()
     peer.attach(range(2, 3))
     (error,) = peer.errors(1)
-    assert error.text == "mallory uses 1 of its 1 envs; others use 0 of 128"
+    assert error.text == "mallory uses 1 of its 1 envs; other users use 0 of 128"
     peer.attach(range(3, 4), "Acrobot-v1")
     (error,) = peer.errors(1)
-    assert error.text.startswith("mallory may use CartPole-*; requested Acrobot-v1; ")
+    assert error.text.startswith(
+        "mallory may use CartPole-*, but requested Acrobot-v1; "
+    )
     peer.send(MessageType.DETACH, b"", session=1, boot=peer.boot)
     while peer.receive().type is not MessageType.DETACHED:
         pass

@@ -262,7 +262,7 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
         ([*ON_RAY, "--distribute"], "combined with --seeds, --resume, --distribute"),
         ([*ON_RAY[:4], "0"], "--learners: expected an int >= 1; got '0'"),
         ([*ON_RAY[:2], "moon", *ON_RAY[3:]], "--on: expected one of ray; got 'moon'"),
-        (ON_RAY, "Ray is needed here: pip install 'envserve[ray]'"),
+        (ON_RAY, "Ray is not installed; run pip install 'envserve[ray]'"),
     ],
 )
 def test_invalid_option_with_on_ray_is_a_one_line_error(

@@ -1,7 +1,7 @@
 """Closes all connections of a server when they use too much memory or descriptors.
 
-libzmq bounds neither. Because it cannot close a single connection either, all of them
-are closed; clients reconnect (see `server_sockets`).
+libzmq limits neither, and cannot close a single connection. Therefore all connections
+are closed, and clients reconnect (see `server_sockets`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from envserve.server.zmq_guards.zap import Zap
 _STATM: Final = "/proc/self/statm"
 _CHECK_SECONDS: Final = 0.25
 #: Seconds without a free descriptor until connections are closed, because idle peers
-#: may leave by themselves. They double each time in a row, because closing affects all
-#: clients.
+#: may disconnect by themselves. The time doubles with each closure in a row, because a
+#: closure affects all clients.
 _MIN_SHORTAGE_SECONDS: Final = 1.0
 _MAX_SHORTAGE_SECONDS: Final = 16.0
 
@@ -41,16 +41,16 @@ class ConnectionWatch:
         max_growth_bytes: Callable[[], int],
         min_connections: int,
     ) -> None:
-        """Begin to check.
+        """Start checking.
 
         Args:
           loop: Event loop.
           sockets: The sockets whose connections are closed.
           zap: Counts the connections of each user; None without keys.
-          max_growth_bytes: Returns by how much memory may grow above its minimum since
+          max_growth_bytes: Returns the maximum growth of memory above its minimum since
             connections were last closed.
-          min_connections: Minimum number of connections with which a user is
-            blamed if no descriptor is free.
+          min_connections: Minimum number of new connections for a user to be blamed
+            when no descriptor is free.
         """
         self._loop = loop
         self._sockets, self._zap = sockets, zap
@@ -82,10 +82,10 @@ class ConnectionWatch:
         is_short = not _has_free_descriptor()
         self._shortage_since = min(self._shortage_since, now) if is_short else math.inf
         if growth > self._max_growth_bytes():
-            reason = f"memory grew by {growth / 2**20:.0f} MiB (--max-buffered-mib)"
+            reason = f"memory grew by {growth / 2**20:.0f} MiB, see --max-buffered-mib"
             is_shortage = False
         elif now - self._shortage_since >= self._shortage_limit:
-            reason = "connections use all descriptors (ulimit -n)"
+            reason = "connections use all descriptors, see ulimit -n"
             is_shortage = True
             self._shortage_limit = min(2 * self._shortage_limit, _MAX_SHORTAGE_SECONDS)
         else:

@@ -19,7 +19,7 @@ _BACKLOG: Final = 128
 
 
 def listen(address: str) -> tuple[socketlib.socket, str]:
-    """Listen on an address; return the socket, and the address with its real port.
+    """Listen on an address; return the socket, and the address with the actual port.
 
     Raises:
       ServerError: The address cannot be used.
@@ -27,7 +27,7 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
     scheme, _, rest = address.partition("://")
     family, remedy = socketlib.AF_INET, "is another server running there?"
     if scheme == "ipc":
-        family, remedy = socketlib.AF_UNIX, "name a path in a folder of yours"
+        family, remedy = socketlib.AF_UNIX, "choose a path in a directory that you own"
     elif "[" in rest:
         family = socketlib.AF_INET6
     listener = socketlib.socket(family)
@@ -76,12 +76,12 @@ def _remove_stale_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise OSError("expected no file there, or a socket that no server uses")
+        raise OSError("the path is an existing file that is not a socket")
     if found.st_uid != os.geteuid():
-        raise OSError(f"the socket there belongs to user {found.st_uid}")
+        raise OSError(f"the socket at this path belongs to user {found.st_uid}")
     with socketlib.socket(socketlib.AF_UNIX) as probe:
         probe.setblocking(False)
         with contextlib.suppress(ConnectionRefusedError):
             probe.connect(str(path))
-            raise OSError("another server answers there")
+            raise OSError("another server listens there")
     path.unlink()

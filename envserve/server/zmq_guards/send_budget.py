@@ -1,9 +1,9 @@
-"""Limits the bytes of large replies that ZeroMQ holds because clients do not read them.
+"""Limits the bytes of large replies that ZeroMQ queues for slow clients.
 
-ZeroMQ does not report which frames were sent, but it releases a frame that was passed
-without a copy once it has been sent. Each large frame is therefore passed as a
-memoryview with a weak reference; frames whose reference is alive are still waiting.
-Short replies are limited by their number instead; see SNDHWM in `server_sockets`.
+ZeroMQ does not report which frames were sent, but it releases each uncopied frame after
+sending it. Each large frame is therefore passed as a memoryview with a weak reference;
+frames whose reference is alive are still waiting. The number of short replies is
+limited instead; see SNDHWM in `server_sockets`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SendBudget:
         """Return the frames to send immediately; None if the reply must be dropped.
 
         A client that reads its replies has at most one reply in flight for a block, so
-        a block with none in flight gets its reply whatever its size.
+        a block with none in flight gets its reply regardless of the size.
         """
         session, block = session_and_block(frames[0])
         reader = peer[-1] if peer[-1] not in KEYLESS_USERS else session

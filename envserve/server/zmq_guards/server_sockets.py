@@ -2,9 +2,9 @@
 
 libzmq 4.3.5 can neither limit the memory and descriptors of its connections nor close a
 single one. When they use too much, `reopen` closes all of them, which frees everything
-that they hold. No lease ends: clients reconnect, and repeat the requests that were not
-answered. The listening sockets stay open meanwhile (see `listeners`), so the kernel
-queues new connections.
+that they hold. No lease ends, because clients reconnect and resend unanswered requests.
+Meanwhile, the listening sockets stay open (see `listeners`), so the kernel queues new
+connections.
 
 A route is valid for one socket only. Therefore each socket has a number, and messages
 for a peer of a closed socket are dropped. All methods run in the event loop's thread.
@@ -37,9 +37,9 @@ from envserve.wire.sockets import (
 )
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Maximum number of replies that wait for one client to read them.
+#: Maximum number of queued replies to one client.
 _SEND_LIMIT: Final = 64
-#: Maximum number of messages of one client that the server has not read.
+#: Maximum number of queued messages from one client.
 _RECEIVE_LIMIT: Final = 256
 _HANDSHAKE_MS: Final = 2000
 #: Time limit for sending the last replies.
@@ -102,7 +102,7 @@ class ServerSockets:
       by_number: The open sockets.
       rotation: The open sockets in the order in which to read them next.
       pollable: The open sockets as the argument of `zmq_poll`.
-      num_reopened: How often all connections were closed.
+      num_reopened: Number of times that all connections were closed.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ServerSockets:
             has_keys = user != "local" and self._secret is not None
             self.by_number[number] = ServerSocket(socket, number, user, has_keys)
             set_common_options(socket)
-            # Otherwise ZeroMQ drops replies that cannot be sent without an error.
+            # Otherwise ZeroMQ silently drops replies that cannot be sent.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(
                 zmq.MAXMSGSIZE, self._max_message_bytes + CURVE_OVERHEAD_BYTES
@@ -176,7 +176,7 @@ class ServerSockets:
 
     @contextlib.contextmanager
     def listening_on_loopback(self) -> Iterator[str]:
-        """Listen on a free loopback port, too, in the context; yield its address."""
+        """Also listen on a free loopback port within the context; yield its address."""
         (socket,) = (s.zmq for s in self.by_number.values() if s.user != "local")
         socket.setsockopt(zmq.USE_FD, -1)  # libzmq creates the listener
         socket.bind("tcp://127.0.0.1:0")
@@ -213,7 +213,7 @@ class ServerSockets:
 
     @property
     def discarding_user(self) -> str | None:
-        """The user whose message of too many frames is being discarded, if any."""
+        """The user whose message is being discarded for its length; None if none."""
         sockets = (s for s in self.rotation if s.receiver.is_discarding)
         return next((socket.sender for socket in sockets), None)
 
@@ -238,7 +238,7 @@ class ServerSockets:
             if self.is_shut_out(user):
                 reason += f"; {user} is rejected for {_BLAMED_SECONDS:g} s"
                 self._audit(Audit("shut out", user, reason=reason))
-        _LOGGER.warning("all connections are closed, clients can reconnect: %s", reason)
+        _LOGGER.warning("closed all connections (%s); clients can reconnect", reason)
         self.num_reopened += 1
         self._remove_readers()
         self._close_sockets()
@@ -265,7 +265,7 @@ class ServerSockets:
         self.rotation.clear()
 
     def close(self) -> None:
-        """Close all sockets; unsent replies get `_LINGER_MS`."""
+        """Close all sockets; wait at most `_LINGER_MS` for unsent replies."""
         self.stop_reading()
         self.context.destroy(linger=_LINGER_MS)
         for listener in self._listeners:
@@ -286,7 +286,7 @@ def _use_keys(socket: zmq.Socket[bytes], secret: bytes) -> None:
     """Accept only keys that the context's `Zap` accepts."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    # Without the first, libzmq accepts every key; without the second, it accepts every
-    # key while no handler answers.
+    # Without ZAP_DOMAIN, libzmq accepts every key. Without ZAP_ENFORCE_DOMAIN, it
+    # accepts every key while no handler answers.
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -1,9 +1,9 @@
 """Authenticates connections to a context's sockets (ZAP, ZeroMQ RFC 27).
 
 Every request gets a reply: 200 with the user's name for a known key, 400 for a key that
-is certainly unknown, and 300 in all other cases, including failures here. After 400 the
-client's socket stops connecting; after 300 it tries again. Authentication fails closed:
-only a reply with 200 admits a client.
+is definitely unknown, and 300 in all other cases, including internal errors. After 400
+the client's socket stops connecting; after 300 it tries again. Authentication fails
+closed: only a reply with 200 admits a client.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Zap:
         is_shut_out: Callable[[str], bool] = lambda user: False,
         audit: Callable[[Audit], None] = lambda event: None,
     ) -> None:
-        """Start to answer; sockets of the context must not listen before.
+        """Start answering. Sockets of the context must not listen before this.
 
         Args:
           context: ZeroMQ context of the sockets.
@@ -92,7 +92,7 @@ class Zap:
         self._socket.close()
 
     def take_suspect(self, min_connections: int) -> str:
-        """Return the user of at least 60 % of new connections, and reset the counts.
+        """Return the user with at least 60 % of new connections, and reset the counts.
 
         Args:
           min_connections: Minimum number of that user's connections. All clients
@@ -128,11 +128,15 @@ class Zap:
         except KeyFileError as error:
             more = self._throttle.admit(KeyFileError, time.monotonic())
             if more is not None:
-                _LOGGER.warning("a client must try again: %s%s", error, more)
+                _LOGGER.warning(
+                    "a client must retry, because its key could not be checked: %s%s",
+                    error,
+                    more,
+                )
         except Exception as error:
             more = self._throttle.admit(type(error), time.monotonic())
             if more is not None:
-                _LOGGER.exception("a key could not be checked%s", more)
+                _LOGGER.exception("failed to check a key%s", more)
         self.counts[status] += 1
         request = frames[1] if len(frames) > 1 else b""
         text = "" if user else "unknown key, or rejected temporarily"
@@ -163,7 +167,7 @@ class Zap:
         if self.is_quiet:
             return
         key, client = formats.fingerprint(public), address.decode(errors="replace")
-        reason = f"key {key}, from {client}, is unknown"
+        reason = f"unknown key {key} from {client}"
         self._audit(Audit("refused", "", reason=reason))
         more = self._throttle.admit("refused", time.monotonic())
         if more is not None:

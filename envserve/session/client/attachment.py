@@ -5,7 +5,7 @@ already has the rows; its envs get other seeds. After a loss, the client changes
 session number, sends HELLO and ATTACH again (to the same server, or to another one
 after `move_to`), and resets the lost blocks.
 
-`lost_lease` contains the reason of the loss and the time of the next attempt. It is
+`lost_lease` contains the reason for the loss and the time of the next attempt. It is
 cleared by the first reply under the new lease, or by the grant if nothing is in flight.
 If the lease is lost again before that, the time limit of the first loss still applies.
 """
@@ -51,9 +51,9 @@ from envserve.wire.handshake import (
 from envserve.wire.message import Buffer, Message
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds between two attempts to get a lost lease replaced.
+#: Seconds between two attempts to replace a lost lease.
 _RETRY_SECONDS: Final = 0.5
-#: Seconds to wait for envs that other clients leased after this client was too silent.
+#: Seconds to wait for envs that other clients leased while this client was silent.
 _BUSY_SECONDS: Final = 5.0
 #: Seconds without a connection until another server may take over.
 _DISCONNECTED_SECONDS: Final = 0.25
@@ -161,7 +161,7 @@ class Attachment:
             self._requests.send(request, now)
 
     def _create_blocks(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
-        """Create the blocks of the first lease; later ones must be split alike."""
+        """Create the blocks of the first lease; later leases must have the same."""
         each = sum(block.split == 0 for block in blocks)
         self.attach = replace(self.attach, blocks_per_split=each)
         return ClientBlocks(self.address, spec, blocks, self._requests.liveness)
@@ -186,7 +186,7 @@ class Attachment:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the lease is lost, and no new one is granted yet."""
+        """Whether the lease is lost and no new one has been granted yet."""
         return (
             self.lost_lease is not None and self.machine.state is not ClientState.READY
         )
@@ -207,7 +207,7 @@ class Attachment:
         _LOGGER.warning("%s; requesting a new lease", error)
         requests, before = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
-        # If a call is interrupted while the server is silent, count from the silence.
+        # If a call is interrupted while the server is silent, count the whole silence.
         since = min(requests.liveness.silent_since, now)
         loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
         self.client_blocks.mark_lost(str(error), error)
@@ -234,7 +234,7 @@ class Attachment:
             self.lose_lease(error, now, may_hold_lease=False)
 
     def retry(self, now: float) -> None:
-        """Send HELLO or ATTACH again, if it is due."""
+        """Send HELLO or ATTACH again if a retry is due."""
         loss = self.lost_lease
         if loss is None or now < loss.retry_at:
             return
@@ -324,8 +324,8 @@ class Attachment:
                 or ConnectError(
                     f"{self.address}: no server answered within "
                     f"{self._timeouts.connect_seconds:g} s; check that `envserve start "
-                    f"--bind {self.address}` is running there, and that the network "
-                    f"lets this client reach it"
+                    f"--bind {self.address}` is running there, and that this "
+                    f"client can reach it over the network"
                 )
             )
             return
@@ -366,7 +366,7 @@ class Attachment:
         self.lost_lease = LostLease(error, now, give_up_error=error)
 
     def needs_server_since(self, now: float) -> float | None:
-        """Return when the need for another server arose; None if none is needed."""
+        """Return since when another server is needed; None if none is needed."""
         liveness, loss = self._requests.liveness, self.lost_lease
         since = min(liveness.silent_since, liveness.disconnected_since)
         is_alone = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
@@ -383,7 +383,9 @@ class Attachment:
         Returns:
           The DETACH to send to the previous server, which may still hold the lease.
         """
-        _LOGGER.warning("%s: requesting envs in place of %s", address, self.address)
+        _LOGGER.warning(
+            "%s: requesting envs to replace those of %s", address, self.address
+        )
         detach_frames = self._requests.pack(MessageType.DETACH)
         # Only the previous server was silent or disconnected.
         self._requests.liveness.record_message(now)
@@ -468,7 +470,7 @@ def _check_same_envs(
 
 
 def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
-    """Return an ATTACH for the same envs, seeded unlike those of earlier leases."""
+    """Return an ATTACH for the same envs, with other seeds than earlier leases."""
     first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
     return replace(attach, first_incarnation=first & 0xFFFFFFFF)
 

@@ -110,10 +110,10 @@ class ClientBlocks:
       blocks: The blocks.
       rows: Arrays that actions are read from and results are written to.
       max_result_bytes: Length of the longest result of all blocks.
-      num_pieces: Number of messages and 64 KiB chunks in such a result, at most.
+      num_pieces: Maximum number of messages and 64 KiB chunks in such a result.
       in_flight: Requests without a reply, by block.
       ended: Blocks whose reply has arrived, but was not collected yet.
-      lost: Reasons of losses, by block, for blocks that must be reset first.
+      lost: Reason for the loss of each block that must be reset before it is used.
       absent: Blocks in flight whose envs were absent at the last `refresh_absent`.
       absent_is_stale: Whether `absent` may be outdated.
       is_vacant: Whether no server has granted a lease yet; resets then do nothing.
@@ -195,7 +195,7 @@ class ClientBlocks:
         return requests + [self._reset(others[at : at + size]) for at in starts]
 
     def call(self, calls: Sequence[Call]) -> list[Request]:
-        """Return the requests for calls; raise CallError for too long arguments."""
+        """Return the requests for calls; raise CallError if arguments are too long."""
         self._check_idle([call.block for call in calls])
         requests = []
         for chunk, body in pack_calls(calls, self.address):
@@ -225,7 +225,7 @@ class ClientBlocks:
         return request
 
     def _check_idle(self, blocks: Sequence[int]) -> None:
-        """Raise LocalProtocolError unless the blocks exist, are distinct, and idle."""
+        """Raise LocalProtocolError unless blocks exist, are distinct and are idle."""
         if len({*blocks}) < len(blocks):
             raise LocalProtocolError(
                 f"{self.address}: expected each block once; got {list(blocks)}"
@@ -283,7 +283,7 @@ class ClientBlocks:
     def _outcome(
         self, index: int, request: Request, message: Message, reported: Outcome | None
     ) -> Outcome:
-        """Return the outcome of a block; if all its envs were reset, it is not lost."""
+        """Return the outcome of a block, which recovers if all its envs were reset."""
         if reported is not None and reported.error is not None:
             return Outcome(index, error=reported.error)
         if request.type is MessageType.CALL:
@@ -303,7 +303,7 @@ class ClientBlocks:
     def fail(
         self, request: Request, error: EnvserveError, *, uses_seq: bool = True
     ) -> None:
-        """End a request with an error, on all its blocks without a reply.
+        """End a request with an error, on all its blocks that have no reply yet.
 
         Args:
           request: The request.
@@ -404,9 +404,9 @@ class ClientBlocks:
         return len(self.ended) >= min_ended or not self.in_flight
 
     def refresh_absent(self) -> bool:
-        """Update `absent`; return whether it has a new block.
+        """Update `absent`; return whether a block was added.
 
-        If the block is being stepped, its observations are copied to its final
+        If such a block is being stepped, its observations are copied to its final
         observations, because its episode may be lost.
         """
         self.absent_is_stale = False

@@ -141,12 +141,12 @@ class ClientSession:
 
     @property
     def client_blocks(self) -> ClientBlocks:
-        """Operations of the blocks; LocalProtocolError before the first lease."""
+        """The blocks; raise LocalProtocolError before the first lease is granted."""
         if self.attachment.client_blocks is None:
             raise LocalProtocolError(f"{self.address}: the envs are not granted yet")
         return self.attachment.client_blocks
 
-    # Calls of the user. A method that raises has changed nothing.
+    # Calls by the user. A method that raises has changed nothing.
 
     def submit_step(self, blocks: Sequence[int], now: float) -> None:
         """Step blocks with the actions in `rows.action`."""
@@ -187,9 +187,9 @@ class ClientSession:
         return outcomes
 
     def invalidate(self, text: str, now: float) -> None:
-        """Discard all operations, and replace the lease by a new one.
+        """Discard all operations, and replace the lease with a new one.
 
-        This is safe after an interrupt at any line of another method.
+        This is safe even if another method was interrupted at any line.
         """
         self.client_blocks.discard_all()
         if self.state is ClientState.READY or self.attachment.is_recovering:
@@ -236,7 +236,7 @@ class ClientSession:
             if liveness.is_unreachable and client_blocks is not None:
                 client_blocks.absent_is_stale = True
             liveness.record_message(now)
-        else:  # the usual case, in line because it is done at every step
+        else:  # the usual case, inlined because it runs at every step
             liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
         # A WELCOME with another boot is ignored unless a HELLO waits for it, because
         # it may be a delayed one from before a restart.
@@ -363,7 +363,7 @@ def _on_detached(session: ClientSession, message: Message, now: float) -> bool:
 def _on_drain(session: ClientSession, message: Message, now: float) -> bool:
     _LOGGER.warning(
         "%s: the server is draining; it ends the lease when each env has ended an "
-        "episode, or in %g s, and then stops",
+        "episode, at the latest in %g s, and then stops",
         session.address,
         Drain.decode(message.body).grace_ms / 1000,
     )

@@ -15,15 +15,15 @@ from envserve.wire.message import Buffer
 
 #: Seconds without a message until the client sends a PING.
 PING_SECONDS: Final = 1.0
-#: Silence after a request until a server counts as unreachable.
+#: Seconds of silence after a request until a server counts as unreachable.
 _UNREACHABLE_SECONDS: Final = 3.5
-#: Time without a connection until a server counts as unreachable.
+#: Seconds without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
-#: A gap between two calls of `advance` that shows that the client was suspended; it is
-#: longer than the client ever waits.
+#: Minimum gap between two calls of `advance` that shows that the client was suspended;
+#: it is longer than the client ever waits.
 _SUSPENDED_SECONDS: Final = 5.0
-#: Unsolicited messages that are accepted per second, and additional copies of each
-#: piece of a reply: a server that was suspended for a minute sends many copies at once.
+#: Maximum number of unsolicited messages per second, plus copies of each piece of a
+#: reply, because a server that was suspended for a minute sends many copies at once.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -33,12 +33,12 @@ class Timeouts:
     """Time and memory limits of a client."""
 
     connect_seconds: float = 10.0
-    """Longest silence of the server before it grants the first lease, in seconds."""
+    """Maximum silence of the server until it grants the first lease, in seconds."""
     lost_seconds: float = 60.0
-    """Longest silence, or time without a lease, after the first lease, in seconds."""
+    """Maximum silence, or time without a lease, after the first lease, in seconds."""
     pads_lost_rows: bool = False
     """Whether the client continues to request a lease after `lost_seconds`, while its
-    caller gets padding, instead of ending the session."""
+    caller gets padding. If false, the session ends."""
     max_row_mib: int = 1024
     """Memory limit of the rows in MiB; needed because the server chooses their size."""
 
@@ -52,8 +52,9 @@ class LostLease:
       lost_at: Time of the loss.
       give_up_error: Reason why callers should stop waiting; None before that.
       retry_at: Time of the next attempt; infinity if a request is in flight.
-      busy_until: End of the attempts while other clients have the envs.
-      detach_frames: DETACH that frees the lost lease; empty if the server has none.
+      busy_until: Time to stop retrying if other clients have the envs.
+      detach_frames: DETACH that frees the lost lease; empty if the server does not
+        hold it.
     """
 
     error: EnvserveError
@@ -73,7 +74,7 @@ class Liveness:
       ping_at: Time of the next PING.
       is_unreachable: Whether callers should not wait for the server, because it was
         silent or disconnected for too long. Its next message resets this.
-      silent_seconds: Total length of all silences longer than a second.
+      silent_seconds: Total duration of all silences longer than a second.
     """
 
     def __init__(self, now: float) -> None:
@@ -119,7 +120,7 @@ class Liveness:
 
     @property
     def unreachable_at(self) -> float:
-        """When the server becomes unreachable; infinity if it is already."""
+        """Time at which the server becomes unreachable; infinity if it already is."""
         if self.is_unreachable:
             return math.inf
         disconnected_at = self.disconnected_since + _DISCONNECTED_SECONDS
@@ -127,7 +128,7 @@ class Liveness:
 
 
 class UnsolicitedLimit:
-    """Limits the messages per second that answer no request.
+    """Limits the number of messages per second that answer no request.
 
     These are signs of life, notices about the lease, and late replies. An envserve
     server sends few of them.
@@ -140,7 +141,7 @@ class UnsolicitedLimit:
     def count(
         self, message_type: int | str, num_bytes: int, num_pieces: int, now: float
     ) -> None:
-        """Count a message, and again for each 64 KiB of its length.
+        """Count a message once, and once more for each 64 KiB of its length.
 
         Args:
           message_type: Type of the message; a description if it is malformed.
@@ -157,8 +158,8 @@ class UnsolicitedLimit:
         allowed = _MAX_UNSOLICITED + _MAX_COPIES * num_pieces
         if self._count > allowed:
             raise RemoteProtocolError(
-                f"expected at most {allowed} messages per second that answer no "
-                f"request (a long one counts once per 64 KiB); got more, the last of "
-                f"type {getattr(message_type, 'name', message_type)}; check that this "
+                f"too many unsolicited messages: more than {allowed} per second (a "
+                f"long one counts once per 64 KiB), the last of type "
+                f"{getattr(message_type, 'name', message_type)}; check that this "
                 f"address is an envserve server"
             )

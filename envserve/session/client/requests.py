@@ -1,6 +1,6 @@
 """Numbers a client's requests, and resends them until they are answered.
 
-A request is resent after 1 s, then after 2 s, then every 4 s, and at once after a
+A request is resent after 1 s, then after 2 s, then every 4 s, and immediately after a
 reconnect. Copies differ only in their attempt number. The outbox contains at most one
 copy of a request, so it is bounded. Messages without a reply are sent once.
 """
@@ -47,8 +47,8 @@ class Request:
       payload: Further action rows.
       part: Rows that the reply will be written to.
       resets: Resets of a RESET, one for each block.
-      is_step: Whether the caller has asked for a step; for a lost block, a RESET is
-        sent instead of a STEP.
+      is_step: Whether the caller requested a step; for a lost block, a RESET is sent
+        instead of a STEP.
       id: Request id; 0 until it is sent.
       answered_blocks: Blocks that were answered separately.
       frames: Frames of the latest copy.
@@ -163,7 +163,7 @@ class Requests:
                 self.liveness.expect_answer(now)
 
     def resend_all(self, now: float) -> None:
-        """Send copies of all sent requests: the last connection may have lost them."""
+        """Send copies of all sent requests, which the last connection may have lost."""
         for request in self.unanswered.values():
             if request.id not in self.outbox:
                 request.resend_delay = _FIRST_RESEND_SECONDS
@@ -199,7 +199,7 @@ class Requests:
         return pack(type_, (self.session, self.boot, self.epoch), 0)
 
     def send_detach(self, frames: list[Buffer]) -> None:
-        """Send the DETACH of a former lease, once, unless it is empty."""
+        """Send the DETACH of a former lease once; do nothing if it is empty."""
         if frames:
             self.outbox[_DETACH_KEY] = frames
 

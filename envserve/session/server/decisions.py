@@ -1,7 +1,7 @@
-"""Decisions of the server's half, which the server's event loop carries out.
+"""Decisions of a `ServerSession`, which the server's event loop carries out.
 
 `ServerSession` does no I/O and calls no other part of the server. Its methods return
-lists of these decisions, and the event loop carries them out in this order.
+lists of these decisions, and the event loop carries them out in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from envserve.wire.message import Buffer, Message, Peer
 #: A user and the session number that its client drew. The user is part of the key, so
 #: a client cannot reach the session of another user, even if it knows the number.
 SessionId = tuple[str, int]
-#: Seconds between two copies of a reply: at first, and after `_MAX_FREQUENT` copies.
+#: Minimum seconds between two copies of a reply: at first, and after
+#: `_MAX_FREQUENT_COPIES` copies.
 _FREQUENT_SECONDS: Final = 1.0
 _RARE_SECONDS: Final = 60.0
 _MAX_FREQUENT_COPIES: Final = 8
@@ -27,17 +28,17 @@ _MAX_FREQUENT_COPIES: Final = 8
 
 @dataclass(slots=True)
 class ResendLimiter:
-    """Limits how often a reply is sent again.
+    """Limits how often a reply is resent.
 
     A client that reads its replies resends requests only if a message was lost, which
-    is rare. Replies to a client that does not read them would fill the memory.
+    is rare. Replies to a client that does not read them would fill up the memory.
     """
 
     num_copies: int = 0
     sent_at: float = -math.inf
 
     def allow(self, now: float) -> bool:
-        """Return whether to send a copy now: every second, after 8 copies every minute.
+        """Return whether to send a copy now: one per second, then one per minute.
 
         The number of copies is unlimited, because a client whose replies were all lost
         must not wait for ever.
@@ -62,7 +63,7 @@ class Reply(NamedTuple):
     Attributes:
       peer: Routing id and user of the receiver.
       frames: The message.
-      limiter: Limiter that has counted this copy of the reply; None for the first one.
+      limiter: Limiter that has counted this copy of the reply; None for the original.
     """
 
     peer: Peer
@@ -71,14 +72,14 @@ class Reply(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """Write an event of a user to the audit log, if there is one.
+    """Write a user's event to the audit log, if there is one.
 
     Attributes:
       event: Kind of event, such as "attached" or "refused".
       user: Name of the user; "" if unknown.
       env_name: Name of the envs concerned; "" if none.
       num_envs: Number of the envs concerned.
-      reason: Reason of the event.
+      reason: Reason for the event.
     """
 
     event: str
@@ -117,7 +118,7 @@ class ReplyFrame(NamedTuple):
 
 
 class EnrolKey(NamedTuple):
-    """Answer a JOIN, after its user's invitation was replaced by a public key."""
+    """Replace an invitation with a public key, and answer the JOIN."""
 
     request: Message
     public_key: bytes

@@ -9,7 +9,7 @@ Otherwise:
 * An older request is ignored.
 * A request that skips a seq is answered with a GAP error.
 
-A refused request uses up no seq.
+A refused request does not use up its seq.
 
 A request is answered as a whole when all its blocks are done. If one of them becomes
 absent, the client gets an ABSENT message, and from then on each block of the request is
@@ -71,8 +71,8 @@ from envserve.wire.rows import BlockParts, RowCodec
 _BLOCK_OF: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 
-#: Number of separate replies that fit into the send queue of a client even if it does
-#: not read at the moment. Each repetition starts this many replies later.
+#: Number of separate replies that fit into the send queue of a client even while it is
+#: not reading. Each repetition starts this many replies later.
 _REPLIES_PER_ROUND: Final = 32
 
 
@@ -104,8 +104,8 @@ class _BlockRequest:
 class ResultCache:
     """Limits the memory of call results, which are kept in case a reply is lost.
 
-    If there are too many, it replaces the oldest results by errors. Results of steps
-    and resets need no cache, because the slab contains them.
+    If they exceed the limit, the oldest results are replaced with errors. Results of
+    steps and resets need no cache, because the slab contains them.
 
     Attributes:
       num_bytes: Total length of the results.
@@ -118,7 +118,7 @@ class ResultCache:
         self.num_bytes = 0
 
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
-        """Add the result of a block, and drop the oldest results if there are too many.
+        """Add the result of a block, and drop the oldest results beyond the limit.
 
         Args:
           outcomes: Outcomes of the block's request; a dropped one becomes an error.
@@ -132,8 +132,8 @@ class ResultCache:
             length = len(others[oldest].result)
             self.drop(oldest)
             error = CallError(
-                f"the call was executed, but its result of {length} bytes was lost on "
-                f"the way, and the server's cache has dropped it"
+                f"the call was executed, but the reply with its {length} bytes was "
+                f"lost, and the server no longer has the result"
             )
             others[oldest] = Outcome(oldest, error=error)
 
@@ -207,7 +207,9 @@ class Lease:
                 is_next = False
             listed.append(block)
         if not listed or len(set(listed)) < len(listed):
-            raise RemoteProtocolError("expected at least one block, and no block twice")
+            raise RemoteProtocolError(
+                "expected at least one block, and each block once"
+            )
         if not is_next:
             return self._handle_repeat(message, now)
         blocks = tuple(listed)
@@ -327,7 +329,7 @@ class Lease:
         return replies
 
     def _notify_absent(self, absent: Collection[int]) -> list[Decision]:
-        """Notify the client of those blocks that were not reported as absent yet."""
+        """Notify the client of absent blocks that were not reported yet."""
         running = BlockState.RUNNING
         new = [block for block in absent if self._states[block] is running]
         self._move(new, BlockState.ABSENT)
@@ -385,7 +387,7 @@ class Lease:
         held = [block for block in request.blocks if self._requests[block] is request]
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
         done = [block for block in held if self._states[block] is BlockState.DONE]
-        # The last of many replies may be dropped, so start each round with other ones.
+        # The last of many replies may be dropped, so start each round at others.
         first = _REPLIES_PER_ROUND * request.num_rounds % max(1, len(done))
         request.num_rounds += 1
         done = done[first:] + done[:first]
@@ -501,7 +503,7 @@ def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
         if num_bytes > MAX_ARGUMENT_BYTES:
             raise RemoteProtocolError(
                 f"expected at most {MAX_ARGUMENT_BYTES} bytes of arguments in total; "
-                "arguments of several blocks count once per block"
+                "arguments that several blocks share count once per block"
             )
         calls.append(Call(index, rows, body.kind, body.name, arguments))
     return calls

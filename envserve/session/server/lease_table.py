@@ -1,4 +1,4 @@
-"""The leases of a server: admission, builds, and ends.
+"""A server's leases: admission, builds and ends.
 
 A lease is in the table from its ATTACH until its workers have exited, see `LeaseState`.
 Until then its envs count as leased (docs/decisions.md: "Envs are free once their
@@ -49,12 +49,12 @@ from envserve.wrappers.specs import check_wrappers
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-#: Sessions without a lease whose name or end is remembered, per user.
+#: Maximum number of sessions without a lease whose name or end is remembered, per user.
 _MAX_RECENT_SESSIONS: Final = 256
 _MAX_LOGGED_NAME: Final = 64
-#: Longest text of a refusal in the log.
+#: Maximum length of a refusal's text in the log.
 _MAX_LOGGED_TEXT: Final = 300
-#: Leases of one user whose envs are built at the same time; others wait.
+#: Maximum number of leases per user whose envs are built concurrently; others wait.
 _MAX_CONCURRENT_BUILDS: Final = 4
 
 
@@ -81,7 +81,7 @@ class LeaseRecord:
       reason: Why it is CLOSING; None after a DETACH.
       grant_limiter: Limiter of copies of its GRANTED message.
       unfinished_rows: Rows that have not ended an episode since the drain began; None
-        unless the server drains.
+        unless the server is draining.
       statistics: Counters of its pool, once the pool is closed.
     """
 
@@ -139,10 +139,10 @@ class LeaseRecord:
         return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
 
     def notice_header(self, request: int = 0) -> Message:
-        """Return a header for `ReplyBuilder`, to send a notice that answers no request.
+        """Return a header for `ReplyBuilder`, to send a notice to the client.
 
         Args:
-          request: Request id, if the notice answers one after all.
+          request: Id of the request that the notice answers; 0 if it answers none.
         """
         return Message(
             MessageType.ATTACH,
@@ -162,7 +162,7 @@ class LeaseRecord:
 
 
 class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
-    """A value for each of the latest sessions of each user, up to a limit per user."""
+    """Values of the latest sessions of each user, up to a limit per user."""
 
     def __init__(self) -> None:
         super().__init__(OrderedDict)
@@ -177,11 +177,11 @@ class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
 
 
 class LeaseTable(dict[SessionId, LeaseRecord]):
-    """All leases of a server by session, and the ends of recent ones.
+    """All leases of a server by session, and why recent ones ended.
 
     Attributes:
       ended_sessions: Reasons why recent sessions ended; None after a DETACH.
-      is_ending: Whether the server drains or stops.
+      is_ending: Whether the server is draining or stopping.
       unnotified: Sessions whose clients may not have been notified that their lease
         ended.
     """
@@ -294,7 +294,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         _LOGGER.debug("%s, attaching (client: %s)", record, client)
 
     def start_builds(self) -> list[Decision]:
-        """Start to build the envs of queued leases, a few per user at a time."""
+        """Start building the envs of queued leases, a few per user at a time."""
         building = [r for r in self.values() if r.state is LeaseState.BUILDING]
         count = Counter(record.user for record in building if not record.is_queued)
         starts: list[Decision] = []
@@ -319,7 +319,9 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         quota.check_env(attach)
         name = attach.env_name
         if name not in self._env_names:
-            raise Refusal(ErrorCode.UNKNOWN_ENV, f"no env named {name!r} is offered")
+            raise Refusal(
+                ErrorCode.UNKNOWN_ENV, f"this server offers no env named {name!r}"
+            )
         try:
             check_wrappers(attach.wrappers)
         except WrapperError as error:
@@ -330,7 +332,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     ) -> None:
         """Raise Refusal if there are too few free envs, or the user's quota is used up.
 
-        Of leases of other users, the error shows only the total number of envs.
+        For other users' leases, the error only shows the total number of envs.
         """
         free = self.num_free_envs
         if attach.num_hosted <= free:
@@ -360,8 +362,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             ErrorCode.ENVS_BUSY,
             f"{attach.num_hosted} envs requested{spares}, {free} of "
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
-            f"request fewer, close other leases, or start the server with more "
-            f"--workers or --envs-per-worker",
+            f"request fewer envs, close other leases, or start the server with "
+            f"larger --workers or --envs-per-worker",
             holder=holder,
             held_ms=held_ms,
         )
@@ -430,7 +432,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def close_users(self, users: Collection[str]) -> list[Decision]:
         """End all leases of users whose keys were revoked, and notify the clients."""
         reason = lease_lost(
-            "the key of this client was removed, or has expired; ask the operator of "
+            "the key of this client was removed or has expired; ask the operator of "
             'the server for an invitation, and run "envserve join"'
         )
         decisions: list[Decision] = []
@@ -443,7 +445,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 )
                 decisions += self.close(record, reason)
                 self.unnotified.discard(record.session)
-                _LOGGER.warning("%s, ended: its key was removed, or expired", record)
+                _LOGGER.warning("%s, ended: its key was removed or has expired", record)
         return decisions
 
     def remove(self, session: SessionId) -> list[Decision]:

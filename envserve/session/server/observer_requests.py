@@ -1,7 +1,7 @@
 """Requests that need no lease: STATUS and FRAME.
 
-A user with a key can observe its leases. Users without a key, including the operator of
-the server, can observe all leases.
+A user with a key can only observe their own leases. Users without a key, including the
+operator of the server, can observe all leases.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ObserverRequests:
         self._next_due: dict[str, float] = {}
 
     def handle(self, request: Message, now: float) -> list[Decision]:
-        """Return the decision that answers a request; none if it exceeds the rate.
+        """Return the decision that answers a request; none if the rate is exceeded.
 
-        A client resends a request that was ignored.
+        Clients resend requests that were ignored.
 
         Raises:
           Refusal: The key is no longer valid, or the lease is not visible to the user.

@@ -1,6 +1,6 @@
-"""Checks env arguments and attribute names of clients against the server's rules.
+"""Checks clients' env arguments and attribute names against the server's rules.
 
-Everything is refused unless a rule of this module or of the operator allows it.
+Everything is refused unless a rule allows it, either of this module or of the operator.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _ALWAYS_EXPOSED: Final = {
 
 
 class Refusal(Exception):
-    """A request that is not executed, but answered with an ERROR.
+    """A request that is answered with an ERROR instead of being executed.
 
     Attributes:
       body: Body of the ERROR.
       event: Name of the event in the audit log.
-      requested: Name and number of the requested envs; "" and 0 if it was no ATTACH.
+      requested: Name and number of the requested envs; "" and 0 unless it was an
+        ATTACH.
     """
 
     event = "refused"
@@ -49,7 +50,7 @@ class OverQuota(Refusal):
 
 
 class RateLimited(OverQuota):
-    """A request that comes too early; the same request succeeds a little later."""
+    """A request that exceeds a rate limit; a later copy of it can succeed."""
 
 
 def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> None:
@@ -69,12 +70,12 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
             f"env argument {name[:64]!r} may not be {value!r:.64} (allowed: {allowed}, "
             f"and render_mode='rgb_array'; a name without values allows any number or "
             f"bool); the operator can allow more with --allow-kwarg, or for a key with "
-            f"kwargs= in the file clients",
+            f"kwargs= in the clients file",
         )
 
 
 def _matches(rule: str, value: Any) -> bool:
-    """Return whether a value matches a rule, given without the argument's name."""
+    """Return whether a value matches the part of a rule after the argument's name."""
     kind, _, bounds = rule.partition("[")
     if kind == "any":
         return True
@@ -108,7 +109,7 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
         ErrorCode.REFUSED,
         f"Env {env_index}: {kind} of {name[:64]!r} is not allowed (exposed: {exposed}; "
         f"a name without a kind allows get and call); the operator can allow it with "
-        f"--expose {kind}:NAME, or for a key with expose= in the file clients",
+        f"--expose {kind}:NAME, or for a key with expose= in the clients file",
         env_index=env_index,
     )
 

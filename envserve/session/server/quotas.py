@@ -1,8 +1,8 @@
-"""Quotas of users: allowed envs, and limits of envs, processes, leases and their rate.
+"""User quotas: allowed envs, and limits on envs, processes, leases and new leases.
 
 A user is the name of a key. Clients without a key are the user "local" or "", and only
-the host's limits apply to them. The grant of a key can narrow these limits, but not
-extend them.
+the host's limits apply to them. A key's grant can reduce these limits, but not exceed
+them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from envserve.wire.constants import ErrorCode
 
 #: Names of users without a key.
 KEYLESS_USERS: Final = frozenset({"", "local"})
-#: Rate of leases of one key, limited because each lease forks processes.
+#: Maximum rate of new leases per key; limited because each lease forks processes.
 _ATTACHES_PER_SECOND: Final = 2
 _MAX_ATTACH_BURST: Final = 8
 
 
 class Usage(NamedTuple):
-    """Numbers of envs, worker processes and leases: of a lease, a user, or a server."""
+    """Number of envs, worker processes and leases of a lease, a user or a server."""
 
     envs: int = 0
     processes: int = 0
@@ -83,7 +83,7 @@ class Quota:
         return Usage(*(min(a, b or a) for a, b in zip(most, grant, strict=True)))
 
     def allowed_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of those envs that the user may use."""
+        """Return the names of the envs that the user may use."""
         return names if self.grant is None else _allowed_names(self.grant, names)
 
     def check_env(self, attach: Attach) -> None:
@@ -92,8 +92,8 @@ class Quota:
         if grant is not None and not grant.allows_env(attach.env_name):
             raise Refusal(
                 ErrorCode.REFUSED,
-                f"{self.user} may use {' and '.join(grant.envs)}; requested "
-                f"{attach.env_name}; the operator can add it in the file clients",
+                f"{self.user} may use {' and '.join(grant.envs)}, but requested "
+                f"{attach.env_name}; the operator can add it to the clients file",
             )
         check_kwargs(self.host.allowed_kwargs, attach.env_kwargs)
         if grant is not None and grant.allowed_kwargs is not None:
@@ -123,21 +123,21 @@ class Quota:
             if wanted > limit:
                 raise OverQuota(
                     ErrorCode.REFUSED,
-                    f"{name} may use {limit:,} {unit}; requested {wanted:,}; the "
-                    f"operator can allow more in the file clients",
+                    f"{name} may use {limit:,} {unit}, but requested {wanted:,}; the "
+                    f"operator can allow more in the clients file",
                 )
             if used + wanted > limit:
                 raise OverQuota(
                     ErrorCode.ENVS_BUSY,
-                    f"{name} uses {used:,} of its {limit:,} {unit}; others use "
+                    f"{name} uses {used:,} of its {limit:,} {unit}; other users use "
                     f"{used_by_others:,} of {total:,}",
                 )
             if used + used_by_others + wanted > total:
                 raise OverQuota(
                     ErrorCode.ENVS_BUSY,
                     f"{wanted:,} {unit} requested, {total - used - used_by_others:,} "
-                    f"of {total:,} free; close leases, or start the server with more "
-                    f"--max-processes",
+                    f"of {total:,} free; close leases, or start the server with a "
+                    f"larger --max-processes",
                 )
 
 
@@ -156,8 +156,8 @@ class Quotas:
 
         Args:
           host: Settings of the server.
-          grant_of: Function that returns the grant of a user's key, or None if the key
-            is not valid any more; None if the server uses no keys.
+          grant_of: Returns the grant of a user's key, or None if the key is no longer
+            valid. If the server uses no keys, `grant_of` itself is None.
         """
         self._host = host
         self._grant_of = grant_of
@@ -177,7 +177,7 @@ class Quotas:
         if grant is None:
             raise Refusal(
                 ErrorCode.REFUSED,
-                f"the key of {user} is not valid any more: it has expired, or was "
+                f"the key of {user} is no longer valid, because it has expired or was "
                 f"removed; ask the operator for a new invitation (envserve invite "
                 f"{user})",
             )
@@ -192,7 +192,7 @@ class Quotas:
         return 1.0 if grant is None else grant.share
 
     def count_attach(self, quota: Quota, now: float) -> None:
-        """Count a new lease of a user; raise RateLimited if it comes too early."""
+        """Count a new lease of a user; raise RateLimited if the rate is too high."""
         if quota.grant is None:
             return
         interval = 1 / _ATTACHES_PER_SECOND

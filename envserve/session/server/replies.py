@@ -1,4 +1,4 @@
-"""Builds the server's replies, and the errors that several of its modules use."""
+"""Builds the server's replies, and the errors that several modules share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplyBuilder:
 
         Args:
           boot: Boot number of the server.
-          shows_paths: Whether error texts for clients may contain paths of files.
+          shows_paths: Whether error texts for clients may contain file paths.
         """
         self._boot = boot
         self.refusals: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class ReplyBuilder:
           request: The request, or a notice header, see `LeaseRecord.notice_header`.
           type_: Type of the reply.
           body: Body of the reply.
-          entries: Entries of the reply; those of the request by default.
+          entries: Entries of the reply; by default those of the request.
           payload: Payload frame, such as rows.
           report: Report frame of a RESULT.
           version: Protocol version of the reply.
@@ -98,7 +98,7 @@ class ReplyBuilder:
         """Return an ERROR for a request that was not executed.
 
         If the request is a copy, an earlier copy may have been executed under a lease
-        that has ended since. The ERROR then does not claim that it was not executed.
+        that has since ended. The ERROR then reports that this is unknown.
         """
         executed = Executed.UNKNOWN if request.attempt else Executed.NO
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
@@ -110,11 +110,11 @@ class ReplyBuilder:
           request: The request.
           what: Event that the request precedes, such as "server was started".
         """
-        text = f"this request is from before the {what}; attach again"
+        text = f"this request was sent before the {what}; attach again"
         return self.refused(request, ErrorCode.FENCED, text)
 
     def session_ended(self, request: Message, reason: ErrorBody | None) -> Reply:
-        """Return the reply to a session that has ended.
+        """Return the reply to a message of an ended session.
 
         Args:
           request: Request or notice header of the session.
@@ -142,7 +142,7 @@ def version_mismatch(theirs: object) -> Refusal:
 
 
 def lease_lost(text: str) -> ErrorBody:
-    """Return the error of a client whose lease the server has ended."""
+    """Return the error for a client whose lease was ended by the server."""
     return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
 
 
@@ -150,7 +150,7 @@ def server_draining() -> Refusal:
     """Return the refusal of a client that attaches while the server drains."""
     return Refusal(
         ErrorCode.ENVS_BUSY,
-        "the server is draining: it grants no leases any more, and will stop; attach "
-        "to another server, or again when this one was restarted",
+        "the server is draining: it grants no new leases, and will stop; attach to "
+        "another server, or attach again after this one was restarted",
         is_draining=True,
     )

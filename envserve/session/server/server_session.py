@@ -79,7 +79,7 @@ class ServerSession:
     Attributes:
       boot: Boot number: drawn at each start of the server, to detect restarts.
       leases: The leases, from ATTACH until their envs are free.
-      quotas: Quotas of users.
+      quotas: User quotas.
       num_dropped_messages: Number of messages that could not be answered.
       refusals: Number of ERRORs sent, by the name of their code.
     """
@@ -110,7 +110,7 @@ class ServerSession:
 
     @property
     def has_ended(self) -> bool:
-        """Whether, after a drain or `stop`, all leases ended and all clients know."""
+        """Whether a drain or `stop` ended all leases, and all clients were notified."""
         leases = self.leases
         return leases.is_ending and not leases and not leases.unnotified
 
@@ -119,9 +119,9 @@ class ServerSession:
     def receive(
         self, peer: Peer, frames: Sequence[Buffer], now: float
     ) -> list[Decision]:
-        """Handle any message of a peer, including garbage.
+        """Handle any message from a peer, including garbage.
 
-        A session number of another user is treated like an unknown one.
+        Another user's session number is treated like an unknown one.
         """
         try:
             message = decode(frames)
@@ -181,7 +181,7 @@ class ServerSession:
         return [] if header is None else self.request_failed(header)
 
     def request_failed(self, request: Message) -> list[Decision]:
-        """Do the same as `receive_failed` for a decoded message."""
+        """Answer a request that caused an exception, as in `receive_failed`."""
         body = ErrorBody(
             code=ErrorCode.INTERNAL,
             executed=Executed.UNKNOWN,
@@ -210,7 +210,7 @@ class ServerSession:
         if kind in OBSERVER_TYPES:
             return self._observers.handle(message, now)
         if not isinstance(kind, MessageType):
-            raise Refusal(ErrorCode.UNSUPPORTED, f"messages of type {kind} are unknown")
+            raise Refusal(ErrorCode.UNSUPPORTED, f"unknown message type {kind}")
         if kind is MessageType.ASK_DRAIN:
             return self._on_ask_drain(message)
         if message.boot != self.boot:
@@ -284,7 +284,7 @@ class ServerSession:
             text = "this session has no lease on this server; attach again"
             return [self._reply_builder.refused(message, ErrorCode.LEASE_LOST, text)]
         if message.session == 0:
-            raise RemoteProtocolError("expected a session number that is not 0")
+            raise RemoteProtocolError("expected a nonzero session number")
         if self.leases.is_ending:
             raise server_draining()
         try:
@@ -299,7 +299,7 @@ class ServerSession:
     ) -> list[Decision]:
         if message.body != record.attach_body:
             raise RemoteProtocolError(
-                "this session attached with other arguments before"
+                "this session already attached with other arguments"
             )
         if record.state is LeaseState.CLOSING:
             return [self._reply_builder.session_ended(message, record.reason)]
@@ -383,7 +383,7 @@ class ServerSession:
     def pool_broken(
         self, session_id: SessionId, error: EnvserveError
     ) -> list[Decision]:
-        """Free the envs of a session whose pool failed and is closed already."""
+        """Free the envs of a session whose pool failed and is already closed."""
         record = self.leases.get(session_id)
         if record is None:
             return []
@@ -415,7 +415,7 @@ class ServerSession:
         return min(times, default=math.inf) + self._settings.lease_seconds
 
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
-        """Stop granting leases, and end each lease once all its envs ended an episode.
+        """Stop granting leases, and end each lease when all its envs ended an episode.
 
         Args:
           grace_seconds: Seconds until the event loop calls `stop`, for the clients.
@@ -462,4 +462,4 @@ def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
 
 
 def _is_from_server(message: Message) -> bool:
-    return message.type >= _FIRST_SERVER_TYPE  # also types of later versions
+    return message.type >= _FIRST_SERVER_TYPE  # includes types of later versions
