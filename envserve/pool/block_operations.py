@@ -244,7 +244,7 @@ class BlockOperations:
                 return  # the worker was killed because of an earlier message
             if slot is None or not slot.kind or slot.sequence != event.sequence:
                 worker.kill(
-                    f"answered an operation that was not submitted, on block {index}",
+                    f"answered an operation that was not submitted (block {index})",
                     now,
                 )
                 return

@@ -44,7 +44,7 @@ _FORK_TIMEOUT_SECONDS: Final = 120.0
 #: Maximum number of queued requests, in addition to some hundreds in the socket's
 #: buffer.
 _MAX_UNSENT: Final = 1024
-#: An exit shows in an exit status and an end of file. If only one of them has arrived
+#: An exit causes an exit status and an end of file. If only one of them has arrived
 #: after this time, the other is considered missing.
 _EXIT_STATUS_GRACE_SECONDS: Final = 0.2
 #: Time for a killed process to end. A process that is blocked in the kernel may take

@@ -323,8 +323,8 @@ class SupervisedWorker:
         if now - self._beat_at > limit:
             self.kill(
                 f"a {what} timed out after {limit:g} s; "
-                f"raise {(word := what.split()[0])}_timeout (a server's "
-                f"--{word}-timeout) if the env may take that long",
+                f"raise {(word := what.split()[0])}_timeout (on a server, "
+                f"--{word}-timeout) if the env may take longer",
                 now,
                 Status.TIMEOUT,
             )

@@ -252,7 +252,7 @@ def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Spa
         low, high = _expand(budget, low, dtype), _expand(budget, high, dtype)
         return spaces.Box(low, high, dtype=dtype.type)
     if low["shape"] != high["shape"]:
-        raise SpaceError("expected low and high of the same shape")
+        raise SpaceError("expected low and high to have the same shape")
     # Broadcast uniform bounds, so that the bounds of a large image take no memory.
     shape = tuple(low["shape"])
     budget.charge(shape, dtype.itemsize, budget.times)

@@ -202,9 +202,9 @@ def decode(frames: Sequence[Buffer]) -> Message:
         ):
             raise RemoteProtocolError(
                 f"{MessageType(type_).name}: expected at most {MAX_ENTRIES} blocks, a "
-                f"body of at most {limit} bytes that ends frame 0, and a report of at "
-                f"most {MAX_REPORT_BYTES} bytes; got {count} blocks, a body of "
-                f"{body_bytes} bytes in a frame of {head_bytes}, a report of "
+                f"body of at most {limit} bytes at the end of frame 0, and a report of "
+                f"at most {MAX_REPORT_BYTES} bytes; got {count} blocks, a body of "
+                f"{body_bytes} bytes in a frame of {head_bytes}, and a report of "
                 f"{report_bytes}"
             )
         message.body = bytes(head[start:])

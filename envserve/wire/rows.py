@@ -83,8 +83,8 @@ class RowCodec:
         """
         if sys.byteorder != "little":
             raise LocalProtocolError(
-                "expected a little-endian machine, because rows are sent as they are "
-                "in memory"
+                "expected a little-endian machine, because rows are sent in their "
+                "memory layout"
             )
         self.num_envs = len(rows.reward)
         self.flags = [_byte_rows(rows.terminated), _byte_rows(rows.truncated)]
@@ -212,7 +212,7 @@ class RowPart:
         # strip() returns b"" if and only if all bytes are allowed values.
         if count == 0 or flags.strip(b"\0\1") or status.strip(_WIRE_STATUSES):
             raise RemoteProtocolError(
-                f"expected flags of 0 or 1 and a status out of {[*_WIRE_STATUSES]}"
+                f"expected flags of 0 or 1, and statuses in {[*_WIRE_STATUSES]}"
             )
         ended = np.frombuffer(flags[:count], np.bool_) | np.frombuffer(
             flags[count:], np.bool_

@@ -152,7 +152,7 @@ class EnvBlock:
         """Replace a failed env with its next incarnation; return the fault.
 
         The status of the row is PENDING until the pool writes the lost transition. If
-        this worker dies before it has sent its report, PENDING tells the pool that
+        this worker dies before it has sent its report, PENDING shows the pool that
         `final_observation` of the row is already final, and that `observation` belongs
         to the next episode.
         """
