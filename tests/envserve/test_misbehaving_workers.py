@@ -221,7 +221,7 @@ def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
     fake_pool.extra_seconds += 3.0
     (outcome,) = gather(fake_pool.pool, [0])
     assert isinstance(outcome.error, WorkerError)
-    assert "its process 1000 was killed, but has not exited" in str(outcome.error)
+    assert "its process 1000 was killed, but did not exit" in str(outcome.error)
     fake_pool.pool.submit_step([1])
     (outcome,) = gather(fake_pool.pool, [1])
     assert isinstance(outcome.error, WorkerError)

@@ -268,7 +268,7 @@ def test_reasons_why_a_replay_may_differ_are_described() -> None:
     text = describe_repro(make_repro(played=played))
     assert "1 action before these are not recorded" in text
     assert "its random numbers are not" in text
-    assert "set attributes are not recorded" in text
+    assert "attribute assignments are not recorded" in text
 
 
 # Files from other sources.

@@ -101,7 +101,7 @@ def test_options_that_an_env_rejects_are_an_error_and_cost_nothing_else(
         ({"level": object()}, "options: .*object"),
         ({1: 2}, "options: expected a str"),
         ([1], "options: expected a map"),
-        ({"image": np.zeros(20_000, np.uint8)}, "options: .* less than 16384 bytes"),
+        ({"image": np.zeros(20_000, np.uint8)}, "options: .* at most 16384 bytes"),
         ({"many": [0] * 2000}, "options: .* at most 1024 values"),
     ],
 )
