@@ -1,1 +1,1 @@
-"""Records of what each env went through: in shared memory, and in repro files."""
+"""Record the history of each env, in shared memory and in repro files."""

@@ -1,15 +1,15 @@
 """The last actions of each env, in shared memory, so that they outlive the worker.
 
 A replay begins at a start point: a reset with a known seed, or the state of the env's
-random generator before a reset. The same actions from there lead to the env's present
-state. Each row has a record of its start point, and the pool has a ring with the
-actions of the last steps.
+random generator before a reset. Repeating the actions since then leads to the env's
+present state. Each row has a record of its start point, and the pool has a ring with
+the actions of the last steps.
 
-The steps of each block are counted, and a record stores the counts at its events, so
-that a reader finds the actions since the start point in the ring. A step therefore
-costs only a copy of its actions. Reading the state of a generator takes longer, so an
-autoreset keeps the start point (`reuse_start`) until an eighth of the ring has been
-written since then.
+Each row has a step count. A record stores the count at each of its events, which
+locates the actions since the start point in the ring, so recording a step costs only a
+copy of its actions. Reading the state of a generator takes longer, so an autoreset
+keeps the start point (`reuse_start`) until an eighth of the ring has been written since
+then.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from envserve.spaces.env_spec import EnvSpec
 
 Array = np.ndarray[Any, Any]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-#: At least 0, and below 2**64 because a record cannot store larger numbers.
+#: Number of at least 0; below 2**64, because a record cannot store larger numbers.
 _Uint64 = Annotated[int, Meta(ge=0)]
 #: State of a PCG64: high and low half of the state, high and low half of the increment,
 #: has_uint32, uinteger.
 RngState = tuple[_Uint64, _Uint64, _Uint64, _Uint64, _Uint64, _Uint64]
 
-#: Most steps of a block that the ring keeps.
+#: Maximum number of steps per block that the ring keeps.
 _MAX_STEPS: Final = 2048
-#: Largest size of a ring.
+#: Maximum size of a ring.
 _MAX_RING_BYTES: Final = 8 << 20
-#: Longest action that is recorded; copying a longer one would cost more than the
-#: message of the step.
+#: Maximum size of a recorded action; copying a larger one would cost more than the
+#: step's message.
 _MAX_ACTION_BYTES: Final = 16 << 10
 
-#: Record of an env. A "count" is the number of steps of its row at some event.
+#: Record of an env. A "count" is the step count of its row at an event.
 _RECORD: Final = np.dtype(
     [
         ("is_known", np.int64),
@@ -60,12 +60,12 @@ _RECORD: Final = np.dtype(
 _NEVER: Final = -1
 #: Count of a reset with options that another reset followed without a step in between.
 _BEFORE_LAST_RESET: Final = -2
-#: Records of a row: that of its present env, and that of the last env that failed.
+#: Indices of a row's records: for its present env, and for the last env that failed.
 _PRESENT, _FAILED = range(2)
 
 _RNG_KIND: Final = "PCG64"
 _LOW: Final = (1 << 64) - 1
-#: Gymnasium's `np_random_seed` of a generator that the env has assigned itself.
+#: Gymnasium's `np_random_seed` if the env has assigned its generator itself.
 _ASSIGNED_BY_ENV: Final = -1
 
 
@@ -79,11 +79,11 @@ class ActionHistory:
       generator: State of the generator before the reset at the start point, or None.
       actions: One array `[num_actions, ...]` per action leaf: the last actions since
         the start point.
-      num_missing: Number of earlier actions since the start point, which are not kept.
-      episode_step: Number of steps of the running episode.
+      num_missing: Number of earlier actions since the start point that were not kept.
+      episode_step: Number of steps in the current episode.
       is_touched: Whether a caller has called methods or set attributes of the env.
       options: Encoded options of the reset at the start point; see `lane.Reset`.
-      misses_options: Whether these options are not known, or an earlier reset had
+      misses_options: Whether these options are unknown, or an earlier reset had
         options.
     """
 
@@ -101,11 +101,11 @@ class ActionHistory:
 class ActionRing:
     """The rings and records of all rows of a pool.
 
-    The worker of a row writes them. Another process reads them only while that worker
-    is idle or dead.
+    A row's worker writes its ring and record. Other processes read them only while this
+    worker is idle or dead.
 
     Attributes:
-      num_steps: Number of steps of a row that are kept; 0 if actions are too long.
+      num_steps: Number of steps kept per row; 0 if actions are too large.
       counts: int64 `[num_envs]`; number of steps that each row has begun.
     """
 
@@ -132,15 +132,15 @@ class ActionRing:
         self._counts[start:stop] = count + 1
 
     def row_record(self, row: int) -> RowRecord:
-        """Return the cleared record of a row, for its worker."""
+        """Clear the record of a row, and return it for the row's worker."""
         self._records[row] = 0
         self.counts[row] = 0
         return RowRecord(self._records[row], self.counts, row, self.num_steps)
 
     def seed_and_steps(self, row: int) -> tuple[int | None, int]:
-        """Return the last seed of a row and the steps of its running episode.
+        """Return the last seed of a row and the number of steps in its episode.
 
-        The seed is None if the state of the env does not follow from it.
+        The seed is None if the env's state cannot be reproduced from it.
         """
         known, _, episode_at, seed, seeded_at, *_ = self._records[row, _PRESENT].item()
         steps = max(0, self.counts[row] - episode_at)
@@ -162,7 +162,7 @@ class ActionRing:
         known, incarnation, episode_at, seed, seeded_at, *others = record
         generator_at, state, touched, digest, options_at = others
         count = self.counts[row]
-        # Env code runs in the worker and can overwrite the record.
+        # The record may be invalid: env code in the worker can overwrite it.
         if known != 1 or not max(seeded_at, generator_at, 0) <= episode_at <= count:
             return None
         generator = None
@@ -189,7 +189,7 @@ class ActionRing:
 
 
 class RowRecord:
-    """The record of one row, as its worker writes it."""
+    """Writes the record of one row, in the row's worker."""
 
     def __init__(self, records: Array, counts: Any, row: int, num_steps: int) -> None:
         """Attach to a row's records and to the step counts of all rows."""
@@ -238,7 +238,8 @@ class RowRecord:
           seed: Seed of the reset, or None.
           last_seed: Last seed of the env before this reset.
           options: Encoded options of the reset.
-          is_autoreset: Whether a replay of the actions performs this reset by itself.
+          is_autoreset: Whether this is an autoreset, which a replay of the actions
+            repeats by itself.
         """
         count = self._counts[self._row]
         generator: RngState | None = None
@@ -255,7 +256,7 @@ class RowRecord:
         self._write(incarnation, count, generator)
 
     def adopt(self, other: RowRecord, incarnation: int) -> None:
-        """Record that another env takes over the row, right after a reset.
+        """Record that another env, which has just been reset, takes over the row.
 
         Args:
           other: Record of that env, which contains the reset.
@@ -269,7 +270,7 @@ class RowRecord:
         self._write(incarnation, count, None if generator_at < 0 else state)
 
     def mark_touched(self) -> None:
-        """Record that the env was changed by other means than actions."""
+        """Record that the env was changed other than by actions."""
         self._is_touched = 1
         self._present["is_touched"] = 1
 
@@ -322,8 +323,8 @@ def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
       seed: The last seed of the env, or None.
 
     Returns:
-      None if the generator is not a PCG64, or was not seeded with `seed`. Such an env
-      has another source of randomness.
+      The state; None if the generator is not a PCG64, or was not seeded with `seed`,
+      because such an env has another source of randomness.
     """
     try:
         if seed is not None and env.np_random_seed not in (seed, _ASSIGNED_BY_ENV):
@@ -337,7 +338,7 @@ def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
             *(value >> 64, value & _LOW, increment >> 64, increment & _LOW),
             *(state["has_uint32"], state["uinteger"]),
         )
-    except Exception:  # np_random is an attribute of user code
+    except Exception:  # np_random may be user code that raises
         return None
 
 

@@ -1,8 +1,8 @@
-"""A folder of repro files with bounded size.
+"""A folder of repro files with limited size.
 
-Files are private to the user and written atomically. Old files are deleted for new
-ones: the oldest file of the owner with the most files, so that one client's crashes do
-not displace another's. Errors of the file system are logged and otherwise ignored.
+Files are private to the user and written atomically. To make room for new files, the
+oldest file of the owner that uses the most room is deleted, so that one client's
+crashes do not displace another's. File system errors are logged and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ SUFFIX: Final = ".repro"
 _PART: Final = f"{SUFFIX}.part"
 _MAX_FILES: Final = 50
 _MAX_BYTES: Final = 64 << 20
-#: Shortest time between two files, because thousands of envs may crash at once.
+#: Minimum time between two files, because thousands of envs may crash at once.
 _INTERVAL_SECONDS: Final = 1.0
 
 
 def default_folder() -> Path:
-    """Return the default folder of this user's repro files."""
+    """Return the default folder for this user's repro files."""
     return Path(tempfile.gettempdir(), f"envserve-crashes-{os.getuid()}")
 
 
 class CrashFolder:
-    """Writes repro files to a folder, within limits of number, size and rate."""
+    """Writes repro files to a folder, and limits their number, total size and rate."""
 
     def __init__(self, folder: Path | None, owner: str = "") -> None:
-        """Choose the folder; nothing is created yet.
+        """Set the folder, without creating it.
 
         Args:
           folder: The folder, created if necessary. None: `default_folder`, which must
-            belong to this user and be closed to others.
+            belong to this user and be inaccessible to others.
           owner: Owner of the envs; a digest of it is part of the file names.
         """
         self._owner = hashlib.sha256(owner.encode()).hexdigest()[:8]
@@ -68,13 +68,13 @@ class CrashFolder:
         """Write a file.
 
         Args:
-          name: Description of the env, with which the file name begins.
+          name: Description of the env; the file name begins with it.
           data: Content.
           now: Time in monotonic seconds.
 
         Returns:
-          The path, or None if the file system failed; the first failure in a row is
-          logged.
+          The path, or None if the file could not be written. Only the first of
+          consecutive failures is logged.
         """
         self._next_write_at = now + _INTERVAL_SECONDS
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", name)[:80].strip("-.")
@@ -85,8 +85,7 @@ class CrashFolder:
         except OSError as error:
             if not self._has_warned:
                 _LOGGER.warning(
-                    "cannot write repro files of crashes: %s; set crash_dir to a "
-                    "writable folder",
+                    "cannot write repro files: %s; set crash_dir to a writable folder",
                     error,
                 )
             self._has_warned = True
@@ -108,7 +107,7 @@ class CrashFolder:
             or found.st_mode & 0o077
         ):
             raise PermissionError(
-                f"{folder} is not a folder that only this user can use"
+                f"{folder} is not a folder that only this user can access"
             )
         return folder
 
@@ -117,7 +116,7 @@ class CrashFolder:
 
 
 def _prune(folder: Path) -> None:
-    """Delete files above the limits; another process may be doing the same."""
+    """Delete files above the limits; another process may do so at the same time."""
     files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
     num_files = num_bytes = 0
     for path in folder.iterdir():
@@ -140,7 +139,7 @@ def _used_fraction(files: list[tuple[int, int, Path]]) -> float:
 
 
 def _write_whole(folder: Path, stem: str, data: bytes) -> Path:
-    # mkstemp creates a private file and follows no link.
+    # mkstemp creates a private file and does not follow links.
     fd, part = tempfile.mkstemp(_PART, f"{stem}-", folder)
     path = Path(part).with_suffix("")
     try:

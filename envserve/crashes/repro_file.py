@@ -52,14 +52,15 @@ class Repro:
       env_name: Registered name.
       env_kwargs: Plain arguments of the env's constructor.
       wrappers: Wrappers of the env, the innermost first.
-      vectorized: Whether it was a row of a vector env, which cannot be replayed alone.
+      vectorized: Whether the env was a row of a vector env, which cannot be replayed
+        alone.
       nonfinite: See `settings.NonFinite`.
       strict_spaces: See `settings.EnvRequest`.
       import_modules: Modules that were imported where the env was built. They are shown
-        to the reader, but never imported.
+        to the user, but never imported.
       autoreset: See `settings.Autoreset`.
       root_seed: Seed of the whole batch.
-      seeded: Whether the first reset of an env got its env seed.
+      seeded: Whether the first reset of an env used its env seed.
       env_index: Row in the whole batch.
       timeout_seconds: Time limit of the call in which the env failed.
       played: History of the env. The fault occurs in the last action, or in the reset
@@ -84,7 +85,7 @@ class Repro:
 
 
 def encode_repro(repro: Repro) -> bytes:
-    """Return the content of a file."""
+    """Encode a repro as the content of a file."""
     value = {
         "format": _FORMAT,
         **vars(repro),
@@ -96,17 +97,18 @@ def encode_repro(repro: Repro) -> bytes:
 
 
 def decode_repro(data: bytes) -> Repro:
-    """Decode the content of a file.
+    """Decode the content of a repro file.
 
     Raises:
-      ReproError: The content is not valid, or of another version.
+      ReproError: The content is not valid, or has another format version.
     """
     try:
         value = codec.decode(data, max_bytes=MAX_REPRO_BYTES)
         if value["format"] != _FORMAT:
             raise ReproError(
                 f"expected a repro file of format {_FORMAT}; "
-                f"got {value['format']!r}; replay it with the version that wrote it"
+                f"got {value['format']!r}; replay it with the envserve version that "
+                f"wrote it"
             )
         wrappers = wrappers_from_plain(value.pop("wrappers"))
         repro = msgspec.convert(value, Repro, dec_hook=_array)
@@ -115,9 +117,7 @@ def decode_repro(data: bytes) -> Repro:
     except ReproError:
         raise
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ReproError(
-            f"expected a repro file of envserve; got something else: {error!r}"
-        ) from None
+        raise ReproError(f"not an envserve repro file: {error!r}") from None
     return replace(repro, wrappers=wrappers)
 
 

@@ -1,28 +1,29 @@
-"""The parent's side of the workers of one host: start, watch, use and replace them.
+"""The parent's side of the workers on one host: start, watch, use and replace them.
 
 A `Pool` (`pool`) lives in the process that uses the envs: a trainer or a server. See
 `envserve.worker` for the processes and the shared memory. From bottom to top:
 
-- `launcher` has processes forked and killed by the template, and reports their exits.
-- `supervisor` keeps one worker alive over all its processes: it starts it, kills it if
-  it hangs or misbehaves, and restarts it with increasing delays. `worker_states`
-  contains the states and events.
-- `worker_set` contains all workers of a pool and the slab.
+- `launcher` requests that the template fork and kill processes, and reports their
+  exits.
+- `supervisor` keeps one worker running across process restarts: it starts the process,
+  kills it if it hangs or misbehaves, and restarts it with increasing delays.
+  `worker_states` defines the states and events.
+- `worker_set` holds all workers of a pool and the slab.
 - `block_operations` tracks which operation runs on which block, and which blocks are
-  lost. It turns the events of workers into outcomes.
-- `pool` connects them to a selector and implements `lane.Lane`.
+  lost. It converts worker events to outcomes.
+- `pool` connects these parts to a selector and implements `lane.Lane`.
 
-There are no threads. Commands go down as calls, events come up as return values, and
-time is an argument. Except for closing and replacing them, nothing waits for a worker,
-because one loop may serve many pools: writes are queued, and deadlines detect whatever
-a worker fails to do.
+There are no threads. Commands are passed down as calls, events are passed up as return
+values, and time is an argument. Except when workers are closed or replaced, nothing
+blocks on a worker, because one loop may serve many pools: writes are queued, and
+deadlines detect a worker that does not respond.
 
-A worker's process may die at any moment, and its messages may be wrong, because they
-may be written by code of an env. Three rules make that safe. A process that sends an
-invalid message is killed. After that nothing it sends is used. And neither its rows nor
-its place are given to a successor until its exit is known.
+A worker's process may die at any moment, and its messages may be invalid, because env
+code may write them. Three rules make this safe. A process that sends an invalid message
+is killed. After that, all its messages are ignored. And its rows and its index are not
+reused until its exit is known.
 
-`fault_log` and `pool_metrics` report faults and counters, `inspector` serves requests
-of observers, and `replay` replays crashes. This module imports nothing, so that a
-process starts faster.
+`fault_log` and `pool_metrics` report faults and counters, `inspector` serves observer
+requests, and `replay` replays crashes. This module imports nothing, so that processes
+start faster.
 """

@@ -7,14 +7,14 @@ follows:
 - A step of a lost block is sent to the worker's successor as a reset. Its outcome is
   one lost transition per row (truncated, with the status of the loss), and the block
   is no longer lost. So each loss costs each row one transition, whenever it happens.
-- A reset is sent again. If it resets the whole block, the block is no longer lost
+- A reset is resent. If it resets the whole block, the block is no longer lost
   afterwards and no lost transition is reported, because the caller has abandoned the
   episodes anyway.
-- A call that is in flight fails, because it may have been executed already.
+- A call in flight fails, because the worker may already have executed it.
 
-A lost block in flight is absent: its outcome waits for the successor. Only events of
-the present worker process arrive here, see `worker_states`, so rows are written by one
-process at a time. Nothing here waits.
+A lost block in flight is absent: its outcome is pending until the successor answers.
+This module receives only events of the current worker process (see `worker_states`), so
+only one process writes a row at a time. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from envserve.worker.attribute_calls import decode_results
 from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_message
 from envserve.worker.worker_report import decode_report
 
-# Plain ints, because comparisons with enum members are slower, and every step has some.
+# Plain ints, because every step compares them, and enum members compare more slowly.
 _IDLE: Final = 0  # instead of the kind of an operation
 _STEP: Final = int(MessageKind.STEP)
 _PENDING: Final = int(Status.PENDING)
@@ -56,8 +56,8 @@ class Task(NamedTuple):
     """The content of a reset or call.
 
     Attributes:
-      payload: Payload of its message.
-      resets_block: Whether it resets all rows of the block.
+      payload: Payload of the message.
+      resets_block: Whether the task resets all rows of the block.
     """
 
     payload: bytes = b""
@@ -75,9 +75,10 @@ class _BlockSlot:
       block: The block.
       worker: The worker that hosts it.
       kind: STEP, RESET or CALL while an operation is in flight; otherwise IDLE.
-      task: Payload of the operation, unless it is a step.
-      sequence: Sequence number of the operation, by which its answer is recognised.
-      started_at: When the operation was submitted, or later the block was lost.
+      task: Content of the operation, unless it is a step.
+      sequence: Sequence number of the operation, which identifies its answer.
+      started_at: When the operation was submitted or, if the block was lost after that,
+        when it was lost.
       has_final: Whether `final_observation` already contains the last observations.
     """
 
@@ -101,9 +102,9 @@ class _BlockSlot:
     def save_final_observation(self, rows: Rows) -> None:
         """Copy the last observations to `final_observation`, once per lost step.
 
-        The worker is not running now. If it has replaced an env before it died, the
-        row is PENDING and the worker has already saved the final observation itself;
-        then `observation` may belong to the next episode.
+        The worker is not running at this point. If it replaced an env before it died,
+        the env's row is PENDING: the worker has already saved its final observation,
+        and `observation` may belong to the next episode.
         """
         if self.kind == _STEP and not self.has_final:
             pending = np.flatnonzero(rows.status[self.block.row_slice] == _PENDING)
@@ -120,8 +121,8 @@ class BlockOperations:
       has_new_absent: Whether a block has become absent since the flag was cleared.
       outcomes: Outcomes of finished operations, to be collected.
       metrics: Counters of these operations.
-      likely_last: The worker that answered last, and will probably do so again. None if
-        it must not be waited for alone.
+      likely_last: The worker that answered last, and will probably do so again; None if
+        waiting for this worker alone is not safe.
       state: "ready", or the reason why nothing can be submitted.
     """
 
@@ -160,28 +161,28 @@ class BlockOperations:
     def rows_where(
         self, predicate: Callable[[SupervisedWorker, int], object]
     ) -> list[int]:
-        """Return rows by their worker and the kind of operation in flight."""
+        """Return the rows whose worker and kind of operation satisfy a predicate."""
         slots = (p for p in self._slots if predicate(p.worker, p.kind))
         return [row for slot in slots for row in slot.block.rows]
 
     # Submitting.
 
     def check_idle(self, indices: Sequence[int]) -> None:
-        """Raise LocalProtocolError if one of these blocks cannot be submitted."""
+        """Raise LocalProtocolError if any of these blocks cannot be submitted."""
         slots = self._slots
         for index in indices:
             if self.state != "ready" or not 0 <= index < len(slots):
                 raise LocalProtocolError(
-                    f"expected a pool that is ready and a block below {len(slots)}; "
-                    f"got block {index} of one that is {self.state}"
+                    f"expected a pool that is ready, and a block below {len(slots)}; "
+                    f"got block {index} of a pool that is {self.state}"
                 )
             if slots[index].kind:
                 raise LocalProtocolError(
                     f"block {index} is in flight; collect its result before you submit "
-                    "anew"
+                    "another operation"
                 )
         if len(set(indices)) < len(indices):
-            raise LocalProtocolError("expected each block once; got one of them twice")
+            raise LocalProtocolError("expected each block once; got a block twice")
 
     def begin(
         self, kind: int, indices: Sequence[int], tasks: Sequence[Task], now: float
@@ -235,7 +236,7 @@ class BlockOperations:
     # Events of workers.
 
     def handle(self, worker: SupervisedWorker, event: Event, now: float) -> None:
-        """Process an event of a worker."""
+        """Process a worker's event."""
         if type(event) is ChannelMessage:
             index = event.block
             slot = self._slots[index] if index < len(self._slots) else None
@@ -243,7 +244,7 @@ class BlockOperations:
                 return  # the worker was killed because of an earlier message
             if slot is None or not slot.kind or slot.sequence != event.sequence:
                 worker.kill(
-                    f"answered an operation that was not submitted, on block {index}",
+                    f"answered an operation that was not submitted (block {index})",
                     now,
                 )
                 return
@@ -263,7 +264,7 @@ class BlockOperations:
         elif isinstance(event, Ready):
             self._on_ready(worker, event.spec, now)
         elif isinstance(event, Lost):
-            self._workers.watch_at = now  # to start its successor
+            self._workers.watch_at = now  # to start the successor
             if self.state != "starting":
                 self.metrics.faults[event.status] += 1
                 slots = self._slots_of(worker)
@@ -331,8 +332,7 @@ class BlockOperations:
                 warnings=self._fault_log.warn_once(outcome.warnings)
             )
         if faults and not is_step:
-            # The envs were reset nevertheless: those that failed, without seed and
-            # options.
+            # All envs were reset anyway: those that failed, without seed and options.
             failure = self._fault_log.reset_error(faults[0])
             if has_arguments:
                 self._fault_log.log_reset_error(failure, len(faults), now)
@@ -357,7 +357,7 @@ class BlockOperations:
             block = slot.block
             for row in block.rows:
                 self._workers.incarnations[row] += 1
-            if block.index not in self._losses:  # otherwise it has been lost before
+            if block.index not in self._losses:  # otherwise it was already lost
                 self._losses[block.index] = loss
                 self.has_new_absent |= slot.kind != _IDLE
                 slot.started_at = now
@@ -384,7 +384,7 @@ class BlockOperations:
                 copy_final_to_observation(self._rows, slot.block.row_slice)
             slot.kind = _IDLE
             slot.worker = self._workers.all[slot.worker.index]
-        for outcome in self.outcomes:  # not collected, so restore the last observation
+        for outcome in self.outcomes:  # not collected: restore the last observation
             rows = [fault.env_index for fault in outcome.faults]
             copy_final_to_observation(self._rows, rows)
         self.num_in_flight, self.likely_last = 0, None

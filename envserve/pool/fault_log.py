@@ -1,11 +1,11 @@
-"""Log each fault in one line, and write a repro file with which to replay it.
+"""Log each fault in one line, and write a repro file for replaying the fault.
 
-The line names the worker, the env, the cause and the command that replays the fault. It
-is followed by a traceback, the Python stack of a crash, or the end of stderr, unless
-that equals the previous one. The format is documented in docs/crashes.md.
+The line names the worker, the env, the cause and the command that replays the fault. A
+traceback, the Python stack of a crash, or the end of stderr follows, unless it equals
+the previous one. docs/crashes.md documents the format.
 
-After the death of a worker, the heartbeat shows which env was running, and the action
-ring contains its last actions; both are in shared memory.
+After a worker's death, its heartbeat shows which env was running, and the action ring
+contains the last actions of this env; both are in shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LOGGER: Final = logging.getLogger("envserve.pool")
 _MAX_CAUSE_CHARS: Final = 300
 _MAX_ACTION_CHARS: Final = 80
 _MAX_WARNED_CLASSES: Final = 16
-#: Attempts to read a consistent record while the worker is stepping.
+#: Maximum number of attempts to read a consistent record while the worker is stepping.
 _MAX_READS: Final = 8
 
 
@@ -51,7 +51,7 @@ class FaultLog:
     """
 
     def __init__(self, config: PoolSettings, label: str = "", owner: str = "") -> None:
-        """Take the settings, the prefix of log lines, and the owner of the envs."""
+        """Store the settings, the prefix of log lines, and the owner of the envs."""
         self._config = config
         self._label = f"{label}: " if label else ""
         self._files = None
@@ -94,14 +94,14 @@ class FaultLog:
         )
 
     def log_reset_error(self, error: EnvError, num_faults: int, now: float) -> None:
-        """Log a reset whose seeds or options some rows of a block did not accept.
+        """Log that some rows of a block rejected the seeds or options of a reset.
 
-        This is usually a mistake of the caller, who gets the error. So there is at most
-        one line per second, and no repro file.
+        This is usually a mistake of the caller, who receives the error. Therefore at
+        most one line per second is logged, and no repro file is written.
         """
         more = self._throttle.admit("reset", now)
         if more is not None:
-            others = f"; {num_faults - 1} more of its block" if num_faults > 1 else ""
+            others = f"; {num_faults - 1} more in its block" if num_faults > 1 else ""
             head = _shorten(str(error).partition("\n")[0], _MAX_CAUSE_CHARS)
             self._log(f"{head}{others}{more}", [], error.remote_traceback)
 
@@ -112,12 +112,12 @@ class FaultLog:
         running: Mapping[int, int],
         now: float,
     ) -> None:
-        """Log a worker that was lost, and the env that was running.
+        """Log the loss of a worker, and the env that was running.
 
         Args:
           worker: The worker.
-          lost: The event of its loss.
-          running: Kind of operation by index of the block in flight.
+          lost: The event that reports the loss.
+          running: Kind of operation of each block in flight, by block index.
           now: Monotonic seconds.
         """
         exit_ = worker.exit or Exit(0, 0)
@@ -142,7 +142,7 @@ class FaultLog:
         )
 
     def warn_once(self, warnings: Sequence[str]) -> Sequence[str]:
-        """Log warnings about envs once per class of env; return the new ones."""
+        """Log warnings about envs once per env class; return the new warnings."""
         new = {warning.partition(" ")[0]: warning for warning in warnings}
         if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED_CLASSES:
             return ()
@@ -152,7 +152,7 @@ class FaultLog:
         return [*new.values()]
 
     def clear_records(self, worker: SupervisedWorker) -> None:
-        """Clear heartbeat and records of a lost worker, before its successor starts."""
+        """Clear a lost worker's heartbeat and records, before its successor starts."""
         self._heartbeats[worker.index, :2] = 0
         for block in worker.blocks:
             for row in block.rows:
@@ -161,7 +161,7 @@ class FaultLog:
     def _locate_fault(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
     ) -> tuple[list[str], Path | None]:
-        """Describe the env that was running when a worker ended; write its file."""
+        """Describe the env that was running when a worker ended; write a repro file."""
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
         hosts = [block for block in worker.blocks if row in block.rows]
@@ -190,9 +190,9 @@ class FaultLog:
 
     def reset_error(self, fault: Fault) -> EnvError:
         """Return the exception for an env whose reset has failed."""
-        then = ", and it was reset without seed and options"
+        then = ", and the env was reset without seed and options"
         return EnvError(
-            f"Env {self._index_of(fault.env_index)}: its reset failed"
+            f"Env {self._index_of(fault.env_index)}: reset failed"
             f"{'' if self._config.vectorized else then}: {fault.cause}",
             env_index=fault.env_index,
             remote_traceback=fault.detail,

@@ -1,6 +1,6 @@
 """Read-only views of a running pool: status, frames and flight records.
 
-Everything here reads counters and shared memory only, so any thread may call it.
+This module only reads counters and shared memory, so any thread may call it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envserve.wire.status import LeaseStatus
 
 #: How long workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
-#: Number of absent rows in a status.
+#: Maximum number of absent rows in a status.
 _MAX_ABSENT: Final = 1024
 
 
@@ -33,7 +33,7 @@ class PoolInspector:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of rows that are being stepped, reset or called."""
+        """Number of rows with an operation (step, reset or call) in flight."""
         return len(self._operations.rows_where(lambda _, kind: kind))
 
     def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
@@ -50,7 +50,7 @@ class PoolInspector:
         )
 
     def read_frames(self, request: FrameRequest) -> tuple[FrameResult, bytes]:
-        """Request frames, and return new ones; or return the flight record of a row.
+        """Request frames and return new ones, or return the flight record of a row.
 
         Raises:
           RemoteProtocolError: The row has no flight record.
@@ -61,7 +61,7 @@ class PoolInspector:
         if request.record:
             if not (record := self._operations.flight_record(rows[0]) if rows else b""):
                 raise RemoteProtocolError(
-                    "expected a row of an env that was reset before"
+                    "expected the row of an env that has been reset"
                 )
             return FrameResult(), record
         board.watch(rows, request.width, time.monotonic_ns() + _WATCH_NS)

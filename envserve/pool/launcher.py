@@ -1,12 +1,12 @@
 """Start worker processes through a template process that forks them.
 
 The template (`envserve.worker.template`) imports gymnasium and the user's env modules
-once, so that workers start in milliseconds. Nothing here waits for the template, except
-`close`: `launch` and `kill` send a request, and `poll` reads reports about it later.
+once, so that workers start in milliseconds. Only `close` blocks on the template:
+`launch` and `kill` send a request, and `poll` later reads the report about it.
 
-All processes end with the launcher's process, even if that is killed: the template then
-reads end of file from its socket. If the template ends or hangs, its workers are killed
-and reported as ended, and the next `launch` starts a new template.
+If the launcher's process ends, even by SIGKILL, the template reads end of file from its
+socket, kills the workers and exits. If the template ends or hangs, its workers are
+killed and reported as ended, and the next `launch` starts a new template.
 """
 
 from __future__ import annotations
@@ -38,21 +38,24 @@ _START: Final = (
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
 _RESERVED_AT_ONCE: Final = 8
-#: Time without a report while a fork is due (imports count), before a restart.
+#: Maximum time without a report while a fork is pending, including imports; then the
+#: template is killed.
 _FORK_TIMEOUT_SECONDS: Final = 120.0
-#: Limit of queued requests, in addition to some hundreds in the socket's buffer.
+#: Maximum number of queued requests, in addition to some hundreds in the socket's
+#: buffer.
 _MAX_UNSENT: Final = 1024
-#: Time between the two signs of an exit (exit status, end of file) before one is taken
-#: to be missing.
+#: An exit causes an exit status and an end of file. If only one of them has arrived
+#: after this time, the other is considered missing.
 _EXIT_STATUS_GRACE_SECONDS: Final = 0.2
-#: Time for a killed process to end. One that the kernel blocks may take longer.
+#: Time for a killed process to end. A process that is blocked in the kernel may take
+#: longer.
 KILL_SECONDS: Final = 5.0
 
 
 class DescriptorReserve:
-    """Descriptors that are kept open, so that some can be freed when they are needed.
+    """Reserve of open descriptors, of which some can be freed when needed.
 
-    Within the context, a few of them are free, even if the process is at its limit.
+    Inside the context, a few descriptors are free even if the process is at its limit.
     """
 
     def __init__(self, count: int) -> None:
@@ -74,20 +77,20 @@ class DescriptorReserve:
         self._resize(self._count)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all reserved descriptors."""
         self._count = 0
         self._resize(0)
 
 
 class WorkerProcess:
-    """A worker process as the launcher knows it, and the channel to it.
+    """The launcher's view of a worker process, and the channel to it.
 
     Attributes:
-      fork_number: Number of the request to fork it.
-      channel: The pool's end of the socket pair. The process exits when it is closed.
-      pid: Process id, once the process is forked.
-      exit: How it has ended, once that is known.
-      kill_reason: Why it was killed; empty if it was not.
+      fork_number: Number of the fork request for this process.
+      channel: The pool's end of the socket pair; closing it makes the process exit.
+      pid: Process id; None until the process is forked.
+      exit: How the process has ended; None until this is known.
+      kill_reason: Why the process was killed; empty if it was not.
     """
 
     def __init__(self, launcher: Launcher, fork_number: int, channel: Channel) -> None:
@@ -101,7 +104,7 @@ class WorkerProcess:
         self._launcher = launcher
 
     def poll_exit(self) -> Exit | None:
-        """Return how the process has ended, if that is known by now."""
+        """Return how the process has ended; None if this is not known yet."""
         if self.exit is None:
             self._launcher.poll()
         return self.exit
@@ -124,7 +127,7 @@ class WorkerProcess:
         return self.exit is not None and (is_at_end or self.is_overdue(now))
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether one sign of the exit is there and the other is missing."""
+        """Return whether the exit status or end of file is missing after an exit."""
         return now - self._ended_since >= _EXIT_STATUS_GRACE_SECONDS
 
     def kill(self, reason: str, now: float, *, has_stack: bool = False) -> None:
@@ -136,7 +139,7 @@ class WorkerProcess:
         self._launcher.kill(self, has_stack=has_stack)
 
     def cannot_be_killed(self, now: float) -> bool:
-        """Return whether the process was killed long ago and has not ended."""
+        """Return whether the process is still running long after it was killed."""
         # The launcher has its own timeout for processes that are not forked yet.
         is_late = now - self._killed_at >= KILL_SECONDS
         return is_late and self.pid is not None and self.exit is None
@@ -149,9 +152,9 @@ class WorkerProcess:
 class Launcher:
     """Starts worker processes and reports their exits.
 
-    Several pools of a process may share a launcher. All methods are called by one
-    thread at a time. If an exception interrupts one of them halfway, the template and
-    all its workers are killed.
+    Several pools in a process may share a launcher. Only one thread at a time may call
+    its methods. If an exception interrupts a method, the template and all its workers
+    are killed.
 
     Attributes:
       reserve: Spare descriptors, for files that pools open.
@@ -168,9 +171,9 @@ class Launcher:
 
         Args:
           import_modules: Modules to import before any fork.
-          preload: Names of envs whose modules are imported as well, so that their
-            workers start faster. Every fork waits for these imports. A worker of
-            another env imports that env's module itself.
+          preload: Names of envs whose modules are also imported, so that their workers
+            start faster. Every fork waits for these imports. Workers of other envs
+            import the env's module themselves.
           num_reserved: Number of descriptors to reserve for workers.
           host: User, environment and resource limits of the processes.
         """
@@ -193,7 +196,7 @@ class Launcher:
         self._template_error = ""
         self._has_imported = False
         with theirs:
-            # Sent first, because it cannot fail before the template exists.
+            # Send this first: it cannot fail before the template exists.
             self._send({"import": self._import_modules, "preload": self._preload})
             path = [os.path.abspath(entry) for entry in sys.path]
             start = json.dumps([path, self._limits])
@@ -219,21 +222,21 @@ class Launcher:
         """Request a worker process; `poll` sets its pid or its exit later.
 
         Args:
-          selector: Selector to register the process's channel with.
-          selector_data: Data to register with it.
+          selector: Selector with which to register the process's channel.
+          selector_data: Data to register with the channel.
 
         Raises:
-          WorkerError: The template cannot be started, too many requests wait for it, or
-            there are too few descriptors.
+          WorkerError: The template cannot be started, too many requests are queued, or
+            no descriptors are left.
         """
         if self._is_closed:
-            raise WorkerError(f"expected a launcher that is open; got {self!r}")
+            raise WorkerError(f"expected an open launcher; got {self!r}")
         self.poll()
         if self._template_error:
             self._start_template()
         if len(self._channel.unsent) >= _MAX_UNSENT:
             raise WorkerError(
-                f"expected less than {_MAX_UNSENT} messages that wait for the template "
+                f"expected fewer than {_MAX_UNSENT} queued messages to the template "
                 f"process; got more from {self!r}; start fewer workers at once"
             )
         with self.reserve:
@@ -270,8 +273,8 @@ class Launcher:
     def poll(self) -> None:
         """Read the reports of the template and send queued requests; do not wait.
 
-        A template without a report for two minutes while a fork is due is killed, and
-        all its workers are reported as ended.
+        If a fork is pending and the template has not reported anything for two minutes,
+        the template is killed, and all its workers are reported as ended.
         """
         if self._template_error:
             return
@@ -318,7 +321,7 @@ class Launcher:
     def _send(
         self, message: dict[str, Any], theirs: socket.socket | None = None
     ) -> None:
-        """Send a request, and the socket that goes with it; drop duplicates."""
+        """Send a request, and pass a socket with it if given; drop duplicates."""
         self._is_updating = True
         data = pack_message(MessageKind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
@@ -347,9 +350,9 @@ class Launcher:
         """Stop the template process, and report the exits of its workers.
 
         Args:
-          reason: Start of the sentence about its end; may be empty.
-          is_exiting: Whether it exits by itself, so that it is killed only if that
-            takes too long.
+          reason: Start of the sentence that describes the template's end; may be empty.
+          is_exiting: Whether the template exits by itself, so that it is killed only if
+            its exit takes too long.
         """
         self._channel.close()
         if not is_exiting:
@@ -384,11 +387,11 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     try:
         return socket.socketpair()
     except OSError as error:
-        raise WorkerError(f"no socket for a worker: {error}") from None
+        raise WorkerError(f"cannot create a socket for a worker: {error}") from None
 
 
 def _ensure_standard_streams() -> None:
-    """Open descriptors 0 to 2 if they are closed, so that no socket gets a number."""
+    """Open descriptors 0 to 2 if they are closed, so that no socket uses them."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

@@ -1,11 +1,12 @@
 """Start, watch and restart the workers of one host, and own their slab.
 
-A pool has no threads and no event loop. Its descriptor reports when there is something
-to do, and `collect` does it. The death of a worker costs its rows one transition each.
+A pool has no threads and no event loop. Its descriptor becomes readable when there is
+work to do, and `collect` does the work. A worker's death costs each of its rows one
+transition.
 
-An interrupt while it waits costs nothing. After one at any other point the caller has
-to call `invalidate`, which replaces all workers. So no other line needs to be safe
-against interrupts.
+An interrupt (Ctrl-C) while the pool waits has no effect on it. After an interrupt at
+any other point, the caller must call `invalidate`, which replaces all workers.
+Therefore the rest of the code need not be safe against interrupts.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.attribute_calls import encode_call
 from envserve.worker.channel import MessageKind
 
-#: Maximum time until the heartbeat of a busy worker is checked.
+#: Maximum time before the heartbeat of a busy worker is checked.
 _WATCH_SECONDS: Final = 0.1
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
 class Pool:
-    """Identical envs in worker processes of this host; implements `lane.Lane`.
+    """Identical envs in worker processes on this host; implements `lane.Lane`.
 
-    Methods are called by one thread at a time. Workers are started and restarted only
-    within `collect`.
+    Only one thread at a time may call its methods. Workers are started and restarted
+    only within `collect`.
 
     Attributes:
       config: Settings of the pool.
@@ -52,7 +53,7 @@ class Pool:
     """
 
     name = "local"
-    give_up_error: EnvserveError | None = None  # workers that are, end their operations
+    give_up_error: EnvserveError | None = None  # a failed worker ends its operations
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class Pool:
 
         Args:
           config: Settings of the pool.
-          launcher: Starts the processes; None for a new one that belongs to the pool.
+          launcher: Starts the processes; None for a new launcher owned by the pool.
           label: Prefix of the pool's log lines.
-          owner: User of the envs; the folder of repro files has a limit per owner.
-          clock: Monotonic seconds.
+          owner: User of the envs; the crash folder limits the files of each owner.
+          clock: Returns monotonic seconds.
 
         Raises:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
@@ -116,7 +117,7 @@ class Pool:
 
     @property
     def error(self) -> EnvserveError | None:
-        """The error with which the pool has failed, or None."""
+        """The error that made the pool fail, or None."""
         return self._workers.error
 
     @property
@@ -126,12 +127,12 @@ class Pool:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any operation is in flight, or has finished but is not collected."""
+        """Whether any operation is in flight or not yet collected."""
         return bool(self._operations.num_in_flight or self._operations.outcomes)
 
     @property
     def absent(self) -> Collection[int]:
-        """Blocks in flight whose envs are not available at the moment."""
+        """Blocks in flight whose envs are currently unavailable."""
         return self._operations.absent
 
     @property
@@ -149,7 +150,7 @@ class Pool:
         return self._workers.selector.fileno()
 
     def next_deadline(self) -> float | None:
-        """Return when `collect` must be called even if nothing is readable."""
+        """Return when to call `collect` even if nothing is readable; None for never."""
         watch_at = self._workers.watch_at
         return None if watch_at == math.inf else watch_at
 
@@ -168,9 +169,9 @@ class Pool:
             if remaining <= 0:
                 self.close()
                 raise EnvStartError(
-                    f"expected {self.num_envs} {self.config.env_name} to be built in "
-                    f"time; some are not ready yet; raise start_timeout if that may "
-                    f"take so long"
+                    f"expected {self.num_envs} {self.config.env_name} to be built "
+                    f"before start_timeout; some are not ready yet; raise "
+                    f"start_timeout if building may take longer"
                 )
             self.collect(remaining)
         if self.error is not None:
@@ -185,7 +186,7 @@ class Pool:
         self._submit(MessageKind.STEP, blocks, ())
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Start resets of different blocks; raise what `Reset.check` raises."""
+        """Start resets of different blocks; raises the errors of `Reset.check`."""
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
@@ -193,7 +194,7 @@ class Pool:
         self._submit(MessageKind.RESET, indices, tasks)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Start attribute access on envs of different blocks.
+        """Start attribute calls on envs of different blocks.
 
         Raises:
           CallError: The arguments are too long.
@@ -221,7 +222,7 @@ class Pool:
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Make progress and return the outcomes; see `Lane.collect`.
 
-        While the pool starts, the wait ends when it is ready or has failed.
+        If the pool is starting, return when it is ready or has failed.
         """
         if self._is_released:
             raise LocalProtocolError(f"{self!r} can no longer be used")
@@ -256,10 +257,11 @@ class Pool:
     ) -> None:
         """Wait for an event until the timeout, and process all events.
 
-        If the caller needs all workers and each has its own core, do not wake up for
-        every worker, because waking up takes a core from one that is still running.
-        Instead, wait for the worker that will probably answer last, as it did before.
-        With several workers per core it is better to read answers while others run.
+        If the caller needs all workers and each worker has its own core, do not wake up
+        for every worker, because waking up takes a core from a worker that is still
+        running. Instead, wait for the worker that answered last before, and will
+        probably do so again. With several workers per core, it is faster to read
+        answers while other workers run.
         """
         workers, operations = self._workers, self._operations
         timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))
@@ -294,10 +296,10 @@ class Pool:
                 self.begin_close()
 
     def invalidate(self, reason: str) -> None:
-        """Replace all workers and forget what is in flight; see `Lane.invalidate`.
+        """Replace all workers and discard operations; see `Lane.invalidate`.
 
-        All processes are killed and new ones started. Results of the old ones are
-        discarded.
+        All processes are killed and new ones are started. Results of the old processes
+        are discarded.
         """
         if self._operations.state != "closing":
             lost = Lost(Status.WORKER_DIED, f"was replaced: {reason}")
@@ -310,8 +312,8 @@ class Pool:
         """Ask all workers to exit; `collect` continues until `is_closed`.
 
         Args:
-          grace_seconds: Time after which workers that still run are killed. A second
-            call can only shorten it.
+          grace_seconds: Time after which workers that are still running are killed. A
+            second call can only shorten this time.
         """
         self._operations.state = "closing"
         self._workers.begin_close(grace_seconds)

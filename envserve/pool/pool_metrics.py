@@ -1,8 +1,8 @@
 """Counters of a pool: steps, faults, restarts, durations and episodes.
 
-An ordinary step costs a few additions and no call. Durations within workers are counted
-by the workers, in the slab. Episodes are tracked only while a client watches them.
-Another thread may read all of this at any time.
+An ordinary step costs a few additions and no function call. Workers record their own
+durations, in the slab. Episodes are tracked only while a client watches them. Other
+threads may read all counters at any time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from envserve.wire.status import Histogram, LeaseStatus
 from envserve.worker.step_timings import BOUNDS, NUM_CELLS, RESET_CELL, STEP_CELL
 
 Array = np.ndarray[Any, Any]
-#: All counters of a pool or server as one vector, so that pools can be summed.
+#: All counters of a pool or server as one vector, so that pools can be added up.
 Counts = Array
 
 #: How long episodes are tracked after a request.
 _WATCH_SECONDS: Final = 10.0
-#: Number of durations that are stored before they are added to the histogram.
+#: Maximum number of durations to store before they are added to the histogram.
 MAX_DURATIONS: Final = 1000
 _NAMES: Final = [status.name for status in Status]
 _KINDS: Final = len(_NAMES)
 _OK: Final = int(Status.OK)
-#: Limit of a worker's cells, to which an env may have written any number: nine years in
-#: nanoseconds, so that the sum of a histogram's cells still fits into 63 bits.
+#: Maximum value of a worker's cells, to which an env may have written any number: nine
+#: years in nanoseconds, so that the sum of a histogram's cells still fits into 63 bits.
 _MAX_CELL: Final = 1 << 58
 #: Offsets in `Counts` of restarts, rows and faults by status, and three histograms.
 _COUNT_OFFSETS: Final = (
@@ -45,17 +45,17 @@ class PoolMetrics:
     """Counters of one pool.
 
     Attributes:
-      steps: Number of steps by block; steps that were lost do not count.
+      steps: Number of steps by block, without lost steps.
       invalid: Number of invalid rows by status.
       restarts: Number of restarted workers.
       faults: Number of failures of envs and workers by status.
-      durations: Seconds of the last steps of blocks, not yet in the histogram.
+      durations: Durations in seconds of block steps that are not yet in the histogram.
       num_episodes: Number of tracked episodes.
-      num_recoveries: Number of rows that came back after a loss.
+      num_recoveries: Number of times a row recovered after a loss.
       is_watched: Whether episodes are tracked.
       episodes: The last tracked episodes; see `LeaseStatus`.
       recoveries: The last recoveries of rows; see `LeaseStatus`.
-      slab: The pool's slab while it has one.
+      slab: The pool's slab, or None.
     """
 
     def __init__(self, blocks: Sequence[Block], *, counts_resets: bool = False) -> None:
@@ -63,8 +63,8 @@ class PoolMetrics:
 
         Args:
           blocks: The blocks of the pool.
-          counts_resets: Whether the step after an episode's end is its reset, so that
-            it does not belong to the next episode.
+          counts_resets: Whether the step after the end of an episode only resets the
+            env, so that it does not count towards the next episode.
         """
         self.steps = [0] * len(blocks)
         self.invalid, self.faults = [0] * _KINDS, [0] * _KINDS
@@ -78,20 +78,20 @@ class PoolMetrics:
         self._first_step_offset = int(counts_resets)
         self._watched_until = -math.inf
         self._returns = np.zeros(blocks[-1].stop)
-        #: By block, the arrays of its rows; empty until episodes are watched.
+        #: Arrays of each block's rows; empty until episodes are watched.
         self._views: list[list[Array]] = []
-        #: By row, the step of its block at which its episode began; None if unknown.
+        #: For each row, its block's step count at the start of the episode, if known.
         self._first_steps: list[int | None] = [None] * blocks[-1].stop
         self.slab: Slab | None = None
 
     def record_step(self, block: int, seconds: float, now: float) -> None:
-        """Count a step of a block; `BlockOperations.handle` inlines its usual case."""
+        """Count a step of a block; `BlockOperations.handle` inlines the fast path."""
         self.steps[block] += 1
         self.durations.append(seconds)
         self.track_episodes(block, now)
 
     def record_lost(self, index: int, status: int, since: float, now: float) -> None:
-        """Count a step whose outcome was one lost transition per row of a block."""
+        """Count a step of a block that resulted in one lost transition per row."""
         block = self._blocks[index]
         milliseconds = int(1000 * (now - since))
         self.invalid[status] += len(block.rows)
@@ -106,10 +106,10 @@ class PoolMetrics:
             self._first_steps[row], self._returns[row] = self.steps[block], 0.0
 
     def watch(self, now: float) -> None:
-        """Track episodes for a while.
+        """Track episodes for the next 10 seconds.
 
-        Episodes that are already running are not counted, because their return is not
-        known.
+        Episodes that are already running are not counted, because their return is
+        unknown.
         """
         self._watched_until = now + _WATCH_SECONDS
         if not self.is_watched and (slab := self.slab) is not None:
@@ -122,7 +122,7 @@ class PoolMetrics:
             self.is_watched = True
 
     def track_episodes(self, index: int, now: float) -> None:
-        """Update the histogram if necessary, and the episodes of a block's step."""
+        """Update episodes after a step of a block, and the histogram if necessary."""
         if len(self.durations) > MAX_DURATIONS:
             self._bin_durations()
         self.is_watched &= now <= self._watched_until
@@ -164,19 +164,19 @@ class PoolMetrics:
         return self._binned
 
     def running_return(self, row: int) -> float | None:
-        """Return the sum of rewards of a row's episode; None if it is not tracked."""
+        """Return the sum of rewards in a row's current episode; None if not tracked."""
         is_known = self.is_watched and self._first_steps[row] is not None
         return float(self._returns[row]) if is_known else None
 
     @property
     def num_env_steps(self) -> int:
-        """Number of valid rows that came from the envs."""
+        """Number of env steps with a valid result."""
         sizes = (len(block.rows) for block in self._blocks)
         return sum(map(int.__mul__, self.steps, sizes)) - self.invalid[Status.ENV_ERROR]
 
     @property
     def counts(self) -> Counts:
-        """All counters, which can be added to those of other pools."""
+        """All counters as a vector, which can be added to other pools' counters."""
         cells = np.zeros(RESET_CELL + NUM_CELLS, np.int64)
         if (slab := self.slab) is not None:  # another thread may remove it
             cells = slab.heartbeats.sum(0).clip(0, _MAX_CELL)
@@ -190,8 +190,8 @@ class PoolMetrics:
         """Return the counters as the status of a lease.
 
         Args:
-          max_episodes: Limit of the last episodes, and of the last recoveries.
-          **fields: Further fields of the status.
+          max_episodes: Maximum number of last episodes, and of last recoveries.
+          **fields: Additional fields of the status.
         """
         found = status_fields(self.counts)
         del found["resets"], found["reset_seconds"]

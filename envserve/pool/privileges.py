@@ -9,13 +9,14 @@ from typing import Any, Final
 
 from envserve.settings import HostSettings
 
-#: An env gets one thread, because more would compete with the other workers for cores.
+#: Limit numeric libraries to one thread, because more threads would compete with the
+#: other workers for cores.
 _ONE_THREAD: Final = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-#: Variables that workers always inherit, even if `worker_env` names others.
+#: Variables that workers always inherit, even if `worker_env` does not name them.
 _ALWAYS_INHERITED: Final = frozenset(
     ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "TMPDIR", "TZ")
 )
@@ -48,7 +49,11 @@ def popen_options(host: HostSettings | None) -> dict[str, Any]:
 
 
 def resource_limits(host: HostSettings | None) -> list[Limit]:
-    """Return the resource limits of the processes."""
+    """Return the resource limits of the processes.
+
+    Args:
+      host: Settings of a server; None for the defaults.
+    """
     core = resource.RLIMIT_CORE  # no core files, unless an env raises the limit
     limits = [(core, (0, resource.getrlimit(core)[1]))]
     if host is not None:

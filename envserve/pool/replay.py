@@ -1,6 +1,6 @@
-"""Replay a repro file in a worker process, and compare the end with the recorded one.
+"""Replay a repro file in a worker process, and compare its end with the recorded end.
 
-The env comes from the registry of the worker. The file contains no code.
+The env is built from the worker's registry. The file contains no code.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class ReplayResult:
 
     Attributes:
       is_reproduced: Whether the same fault occurred in the same action.
-      text: Description of the end.
-      num_actions: Number of actions that were started; None if there were none.
+      text: Description of how the replay ended.
+      num_actions: Number of the last action that was started (0: the reset); None if
+        the reset was not started.
     """
 
     is_reproduced: bool
@@ -49,19 +50,19 @@ class ReplayResult:
 
 
 def load_repro(path: Path) -> Repro:
-    """Read a repro file; raise ReproError if that is not possible."""
+    """Read a repro file; raise ReproError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return decode_repro(file.read(MAX_REPRO_BYTES + 1))
     except OSError as error:
         raise ReproError(
-            f"{path}: expected a repro file; {error.strerror}; the log line of a crash "
-            f"names its file"
+            f"{path}: cannot read the repro file: {error.strerror}; the log line of "
+            f"the crash names its repro file"
         ) from None
 
 
 def describe_repro(repro: Repro) -> str:
-    """Describe a repro file in a few lines, and why its replay may not be exact."""
+    """Describe a repro file in a few lines, with reasons why a replay may differ."""
     played = repro.played
     start, doubts = "a reset with unknown random numbers", []
     if played.seed is not None:
@@ -76,7 +77,7 @@ def describe_repro(repro: Repro) -> str:
     if played.misses_options:
         doubts.append("options of this reset or an earlier one are not recorded")
     if played.is_touched:
-        doubts.append("calls of its methods or set attributes are not recorded")
+        doubts.append("method calls and attribute assignments are not recorded")
     env = f"env {repro.env_index} of {one_line(repro.env_name)}"
     if repro.wrappers:
         env += f" in {one_line(', '.join(map(str, repro.wrappers)))}"
@@ -102,13 +103,13 @@ def replay(
     """Build the env in a new process, and apply the recorded actions.
 
     Args:
-      repro: The repro file.
-      launcher: Starts the process. It must have imported the modules that register the
-        env.
+      repro: The content of a repro file.
+      launcher: Starts the process. The launcher must have imported the modules that
+        register the env.
       timeout_seconds: Time after which a step or reset is considered hung; the recorded
         timeout by default.
-      on_frame: Called with the frames per second and the frame that the env renders
-        before each of the last `num_frames` actions.
+      on_frame: Called with the frame rate and the rendered frame before each of the
+        last `num_frames` actions.
       num_frames: Number of frames to render.
     """
     if timeout_seconds is None:
@@ -154,12 +155,12 @@ def _receive_result(
             text = message.payload.decode(errors="replace").strip()
             hint = ", ".join(map(one_line, repro.import_modules))
             if hint:
-                text += f"\nThe file was written where {hint} had been imported."
-            return ReplayResult(False, f"could not be played: {text}", None)
+                text += f"\nThe file was written in a process that imported {hint}."
+            return ReplayResult(False, f"could not be replayed: {text}", None)
     end_ = process.wait_exit(_EXIT_SECONDS)
     if end_ is None:
         raise ReproError(
-            f"expected {process!r} to exit; it has closed its socket but is running"
+            f"expected {process!r} to exit; it has closed its socket, but is running"
         )
     text = "\n".join(filter(None, [str(end_), end_.stderr_excerpt]))
     end = End(status=Status.WORKER_DIED, text=text, exit_code=end_.exit_code)
@@ -169,7 +170,7 @@ def _receive_result(
 def _receive_messages(
     process: WorkerProcess, timeout_seconds: float
 ) -> Iterator[ChannelMessage | float]:
-    """Yield the messages of the worker, and the timeout in seconds if it hangs."""
+    """Yield the worker's messages; if it hangs, yield the timeout in seconds."""
     limit = _BUILD_SECONDS
     deadline = time.monotonic() + limit
     while not process.channel.is_at_eof:
@@ -187,7 +188,7 @@ def _receive_messages(
 
 
 def _compare(repro: Repro, number: int | None, found: End) -> ReplayResult:
-    """Compare an end with the recorded one."""
+    """Compare how a replay ended with the recorded end."""
     where = "before the reset"
     if number is not None:
         where = f"in action {number}" if number else "in the reset"
@@ -197,7 +198,7 @@ def _compare(repro: Repro, number: int | None, found: End) -> ReplayResult:
 
 
 def _signature(end: End) -> tuple[object, ...]:
-    """Return the properties of an end that a reproduction must have as well."""
+    """Return the properties of an end that a replay must reproduce."""
     if end.status is Status.WORKER_DIED:
         return end.status, end.exit_code
     if end.status is Status.ENV_ERROR and not end.is_violation:

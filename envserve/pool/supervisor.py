@@ -1,8 +1,8 @@
-"""Supervise one worker over all its processes: start, watch, kill and restart it.
+"""Supervise one worker across process restarts: start, watch, kill and restart it.
 
-The pool calls methods, and gets events back (`worker_states.Event`). Nothing here waits
-except `kill_and_wait`. What a loss means for the blocks is decided by
-`block_operations`.
+The pool calls methods, which return events (`worker_states.Event`). Only
+`kill_and_wait` blocks. `block_operations` handles the consequences of a loss for the
+blocks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from envserve.wrappers.specs import wrappers_to_plain
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Interval of checks of busy workers' heartbeats; a hang is detected that much later.
+#: Interval between heartbeat checks of a busy worker, which delays the detection of a
+#: hang.
 _WATCH_SECONDS: Final = 0.1
-#: Interval of requests for the exit status of a process that has just ended.
+#: Polling interval for the exit status of a process that has just ended.
 _EXIT_STATUS_SECONDS: Final = 0.002
 _FIRST_BACKOFF_SECONDS: Final = 0.1
 #: Minimum time between two starts if the worker has completed no step in between.
@@ -52,7 +53,7 @@ _SETTINGS: Final = (*(field.name for field in fields(EnvRequest)), "max_infos_ki
 
 
 class _RestartSchedule:
-    """Decides when the next process may be started.
+    """Determines when the next process may be started.
 
     Attributes:
       num_failures: Number of consecutive failures without a successful step.
@@ -82,17 +83,17 @@ class SupervisedWorker:
     """A worker that is restarted whenever its process ends.
 
     Attributes:
-      label: Name for messages, with the worker's index and its envs.
+      label: Name for messages, with the worker's index and env indices.
       index: Index of the worker in the pool.
       blocks: The blocks that the worker hosts.
       state: See `WorkerState`.
       error: Why the worker will not be restarted; None unless it has failed.
       process: The current process, or None.
-      exit: How the last process has ended; None if that is unknown.
-      is_ending: Whether the process has closed its socket, and its exit status is not
+      exit: How the last process ended; None if unknown.
+      is_ending: Whether the process has closed its socket, but its exit status is not
         known yet.
-      num_unanswered: Number of operations that were sent to the process and not
-        answered.
+      num_unanswered: Number of operations that were sent to the process but not
+        answered yet.
       has_stepped: Whether a step has succeeded since the start; set by the pool.
     """
 
@@ -108,7 +109,7 @@ class SupervisedWorker:
         """Store the arguments; `start` starts the first process."""
         first = config.first_env_index
         ranges = [f"{first + b.start} to {first + b.stop - 1}" for b in blocks]
-        self.label = f"worker {index} (of envs {', '.join(ranges)})"
+        self.label = f"worker {index} (envs {', '.join(ranges)})"
         self.index = index
         self.blocks = blocks
         self.state = WorkerState.BACKOFF
@@ -165,7 +166,7 @@ class SupervisedWorker:
         return []
 
     def _build_message(self, incarnations: Sequence[int]) -> bytes:
-        """Encode the content of BUILD."""
+        """Encode the payload of a BUILD message."""
         config = self._config
         message: dict[str, Any] = {
             **{name: getattr(config, name) for name in _SETTINGS},
@@ -179,7 +180,7 @@ class SupervisedWorker:
         return codec.encode(message)
 
     def attach(self, slab: Slab) -> None:
-        """Pass the slab to the current process and to all later ones."""
+        """Pass the slab to the current process and all later processes."""
         self._slab = slab
         if self.process is not None:
             self.process.channel.send(pack_message(MessageKind.SLAB), slab.fd)
@@ -194,7 +195,7 @@ class SupervisedWorker:
     def kill(
         self, reason: str, now: float, status: Status = Status.WORKER_DIED
     ) -> None:
-        """Kill a process that misbehaves; its `Lost` event contains the reason."""
+        """Kill the process; the `Lost` event contains the reason."""
         if self.process is not None and self.state is not WorkerState.KILLED:
             self._set_state(WorkerState.KILLED)
             self._kill_status = status
@@ -213,7 +214,7 @@ class SupervisedWorker:
     def kill_and_wait(self, reason: str, now: float) -> None:
         """Kill the process, wait until it has ended, and do not restart it.
 
-        Allowed in any state, because an interrupted call may have left any.
+        Allowed in any state, because an interrupted call may leave any state.
         """
         if self.process is not None:
             self.process.kill(reason, now)
@@ -230,7 +231,7 @@ class SupervisedWorker:
     # Events of the process.
 
     def read(self, now: float) -> Sequence[Event]:
-        """Return answers and the exit of the process; send queued messages."""
+        """Return the events of the process; send queued messages."""
         if (process := self.process) is None:
             return ()
         try:
@@ -246,8 +247,8 @@ class SupervisedWorker:
                 events.append(message)
             elif self.state is WorkerState.STARTING:
                 events += self._on_start_message(message, now)
-            # Messages of a KILLED process are ignored. The signal that makes it write
-            # its stack may interrupt a system call and so produce a wrong result.
+            # Messages of a KILLED process are ignored: the signal that makes it write
+            # its stack may interrupt a system call, and so produce a wrong result.
             elif self.state is WorkerState.SERVING:
                 self._on_unexpected_message(message, now)
         is_at_end = process.channel.is_at_eof
@@ -257,7 +258,7 @@ class SupervisedWorker:
         return events
 
     def watch(self, now: float) -> list[Event]:
-        """Detect a process that hangs, has ended, or has not closed in time."""
+        """Detect a process that hangs, has ended, or does not exit in time."""
         if self.process is None:
             return []
         events = self._check_exit(self.process, now)
@@ -274,7 +275,7 @@ class SupervisedWorker:
         return []
 
     def next_watch(self, now: float) -> float:
-        """Return when to call `watch` and `start` next if nothing happens before."""
+        """Return when to call `watch` and `start` next if no event occurs before."""
         if self.is_ending:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:
@@ -289,7 +290,7 @@ class SupervisedWorker:
             try:
                 spec = decode_spaces(message.payload, self._config.env_name)
             except ValueError as error:
-                # A restart would have the same result, so fail at once.
+                # A restart would have the same result, so fail immediately.
                 self._traceback = f"It sent spaces that cannot be read: {error}"
                 self.kill("sent spaces that cannot be read", now)
                 return []
@@ -322,8 +323,8 @@ class SupervisedWorker:
         if now - self._beat_at > limit:
             self.kill(
                 f"a {what} timed out after {limit:g} s; "
-                f"raise {(word := what.split()[0])}_timeout (a server's "
-                f"--{word}-timeout) if the env may take that long",
+                f"raise {(word := what.split()[0])}_timeout (on a server, "
+                f"--{word}-timeout) if the env may take longer",
                 now,
                 Status.TIMEOUT,
             )
@@ -331,12 +332,12 @@ class SupervisedWorker:
     # The exit of the process.
 
     def _check_exit(self, process: WorkerProcess, now: float) -> list[Event]:
-        """Return the event of the exit once it is known; kill a lingering process."""
+        """Return the exit event once the exit is known; kill a lingering process."""
         if process.has_ended(now):
             self._release()
             return self._on_exit(str(process.exit), process.kill_reason, now)
         if process.channel.is_at_eof and process.is_overdue(now):
-            # It might write to rows that belong to a successor.
+            # The process might write to rows that belong to its successor.
             self.kill("closed its socket without exiting", now)
         if process.cannot_be_killed(now):
             end = self._abandon_unkillable(process)
@@ -345,8 +346,8 @@ class SupervisedWorker:
         return []
 
     def _abandon_unkillable(self, process: WorkerProcess) -> str:
-        """Set the error of a process that cannot be killed; return its description."""
-        end = f"was killed, but has not exited within {KILL_SECONDS:g} s"
+        """Set the error for a process that cannot be killed; return a description."""
+        end = f"was killed, but did not exit within {KILL_SECONDS:g} s"
         self.error = WorkerError(
             f"{self.label} {process.kill_reason}; its process {process.pid} {end}, and "
             f"may still write to its rows; end that process and restart the pool"
@@ -354,7 +355,7 @@ class SupervisedWorker:
         return end
 
     def _release(self) -> None:
-        """Close the channel to the process and forget it."""
+        """Close the channel to the process, and drop the process."""
         process, self.process = self.process, None
         if process is not None:
             self.exit = process.exit
@@ -362,12 +363,12 @@ class SupervisedWorker:
         self.is_ending = False
 
     def _on_exit(self, end: str, kill_reason: str, now: float) -> list[Event]:
-        """Plan the next start, or fail; return the event of the exit."""
+        """Schedule the next start, or fail; return the exit event."""
         if self._close_deadline < math.inf:
             self._set_state(WorkerState.ENDED)
             return []
-        # A process that dies while it is idle does not count as a failure: it was
-        # killed by something else, however often that happens.
+        # The death of an idle process does not count as a failure, however often it
+        # happens, because the envs did not cause it.
         is_failure = bool(kill_reason or self.num_unanswered) or not self._is_built
         self._restarts.plan(is_failure, self.has_stepped, now)
         self.num_unanswered = 0
@@ -380,7 +381,7 @@ class SupervisedWorker:
             self.error = EnvStartError(
                 f"{self.label} failed"
                 + ("" if tries == 1 else f" {tries} times in a row")
-                + f" to get its {self._config.env_name} running"
+                + f" to run {self._config.env_name}"
                 + ("" if self._traceback else f": it {text}{self.stderr_note}"),
                 remote_traceback=self._traceback,
             )

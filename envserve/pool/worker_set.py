@@ -1,7 +1,7 @@
 """The workers of a pool and the slab that they share.
 
-All workers are started, watched, replaced and closed together here. Events of a worker
-are passed on together with the worker.
+A `WorkerSet` starts, watches, replaces and closes all workers together, and passes on
+their events.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class WorkerSet:
     Attributes:
       config: Settings of the pool.
       all: The workers, by index.
-      incarnations: For each row, how many times its env was rebuilt.
-      watch_at: Time of the next `watch` if nothing happens before.
-      spec: Spaces of all envs, once all workers have been ready.
-      slab: The shared memory, created at the same time.
-      frame_board: Rendered frames, in the same memory.
-      error: Why the pool cannot start, or why a worker failed while it started.
-      selector: Reports the workers whose channel can be read or written.
+      incarnations: Number of times that the env of each row was rebuilt.
+      watch_at: Time of the next `watch`, unless an event occurs first.
+      spec: Spaces of all envs; None until all workers have been ready.
+      slab: The shared memory; None until all workers have been ready.
+      frame_board: Rendered frames, in the slab's memory.
+      error: Why the pool cannot start, or why a worker failed during its start.
+      selector: Reports the workers whose channels are readable or writable.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class WorkerSet:
         Args:
           config: Settings of the pool.
           blocks: All blocks of the pool.
-          launcher: Starts the processes; None for a new one that belongs to the pool.
-          clock: Monotonic seconds.
+          launcher: Starts the processes; None for a new launcher owned by the pool.
+          clock: Returns monotonic seconds.
 
         Raises:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
@@ -101,7 +101,7 @@ class WorkerSet:
         if self.spec is not None:
             different = self.spec.differences(spec)
             if different:
-                text = f"restarted with other spaces: {'; '.join(different)}"
+                text = f"restarted with different spaces: {'; '.join(different)}"
                 worker.kill(text, now)
             return not different
         self._specs[worker.index] = spec
@@ -112,7 +112,7 @@ class WorkerSet:
             different = first.differences(other)
             if different:
                 label = self.all[index].label
-                text = f"{label} has other spaces than the first worker: "
+                text = f"the spaces of {label} differ from those of the first worker: "
                 self.error = EnvStartError(text + "; ".join(different))
                 return False
         num_envs, most = self.config.num_envs, self.config.max_row_mib
@@ -120,8 +120,8 @@ class WorkerSet:
         num_bytes = ring + board_nbytes(num_envs, len(self.all))
         if most is not None and needed > most:
             self.error = EnvStartError(
-                f"rows of {num_envs} envs need {needed} MiB, and {most} MiB are left "
-                f"for this user; use fewer envs, or ask the operator to raise "
+                f"the rows of {num_envs} envs need {needed} MiB, but only {most} MiB "
+                f"are left for this user; use fewer envs, or ask the operator to raise "
                 f"--max-row-mib"
             )
             return False
@@ -129,7 +129,9 @@ class WorkerSet:
             with self._launcher.reserve:
                 self.slab = Slab.create(first, num_envs, len(self.all), num_bytes)
         except OSError as error:
-            self.error = WorkerError(f"no shared memory for the rows: {error}")
+            self.error = WorkerError(
+                f"cannot allocate shared memory for the rows: {error}"
+            )
             return False
         self.frame_board = FrameBoard(num_envs, len(self.all), self.slab.extra[ring:])
         for each in self.all:
@@ -144,7 +146,7 @@ class WorkerSet:
         return tuple(each.process.pid if each.process else None for each in self.all)
 
     def watch(self, now: float) -> Iterator[tuple[SupervisedWorker, Event]]:
-        """Watch all workers, and start those that are due; yield their events."""
+        """Watch all workers and start those that are due; yield workers and events."""
         self.watch_at = math.inf
         for worker in self.all:
             for event in worker.watch(now):
@@ -154,12 +156,12 @@ class WorkerSet:
             self.watch_at = min(self.watch_at, worker.next_watch(now))
 
     def replace_all(self, reason: str, now: float) -> list[SupervisedWorker]:
-        """Kill all processes and replace their workers by new ones.
+        """Kill all processes and replace their workers with new ones.
 
-        Allowed in any state, because an interrupted call may have left any.
+        Allowed in any state, because an interrupted call may leave any state.
 
         Returns:
-          The old workers. Those that could not be killed are not replaced.
+          The old workers. Workers that could not be killed are not replaced.
         """
         if self.spec is None:
             self._specs, self.slab = {}, None
@@ -171,7 +173,8 @@ class WorkerSet:
                 if self.slab is not None:
                     successor.attach(self.slab)
         for key in list(self.selector.get_map().values()):
-            # A channel whose process was being started. Closing it ends the process.
+            # The process of this channel was being started; closing the channel makes
+            # it exit.
             self.selector.unregister(key.fileobj)
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -184,13 +187,13 @@ class WorkerSet:
         return all(worker.process is None for worker in self.all)
 
     def begin_close(self, grace_seconds: float) -> None:
-        """Ask all workers to exit; kill those that have not within the grace period."""
+        """Ask all workers to exit; kill those still running after the grace period."""
         self.watch_at = now = self._clock()
         for worker in self.all:
             worker.begin_close(kill_at=now + grace_seconds)
 
     def close(self, timeout_seconds: float) -> None:
-        """Wait until all workers have ended or the timeout has passed; free them."""
+        """Wait until all workers have ended or the timeout expires; free resources."""
         deadline = self._clock() + timeout_seconds
         while not self.have_ended and (now := self._clock()) < deadline:
             for key, _ in self.selector.select(

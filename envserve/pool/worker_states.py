@@ -1,19 +1,20 @@
 """The states of a worker, its events, and the description of its exit.
 
-A worker outlives its processes: it is a set of blocks whose envs are always hosted by
-at most one process. Its states are
+A worker outlives its processes: it is a set of blocks whose envs are hosted by at most
+one process at a time. Its states are
 
     BACKOFF -> STARTING -> SERVING -> BACKOFF -> ...
 
-BACKOFF waits for the next start, STARTING for the READY message of the new process, and
-SERVING until that process ends. A process that misbehaves (it hangs, or sends invalid
-messages) is KILLED. From then on its messages are ignored, and the worker waits for its
-exit: until the exit is known, the process may still write to its rows, so no successor
-may be started. CLOSING has asked the process to exit. ENDED is final: the worker was
-closed, its process could not be killed, or it has failed too often.
+In BACKOFF, the worker waits for the next start; in STARTING, for the READY message of
+the new process; in SERVING, the process executes operations until it ends. A process
+that misbehaves (hangs, or sends invalid messages) is KILLED. Its messages are then
+ignored, and the worker waits for its exit: until the exit is known, the process may
+still write to its rows, so no successor may be started. In CLOSING, the process was
+asked to exit. ENDED is final: the worker was closed, its process could not be killed,
+or the worker has failed too often.
 
 `TRANSITIONS` contains all transitions. An interrupted call may leave a worker in any
-state; then `SupervisedWorker.kill_and_wait` ends it and a new worker takes its place.
+state; `SupervisedWorker.kill_and_wait` then ends it, and a new worker replaces it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.text import one_line
 from envserve.worker.channel import ChannelMessage
 
-#: First lines of the output of Python's fault handler, and of its stack.
+#: First line of the fault handler's output, and first line of a Python stack.
 _FATAL: Final = "Fatal Python error: "
 _STACK: Final = "Stack (most recent call first):"
-#: The frames from the first of these on belong to envserve, not to the env.
+#: The first frame that begins with this text and all frames below it belong to
+#: envserve, not to the env.
 _OUR_FRAME: Final = f'  File "{Path(worker.__file__).parent}{os.sep}'
 _EXCERPT_LINES: Final = 10
 _EXCERPT_WIDTH: Final = 200
@@ -89,13 +91,13 @@ Event = ChannelMessage | Ready | Lost
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker process has ended.
+    """How a worker process ended.
 
     Attributes:
-      pid: Process id; 0 if it was not started.
-      exit_code: See `os.waitstatus_to_exitcode`: negative for a signal.
-      error: Why the process could not be started; empty if it was.
-      stderr_tail: The end of its output to stderr.
+      pid: Process id; 0 if the process was not started.
+      exit_code: Exit code as in `os.waitstatus_to_exitcode`; negative for a signal.
+      error: Why the process could not be started; empty if it was started.
+      stderr_tail: The end of the process's stderr output.
     """
 
     pid: int
@@ -105,7 +107,7 @@ class Exit:
 
     @property
     def stderr_summary(self) -> str:
-        """The last line of stderr; of a stack, the error and its first frame."""
+        """The last line of stderr; for a stack, the error and the first frame."""
         first, _, rest = self.stderr_excerpt.partition("\n")
         if first.startswith((_STACK, _FATAL)):
             frame = next((f for f in rest.splitlines() if not f.startswith(_STACK)), "")
@@ -121,9 +123,9 @@ class Exit:
     def stderr_excerpt(self) -> str:
         """The lines of `stderr_tail` that may explain the exit; may be empty.
 
-        These are the frames of a stack that are closest to the crash or hang, if there
-        is one. Otherwise a killed worker has no excerpt, because its earlier output has
-        nothing to do with the kill.
+        If stderr ends with a stack, these are the frames closest to the crash or hang.
+        Otherwise a killed worker has no excerpt, because its earlier output is
+        unrelated to the kill.
         """
         lines = self._lines
         stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK)]

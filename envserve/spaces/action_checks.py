@@ -1,7 +1,7 @@
 """Check actions: structure, shape, dtype, bounds and finiteness.
 
 Actions are checked once, where they enter a batch or a server. Every error names the
-first env that it concerns.
+first env whose action is invalid.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _maximum: Final = np.maximum.reduce
 
 
 class ActionBounds:
-    """Fast check that the actions of some rows are within their bounds.
+    """Fast check whether the actions of a range of rows are within bounds.
 
-    It costs one minimum and one maximum per leaf. If it fails, `check_action_rows`
-    raises the error that names the action.
+    It computes only one minimum and one maximum per leaf. If it fails, call
+    `check_action_rows`, which raises an error that names the invalid action.
     """
 
     def __init__(self, spec: EnvSpec, actions: Sequence[Array]) -> None:
@@ -45,7 +45,7 @@ class ActionBounds:
         ]
 
     def all_within(self, start: int, stop: int) -> bool:
-        """Return whether the actions of rows `start` to `stop` (exclusive) are good."""
+        """Return whether rows `start` to `stop` (exclusive) are within bounds."""
         for array, low, high in self._leaves:
             part = array[start:stop]
             # Reduce over rows only if the bounds differ by element. minimum and maximum
@@ -67,21 +67,22 @@ def check_actions(
 
     Args:
       spec: Spec of the envs.
-      actions: Arrays `[num_envs, ...]`, nested as the action space.
-      env_indices: Rows of the batch that the actions are for, used in errors; None for
-        rows 0 to `num_envs`.
+      actions: Arrays `[num_envs, ...]`, nested like the action space.
+      env_indices: Row in the batch of each action, for error messages; None for rows 0
+        to `num_envs - 1`.
       num_envs: Expected length of each array.
 
     Returns:
-      Arrays `[num_envs, ...]` in the order of `spec.action_leaves`; without a copy
-      where possible.
+      Arrays `[num_envs, ...]` in the order of `spec.action_leaves`, copied only if
+      necessary.
 
     Raises:
       ActionError: An action is invalid. The message names the env, the leaf, and the
         expected value.
     """
     leaf = spec.action_leaves[0]
-    # The usual case, in a third of the time: CPU caches are cold at this point.
+    # Fast path for the usual case. It takes a third of the time of the general path,
+    # because CPU caches are cold at this point.
     if (
         leaf.space is spec.action_space
         and type(actions) is np.ndarray
@@ -118,8 +119,9 @@ def check_action_rows(
 ) -> None:
     """Check the actions in rows `start` to `stop` (exclusive) of a server or pool.
 
-    Shapes and dtypes are correct by construction. Encoded actions are not decoded here:
-    the worker does so, and an invalid one ends only the block of its client.
+    Shapes and dtypes are correct by construction. Encoded actions are not checked here:
+    the worker decodes them, and an invalid one fails only the block of the client that
+    sent it.
 
     Args:
       spec: Spec of the envs.
@@ -171,11 +173,11 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
     ):
         raise ActionError(
             f"{_label(leaf)}: expected {leaf.dtype}; got {array.dtype}; "
-            f"cast it with .astype({str(leaf.dtype)!r}) if that is intended"
+            f"cast it with .astype({str(leaf.dtype)!r}) if this is intended"
         )
     if leaf.dtype.kind == "f":
-        # A finite float64 may overflow in float32, so the check that follows sees the
-        # values as they will be stored.
+        # A finite float64 may overflow in float32, so convert before the bounds check,
+        # which must see the stored values.
         with np.errstate(over="ignore"):
             return array.astype(leaf.dtype, copy=False)
     return array

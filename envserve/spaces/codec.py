@@ -1,9 +1,9 @@
 """Encode plain values as bytes: scalars, strings, lists, dicts and NumPy arrays.
 
 The format is msgpack with one extension type for arrays, whose dtype is a number from a
-fixed table. Decoding never executes code. Both ends walk over the bytes with `check`
-first, so that a value that is too deep, too large or cut short is rejected before any
-object is created.
+fixed table. Decoding never executes code. Both ends first validate the bytes with
+`check`, so that a value that is nested too deep, too large or truncated is rejected
+before any object is created.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ARRAY_EXTENSION: Final = 1
 _MAX_DIMENSIONS: Final = 8
 _MAX_DEPTH: Final = 32
-#: Largest number of items of one list, or pairs of one dict.
+#: Maximum number of items in a list, or of pairs in a dict.
 _MAX_ITEMS: Final = 1 << 16
 #: Decoding an array takes as long as decoding this many scalars.
 _VALUES_PER_ARRAY: Final = 16
-#: Total bytes of a value whose first byte determines them, by that byte; otherwise 0.
+#: Encoded size of a value in bytes, indexed by its first byte; 0 if the first byte does
+#: not determine the size.
 _SIZES_BY_FIRST_BYTE: Final = bytes(
     [
         *[1] * 0x80,
@@ -46,9 +47,9 @@ _SIZES_BY_FIRST_BYTE: Final = bytes(
         *[1] * 0x20,
     ]
 )
-#: By first byte: width in bytes of the length field, and the unit of the length. n >=
-#: 1: bytes, after an extension type and n - 1 more bytes; 0: bytes; -1: items; -2:
-#: pairs.
+#: Header layout by first byte: width of the length field in bytes, and unit of the
+#: length. Units: 0 for bytes, -1 for items, -2 for pairs; n >= 1 for bytes that follow
+#: an extension type and n - 1 more bytes.
 _HEADERS: Final = {
     **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1)},
     **{0xC9: (4, 1), 0xD4: (0, 2), 0xD5: (0, 3), 0xD6: (0, 5), 0xD7: (0, 9)},
@@ -66,12 +67,12 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     code = _CODES.get(dtype.newbyteorder("="))
     if code is None:
         names = ", ".join(str(d) for d in DTYPES)
-        raise CodecError(f"expected a dtype out of {names}; got {dtype}")
+        raise CodecError(f"expected one of the dtypes {names}; got {dtype}")
     return code
 
 
 def dtype_from_code(code: object) -> np.dtype[Any]:
-    """Return the dtype of a wire code; raise CodecError if the code is unknown."""
+    """Return the dtype for a wire code; raise CodecError if the code is unknown."""
     if type(code) is not int or not 0 <= code < len(DTYPES):
         raise CodecError(f"expected a dtype code below {len(DTYPES)}; got {code!r}")
     return DTYPES[code]
@@ -96,12 +97,12 @@ def encode(value: Any) -> bytes:
 def decode(
     data: _Buffer, *, max_bytes: int = 1 << 20, max_values: int | None = None
 ) -> Any:
-    """Decode the output of `encode`. Arrays are writable and share no memory with it.
+    """Decode the output of `encode`; arrays are writable copies.
 
     Args:
-      data: Bytes from a peer that is not trusted.
-      max_bytes: Longest accepted input.
-      max_values: Largest accepted number of values; see `check`.
+      data: Encoded bytes, possibly from an untrusted peer.
+      max_bytes: Maximum length of the input.
+      max_values: Maximum number of values; see `check`.
 
     Raises:
       CodecError: The input is too long or too deep, or not a valid encoding.
@@ -119,7 +120,7 @@ def unpack(data: _Buffer) -> Any:
     except CodecError:
         raise
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        # The repr of an error about hostile data may itself recurse too deep.
+        # The repr of an error about hostile data may itself exceed the recursion limit.
         raise CodecError(f"not a valid encoding: {type(error).__name__}") from None
 
 
@@ -127,8 +128,8 @@ def check(data: _Buffer, max_values: int | None = None) -> int:
     """Validate an encoded value and count its values, without decoding it.
 
     Args:
-      data: The bytes.
-      max_values: Largest accepted number of values, including dict keys; an array of
+      data: Encoded bytes.
+      max_values: Maximum number of values, including dict keys, where an array of
         numbers counts as 16. None: no limit, and an array counts as 1.
 
     Returns:
@@ -142,7 +143,7 @@ def check(data: _Buffer, max_values: int | None = None) -> int:
     array_cost = 0 if max_values is None else _VALUES_PER_ARRAY - 1
     limit = room = end if max_values is None else max_values
     left, is_map = 1, False  # values left in the innermost open list or map
-    outer: list[tuple[int, bool]] = []  # the same for the lists and maps around it
+    outer: list[tuple[int, bool]] = []  # (left, is_map) of enclosing lists and maps
     while at < end:
         while not left and outer:
             left, is_map = outer.pop()
@@ -158,25 +159,23 @@ def check(data: _Buffer, max_values: int | None = None) -> int:
         else:
             at, count = _read_header(data, at, kind)
         room -= count if count >= 0 else array_cost * (kind in _EXTENSIONS)
-        # Every item takes at least one byte, so a larger count cannot be true.
+        # Every item takes at least one byte, so a larger count cannot be valid.
         if room < 0 or count > end - at:
             raise CodecError(
-                f"expected at most {limit} values, of which an array of "
-                f"numbers counts as {_VALUES_PER_ARRAY}; got more"
+                f"expected at most {limit} values (an array of numbers counts as "
+                f"{_VALUES_PER_ARRAY}); got more"
             )
         if count < 0:
             continue
         if is_map and left & 1:
-            raise CodecError(
-                "expected a scalar as the key of a dict; got a list or dict"
-            )
+            raise CodecError("expected a scalar as a dict key; got a list or dict")
         if len(outer) == _MAX_DEPTH:
-            raise CodecError(f"nested deeper than {_MAX_DEPTH}")
+            raise CodecError(f"nested deeper than {_MAX_DEPTH} levels")
         if count:
             outer.append((left, is_map))
             left, is_map = count, kind in _MAPS
     if at != end or left or any(count for count, _ in outer):
-        raise CodecError("not a valid encoding: the value is cut short or too long")
+        raise CodecError("not a valid encoding: truncated, or with trailing bytes")
     return limit - room
 
 
@@ -200,7 +199,7 @@ def _read_header(data: _Buffer, at: int, kind: int) -> tuple[int, int]:
             )
         return start, -unit * length
     if unit and data[start : start + 1] != bytes([_ARRAY_EXTENSION]):
-        raise CodecError("expected no extension type but the one for arrays")
+        raise CodecError("unknown extension type; only arrays are supported")
     return start + length + unit, -1
 
 
@@ -226,7 +225,7 @@ def _decode_extension(code: int, data: bytes) -> Any:
     dtype, dimensions = dtype_from_code(data[0]), data[1]
     start = 2 + 8 * dimensions
     if dimensions > _MAX_DIMENSIONS or len(data) < start:
-        raise CodecError("the header of an array is cut short")
+        raise CodecError("truncated array header")
     shape = tuple(int.from_bytes(data[i : i + 8], "little") for i in range(2, start, 8))
     if len(data) - start != math.prod(shape) * dtype.itemsize:
         raise CodecError("the length of an array does not match its shape")

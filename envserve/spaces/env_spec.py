@@ -1,4 +1,4 @@
-"""The spaces of an env, and their description for other processes and hosts.
+"""The spaces of an env, and their descriptions for other processes and hosts.
 
 A description is a plain value that may come from an untrusted peer, so `restore` checks
 it and limits the memory that it can claim.
@@ -32,14 +32,15 @@ from envserve.spaces.leaves import (
 
 Array = np.ndarray[Any, Any]
 
-#: Largest memory in bytes of one value of a described space.
+#: Maximum size in bytes of one value of a described space.
 _MAX_VALUE_BYTES: Final = 1 << 30
-#: Charged for each space in a description, in addition to its arrays.
+#: Bytes charged for each space in a description, in addition to its arrays.
 _SPACE_BYTES: Final = 1 << 18
-#: Copies of non-uniform bounds that exist while Gymnasium builds a space.
+#: Number of copies of non-uniform bounds that Gymnasium holds while it builds a space.
 _BOUNDS_COPIES: Final = 16
 _MAX_TEXT_LENGTH: Final = 500
-#: What Gymnasium's spaces raise for wrong arguments, in addition to ValueError etc.
+#: Exceptions that Gymnasium's spaces raise for invalid arguments, in addition to
+#: ValueError and other common ones.
 _GYMNASIUM_ERRORS: Final = (AssertionError, MemoryError, OverflowError)
 
 
@@ -69,11 +70,11 @@ class EnvSpec:
 
     @cached_property
     def has_encoded_observations(self) -> bool:
-        """Whether some observation leaves are encoded and have to be decoded."""
+        """Whether any observation leaves are encoded."""
         return any(leaf.is_encoded for leaf in self.observation_leaves)
 
     def differences(self, other: EnvSpec) -> list[str]:
-        """Return one line for each space that differs in another spec."""
+        """Return one line for each space that differs between this spec and another."""
         pairs = (
             ("observation space", self.observation_space, other.observation_space),
             ("action space", self.action_space, other.action_space),
@@ -126,13 +127,13 @@ def _describe(space: Any) -> dict[str, Any]:
 
 
 def restore(description: Any) -> Space[Any]:
-    """Build the space of a description.
+    """Build a space from its description.
 
     Raises:
-      SpaceError: The description, which may come from a peer, is not valid.
+      SpaceError: The description is not valid.
     """
     try:
-        # Casts of hostile bounds raise FloatingPointError instead of warning.
+        # Make casts of hostile bounds raise FloatingPointError instead of warning.
         with np.errstate(over="raise", invalid="raise"):
             space = _restore(description, MAX_DEPTH, _SpaceBudget())
         leaves_of(space)
@@ -143,14 +144,14 @@ def restore(description: Any) -> Space[Any]:
         *_GYMNASIUM_ERRORS,
     ) as error:
         text = f"{type(error).__name__}: {error}"[:_MAX_TEXT_LENGTH]
-        raise SpaceError(f"not a valid description of a space: {text}") from None
+        raise SpaceError(f"not a valid space description: {text}") from None
     return space
 
 
 class _SpaceBudget:
-    """The memory that a description may claim.
+    """Memory budget for building a space from a description.
 
-    A few bytes of a description can request gigabytes.
+    Without a budget, a few bytes of a description could request gigabytes.
     """
 
     def __init__(self) -> None:
@@ -158,9 +159,10 @@ class _SpaceBudget:
         self._copies, self._longest, self.times = 1, _MAX_VALUE_BYTES, 1
 
     def nested(self, copies: int) -> _SpaceBudget:
-        """Return the budget inside an encoded leaf that is stored `copies` times.
+        """Return the budget for the spaces inside an encoded leaf.
 
-        An array in it may not exceed the longest row, and its bounds are not broadcast.
+        These spaces are stored `copies` times. Their arrays may not exceed the maximum
+        row size, and their bounds are not broadcast.
         """
         inner = copy.copy(self)
         inner._copies *= copies
@@ -168,14 +170,14 @@ class _SpaceBudget:
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Charge `times` arrays of this shape; raise SpaceError above the budget."""
+        """Charge `times` arrays of a shape; raise SpaceError above the budget."""
         shape = tuple(int(size) for size in sizes)
         total = math.prod(max(size, 1) for size in shape) * num_bytes
         self._left[0] -= total * times * self._copies
         if self._left[0] < 0 or total > self._longest:
             raise SpaceError(
-                f"expected a space below {_MAX_VALUE_BYTES >> 20} MiB, and below "
-                f"{MAX_ROW_BYTES >> 20} MiB in a Sequence, Graph or OneOf; "
+                f"expected a space of at most {_MAX_VALUE_BYTES >> 20} MiB, or at most "
+                f"{MAX_ROW_BYTES >> 20} MiB inside a Sequence, Graph or OneOf; "
                 f"got a leaf of shape {str(shape)[:_MAX_TEXT_LENGTH]}"
             )
 
@@ -184,7 +186,7 @@ def _restore(
     description: dict[str, Any], depth: int, budget: _SpaceBudget
 ) -> Space[Any]:
     if depth == 0:
-        raise SpaceError(f"expected a space nested at most {MAX_DEPTH} deep")
+        raise SpaceError(f"expected a space nested at most {MAX_DEPTH} levels deep")
     budget.charge((), _SPACE_BYTES)
     kind = description["kind"]
     if kind == "dict":
@@ -222,10 +224,10 @@ def _restore(
 
 
 def _compact(value: Any) -> Any:
-    """Return the plain form of an attribute of a space.
+    """Convert a space's attribute to a plain value.
 
-    An array of equal values is sent as its shape and one value; the bounds of an image
-    would otherwise take megabytes.
+    An array of equal values becomes its shape and one value; otherwise the bounds of an
+    image would take megabytes.
     """
     if isinstance(value, tuple):
         return list(value)
@@ -250,8 +252,8 @@ def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Spa
         low, high = _expand(budget, low, dtype), _expand(budget, high, dtype)
         return spaces.Box(low, high, dtype=dtype.type)
     if low["shape"] != high["shape"]:
-        raise SpaceError("expected low and high of the same shape")
-    # Uniform bounds are broadcast, so that those of a large image take no memory.
+        raise SpaceError("expected low and high to have the same shape")
+    # Broadcast uniform bounds, so that the bounds of a large image take no memory.
     shape = tuple(low["shape"])
     budget.charge(shape, dtype.itemsize, budget.times)
     low, high = (np.array(bound["fill"], dtype).reshape(()) for bound in (low, high))
@@ -271,7 +273,7 @@ def _multi_binary(
 ) -> Space[Any]:
     budget.charge(shape, 1, budget.times)
     sizes = tuple(int(size) for size in shape)
-    # For Gymnasium, MultiBinary(7) and MultiBinary((7,)) are different spaces.
+    # Gymnasium treats MultiBinary(7) and MultiBinary((7,)) as different spaces.
     return spaces.MultiBinary(sizes[0] if len(sizes) == 1 else sizes)
 
 

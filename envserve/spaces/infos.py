@@ -1,7 +1,7 @@
 """Encode info dicts within a budget of bytes and values.
 
-Values that cannot be encoded are left out, and so are the largest values of an info
-that exceeds the budget. Their keys are listed under the key "omitted".
+Values that cannot be encoded are omitted, and so are the largest values of infos that
+exceed the budget. Their keys are listed under the key "omitted".
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ import numpy as np
 
 from envserve.spaces import codec
 
-#: Most omitted keys that a row lists, and most characters of each.
+#: Maximum number of omitted keys listed per row, and maximum characters of each.
 _MAX_OMITTED_NAMES: Final = 16
 _MAX_OMITTED_NAME_LENGTH: Final = 32
-#: Upper bounds of the size of a row without its pairs and omitted keys.
+#: Upper bounds for the bytes and values of a row without its pairs and omitted keys.
 _ROW_OVERHEAD_BYTES: Final = 32
 _ROW_OVERHEAD_VALUES: Final = 4
 _UNLIMITED: Final = 1 << 60
-#: Upper bound of the bytes of an encoded row number.
+#: Upper bound for the size of an encoded row number.
 _ROW_KEY_BYTES: Final = 9
-#: Most values that `join_infos` fits pair by pair, which takes a few milliseconds.
+#: Maximum number of values for which `join_infos` omits single pairs, which takes a few
+#: milliseconds.
 _MAX_VALUES_BY_PAIR: Final = 1 << 13
-#: Replaces an info that is left out as a whole; and its number of values.
+#: Placeholder for an info that is omitted as a whole, and its number of values.
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
 _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
 
 
 class InfoBudget(NamedTuple):
-    """The most bytes and values that encoded infos may take.
+    """Maximum number of bytes and of values in encoded infos.
 
-    Values are counted as `codec.check` counts them.
+    Values are counted as in `codec.check`.
     """
 
     num_bytes: int
     num_values: int
 
     def allows(self, num_bytes: int, num_values: int) -> bool:
-        """Return whether this number of bytes and of values is within the budget."""
+        """Return whether these numbers of bytes and values are within the budget."""
         return num_bytes <= self.num_bytes and num_values <= self.num_values
 
     def used_fraction(self, num_bytes: int, num_values: int) -> float:
-        """Return the fraction of the budget that these bytes or values take.
+        """Return the used fraction of the byte or value budget, whichever is larger.
 
-        It is the larger of the two fractions, and exceeds 1 above the budget.
+        The fraction exceeds 1 if the budget is exceeded.
         """
         return max(num_bytes / self.num_bytes, num_values / self.num_values)
 
@@ -56,7 +57,7 @@ class InfoBudget(NamedTuple):
         """Return whether an encoded value is within the budget."""
         if len(encoded) > self.num_bytes:
             return False
-        if 4 * len(encoded) <= self.num_values:  # too short for more values
+        if 4 * len(encoded) <= self.num_values:  # too short to contain more values
             return True
         try:
             codec.check(encoded, self.num_values)
@@ -73,7 +74,7 @@ class PackedInfo(NamedTuple):
 
 
 class _EncodedInfo:
-    """The encoded key-value pairs of one row's info, and the keys left out of it."""
+    """The encoded key-value pairs of one row's info, and its omitted keys."""
 
     def __init__(self, info: Mapping[Any, Any]) -> None:
         self.omitted: list[str] = []
@@ -81,7 +82,7 @@ class _EncodedInfo:
         self.pairs: dict[Any, tuple[bytes, int]] = {}
         for key, value in info.items():
             try:
-                # Nested as deep as in a report, so that the same depth is allowed.
+                # Nest it as deep as in a report, so that the same depth limit applies.
                 encoded = codec.encode([[{key: value}]])
             except codec.CodecError:
                 self._add_omitted(key)
@@ -121,7 +122,7 @@ def _pack_map(pairs: Sequence[bytes]) -> bytes:
 def encode_infos(
     infos: Mapping[int, Mapping[Any, Any]], row_budget: InfoBudget, budget: InfoBudget
 ) -> bytes:
-    """Encode infos by row as a map, and leave out what exceeds the budgets.
+    """Encode infos by row as a map, and omit values that exceed the budgets.
 
     Args:
       infos: Info dict by row.
@@ -144,7 +145,7 @@ def encode_infos(
         _omit_largest([info], row_budget)
     _omit_largest(fitted.values(), budget)
     encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
-    # If the lists of omitted keys alone exceed the budget, nothing is sent.
+    # The lists of omitted keys alone may exceed the budget.
     return encoded if budget.fits(encoded) else codec.encode({})
 
 
@@ -153,15 +154,15 @@ def join_infos(
     infos: Mapping[int, Mapping[Any, Any]],
     budget: InfoBudget,
 ) -> bytes:
-    """Join infos that are already encoded, as `encode_infos` encodes them.
+    """Join encoded infos into a map, in the format of `encode_infos`.
 
-    If the budget is exceeded and there are few values, leave out the largest values of
-    the rows. If there are many, leave out whole infos, the largest first, because a
-    search over all pairs would take seconds.
+    If the budget is exceeded, omit the largest values. If there are more than 8,192
+    values, omit whole infos instead, the largest first, because a search over all pairs
+    would take seconds.
 
     Args:
       packed: Encoded info by row.
-      infos: The same infos, not encoded.
+      infos: The same infos before encoding.
       budget: Budget of all rows together.
     """
     num_bytes = _ROW_OVERHEAD_BYTES + sum(
@@ -208,14 +209,15 @@ def _omit_largest(infos: Collection[_EncodedInfo], budget: InfoBudget) -> None:
 
 
 def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy of an info, including the containers and arrays in it.
+    """Return a copy of an info, including its nested containers and arrays.
 
-    The env may change its own info later, for example clear it in the next reset.
+    A copy is necessary because the env may change its info later, for example clear it
+    in the next reset.
     """
     try:
         copied: Mapping[str, Any] = _copy(info, {})
-    except Exception:  # a container of a user's class raised, or it is too deep
-        return info  # values that cannot be encoded are left out when it is sent
+    except Exception:  # a user-defined container raised, or the nesting is too deep
+        return info  # values that cannot be encoded are omitted when it is sent
     return copied
 
 
@@ -226,7 +228,7 @@ def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
         return seen[id(value)][1]
     copied: Any = value
     if isinstance(value, Mapping):
-        # The value is kept alive too, so that no other object gets its id.
+        # Keep the value alive, so that no other object gets its id.
         seen[id(value)] = value, (copied := {})
         copied.update((key, _copy(each, seen)) for key, each in value.items())
     elif isinstance(value, list | tuple):

@@ -25,17 +25,18 @@ from envserve.spaces import codec
 
 Array = np.ndarray[Any, Any]
 
-#: Deepest nesting of a space.
+#: Maximum nesting depth of a space.
 MAX_DEPTH: Final = 8
-#: Shortest row in bytes of an encoded leaf whose values have no maximum length.
+#: Minimum row size in bytes of an encoded leaf whose values have no maximum length.
 _DEFAULT_ROW_BYTES: Final = 4096
-#: Longest row in bytes of an encoded leaf.
+#: Maximum row size in bytes of an encoded leaf.
 MAX_ROW_BYTES: Final = 1 << 20
-#: Number of items of a Sequence, or of nodes and edges of a Graph, that always fit.
+#: Number of items of a Sequence (the first number), or of nodes and edges of a Graph,
+#: that always fit into a row.
 _NUM_ITEMS: Final = (32, 128)
-#: Upper bound of the bytes that the encoding adds to a row, and to each array in it.
+#: Upper bound for the bytes that the encoding adds to a row, and to each array in it.
 _HEADER_BYTES: Final = 32
-#: Replaces spaces of text that do not derive from Text, such as MiniGrid's missions.
+#: Replaces text spaces that do not derive from Text, such as MiniGrid's MissionSpace.
 _ANY_TEXT: Final = spaces.Text(
     1024, min_length=0, charset="".join(filter(str.isprintable, string.printable))
 )
@@ -62,7 +63,7 @@ class Leaf:
     """One array of a flattened space.
 
     Attributes:
-      path: Keys on the way to the leaf, such as "camera/left"; "" for the space itself.
+      path: Path of keys to the leaf, such as "camera/left"; "" for the space itself.
       shape: Shape of one env's value, without the batch dimension.
       dtype: Dtype of the space, never converted; uint8 if the leaf is encoded.
       space: Gymnasium space of the leaf.
@@ -78,7 +79,7 @@ class Leaf:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of one env's value."""
+        """Size of one env's value in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @cached_property
@@ -95,7 +96,7 @@ class Leaf:
 
     @cached_property
     def bounds(self) -> tuple[Array, Array]:
-        """Least and greatest values, inclusive, as the space defines them."""
+        """Lowest and highest values, inclusive, as the space defines them."""
         space = self.space
         if self.is_encoded:
             return np.asarray(0), np.asarray(255)
@@ -109,9 +110,10 @@ class Leaf:
 
     @cached_property
     def limits(self) -> tuple[Any, Any]:
-        """Finite bounds: one number each if all elements have the same bounds.
+        """Lowest and highest finite values within `bounds`, inclusive.
 
-        If not, arrays of the shape of the leaf.
+        Numbers if all elements have the same bounds, otherwise arrays of the leaf's
+        shape.
         """
         low, high = self.bounds
         is_one = low.size and is_uniform(low) and is_uniform(high)
@@ -125,12 +127,12 @@ class Leaf:
         return np.broadcast_to(low, self.shape), np.broadcast_to(high, self.shape)
 
     def __str__(self) -> str:
-        """Return a form for messages, such as `float32[3]`."""
+        """Return dtype and shape for messages, such as `float32[3]`."""
         sizes = ", ".join(str(size) for size in self.shape)
         return f"{self.dtype}[{sizes}]"
 
 
-#: Stands for the action of a space without leaves; its rows have no bytes.
+#: Placeholder for the action of a space without leaves; its rows have no bytes.
 EMPTY_LEAF: Final = Leaf("", (0,), np.dtype(np.uint8), spaces.Box(0, 1, (0,), np.uint8))
 
 
@@ -140,7 +142,7 @@ def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
 
 
 def custom_space_classes(space: Space[Any]) -> dict[str, str]:
-    """Return the kinds as which a user's space classes are treated, by class name."""
+    """Return the kind that each user-defined space class is treated as, by name."""
     kind, found = kind_of(space), {}
     if not type(space).__module__.startswith("gymnasium.spaces"):
         found[type(space).__qualname__] = kind
@@ -159,7 +161,7 @@ def kind_of(space: Space[Any]) -> str:
 
 
 def children_of(space: Any, kind: str) -> list[Space[Any]]:
-    """Return the spaces that a space of this kind is composed of."""
+    """Return the direct subspaces of a space of this kind."""
     if kind == "graph":
         both = (space.node_space, space.edge_space)
         return [child for child in both if child is not None]
@@ -172,8 +174,8 @@ def children_of(space: Any, kind: str) -> list[Space[Any]]:
 def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
     if depth == 0:
         raise SpaceError(
-            f"expected a space nested at most {MAX_DEPTH} deep; got more at {path!r}; "
-            f"flatten some of it in the env"
+            f"expected a space nested at most {MAX_DEPTH} levels deep; got more at "
+            f"{path!r}; flatten the space in the env"
         )
     kind = kind_of(space)
     children = children_of(space, kind)
@@ -205,7 +207,7 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
             )
         if kind == "text" and (not space.characters or space.min_length > size):
             raise SpaceError(
-                f"expected a Text that has characters, and whose shortest value fits "
+                f"expected a Text with a non-empty charset, whose shortest value fits "
                 f"into {size} bytes{_at_path(path)}; got {space!s:.200}"
             )
         yield Leaf(path, (size,), np.dtype(np.uint8), space, is_encoded=True)
@@ -213,16 +215,16 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
         raise SpaceError(
             f"expected a Box, Discrete, MultiBinary, MultiDiscrete, Text, Sequence, "
             f"Graph, OneOf, or a Dict or Tuple of them; got {space}, a "
-            f"{type(space).__qualname__}{_at_path(path)}; derive that class from one "
+            f"{type(space).__qualname__}{_at_path(path)}; derive its class from one "
             f"of these, or convert its values in a wrapper"
         )
 
 
 def _max_row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> int:
-    """Return the row length in bytes of an encoded leaf.
+    """Return the row size in bytes of an encoded leaf.
 
-    It is the length of the longest value, if there is a longest value. If not, the row
-    has room for `_NUM_ITEMS` items, and at least 4 KiB.
+    If the length of values is limited, the row fits the longest value. Otherwise it
+    fits `_NUM_ITEMS` items, and has at least 4 KiB.
     """
     sizes = [
         sum(_HEADER_BYTES + len(x.path) + 8 * len(x.shape) + x.nbytes for x in part)
@@ -254,12 +256,14 @@ def flatten(space: Space[Any], value: Any) -> list[Any]:
     """Return the leaf values of a value or batch of a space, in leaf order.
 
     Raises:
-      SpaceError: The value is not nested as the space.
+      SpaceError: The value is not nested like the space.
     """
     if isinstance(space, spaces.Dict):
         if not isinstance(value, dict) or set(value) != set(space.spaces):
             got = list(value) if isinstance(value, dict) else type(value).__name__
-            raise SpaceError(f"expected a dict with {list(space.spaces)}; got {got}")
+            raise SpaceError(
+                f"expected a dict with the keys {list(space.spaces)}; got {got}"
+            )
         return [
             leaf for key in space.spaces for leaf in flatten(space[key], value[key])
         ]
@@ -279,7 +283,7 @@ def flatten(space: Space[Any], value: Any) -> list[Any]:
 
 
 def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
-    """Nest leaf values as the space does: the inverse of `flatten`."""
+    """Nest leaf values like the space; the inverse of `flatten`."""
     return _unflatten(space, iter(leaves))
 
 

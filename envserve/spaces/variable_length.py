@@ -1,9 +1,9 @@
 """Encode values without a fixed shape as rows of bytes: Text, Sequence, Graph, OneOf.
 
-A row is uint8 `[bytes]`: four bytes of length (little-endian), that many bytes of
+A row is uint8 `[bytes]`: a four-byte length (little-endian), that many bytes in
 `codec`'s encoding, then zeros. A row of length 0 was never written, for example because
 the episode was lost; it decodes to Gymnasium's `create_empty_array`. Rows may come from
-an untrusted peer, so decoding checks that the value has the form of its space.
+an untrusted peer, so decoding checks that the value matches its space.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from envserve.spaces.leaves import FIXED_SHAPE_KINDS, Leaf, flatten, kind_of, un
 
 Array = np.ndarray[Any, Any]
 
-_HEADER_BYTES: Final = 4  # bytes
-#: Most values in one row, where an array counts as 16; each takes microseconds to
-#: decode.
+_HEADER_BYTES: Final = 4  # the length
+#: Maximum number of values in a row, where an array counts as 16; each value takes
+#: microseconds to decode.
 _MAX_VALUES: Final = 1 << 13
-#: Most values in all rows of a step; decoding them takes a second or two.
+#: Maximum number of values in all rows of a step; decoding them takes a second or two.
 _MAX_BATCH_VALUES: Final = 1 << 18
-#: Exceptions of NumPy and Python when a decoded value has another form than its space.
+#: Exceptions that NumPy and Python raise if a decoded value does not match its space.
 _CONVERSION_ERRORS: Final = (
     ArithmeticError,
     AttributeError,
@@ -39,24 +39,24 @@ _CONVERSION_ERRORS: Final = (
 
 
 def encode_row(leaf: Leaf, value: Any, *, is_strict: bool = False) -> Array:
-    """Return the row of a value, uint8 `[leaf.nbytes]`.
+    """Encode a value as a row, uint8 `[leaf.nbytes]`.
 
     Args:
       leaf: An encoded leaf.
       value: A value of its space.
-      is_strict: Whether `leaf.space.contains` must accept the value too.
+      is_strict: Whether `leaf.space.contains` must also accept the value.
 
     Raises:
-      SpaceError: The value does not have the form of its space, takes too many bytes,
-        or, if `is_strict`, is not in the space.
+      SpaceError: The value does not match its space, takes too many bytes, or, if
+        `is_strict`, is not in the space.
     """
     try:
         data = codec.encode(value)
         size = _HEADER_BYTES + len(data)
         if size > leaf.nbytes:
             raise CodecError(
-                f"expected a value that takes at most {leaf.nbytes} bytes; got {size}; "
-                f"return a shorter one, or increase max_bytes of its space"
+                f"expected a value of at most {leaf.nbytes} bytes; got {size}; "
+                f"return a shorter value, or increase max_bytes of its space"
             )
         data = len(data).to_bytes(_HEADER_BYTES, "little") + data
         row = np.frombuffer(data.ljust(leaf.nbytes, b"\0"), np.uint8)
@@ -68,12 +68,12 @@ def encode_row(leaf: Leaf, value: Any, *, is_strict: bool = False) -> Array:
 
 
 def decode_row(leaf: Leaf, row: Array) -> Any:
-    """Return the value of a row; raise CodecError if the row is not valid."""
+    """Decode the value of a row; raise CodecError if the row is not valid."""
     return _decode_and_count(leaf, row)[0]
 
 
 def _decode_and_count(leaf: Leaf, row: Array) -> tuple[Any, int]:
-    """Return the value of a row, and the number of values that count for the limits."""
+    """Return the value of a row, and the number of values it counts as in limits."""
     data = row.tobytes()
     stop = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
     if stop == _HEADER_BYTES:
@@ -105,19 +105,19 @@ def decode_observation(
     Args:
       spec: Spec of the envs.
       env_indices: Rows of the batch, for errors.
-      observation: Arrays `[n, ...]`, nested as the observation space.
+      observation: Arrays `[n, ...]`, nested like the observation space.
       is_complete: bool `[n]`; False for rows that a killed worker may have written only
-        in part.
-      ended: bool `[n]`; rows to decode, all others share one empty value. None: all
-        rows.
+        partially.
+      ended: bool `[n]`; True for rows to decode. All other rows share one empty value.
+        None: decode all rows.
 
     Returns:
       The observation, with a tuple of n values in place of each encoded array, as
       Gymnasium batches such spaces.
 
     Raises:
-      CodecError: A complete row contains no value of its space; the message names the
-        env.
+      CodecError: The value of a complete row does not match its space; the message
+        names the env.
       RemoteProtocolError: All rows together contain too many values.
     """
     columns, left = flatten(spec.observation_space, observation), _MAX_BATCH_VALUES
@@ -134,9 +134,9 @@ def decode_observation(
             if left < 0:
                 raise RemoteProtocolError(
                     f"Env {env_indices[i]}: observation {leaf.path!r}: expected at "
-                    f"most {_MAX_BATCH_VALUES} values in the rows of a step, of which "
-                    f"an array counts as 16; got more; use arrays in the env's spaces, "
-                    f"or fewer envs in a batch"
+                    f"most {_MAX_BATCH_VALUES} values in all rows of a step (an array "
+                    f"counts as 16); got more; use arrays in the env's spaces, or "
+                    f"fewer envs per batch"
                 )
         columns[at] = tuple(values)
     return unflatten(spec.observation_space, columns)
@@ -151,13 +151,13 @@ def _decode_observation_row(
         if not is_complete:  # the worker was killed while it wrote
             return leaf.empty_value, _MAX_VALUES
         raise CodecError(
-            f"Env {env_index}: observation {leaf.path!r}: {error}; its host sends "
-            f"values outside its spaces"
+            f"Env {env_index}: observation {leaf.path!r}: {error}; the env's host "
+            f"sent a value that does not match the space"
         ) from None
 
 
 def decode_actions(spec: EnvSpec, arrays: Iterable[Array]) -> list[Any]:
-    """Return actions as envs expect them, one per row.
+    """Decode one action per row, in the form that envs expect.
 
     Args:
       spec: Spec of the envs.
@@ -181,13 +181,13 @@ def decode_actions(spec: EnvSpec, arrays: Iterable[Array]) -> list[Any]:
 
 
 def _from_plain(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
-    """Return a decoded value, or a batch of values, in the form of its space."""
+    """Convert a decoded value, or a batch of values, to the form of its space."""
     kind = kind_of(space)
     if kind in FIXED_SHAPE_KINDS:
         array = np.asarray(plain)
         value = array.astype(space.dtype)
         is_right = array.dtype.kind in "biuf" and array.shape[is_batch:] == space.shape
-        # Arrays without items take no bytes, so the row does not limit their number.
+        # Empty arrays take no bytes, so the row size does not limit their number.
         is_right = is_right and not (is_batch and len(array) > _MAX_VALUES)
         is_exact = value.dtype.kind == "f" or (value == array).all()
         _check(is_right and is_exact, space, array)

@@ -1,7 +1,7 @@
 """The bodies of control messages, as typed structs with bounds.
 
-`encode` returns the msgpack map that ends frame 0. `decode` checks type and bounds of
-every field, ignores unknown fields, and raises only RemoteProtocolError.
+`encode` returns the msgpack map at the end of frame 0. `decode` checks the type and
+bounds of every field, ignores unknown fields, and raises only RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def decode_values(
     where: str,
     max_values: int | None = None,
 ) -> Type:
-    """Decode values of any kind with the codec, and convert them to a type.
+    """Decode a value with `codec`, and convert it to a type.
 
     Args:
       data: Encoded value from a peer.
       kind: Type with bounds, for `settings.convert`.
-      where: Place in the message, for errors.
-      max_values: Largest accepted number of values; see `codec.check`.
+      where: Part of the message, for errors.
+      max_values: Maximum number of values; see `codec.check`.
 
     Raises:
       RemoteProtocolError: The value is not valid or not of this type.
@@ -76,8 +76,8 @@ def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> byte
     """Return an encoded body; raise CodecError if the peer would reject its size."""
     if len(body) > max_bytes:
         raise codec.CodecError(
-            f"expected {part} that encode to less than {max_bytes} bytes; got "
-            f"{len(body)}, including the other fields"
+            f"{part}: expected at most {max_bytes} bytes, including the other fields; "
+            f"got {len(body)}"
         )
     try:
         codec.check(body, max_values)
@@ -120,8 +120,9 @@ class Granted:
     """A granted lease (GRANTED), from which a client allocates its rows.
 
     Attributes:
-      epoch: Number of the lease, which every request on it repeats.
-      lease_seconds: Silence of the client after which the server ends the lease.
+      epoch: Number of the lease, which every request on the lease repeats.
+      lease_seconds: Time without a message from the client after which the lease
+        expires.
       spec: Spaces of every env.
       blocks: The blocks, which partition the rows.
     """
@@ -144,8 +145,7 @@ class Granted:
         if len(body) > MAX_BODY_BYTES:
             raise codec.CodecError(
                 f"expected spaces whose description fits into {MAX_BODY_BYTES} bytes; "
-                f"got {len(body)}; use the same low and high for all elements of large "
-                f"Boxes"
+                f"got {len(body)}; pass scalar `low` and `high` to large Boxes"
             )
         return body
 
@@ -168,8 +168,8 @@ class Granted:
             or any(start >= stop for start, stop, *_ in fields.blocks)
         ):
             raise RemoteProtocolError(
-                f"Granted: blocks: expected [start, stop, worker, split] for each of "
-                f"consecutive blocks over {num_envs} rows"
+                f"Granted: blocks: expected one [start, stop, worker, split] per "
+                f"block, and consecutive blocks that cover {num_envs} rows"
             )
         return cls(
             epoch=fields.epoch,
@@ -191,10 +191,10 @@ class _Granted(Body, frozen=True, kw_only=True):
 
 
 class Pong(Body, frozen=True, kw_only=True):
-    """Sign of life (PONG).
+    """Answer to a PING (PONG).
 
     Attributes:
-      running: Busy blocks, and for how many milliseconds their operation has run.
+      running: For each busy block, how long its operation has been running.
     """
 
     running: Annotated[Mapping[U32, Milliseconds], Meta(max_length=MAX_ENTRIES)]
@@ -203,7 +203,7 @@ class Pong(Body, frozen=True, kw_only=True):
 class Drain(Body, frozen=True, kw_only=True):
     """The server grants no more leases, and is about to stop (DRAIN).
 
-    A lease ends before that once each of its rows has ended an episode.
+    A lease ends earlier, once each of its rows has completed an episode.
 
     Attributes:
       grace_ms: Time until the server stops.
@@ -220,8 +220,8 @@ class ResetBody(Body, frozen=True, kw_only=True):
     """Rows of each listed block to reset, and their seeds (RESET).
 
     Attributes:
-      resets: For each entry of the message, rows of the lease (None: all rows of the
-        block) and a seed for each row, or None; see `lane.Reset`.
+      resets: For each entry of the message, the rows of the lease (None: all rows of
+        the block), and a seed for each row or None; see `lane.Reset`.
       options: Options for `reset` of these envs; see `pack_options`.
     """
 
@@ -262,8 +262,8 @@ class CallBody(Body, frozen=True, kw_only=True):
     Attributes:
       kind: "call", "get" or "set".
       name: Name of the attribute.
-      calls: For each entry of the message, rows of the lease and their arguments; nil
-        if the arguments are those of the previous entry.
+      calls: For each entry of the message, the rows of the lease and their arguments;
+        nil if the arguments equal those of the previous entry.
     """
 
     kind: CallKind
@@ -299,15 +299,15 @@ class CallBody(Body, frozen=True, kw_only=True):
 
 
 class FrameRequest(Body, frozen=True, kw_only=True):
-    """Request for pictures of rows, or for the flight record of one (FRAME).
+    """Request for pictures of rows, or for the flight record of one row (FRAME).
 
     The server's workers render the rows for some seconds after a request for pictures.
 
     Attributes:
       lease: Number of the lease; see `LeaseStatus`.
       rows: Rows of the lease.
-      width: Largest width of a picture in pixels.
-      after: For each row the serial of the latest picture that the client has, or 0;
+      width: Maximum width of a picture in pixels.
+      after: Serial number of the latest picture that the client has of each row, or 0;
         may be shorter than `rows`.
       record: Whether to send the flight record of the first row instead of pictures.
     """
@@ -323,7 +323,7 @@ class FrameResult(Body, frozen=True, kw_only=True):
     """New pictures, in the order of the request (FRAME_RESULT).
 
     Attributes:
-      pictures: Pictures that are newer than those of the client, as many as fit.
+      pictures: Pictures that are newer than the client's, as many as fit.
     """
 
     pictures: Annotated[tuple[RenderedFrame, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()

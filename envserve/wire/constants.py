@@ -14,9 +14,9 @@ MAGIC: Final = b"ENVS"
 VERSION: Final = 2
 MIN_VERSION: Final = 2
 
-#: Frames of a message: prefix with body, rows, report.
+#: Maximum number of frames in a message: prefix with body, rows, report.
 MAX_FRAMES: Final = 3
-#: Most blocks that one message may list.
+#: Maximum number of blocks in one message.
 MAX_ENTRIES: Final = 4096
 #: With prefix and entries, a message stays below the 1 MiB that servers accept by
 #: default.
@@ -28,24 +28,25 @@ MAX_ATTACH_BYTES: Final = 4 << 10
 MAX_ATTACH_VALUES: Final = 256
 MAX_CALL_BYTES: Final = 64 << 10
 MAX_CALL_VALUES: Final = 4096
-#: Limit of a RESET without options: this, plus RESET_ROW_BYTES for each row of the
-#: blocks that it lists.
+#: A RESET without options may take this number of bytes, plus RESET_ROW_BYTES for each
+#: row of its blocks.
 RESET_BYTES: Final = 64
 RESET_ROW_BYTES: Final = 24
-#: Limits of the options of a RESET, which are not part of the limit above.
+#: Limits of the options of a RESET, which do not count towards the limit above.
 MAX_OPTIONS_BYTES: Final = 16 << 10
 MAX_OPTIONS_VALUES: Final = 1024
-#: Most blocks of a CALL, or of a RESET with options. The server sends the arguments or
-#: options to the worker of each block.
+#: Maximum number of blocks in a CALL, or in a RESET with options. The server sends the
+#: arguments or options to the worker of each block.
 MAX_ARGUMENT_BLOCKS: Final = 64
-#: Largest size of the arguments of a CALL, added up over its blocks.
+#: Maximum total size of the arguments of a CALL, over all its blocks.
 MAX_ARGUMENT_BYTES: Final = 1 << 20
-#: Longest rows in a body; longer rows are sent in a separate frame.
+#: Maximum size of rows in a body; larger rows are sent in a separate frame.
 MAX_INLINE_BYTES: Final = 64 << 10
 #: Limits of the report of one result (infos, faults, errors), and of the values in it.
 MAX_REPORT_BYTES: Final = 1 << 20
 MAX_REPORT_VALUES: Final = 1 << 17
-#: Largest size of the rows of one result, the longest frame that clients accept.
+#: Maximum size of the rows of one result, which is the longest frame that clients
+#: accept.
 MAX_RESULT_BYTES: Final = 1 << 30
 MAX_STATUS_BYTES: Final = 64 << 10
 #: Limits of a FRAME_RESULT: bytes of its pictures (in addition to 64 texts), rows, and
@@ -53,19 +54,19 @@ MAX_STATUS_BYTES: Final = 64 << 10
 MAX_FRAMES_BYTES: Final = 640 << 10
 MAX_FRAME_ROWS: Final = 64
 MAX_RECORD_BYTES: Final = 16 << 20
-#: Limits of the texts of an ERROR.
+#: Limits of the texts in an ERROR.
 MAX_TEXT_BYTES: Final = 4 << 10
 MAX_TRACEBACK_BYTES: Final = 16 << 10
-#: Most env names that a WELCOME lists.
+#: Maximum number of env names in a WELCOME.
 MAX_NAMES: Final = 1000
 
 
-#: Body of an ASK_DRAIN, so that a client cannot send one by mistake.
+#: Required body of an ASK_DRAIN, so that a client cannot send one by mistake.
 DRAIN_WORD: Final = b"drain"
 
 
 class MessageType(enum.IntEnum):
-    """Type of a message; types from 128 on are sent by servers."""
+    """Type of a message; servers send types above 127, and clients the others."""
 
     HELLO = 1
     ATTACH = 2
@@ -94,7 +95,7 @@ class MessageType(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Reason for which a request failed.
+    """Reason why a request failed.
 
     The set is fixed: a new code requires a new version, or a request that only newer
     clients make.
@@ -110,14 +111,14 @@ class ErrorCode(enum.IntEnum):
     ENV_START_FAILED = 7
     LEASE_LOST = 8
     FENCED = 9
-    """The epoch or boot id is not that of the server."""
+    """The epoch or boot id does not match the server's."""
     GAP = 10
     INVALID_ACTION = 11
     CALL_FAILED = 12
     ENV_FAILED = 13
     INTERNAL = 14
     BAD_WRAPPER = 15
-    """Sent only in answer to requests with wrappers."""
+    """A wrapper is not valid; sent only in answer to requests with wrappers."""
 
 
 class Executed(enum.IntEnum):
@@ -128,7 +129,7 @@ class Executed(enum.IntEnum):
     UNKNOWN = 2
 
 
-#: Longest body of a message in bytes, by type.
+#: Maximum size of a message's body in bytes, by type.
 BODY_LIMITS: Final = {
     **dict.fromkeys(MessageType, 4 << 10),
     MessageType.CALL_RESULT: 0,

@@ -1,6 +1,6 @@
 """Messages outside a session: HELLO, WELCOME, JOIN and ERROR.
 
-Imports no NumPy, so that a health probe starts fast.
+This module does not import NumPy, so that a health probe starts fast.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 #: Encodes NumPy integers as integers.
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=operator.index)
-#: msgspec may crash when two threads are the first to decode a type at the same time.
+#: msgspec may crash if two threads decode a type for the first time concurrently.
 _DECODE_LOCK: Final = threading.Lock()
 
 
 def decode_struct(
     data: bytes | bytearray | memoryview, kind: type[Type], where: str
 ) -> Type:
-    """Decode msgpack as a type; raise RemoteProtocolError that names the place."""
+    """Decode msgpack as a type; raise RemoteProtocolError, which names `where`."""
     try:
         with _DECODE_LOCK:
             return msgspec.msgpack.decode(data, type=kind)
@@ -71,7 +71,7 @@ class Body(Struct, frozen=True, kw_only=True):
     """Base class of message bodies."""
 
     def encode(self) -> bytes:
-        """Return the body."""
+        """Return the encoded body."""
         return _ENCODER.encode(self)
 
     @classmethod
@@ -85,7 +85,7 @@ class Hello(Body, frozen=True, kw_only=True):
 
     Attributes:
       min_version: Lowest protocol version that the client supports.
-      max_version: Highest version.
+      max_version: Highest protocol version that the client supports.
       client: Name of the client, for the server's log.
     """
 
@@ -95,15 +95,15 @@ class Hello(Body, frozen=True, kw_only=True):
 
 
 class Welcome(Body, frozen=True, kw_only=True):
-    """Versions and capacity of a server, as far as they concern the client (WELCOME).
+    """Versions of a server, and its capacity for the client (WELCOME).
 
     Attributes:
       min_version: Lowest protocol version that the server supports.
-      max_version: Highest version.
-      max_message_bytes: Longest frame that the server accepts.
-      lease_seconds: Silence after which a client's lease ends.
-      env_names: Offered names, at most 1,000 of them.
-      num_names: Number of offered names.
+      max_version: Highest protocol version that the server supports.
+      max_message_bytes: Maximum size of a frame that the server accepts.
+      lease_seconds: Time without a message from a client after which its lease expires.
+      env_names: Names of the offered envs, at most 1,000.
+      num_names: Total number of offered envs.
       total_envs: Number of envs that the client may lease in total.
       free_envs: Number of envs that it may lease now.
       is_starting: Whether workers cannot be started yet.
@@ -129,7 +129,7 @@ class Welcome(Body, frozen=True, kw_only=True):
 
 
 class Join(Body, frozen=True, kw_only=True):
-    """Request to replace an invitation's key by the client's own (JOIN).
+    """Request to replace an invitation's key with the client's own key (JOIN).
 
     Attributes:
       public: Raw public key of the client.
@@ -144,12 +144,13 @@ class ErrorBody(Body, frozen=True, kw_only=True):
     Attributes:
       code: Kind of error.
       executed: Whether envs have received the request.
-      text: Description for a person.
+      text: Error message.
       traceback: Traceback from a worker; empty if there is none.
-      env_index: Row of the lease that the error concerns; None for all rows, or none.
-      holder: In ENVS_BUSY: the client that has leased the most envs.
-      held_ms: In ENVS_BUSY: for how long it has leased them.
-      is_draining: In ENVS_BUSY: whether the server grants no more leases.
+      env_index: Row of the lease that the error concerns; None if it concerns all rows
+        or none.
+      holder: In ENVS_BUSY, the client that has leased the most envs.
+      held_ms: In ENVS_BUSY, how long that client has leased them.
+      is_draining: In ENVS_BUSY, whether the server grants no more leases.
     """
 
     code: ErrorCode
@@ -184,7 +185,7 @@ def clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
 
     Args:
       text: The text.
-      max_bytes: Longest result.
+      max_bytes: Maximum size of the result.
       keep_end: Whether to keep the end instead of the beginning, as for tracebacks,
         whose last line names the error.
     """
@@ -195,7 +196,7 @@ def clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
     return part.decode(errors="ignore")
 
 
-#: Exceptions that the client raises as the server raised them; subclasses first.
+#: Exceptions that have the same type on the server and the client; subclasses first.
 _SHARED_ERRORS: Final[dict[ErrorCode, type[EnvserveError]]] = {
     ErrorCode.ENV_START_FAILED: EnvStartError,
     ErrorCode.CALL_FAILED: CallError,
@@ -227,7 +228,7 @@ def check_versions(welcome: Welcome, address: str) -> None:
 
 
 def error_body_of(error: EnvserveError, executed: Executed) -> ErrorBody:
-    """Return the ERROR that reports an exception of the server."""
+    """Return the ERROR that reports a server's exception."""
     codes = (code for code, kind in _SHARED_ERRORS.items() if isinstance(error, kind))
     code = next(codes, ErrorCode.INTERNAL)
     if not isinstance(error, EnvError):

@@ -25,9 +25,9 @@ from envserve.wire.constants import (
     MessageType,
 )
 
-#: Bytes of a frame.
+#: Content of a frame.
 Buffer = bytes | bytearray | memoryview
-#: Sender of a message: the parts of its return address, and last its user (str).
+#: Sender of a message: the parts of its return address, followed by its user (str).
 Peer = tuple[Any, ...]
 
 _PREFIX: Final = struct.Struct("<4sBBHQQIQHHI")
@@ -46,16 +46,16 @@ class Message:
     """A message in either direction.
 
     Attributes:
-      type: Type of the message; a plain int if this version does not know the type.
+      type: Type of the message; a plain int if the type is unknown to this version.
       version: Protocol version of the message.
-      flags: Bits without a meaning yet.
+      flags: Reserved bits.
       session: Random number drawn by the client; 0 outside a session.
       boot: Random number drawn by the server at its start; 0 if it is not known yet.
       epoch: Number of the lease; 0 before it is granted.
       request: The client's number for the request; an answer repeats it.
-      attempt: How often the request was sent before; an answer repeats the latest
+      attempt: Number of times the request was sent before; an answer repeats the latest
         attempt.
-      entries: Pairs (block, seq) that the request is about.
+      entries: Pairs (block, seq) that the message concerns.
       body: Encoded msgpack in control messages, raw rows in STEP and RESULT.
       payload: More raw rows, or the encoded result of a call.
       report: Encoded infos, faults and errors.
@@ -101,8 +101,8 @@ def pack(
       payload: Frame 1.
       report: Frame 2.
       version: Protocol version.
-      flags: Bits.
-      attempt: How often the request was sent before.
+      flags: Reserved bits.
+      attempt: Number of times the request was sent before.
     """
     count, size = len(entries), len(body)
     prefix = _PREFIX.pack(
@@ -131,24 +131,24 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def set_attempt(frame: Buffer, attempt: int) -> bytes:
-    """Return frame 0 with another attempt, the only field that changes in a copy."""
+    """Return frame 0 with another attempt, the only field that a resend changes."""
     end = _ATTEMPT_OFFSET + _ATTEMPT.size
     patched = _ATTEMPT.pack(min(attempt, 0xFFFF))
     return bytes(frame[:_ATTEMPT_OFFSET]) + patched + bytes(frame[end:])
 
 
 def session_and_block(frame: Buffer) -> tuple[bytes, bytes]:
-    """Return the encoded session number of a message, and that of its first block.
+    """Return the encoded numbers of a message's session and first block.
 
-    Together with the user they identify where an answer goes, for flow control.
+    For flow control, they and the user identify the destination of an answer.
     """
     return bytes(frame[8:16]), bytes(frame[_PREFIX_BYTES : _PREFIX_BYTES + 4])
 
 
 def peek(frames: Sequence[Buffer]) -> Message | None:
-    """Return a message with only the fields of the prefix, to answer a malformed one.
+    """Decode only the prefix of a message, to answer a malformed message.
 
-    None if the frames do not begin with a valid prefix.
+    Return None if the frames do not begin with a valid prefix.
     """
     if not frames or len(frames[0]) < _PREFIX_BYTES:
         return None
@@ -162,7 +162,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
     """Decode the frames of an untrusted peer.
 
     A message of an unknown type or version is returned without entries and body,
-    because their form is not known.
+    because their format is unknown.
 
     Raises:
       RemoteProtocolError: The frames are not a valid message.
@@ -189,8 +189,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
     if num_frames > 2:
         message.report = frames[2]
     limit = BODY_LIMITS.get(type_)
-    # These types keep their form in all versions, so that peers of any two versions
-    # can exchange their version ranges.
+    # These types have the same format in all versions, so that peers of any two
+    # versions can exchange their version ranges.
     if limit is not None and (version == VERSION or message.type in _STABLE_TYPES):
         start = _PREFIX_BYTES + count * _ENTRY_BYTES
         report_bytes = len(message.report)
@@ -202,9 +202,9 @@ def decode(frames: Sequence[Buffer]) -> Message:
         ):
             raise RemoteProtocolError(
                 f"{MessageType(type_).name}: expected at most {MAX_ENTRIES} blocks, a "
-                f"body of at most {limit} bytes that ends frame 0, and a report of at "
-                f"most {MAX_REPORT_BYTES} bytes; got {count} blocks, a body of "
-                f"{body_bytes} bytes in a frame of {head_bytes}, a report of "
+                f"body of at most {limit} bytes at the end of frame 0, and a report of "
+                f"at most {MAX_REPORT_BYTES} bytes; got {count} blocks, a body of "
+                f"{body_bytes} bytes in a frame of {head_bytes}, and a report of "
                 f"{report_bytes}"
             )
         message.body = bytes(head[start:])

@@ -1,9 +1,9 @@
-"""Encode the report of a result: infos, faults and errors of single blocks.
+"""Encode the report of a result: infos, faults, and errors of individual blocks.
 
-If a report exceeds its limit, it is shortened in this order: the largest infos are left
-out, key by key, and their keys are listed; texts are cut; all texts but one of each
-kind of fault and all errors but one are left out. The rows and blocks that failed are
-always listed.
+If a report exceeds its limit, it is shortened in this order. First, the largest info
+values are omitted and their keys listed. Then texts are truncated. Finally, only one
+text of each kind of fault and only one error are kept. The rows and blocks that failed
+are always listed.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from envserve.wire.message import Buffer
 
 #: Lengths in bytes to which texts are cut, tried in this order until the report fits.
 _TEXT_BYTES: Final = (MAX_TEXT_BYTES, 1024, 256, 64)
-#: Length in bytes of texts after merging. With it, 6 kinds of faults of up to 65,536
-#: rows and one error are always below the limit.
+#: Length in bytes of texts after merging, chosen so that 6 kinds of faults of up to
+#: 65,536 rows and one error always fit.
 _MERGED_TEXT_BYTES: Final = 256
-#: Longest set of rows or blocks that is sent as numbers. A longer set is sent as a
-#: bitmap (bit i % 8 of byte i // 8 is index i), so that its size is bounded.
+#: Maximum number of rows or blocks in a set that is sent as numbers. A larger set is
+#: sent as a bitmap (bit i % 8 of byte i // 8 is index i), so that its size is bounded.
 _MAX_LISTED: Final = 64
 
 #: Rows by (status, is_violation, text), and blocks by error.
 _Faults = dict[tuple[Status, bool, str], list[int]]
 _Errors = dict["ErrorBody", list[int]]
 
-#: Most notes of a report, and most characters of each.
+#: Maximum number of notes in a report, and maximum length of each.
 _MAX_NOTES: Final = 4
 _MAX_NOTE_LENGTH: Final = 1024
 _Note = Annotated[str, Meta(max_length=_MAX_NOTE_LENGTH)]
@@ -70,9 +70,10 @@ class _FaultGroup(Struct, array_like=True):
 
 
 class _ReportBody(Body, frozen=True, kw_only=True):
-    """A report on the wire, grouped by text.
+    """A report on the wire.
 
-    One text often concerns all rows of a worker.
+    Faults and errors are grouped by text, because one text often concerns all rows of a
+    worker.
     """
 
     infos: Raw
@@ -90,7 +91,8 @@ class ResultReport:
       faults: Faults of rows.
       errors: Errors by block, for operations that failed as a whole.
       notes: A few short messages about the envs, each to be logged once.
-      packed_infos: Encoded infos by row, for a sender; used if they include all rows.
+      packed_infos: Encoded infos by row, set by a sender; used only if they include all
+        rows of `infos`.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class ResultReport:
     packed_infos: Mapping[int, PackedInfo] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Return the frame, at most MAX_REPORT_BYTES long; b"" without content."""
+        """Return the frame, at most MAX_REPORT_BYTES long; b"" for an empty report."""
         if not (self.infos or self.faults or self.errors or self.notes):
             return b""
         notes = tuple(dict.fromkeys(self.notes))[:_MAX_NOTES]
@@ -169,7 +171,7 @@ class ResultReport:
           where: Address of the server, for errors.
 
         Raises:
-          RemoteProtocolError: The report contains rows or blocks that are not answered.
+          RemoteProtocolError: The report contains other rows or blocks than the RESULT.
         """
         infos: dict[int, dict[int, Any]] = {block: {} for block, _ in entries}
         faults: dict[int, list[Fault]] = {block: [] for block in infos}

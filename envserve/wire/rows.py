@@ -1,9 +1,9 @@
 """Encode rows as bytes, without a description of their layout.
 
-The fields follow each other; each contains the rows of the listed blocks in their
-order. A STEP contains the action leaves. A RESULT contains reward, terminated,
-truncated, status and the observation leaves, and the final_observation leaves of those
-rows that are terminated or truncated.
+The fields are concatenated; each contains the rows of the listed blocks, in order. A
+STEP contains the action leaves. A RESULT contains reward, terminated, truncated, status
+and the observation leaves, followed by the final_observation leaves of the rows that
+are terminated or truncated.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Range = tuple[int, int]
 _WIRE_STATUSES: Final = bytes(
     [Status.OK, Status.ENV_ERROR, Status.WORKER_DIED, Status.TIMEOUT]
 )
-#: Bytes per row of the reward; of reward and flags; of reward, flags and status.
+#: Bytes per row of the reward, of reward and flags, and of reward, flags and status.
 _FLAGS_OFFSET: Final = 8
 _STATUS_OFFSET: Final = 10
 _FIXED_FIELDS_BYTES: Final = 11
-#: Most sets of blocks whose views are cached; usually there is one set per split.
+#: Maximum number of sets of blocks with cached views; usually there is one per split.
 _MAX_PARTS: Final = 64
 
 
 def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Join adjacent ranges, so that each is copied at once."""
+    """Join adjacent ranges, so that they are copied in one operation."""
     merged: list[Range] = []
     for start, stop in ranges:
         if merged and merged[-1][1] == start:
@@ -51,8 +51,8 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
     """Return the bytes for a message's body, and those for a separate frame.
 
-    Short rows go into the body. Of long rows only the first fields do, so that the last
-    field, if only that one is long, is sent without a copy.
+    Short rows go into the body. If rows are too long for it, only the first fields do.
+    If a single field is left, it is sent without a copy.
     """
     if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
         return b"".join(buffers), b""
@@ -65,7 +65,7 @@ def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
 
 
 class RowCodec:
-    """Byte views of the arrays of rows. Client and server have one each.
+    """Byte views of the row arrays; the client and the server have one each.
 
     Attributes:
       num_envs: Number of rows.
@@ -83,8 +83,8 @@ class RowCodec:
         """
         if sys.byteorder != "little":
             raise LocalProtocolError(
-                "expected a little-endian machine, because rows are sent as they are "
-                "in memory"
+                "expected a little-endian machine, because rows are sent in their "
+                "memory layout"
             )
         self.num_envs = len(rows.reward)
         self.flags = [_byte_rows(rows.terminated), _byte_rows(rows.truncated)]
@@ -99,18 +99,18 @@ class RowCodec:
 
     @property
     def max_result_bytes(self) -> int:
-        """Bytes of a result of all rows if each of them ends its episode."""
+        """Size in bytes of a result of all rows in which every episode ends."""
         per_row: int = sum(a.shape[1] for a in (*self.results, *self.finals))
         return self.num_envs * per_row
 
 
 class RowPart:
-    """Encodes and decodes some rows. Their byte ranges are computed only once.
+    """Encodes and decodes a fixed set of rows, whose byte ranges are computed once.
 
     Received bytes may be in two pieces, `first` and `rest`: the body and the payload.
 
     Attributes:
-      ranges: First row, and row after the last, of each piece.
+      ranges: First row, and row after the last, of each contiguous range.
     """
 
     def __init__(self, codec: RowCodec, ranges: Sequence[Range]) -> None:
@@ -130,8 +130,8 @@ class RowPart:
     def pack_actions(self) -> tuple[bytes, bytes]:
         """Return the actions as body and payload of a STEP, both copied.
 
-        A copy of the request must contain the same bytes, even if the rows have
-        changed.
+        The copies are necessary because a resent request must contain the same bytes,
+        even if the rows have changed.
         """
         if self._action_bytes <= MAX_INLINE_BYTES:  # the usual case
             return b"".join(self._actions), b""
@@ -186,8 +186,8 @@ class RowPart:
         """Write received results to the rows.
 
         Raises:
-          RemoteProtocolError: The bytes are not exactly those of these rows; nothing is
-            written.
+          RemoteProtocolError: The number of bytes, a flag or a status is not valid;
+            nothing is written.
         """
         count, fixed = self._count, self._result_bytes
         size = len(first) + len(rest)
@@ -209,10 +209,10 @@ class RowPart:
         )
         flags = bytes(first[_FLAGS_OFFSET * count : _STATUS_OFFSET * count])
         status = bytes(first[_STATUS_OFFSET * count : _FIXED_FIELDS_BYTES * count])
-        # strip() leaves nothing exactly if all bytes are allowed values.
+        # strip() returns b"" if and only if all bytes are allowed values.
         if count == 0 or flags.strip(b"\0\1") or status.strip(_WIRE_STATUSES):
             raise RemoteProtocolError(
-                f"expected flags of 0 or 1 and a status out of {[*_WIRE_STATUSES]}"
+                f"expected flags of 0 or 1, and statuses in {[*_WIRE_STATUSES]}"
             )
         ended = np.frombuffer(flags[:count], np.bool_) | np.frombuffer(
             flags[count:], np.bool_
@@ -241,7 +241,7 @@ class RowPart:
 
 
 def _byte_rows(array: Array) -> Array:
-    """`[num_envs, ...]` -> uint8 `[num_envs, bytes per row]`, of the same memory."""
+    """Return a view of `[num_envs, ...]` as uint8 `[num_envs, bytes per row]`."""
     num_envs = len(array)
     flat = array.reshape(-1).view(np.uint8)
     return flat.reshape(num_envs, flat.size // num_envs)
@@ -270,7 +270,7 @@ def _write(
     first: memoryview,
     rest: memoryview,
 ) -> None:
-    """Fill targets one after the other, from two pieces cut at the end of a target."""
+    """Fill the targets in order from two pieces, divided at the end of a target."""
     source, base, offset = first, 0, 0
     for target, end in zip(targets, ends, strict=True):
         if offset == len(first):
@@ -280,9 +280,9 @@ def _write(
 
 
 class BlockParts(dict[tuple[int, ...], RowPart]):
-    """`RowPart`s of sets of blocks, by the indices of the blocks in their order.
+    """Cache of `RowPart`s, by the indices of their blocks in order.
 
-    They are cached, because the same sets are stepped again and again.
+    The same sets of blocks are stepped repeatedly.
     """
 
     def __init__(self, codec: RowCodec, blocks: Sequence[Block]) -> None:

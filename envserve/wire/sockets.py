@@ -1,4 +1,4 @@
-"""ZeroMQ helpers of both ends: folders, socket options, and bounded receiving."""
+"""ZeroMQ helpers for clients and servers: folders, socket options, bounded receives."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from envserve.keys.key_pair import KeyPair
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Longest folder of temporary files; on macOS the path of a socket has at most 103
-#: bytes.
+#: Maximum length of the path of the temporary folder; on macOS, the path of a socket
+#: has at most 103 bytes.
 _MAX_FOLDER_BYTES: Final = 70
 #: Plain ints, because ZeroMQ's own flags are slow to combine.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 _POLLIN: Final = int(zmq.POLLIN)
 
-#: Most bytes by which CURVE lengthens a frame.
+#: Maximum number of bytes that CURVE adds to a frame.
 CURVE_OVERHEAD_BYTES: Final = 64
 
-#: ZAP status code for an unknown key. ZeroMQ stops connecting after it; after other
-#: codes it tries again.
+#: ZAP status code for an unknown key. ZeroMQ stops connecting after this code, and
+#: retries after others.
 UNKNOWN_KEY: Final = 400
 
 Frames = list[bytes | memoryview]
 
-#: Frames of an oversized message that are discarded in one call.
+#: Number of frames of an oversized message that are discarded in one call.
 _DISCARD_BATCH: Final = 1000
 
 
 def set_common_options(socket: zmq.Socket[bytes]) -> None:
-    """Set options that detect a dead connection within about 3 seconds.
+    """Set options so that a dead connection is detected within about 3 seconds.
 
-    TCP keepalive alone detects nothing while data is in transit, but TCP_MAXRT does.
+    TCP keepalive alone is not sufficient, because it is inactive while sent data is
+    unacknowledged; TCP_MAXRT covers this case.
     ZMTP heartbeats are not used, because libzmq 4.3.5 aborts the process if a
     connecting socket's receive pipe is full.
     """
@@ -56,7 +57,7 @@ def use_keys(
 
     Args:
       socket: The socket.
-      server_public: Raw public key of the only server to accept.
+      server_public: Raw public key of the server; no other server is accepted.
       key_pair: Keys of the client.
     """
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
@@ -71,7 +72,7 @@ def socket_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def event_fd(socket: zmq.Socket[bytes]) -> int:
-    """Return the descriptor that signals (edge-triggered) that EVENTS may change."""
+    """Return the descriptor that signals (edge-triggered) that EVENTS has changed."""
     return int(socket.getsockopt(zmq.FD))
 
 
@@ -93,11 +94,11 @@ class FrameReceiver:
     def __init__(
         self, socket: zmq.Socket[bytes], max_frames: int, num_small_frames: int
     ) -> None:
-        """Start receiving; nothing else may read from the socket from now on.
+        """Start receiving; nothing else may read from the socket afterwards.
 
         Args:
           socket: Socket to read from.
-          max_frames: Most frames of a message that are returned.
+          max_frames: Maximum number of frames to return of a message.
           num_small_frames: Number of leading frames that are copied, because they are
             short. Later frames are returned as views of ZeroMQ's memory.
         """
@@ -112,8 +113,8 @@ class FrameReceiver:
     def receive(self, *, wait: bool = False) -> Frames | None:
         """Return the next message, or None if there is none yet.
 
-        An oversized message is returned with the allowed number of frames. The others
-        are discarded step by step, in this call and the next ones.
+        An oversized message is returned with the allowed number of frames. Its other
+        frames are discarded gradually, in this call and the next ones.
 
         Args:
           wait: Whether to wait for a message, at most for the socket's RCVTIMEO.
@@ -153,10 +154,10 @@ class FrameReceiver:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files to its hard limit.
+    """Raise this process's limit on open files to the hard limit.
 
     Workers, clients and servers each need descriptors, and ZeroMQ aborts the process if
-    there are none left.
+    none are left.
 
     Returns:
       The limit that is now in effect.

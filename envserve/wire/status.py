@@ -1,8 +1,8 @@
-"""The status of a server in numbers (STATUS_RESULT). Counters only grow.
+"""The status of a server: counters, which never decrease, and gauges (STATUS_RESULT).
 
-Numbers of a lease are sent only to clients that may see the lease. The whole status
-fits into 64 KiB: if there are many leases, fewer episodes are listed; if there are too
-many, the last leases are left out.
+The status of a lease is sent only to clients that may see the lease. The whole status
+is limited to 64 KiB: if there are many leases, fewer episodes are listed; if there are
+too many, the last leases are omitted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ByName = Annotated[dict[Name, U63], Meta(max_length=64)]
 
 
 class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """Number of durations within given bounds.
+    """A histogram of durations.
 
     Attributes:
       bounds: Upper bounds in seconds, ascending.
       counts: Number of durations up to each bound and above the previous one; the last
-        number is that of durations above all bounds.
+        count is for durations above all bounds.
       sum: Sum of all durations in seconds.
     """
 
@@ -58,7 +58,7 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
     def __sub__(self, earlier: Histogram) -> Histogram:
         """Return the durations that were added since an earlier state of the histogram.
 
-        If the server was restarted in between, return all of them.
+        If the server was restarted in between, return all durations.
         """
         pairs = zip(self.counts, earlier.counts, strict=False)
         counts = tuple(now - before for now, before in pairs)
@@ -69,7 +69,7 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields of both leases and servers; docs/protocol.md describes them."""
+    """Fields that leases and servers share; docs/protocol.md describes them."""
 
     steps: U63 = 0
     rows: _ByName = field(default_factory=dict)
@@ -94,15 +94,16 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
       number: Number of the lease in the server's log, as in "lease 3".
-      user: User that has the lease; "" on servers without keys.
-      client: The user, and the client's name for itself.
-      env_seconds: Time in seconds that workers have spent in steps, added up.
+      user: User that holds the lease; "" on servers without keys.
+      client: The user, and the name that the client has given itself.
+      env_seconds: Total time in seconds that workers have spent in steps.
       absent: Rows whose envs are absent, at most 1,024.
       num_episodes: Number of complete episodes that ended while a client observed the
         lease.
-      episodes: The last of them: (serial from 1 on, row, return, length).
-      num_recoveries: Number of rows that returned after their envs were lost.
-      recoveries: The last of them: (serial from 1 on, row, milliseconds of absence).
+      episodes: The last episodes: (serial number from 1, row, return, length).
+      num_recoveries: Number of times a row recovered after its env was lost.
+      recoveries: The last recoveries: (serial number from 1, row, milliseconds of
+        absence).
     """
 
     number: U63
@@ -125,9 +126,9 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
     """Status of a server since it started, and of its leases.
 
-    `leases` contains as many of the client's visible leases as fit; `num_leases` is the
-    number of visible leases. Fields that a `Welcome` has too apply to the client. A
-    server that does not support STATUS is represented by an empty `version`.
+    `leases` contains as many of the leases that the client may see as fit; `num_leases`
+    is the number of such leases. Fields that `Welcome` also has apply to the client. An
+    empty `version` represents a server that does not support STATUS.
     """
 
     version: Name = ""

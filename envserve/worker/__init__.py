@@ -3,34 +3,33 @@
 Processes. The process that uses the envs (a trainer or a server) starts a template
 process (`template`), which imports the user's env modules once. The template forks the
 workers and kills them on request. A worker (`process`) hosts one or more blocks of rows
-and executes one operation at a time in its main thread. With spare envs, further
-threads reset envs that are not being stepped (`spare_row`). Nothing here imports zmq or
-asyncio.
+and executes one operation at a time in its main thread. With spare envs, other threads
+reset envs that are not being stepped (`spare_row`). No module in this package imports
+zmq or asyncio.
 
 Messages. The pool and each worker exchange short messages over a socket pair
-(`channel`): an operation of a block, and exactly one answer to it. Infos, faults and
-results of calls are part of the answer (`worker_report`).
+(`channel`): an operation on a block, and exactly one answer to it. Infos, faults and
+call results are part of the answer (`worker_report`).
 
 Shared memory. The arrays are in the slab (`envserve.slab`), which the pool and all its
 workers map. The rows of a block belong to one side at a time. While the block is idle,
 the pool may write its actions and read its results. From the message that starts an
 operation until the DONE that answers it, the worker writes the block's observations,
 rewards, flags and statuses. No lock is needed, because the messages order these
-accesses. Everything else has a single writer, and its readers accept any content:
+accesses. All other data has a single writer, and readers that tolerate any content:
 
-- the worker's heartbeat changes with every call of an env, so that the pool detects
-  hangs;
-- `step_timings` are counters of durations;
+- the worker's heartbeat changes with every env call, so that the pool detects hangs;
+- `step_timings` counts durations;
 - the action ring (`envserve.crashes`) contains the last actions of each row, from which
   a crash is replayed;
 - the frame board contains rendered frames, and the pool's requests for them.
 
 Death. A worker may be killed at any moment: by the kernel, by an env that crashes or
 exits, or by the pool when a heartbeat stops. This is safe for three reasons. No lock is
-shared between processes. The pool trusts no result of an interrupted step: it replaces
-the step by a lost transition (truncated, reward 0), whose final observation is made of
-the finite values that the rows contain. And nothing else writes these rows until the
-process is known to have ended: only then are its blocks marked as lost and a successor
-is started. The shared memory remains mapped in the pool, so the heartbeat and the
-action ring show afterwards which env was running, and with which action.
+shared between processes. The pool discards the result of an interrupted step: it
+replaces the step with a lost transition (truncated, reward 0), whose final observation
+consists of the finite values in the rows. And no other process writes these rows until
+the process is known to have ended: only then are its blocks marked as lost and a
+successor is started. The shared memory remains mapped in the pool, so afterwards the
+heartbeat and the action ring show which env was running, and with which action.
 """

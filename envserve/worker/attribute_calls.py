@@ -1,8 +1,8 @@
-"""Attribute access on envs of a block: its request, its execution and its answer.
+"""Attribute access on the envs of a block: request, execution and answer.
 
 The answer contains the values of the first rows: as many as fit, and at least one. The
-other rows were not called, and the caller requests them again. A row whose call has
-failed has a fault and no value.
+other rows were not called, and the caller requests them again. A row whose call failed
+has a fault and no value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from envserve.worker.worker_report import decode_report, encode_report, fault_fr
 
 #: Length of the report, which precedes the values.
 _LENGTH: Final = struct.Struct("<I")
-#: Once the values are that long, no further row is called. The second limit is divided
-#: by the number of blocks.
+#: Once the values exceed this size, no further row is called. The second limit is
+#: divided by the number of blocks.
 _SOFT_LIMIT_BYTES: Final = 4 << 20
 _POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
-#: Limit of values in a row's result, as `codec.check` counts them, because each takes
-#: time to decode. All rows of an answer have less than twice as many.
+#: Maximum number of values in a row's result, counted as in `codec.check`, because each
+#: value takes time to decode. All rows of an answer have less than twice as many.
 MAX_RESULT_VALUES: Final = 1 << 17
 _NONE: Final = codec.encode(None)
 #: First byte of a list; followed by its length.
@@ -32,7 +32,7 @@ _LIST_MARKER: Final = b"\xdd"
 
 
 def encode_call(call: Call, num_blocks: int = 1) -> bytes:
-    """Encode a call for a worker of a pool of `num_blocks` blocks.
+    """Encode a call for a worker in a pool with `num_blocks` blocks.
 
     Raises:
       CallError: The arguments are too long.
@@ -48,7 +48,7 @@ def encode_call(call: Call, num_blocks: int = 1) -> bytes:
 
 
 class CallRequest(NamedTuple):
-    """A call as the worker receives it: `lane.Call` and a limit for the answer."""
+    """A call as received by the worker: `lane.Call` and a size limit for the answer."""
 
     rows: list[int]
     kind: str
@@ -67,7 +67,7 @@ class CallRequest(NamedTuple):
         return self.kind in ("call", "set")
 
     def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
-        """Return fresh arguments for one row, by its position in `rows`."""
+        """Decode new arguments for the row at a position in `rows`."""
         arguments, keywords = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
         return ([arguments[position]] if self.kind == "set" else arguments), keywords
 
@@ -82,7 +82,7 @@ def run_call(
 
     Args:
       request: The call.
-      value_of: Returns the value of a row by its position, or raises the env's error.
+      value_of: Returns the value of the row at a position, or raises the env's error.
       must_answer_all: Whether rows that do not fit get a fault instead of being left
         for another request, because the call must not be repeated.
     """
@@ -96,13 +96,14 @@ def run_call(
                 break
             value_of = _raise_too_large
         try:
-            # In a list, because nesting counts and the answer is a list.
+            # Encode it in a list, because the answer is a list and nesting is limited.
             value = codec.encode([value_of(position)])
             num_values += codec.check(value, MAX_RESULT_VALUES)
             value = value[1:]
             if len(value) > MAX_CALL_BYTES:
                 raise ValueError(
-                    f"expected a result below {MAX_CALL_BYTES} bytes; got {len(value)}"
+                    f"expected a result of at most {MAX_CALL_BYTES} bytes; "
+                    f"got {len(value)}"
                 )
         except Exception as error:
             value, fault = _NONE, fault_from_error(row, error)
@@ -127,8 +128,8 @@ def run_call_on_vector_env(
 ) -> bytes:
     """Run a call once, on the vector env of all rows of a block.
 
-    Every row gets the returned value. If it is a list or tuple with one item per row of
-    the block, every row gets its item.
+    Every row gets the returned value, or its own item if the value is a list or tuple
+    with one item per row of the block.
     """
     try:
         value = _apply_to_vector_env(request, env)
@@ -148,7 +149,7 @@ def run_call_on_vector_env(
 def _raise_too_large(position: int) -> Any:
     raise ValueError(
         f"expected at most {_SOFT_LIMIT_BYTES >> 20} MiB of values for all rows of a "
-        f"vector env; got more; the call was made, but return less from it"
+        f"vector env; got more; the call was executed, but must return less"
     )
 
 
@@ -161,7 +162,8 @@ def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
         ]
         if len({*given}) > 1:
             raise ValueError(
-                "expected the same value for all rows of a vector env; got several"
+                "expected the same value for all rows of a vector env; got different "
+                "values"
             )
         return setattr(env, request.name, arguments[0])
     value = getattr(env, request.name)
@@ -171,10 +173,10 @@ def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
 
 
 def decode_results(payload: bytes, block: Block) -> Outcome:
-    """Decode a worker's answer; `result` of the outcome contains the values.
+    """Decode a worker's answer; the outcome's `result` contains the values.
 
     Raises:
-      ValueError: It is not a valid answer for this block.
+      ValueError: The payload is not a valid answer for this block.
     """
     start = _LENGTH.size
     end = start + int.from_bytes(payload[:start], "little")

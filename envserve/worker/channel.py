@@ -4,11 +4,11 @@ A message is a header (kind, block, sequence number, payload length) and a paylo
 `codec`'s encoding. STEP and its DONE are usually headers only, because the rows are in
 the slab.
 
-The parent's end (`Channel`) never blocks, because one loop serves all workers: unsent
-bytes wait in a queue, and the selector reports when the socket takes more. A worker has
-nothing else to do between operations, so its end (`MessageReader`) blocks. The parent
-does not trust workers, because their envs may write anything to any descriptor: every
-kind has a size limit, and other bytes raise WorkerError.
+The parent's end (`Channel`) does not block, because one loop serves all workers: unsent
+bytes are queued, and the selector reports when the socket is writable. A worker is idle
+between operations, so its end (`MessageReader`) blocks. The parent does not trust
+workers, because their envs may write anything to any descriptor: every kind of message
+has a size limit, and invalid bytes raise WorkerError.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from envserve.settings import EnvRequest
 
 #: Kind, block, sequence number, number of payload bytes.
 HEADER: Final = struct.Struct("<BxHII")
-#: More than the longest report of the template. Other messages may need several reads.
+#: Larger than any report of the template. Other messages may need several reads.
 _MAX_READ_BYTES: Final = 1 << 18
-#: Errors of a send that can be repeated, because the receiver is only slow.
+#: Errors after which a send can be retried, because the receiver is only slow.
 _BUSY_ERRNOS: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
-#: Longest encoding of the arguments of a call, and of its result for one row.
+#: Maximum encoded size of the arguments of a call, and of its result for one row.
 MAX_CALL_BYTES: Final = 32 << 20
-#: Longest answer to a call of all rows of a block, and longer than any other report.
+#: Maximum size of the answer to a call on all rows of a block; larger than any other
+#: report.
 MAX_ANSWER_BYTES: Final = MAX_CALL_BYTES + (8 << 20)
 
 
@@ -59,23 +60,24 @@ class MessageKind(enum.IntEnum):
     BUILT = 7  # one more env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
-    FAILED = 10  # traceback; the worker exits. Block 1: a restart would fail as well
+    FAILED = 10  # traceback; the worker exits. Block 1: a restart would also fail
     VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
     UNKNOWN_ENV = 11  # error message; the worker exits
     BAD_WRAPPER = 15  # error message; the worker exits
     # Between launcher and template, in both directions.
-    FORK = 16  # import modules, fork or kill a worker; the result of such a request
+    FORK = 16  # request to import modules, or to fork or kill a worker; its result
 
 
-#: Exceptions for errors of the request, which no restart can fix, by message kind.
+#: Exceptions for invalid requests, which no restart can fix, by message kind.
 REQUEST_ERRORS: Final = {
     MessageKind.UNKNOWN_ENV: UnknownEnv,
     MessageKind.BAD_WRAPPER: WrapperError,
 }
 _KINDS: Final = {int(kind): kind for kind in MessageKind}
-#: Longest payload of kinds that are not listed below.
+#: Maximum size of the payload of kinds that are not listed below.
 _MAX_BYTES: Final = 64 << 20
-#: Limits of messages from workers, which the loop that serves all workers decodes.
+#: Limits for messages from workers, which are decoded in the loop that serves all
+#: workers.
 _MAX_BYTES_BY_KIND: Final = {
     MessageKind.READY: 16 << 20,
     MessageKind.DONE: MAX_ANSWER_BYTES,
@@ -104,25 +106,25 @@ def pack_message(
 
 @dataclass(frozen=True, kw_only=True)
 class BuildMessage(EnvRequest):
-    """Content of BUILD: the envs of one worker. The pool has validated it."""
+    """Content of BUILD: the envs of one worker, already validated by the pool."""
 
     max_infos_kib: int
-    """Limit of a row's infos in KiB."""
+    """Maximum size of a row's infos in KiB."""
     num_workers: int
-    """Number of workers of the pool."""
+    """Number of workers in the pool."""
     worker: int
     """Index of this worker."""
     blocks: Sequence[tuple[int, int, int]]
     """Index, first row, and row after the last, of each block."""
     incarnations: Sequence[int]
-    """For each row of the pool, how many times its env was rebuilt before."""
+    """Number of times that the env of each row of the pool was rebuilt before."""
 
     def __post_init__(self) -> None:
-        """Skip the validation: resolving the types would delay the worker's start."""
+        """Skip validation: resolving the types would delay the worker's start."""
 
 
 class MessageDecoder:
-    """Splits a stream of bytes into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -147,7 +149,7 @@ class MessageDecoder:
             )
             if kind is None or length > limit:
                 raise WorkerError(
-                    f"expected a message of a known kind below {limit} bytes; "
+                    f"expected a message of a known kind, of at most {limit} bytes; "
                     f"got kind {code} of {length} bytes"
                 )
             start = offset + HEADER.size
@@ -171,8 +173,8 @@ class Channel:
 
     Attributes:
       socket: The socket.
-      is_at_eof: Whether the peer has closed its end and everything it sent was read.
-      unsent: Messages, and descriptors to pass, that the socket did not take yet.
+      is_at_eof: Whether the peer has closed its end, and everything it sent was read.
+      unsent: Queued messages that were not sent yet, with the descriptors to pass.
     """
 
     def __init__(
@@ -185,8 +187,8 @@ class Channel:
 
         Args:
           sock: The socket.
-          selector: Is kept informed of the events that this channel waits for.
-          selector_data: Returned by the selector with these events.
+          selector: Selector with which to register the socket.
+          selector_data: Data that the selector returns with the socket's events.
         """
         sock.setblocking(False)
         self.socket = sock
@@ -201,16 +203,17 @@ class Channel:
             selector.register(sock, selectors.EVENT_READ, selector_data)
 
     def send(self, data: bytes, passed_fd: _PassedFd = None) -> None:
-        """Queue messages, and send as much as the socket takes.
+        """Queue messages, and send as much as possible without blocking.
 
         Args:
           data: Encoded messages.
-          passed_fd: A descriptor to pass with them. A socket is closed once it is sent.
+          passed_fd: A descriptor to pass with the messages. A socket is closed once it
+            is sent.
         """
         if not self.unsent and passed_fd is None:
             try:
                 sent = self.socket.send(data)
-            except OSError:  # full or closed: `flush` distinguishes them
+            except OSError:  # full or closed: `flush` distinguishes the two
                 sent = 0
             if sent == len(data):
                 return
@@ -219,7 +222,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send unsent messages, as far as the socket has space for them now."""
+        """Send as many of the unsent messages as possible without blocking."""
         while self.unsent:
             data, passed = self.unsent[0]
             fd = passed.fileno() if isinstance(passed, socket.socket) else passed
@@ -227,7 +230,7 @@ class Channel:
                 sent = socket.send_fds(self.socket, [data], [] if fd is None else [fd])
             except OSError as error:
                 if error.errno not in _BUSY_ERRNOS:
-                    # The peer has ended. Messages that it sent before can still be
+                    # The peer has ended. Messages that it sent earlier can still be
                     # read.
                     self._drop_unsent()
                 break
@@ -243,7 +246,7 @@ class Channel:
             self._selector.modify(self.socket, events, self._selector_data)
 
     def read(self) -> list[ChannelMessage]:
-        """Return the received messages; send unsent ones as well.
+        """Return the received messages, and send unsent messages.
 
         Raises:
           WorkerError: The received bytes are not a valid message.
@@ -264,7 +267,7 @@ class Channel:
         return []
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until `read` can return messages, or can send unsent ones."""
+        """Wait until `read` can return messages or send unsent messages."""
         events = select.POLLIN | (select.POLLOUT if self.unsent else 0)
         self._poll.modify(self.socket, events)
         self._poll.poll(math.ceil(1000 * timeout_seconds))
@@ -284,7 +287,8 @@ class Channel:
 
     def _unregister(self) -> None:
         if self._selector is not None:
-            with contextlib.suppress(KeyError):  # an interrupt may have prevented it
+            # An interrupt may have prevented the registration.
+            with contextlib.suppress(KeyError):
                 self._selector.unregister(self.socket)
 
 
@@ -293,7 +297,8 @@ class MessageReader:
 
     Attributes:
       fds: Received descriptors.
-      spin_seconds: How long to poll for a message, yielding the core, before sleeping.
+      spin_seconds: How long to poll for a message, yielding the core between polls,
+        before blocking.
     """
 
     def __init__(self, channel: socket.socket) -> None:

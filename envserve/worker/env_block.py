@@ -1,7 +1,7 @@
-"""A block of single envs, which are stepped one after the other.
+"""A block of single envs, which are stepped sequentially.
 
 If an env raises an exception or returns a value outside its spaces, the block replaces
-it by its next incarnation within the same operation, and reports a fault for its row.
+it with its next incarnation within the same operation, and reports a fault for its row.
 If the new env cannot be built or reset either, the exception ends the worker.
 """
 
@@ -47,7 +47,7 @@ class EnvBlock:
         checks: EnvChecks,
         threads: ResetThreads | None,
     ) -> None:
-        """Store the arguments; `build` makes the envs.
+        """Store the arguments; `build` builds the envs.
 
         Args:
           config: Content of BUILD.
@@ -70,7 +70,7 @@ class EnvBlock:
             )
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
-        """Build the envs; yield the index and the spaces of each."""
+        """Build the envs; yield the index and the spaces of each env."""
         for env in self._envs:
             self._spec = env.build()
             yield env.env_index, self._spec
@@ -129,10 +129,10 @@ class EnvBlock:
         return self._encode_report(faults, infos, self._checks.take_warnings())
 
     def _is_finite(self, rewards: list[float]) -> bool:
-        """Return whether the rewards and observations are finite, by their sums.
+        """Return whether the rewards and observations are finite, based on their sums.
 
-        This is cheap: a finite sum has finite terms only. A sum that is not finite may
-        come from an overflow, so the rows are then checked one by one.
+        Sums are cheap, and a finite sum has only finite terms. A sum that is not finite
+        may be due to an overflow, so the rows are then checked individually.
         """
         if not math.isfinite(sum(rewards)):
             return False
@@ -149,12 +149,12 @@ class EnvBlock:
         return faults
 
     def _replace_failed(self, env: EnvRow | SpareRow, error: Exception) -> Fault:
-        """Replace an env that failed by its next incarnation; return the fault.
+        """Replace a failed env with its next incarnation; return the fault.
 
         The status of the row is PENDING until the pool writes the lost transition. If
         this worker dies before it has sent its report, PENDING shows the pool that
-        `final_observation` of the row is already final, and `observation` belongs to
-        the next episode.
+        `final_observation` of the row is already final, and that `observation` belongs
+        to the next episode.
         """
         fault = fault_from_error(env.row, error)
         rows = self._all_rows
@@ -210,7 +210,7 @@ class EnvBlock:
             first = error
         env.rebuild()
         info = env.reset(seed, options)
-        text = "Env %d: its reset failed; the env was rebuilt"
+        text = "Env %d: reset failed; the env was rebuilt"
         _LOGGER.warning(text, env.env_index, exc_info=first)
         return info
 
@@ -231,7 +231,7 @@ class EnvBlock:
         return answer
 
     def render(self, row: int) -> Any:
-        """Return what the env of a row renders."""
+        """Return the rendered frame of a row's env."""
         return self._envs[row - self.rows.start].render()
 
     def close(self) -> None:

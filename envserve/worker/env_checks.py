@@ -1,7 +1,7 @@
 """Check the values that envs return, and convert them to the types of their spaces.
 
-Each function returns the converted value or raises `SpaceViolation`. Its message names
-the expected and the found value, and a remedy.
+Each function returns the converted value or raises `SpaceViolation`, whose message
+names the expected value, the actual value and a remedy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Array = np.ndarray[Any, Any]
 
 
 class SpaceViolation(Exception):
-    """An env returned a value that its spaces, or Gymnasium's API, do not allow.
+    """An env returned a value that violates its spaces or Gymnasium's API.
 
     Attributes:
-      is_masked: Whether the settings ask to mask the row instead of raising an error.
+      is_masked: Whether the row is masked, as set by `nonfinite="mask"`, instead of
+        raising an error.
       is_permanent: Whether a new env would violate its spaces in the same way.
     """
 
@@ -39,12 +40,12 @@ class SpaceViolation(Exception):
 
 @dataclass(frozen=True)
 class EnvChecks:
-    """Settings and warnings of the checks of a worker.
+    """Settings and warnings of a worker's checks.
 
     Attributes:
       nonfinite: See `settings.NonFinite`.
-      strict_spaces: Whether the dtypes of observations must match those of the space.
-      warnings: Warnings by name of the env's class; empty once they are taken.
+      strict_spaces: Whether the dtypes of observations must match the space's dtypes.
+      warnings: Warning by name of the env's class; "" once it is taken.
     """
 
     nonfinite: NonFinite = "raise"
@@ -52,7 +53,7 @@ class EnvChecks:
     warnings: dict[str, str] = field(default_factory=dict)
 
     def take_warnings(self) -> list[str]:
-        """Return new warnings, each of them once."""
+        """Return warnings that were not returned before."""
         if not self.warnings:
             return []
         notes = [note for note in self.warnings.values() if note]
@@ -75,7 +76,7 @@ class EnvChecks:
 
 
 def flatten_observation(space: Space[Any], observation: Any) -> list[Any]:
-    """Return the unchecked values of an observation's leaves."""
+    """Return the values of an observation's leaves, not yet checked."""
     try:
         return flatten(space, observation)
     except SpaceError as error:
@@ -83,7 +84,7 @@ def flatten_observation(space: Space[Any], observation: Any) -> list[Any]:
 
 
 def leaf_label(leaf: Leaf) -> str:
-    """Return the name of an observation's leaf for messages."""
+    """Return the name of an observation leaf for messages."""
     return f"observation {leaf.path!r}" if leaf.path else "observation"
 
 
@@ -99,7 +100,8 @@ def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> 
     Args:
       leaf: A leaf of the observation space.
       value: The value that the env returned. Lists and numbers have no dtype.
-      checks: Whether arrays may be cast; collects the warning about it.
+      checks: Settings that determine whether arrays may be cast; collects a warning
+        about a cast.
       env_class: Class of the env, for the warning.
     """
     if leaf.is_encoded:
@@ -173,7 +175,7 @@ def convert_flag(name: str, value: Any) -> bool:
 
 
 def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the observation and the info that a reset has returned."""
+    """Return the observation and the info from the result of a reset."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
     if len(parts) == 2 and isinstance(parts[1], Mapping):
         return parts[0], parts[1]
@@ -187,8 +189,8 @@ def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
 def step_result_violation(error: Exception) -> SpaceViolation | None:
     """Return a violation if an error shows that step() returned invalid values.
 
-    The error may also come from Gymnasium's wrappers, which unpack the values first.
-    Return None for other errors.
+    The error may also come from Gymnasium's wrappers, which unpack the values before
+    `EnvRow` does. Return None for other errors.
     """
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -206,13 +208,13 @@ def step_result_violation(error: Exception) -> SpaceViolation | None:
     got = text.partition("got ")[2].rstrip(")") or text
     return SpaceViolation(
         "expected step() to return observation, reward, terminated, truncated and "
-        f"info; got {got}{' values' * got.isdigit()}; fix the env: Gym's old API had "
-        "four values, and its done is now terminated or truncated"
+        f"info; got {got}{' values' * got.isdigit()}; fix the env: in Gym's old API, "
+        "step() returned four values, and done is now terminated or truncated"
     )
 
 
 def _single_number(value: Any) -> Any:
-    """Return the only number in a value; None if there is none, or several."""
+    """Return the number in a value that contains exactly one; otherwise None."""
     try:
         array = np.asarray(value)
     except ValueError:  # a ragged list

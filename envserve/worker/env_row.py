@@ -1,7 +1,7 @@
-"""One env and its row: it is built, stepped, reset and rebuilt here.
+"""Build, step, reset and rebuild the env of one row.
 
 Exceptions of the env propagate unchanged. A value outside the spaces raises
-`SpaceViolation`. The block decides what happens then.
+`SpaceViolation`. The block handles these exceptions.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class EnvRow:
     Attributes:
       request: Settings of the env.
       row: Row of the pool.
-      env_index: Row of the whole batch, which determines the seeds.
+      env_index: Row in the whole batch, which determines the seeds.
       incarnation: Number of times the env was rebuilt, including in other processes.
       record: The row's record in the action ring, after `attach`.
       inner_env: The env without its wrappers, after `build`.
       is_fresh: Whether this incarnation was never reset.
-      attributes: Attributes that a caller has set; a rebuilt env gets them as well.
+      attributes: Attributes that a caller has set; they are set on rebuilt envs too.
       autoreset: See `settings.Autoreset`.
     """
 
@@ -64,7 +64,7 @@ class EnvRow:
         incarnation: int = 0,
         checks: EnvChecks | None = None,
     ) -> None:
-        """Store the arguments; `build` makes the env."""
+        """Store the arguments; `build` builds the env."""
         self.row = row
         self.env_index = request.first_env_index + row
         self.incarnation = incarnation
@@ -84,7 +84,7 @@ class EnvRow:
         return env_seed(self.request.seed, self.env_index, self.incarnation)
 
     def drop_initial_seed(self) -> None:
-        """Do not seed the first reset of this incarnation by default."""
+        """Remove the default seed of this incarnation's first reset."""
         self._initial_seed = None
 
     def build(self) -> EnvSpec:
@@ -108,7 +108,7 @@ class EnvRow:
         return spec
 
     def rebuild(self) -> None:
-        """Replace the env by its next incarnation, with the same attributes set."""
+        """Replace the env with its next incarnation, and set the same attributes."""
         self.close()
         self.incarnation += 1
         self.build()
@@ -116,11 +116,11 @@ class EnvRow:
             self._env.set_wrapper_attr(name, copy.deepcopy(value))
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
-        """Set where to write.
+        """Set the arrays, the heartbeat and the record to write to.
 
         Args:
           rows: Rows of the pool.
-          heartbeat: The worker's heartbeat, see `Slab`.
+          heartbeat: The worker's heartbeat; see `Slab`.
           record: The row's record in the action ring.
         """
         self._observation = rows.observation
@@ -134,8 +134,8 @@ class EnvRow:
     def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
         """Step the env and write its observation.
 
-        Whether the observation is finite is checked here only at the end of an episode.
-        The block checks all other rows together, which is much cheaper.
+        This method checks that the observation is finite only at the end of an episode.
+        Otherwise the block checks all rows together, which is much cheaper.
 
         Returns:
           Reward, terminated, truncated and info.
@@ -166,7 +166,7 @@ class EnvRow:
             truncated = convert_flag("truncated", truncated)
             episode_info = self._end_episode(observation, reward, info)
             return reward, terminated, truncated, episode_info
-        # Fast path of `_write` for a space of one array.
+        # Fast path of `_write` for a space with a single array.
         if (
             type(observation) is np.ndarray
             and observation.dtype is self._only_dtype
@@ -180,10 +180,10 @@ class EnvRow:
     def _end_episode(
         self, observation: Any, reward: float, info: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Write the last observation and the next first one; return the info."""
+        """Write the last observation, reset the env if necessary; return the info."""
         self._write(self._final_observation, observation)
-        # Checked before the next episode begins, so that the record is still of this
-        # one.
+        # Check it before the next episode begins, while the record still describes
+        # this episode.
         self.check_finite(reward, self._final_observation)
         if self.autoreset != "same_step":
             self._needs_reset = True
@@ -199,8 +199,8 @@ class EnvRow:
         """Reset the env, write its first observation, and return the info.
 
         Args:
-          seed: Seed of the reset. None uses the incarnation's seed for its first reset,
-            and no seed for others.
+          seed: Seed of the reset. None: use the incarnation's seed for its first reset,
+            and no seed for later resets.
           options: See `lane.Reset`.
         """
         info = self._begin_episode(seed, options)
@@ -263,7 +263,7 @@ class EnvRow:
         return value
 
     def render(self) -> Any:
-        """Return what the env renders; see `rendering.render`."""
+        """Return the rendered frame; see `rendering.render`."""
         return render(self._env)
 
     def intercept_calls(self, call: Callable[..., Any]) -> None:

@@ -1,13 +1,13 @@
 """Rendered frames of watched envs, in shared memory behind the rows of a pool.
 
 The pool writes which rows to render, their width, and until when. Workers render these
-rows between operations and write each frame to a slot. While nothing is watched, an
-operation reads a single number (`watched_until`) for this.
+rows between operations and write each frame to a slot. If no row is watched, the only
+cost is that each operation reads a single number (`watched_until`).
 
-Nothing is locked. A slot contains one encoded `RenderedFrame` and its checksum, so the
+There are no locks. A slot contains one encoded `RenderedFrame` and its checksum, so the
 pool ignores a frame that is overwritten while it is read, or that an env has corrupted.
-There are fewer slots than rows; a newly watched row takes the slot that was requested
-least recently.
+There may be fewer slots than rows; a newly watched row then takes the slot that was
+requested least recently.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class FrameBoard:
     """The watched rows and their latest frames.
 
     Attributes:
-      watched_until: Time (`time.monotonic_ns`) at which the last watch ends; 0 if no
-        row is watched. It is the only element.
-      watched: Row, end of the watch (`time.monotonic_ns`) and width in pixels per slot.
-      num_render_crashes: For each worker, the number of its processes that have ended
-        in a render since the last frame. The running process counts while it renders.
+      watched_until: Array whose first element is the time (`time.monotonic_ns`) at
+        which the last watch ends; 0 if no row is watched.
+      watched: Row, end of the watch (`time.monotonic_ns`) and width in pixels, by slot.
+      num_render_crashes: Number of processes of each worker that have ended during
+        `render` since the last frame. The running process counts while it renders.
     """
 
     def __init__(self, num_envs: int, num_workers: int, memory: Any) -> None:
@@ -47,11 +47,11 @@ class FrameBoard:
         until, crashes, self.watched, self._slots = arrays
         self.watched_until, self.num_render_crashes = until.data, crashes.data
         self._num_envs = num_envs
-        # By row, in the order of the last request; known to the pool only.
+        # Slots by row, in the order of the last request; used only in the pool.
         self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
-        """Make workers render some rows, `width` pixels wide, until a time in ns."""
+        """Make workers render rows, `width` pixels wide, until a time in ns."""
         slots, wanted = self._slots_by_row, self.watched
         for row in rows:
             if row >= self._num_envs:
@@ -81,13 +81,13 @@ class FrameBoard:
             return None
         try:
             frame = msgspec.msgpack.decode(data, type=RenderedFrame)
-        except ValueError:  # written by code of the env
+        except ValueError:  # written by env code
             return None
         return frame if frame.row == row else None
 
 
 def board_nbytes(num_envs: int, num_workers: int) -> int:
-    """Return the number of bytes of a board; unused ones take no physical memory."""
+    """Return the size of a board in bytes; unused bytes take no physical memory."""
     return arrays_nbytes(_layout(num_envs, num_workers))
 
 

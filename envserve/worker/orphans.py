@@ -2,7 +2,7 @@
 
 A worker adopts the processes that its envs leave behind (see `template`), and must reap
 them. It must not reap an env's direct children, because an exit code can be read only
-once and the env may wait for it.
+once, and the env may be waiting for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 #: A zombie that no env has waited for within this time was probably adopted.
 _ADOPTED_AFTER_SECONDS: Final = 60.0
-#: Number of operations between two checks.
+#: Number of calls of `reap` per check.
 _REAP_INTERVAL: Final = 256
 
 
@@ -28,7 +28,7 @@ class OrphanReaper:
         self._num_calls = 0
 
     def reap(self) -> None:
-        """Reap adopted processes in every 256th call; never block."""
+        """Reap adopted processes in every 256th call, without blocking."""
         self._num_calls += 1
         if (
             self._num_calls % _REAP_INTERVAL
@@ -58,9 +58,9 @@ def _has_zombie_child() -> bool:
 
 
 def code_tied_to_parent(module: str) -> str:
-    """Return code that runs `main` of a module; SIGTERM ends it with its parent.
+    """Return code that runs a module's `main`, in a process that ends with its parent.
 
-    The signal exists on Linux only.
+    The process receives SIGTERM when its parent ends; this works only on Linux.
     """
     # PR_SET_PDEATHSIG (the parent is the thread that starts the process), SIGTERM.
     return f"""import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
@@ -68,9 +68,9 @@ from {module} import main; main()"""
 
 
 def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:
-    """Return process id, state and session of each child; an empty list if not Linux.
+    """Return the process id, state and session of each child, including adopted ones.
 
-    Adopted children are included.
+    Return an empty list on systems other than Linux.
 
     Args:
       pid: The parent; this process by default.

@@ -1,12 +1,13 @@
 """The main loop of a worker process.
 
 A worker builds the envs of its blocks (BUILD), maps the slab (SLAB) and then executes
-one operation after the other (STEP, RESET, CALL), until the pool sends CLOSE or closes
-its end of the socket. It answers each operation exactly once, with DONE, after it has
-written the rows. Between two operations it renders a frame if one was requested.
+operations one at a time (STEP, RESET, CALL), until the pool sends CLOSE or closes its
+end of the socket. The worker answers each operation exactly once, with DONE, after it
+has written the rows. Between operations, it renders a frame if one was requested.
 
-An env that fails is replaced within the operation, see `env_block`. Any other exception
-ends the worker with FAILED and a traceback. See `envserve.worker` for the theory.
+An env that fails is replaced within the operation; see `env_block`. Any other exception
+ends the worker, which sends FAILED with a traceback. `envserve.worker` describes the
+design.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ from envserve.worker.worker_report import encode_spaces, utf8_tail
 from envserve.wrappers.specs import wrappers_from_plain
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: A sleeping core takes longer to wake up than a light env takes to step, and a policy
-#: needs about this long for its actions. Only used if every worker has its own core.
+#: Time to poll for the next message, about as long as a policy takes to compute
+#: actions. A sleeping core takes longer to wake up than a light env takes to step. Used
+#: only if every worker has its own core.
 _SPIN_SECONDS: Final = 400e-6
-#: Seconds to wait for running resets before closing. The pool waits twice as long.
+#: Time to wait for running resets before closing. The pool waits twice as long.
 _CLOSE_SECONDS: Final = 0.5
 _COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
 
@@ -63,7 +65,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
 
     Args:
       channel: The worker's end of the socket pair.
-      import_error: The error of importing the user's env modules, or "".
+      import_error: Error from importing the user's env modules, or "".
     """
     with channel:
         try:
@@ -101,7 +103,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
                 kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
             )
             kind = next(kinds, MessageKind.FAILED)
-            # The messages of these errors are complete. Others need the traceback.
+            # The messages of these errors are sufficient. Others need the traceback.
             is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
             is_complete = (
                 isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
@@ -132,8 +134,8 @@ class _Worker:
             )
         row = config.blocks[0][1]
         env_index, incarnation = config.first_env_index + row, config.incarnations[row]
-        # Seed the global generators, or all forks would draw the same numbers in env
-        # code that uses them.
+        # Seed the global generators. Otherwise env code that uses them would draw the
+        # same numbers in all forks.
         seed = env_seed(config.seed, env_index, incarnation)
         random.seed(seed)
         np.random.seed(seed)
@@ -152,8 +154,8 @@ class _Worker:
             different = first.differences(spec)
             if different:
                 raise EnvStartError(
-                    f"Env {env_index}: its spaces differ from those of env "
-                    f"{first_index}; {'; '.join(different)}"
+                    f"Env {env_index}: its spaces differ from the spaces of env "
+                    f"{first_index}: {'; '.join(different)}"
                 )
             self._send(pack_message(MessageKind.BUILT))
         return first
@@ -175,7 +177,7 @@ class _Worker:
         config, spec = self._config, self._spec
         num_envs, num_workers = config.num_envs, config.num_workers
         slab = Slab(fd, spec, num_envs, num_workers)
-        slab.close()  # processes that envs start must not inherit the descriptor
+        slab.close()  # processes started by envs must not inherit the descriptor
         heartbeat = slab.heartbeats[config.worker].data
         ring = ActionRing(spec, num_envs, slab.extra)
         for block in self._blocks.values():
@@ -203,7 +205,7 @@ class _Worker:
             self._renderer.render_due_row()
 
     def close(self) -> None:
-        """Close the envs, after a short wait for resets in threads."""
+        """Close the envs, after a short wait for running resets in threads."""
         if self._threads is not None:
             self._threads.close(_CLOSE_SECONDS)
         for block in self._blocks.values():

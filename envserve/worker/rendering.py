@@ -1,9 +1,9 @@
-"""Render watched envs between two operations of a worker.
+"""Render watched envs between a worker's operations.
 
-Rendering takes about one sixtieth of a worker's time, measured for each frame,
-however slowly an env renders and however many clients watch. Code of an env may do
-anything while it renders: an exception is shown instead of the frame, and a hang is
-detected like a hang of the next step.
+Rendering takes about one sixtieth of a worker's time, however slowly an env renders and
+however many clients watch: the pause after a frame depends on its rendering time. Env
+code may fail while it renders: an exception is shown instead of the frame, and a hang
+is detected like a hang of the next step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from envserve.worker.frame_board import FrameBoard
 #: row also loads libraries, so its pause has an upper limit.
 _PAUSE_FACTOR: Final = 59
 _MAX_FIRST_PAUSE_NS: Final = 1_000_000_000
-#: A worker stops rendering after this number of its processes has ended in a render.
+#: A worker stops rendering after this number of its processes have ended in a render.
 _MAX_RENDER_CRASHES: Final = 2
 _QUALITIES: Final = (75, 50, 25)
-#: Colours in texts that are rendered for terminals.
+#: Colour codes in frames that are rendered as text for terminals.
 _ANSI_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -69,7 +69,7 @@ class FrameRenderer:
         self._pause_until = 0
 
     def render_due_row(self) -> None:
-        """Render the row whose last frame is oldest, unless rendering is pausing."""
+        """Render the row with the oldest frame, unless rendering is paused."""
         begin, is_first = time.monotonic_ns(), False
         if begin < self._pause_until:
             return
@@ -96,7 +96,7 @@ class FrameRenderer:
         self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
 
     def _render_jpeg(self, row: int, width: int) -> tuple[bytes, str]:
-        """Render a row; return a JPEG, or a text to show instead."""
+        """Render a row; return a JPEG, or b"" and a text to show instead."""
         crashes, worker = self._board.num_render_crashes, self._worker
         if crashes[worker] >= _MAX_RENDER_CRASHES:
             return (
@@ -124,11 +124,11 @@ class FrameRenderer:
 
 
 def render(env: Any) -> Any:
-    """Return what an env renders, even if it was built without a render mode."""
+    """Return an env's rendered frame, even if it was built without a render mode."""
     _configure_headless()
     inner = env.unwrapped
     if str(getattr(env, "render_mode", None)).endswith("_list"):
-        env = inner  # the wrapper would also collect this frame for the env's user
+        env = inner  # the wrapper would also collect this frame for the caller
     modes = getattr(inner, "metadata", {}).get("render_modes", ())
     if getattr(inner, "render_mode", None) is not None or "rgb_array" not in modes:
         return env.render()
@@ -141,7 +141,7 @@ def render(env: Any) -> Any:
 
 @cache
 def _configure_headless() -> None:
-    """Prevent GLFW from opening a display; without one it would end the process."""
+    """Prevent GLFW from opening a display: it ends the process if there is none."""
     os.environ.update(headless_variables(os.environ))
 
 
@@ -149,8 +149,8 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
     """Encode a frame as JPEG; return b"" if it is not a picture.
 
     Args:
-      frame: uint8 `[height, width, 3]`, as an env renders it. Grey and RGBA are
-        accepted as well; of a list, the last frame.
+      frame: uint8 `[height, width, 3]`. Greyscale and RGBA are also accepted, and lists
+        of frames, of which the last one is encoded.
       width: Maximum width in pixels; narrower frames are not scaled.
     """
     if isinstance(frame, list) and frame:
@@ -162,11 +162,11 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            "pictures need Pillow; pip install 'envserve[page]' where the envs run"
+            "frames require Pillow; run pip install 'envserve[page]' where the envs run"
         ) from error
     image = Image.fromarray(frame)
     image = image if image.mode == "RGB" else image.convert("RGB")
-    # Four times as fast as Pillow's default, at a quality that is sufficient here.
+    # Four times as fast as Pillow's default, with sufficient quality.
     image.thumbnail((width, 2 * width), Image.Resampling.BILINEAR, reducing_gap=1.0)
     while True:
         for quality in _QUALITIES:
@@ -180,10 +180,11 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
 def headless_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to set on Linux without a display.
 
-    MuJoCo then uses EGL or OSMesa, and pygame opens no window.
+    With these variables, MuJoCo uses EGL or OSMesa, and pygame opens no window.
 
     Args:
-      environment: Variables of the process; those that are set are not returned.
+      environment: Variables of the process. Variables that it contains are not
+        returned.
     """
     if sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(environment):
         return {}

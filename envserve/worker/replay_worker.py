@@ -1,7 +1,7 @@
-"""Replay a repro file in a worker process: the same reset, the same actions.
+"""Replay the reset and the actions of a repro file in a worker process.
 
-The worker reports the number of each action before it applies it, so that the pool
-knows in which action it crashed.
+The worker reports the number of each action before it applies the action, so that the
+pool knows in which action the worker crashed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from envserve.worker.worker_report import fault_from_error
 def run(channel: socket.socket, payload: bytes, num_frames: int = 0) -> None:
     """Replay the content of a repro file.
 
-    Send DONE with the number of each action before it is applied, and with 0 before
-    the reset. At the end send READY, or FAILED with the env's exception. Send a
-    VIDEO_FRAME before each of the last `num_frames` actions and before READY.
+    Send DONE with the number of each action before it is applied, and with 0 before the
+    reset. At the end, send READY, or FAILED with the env's exception. Send a
+    VIDEO_FRAME before each of the last `num_frames` actions, and before READY.
     """
     repro = decode_repro(payload)
     first_frame = len(repro.played.actions[0]) - num_frames + 1
@@ -62,8 +62,9 @@ def build_env(repro: Repro) -> tuple[EnvRow, EnvSpec]:
     """Build the env of a repro file.
 
     Raises:
-      ReproError: The env has other action spaces than the file.
-      EnvStartError: The file is of a vector env, whose other rows it does not contain.
+      ReproError: The env's action space differs from the one in the file.
+      EnvStartError: The env was a row of a vector env, whose other rows the file does
+        not contain.
     """
     if repro.vectorized:
         raise EnvStartError(
@@ -99,8 +100,8 @@ def _render_video_frame(env: EnvRow) -> bytes:
             MessageKind.VIDEO_FRAME, payload=codec.encode([rate, picture])
         )
     raise VideoError(
-        f"expected render() to give a frame, uint8 [height, width, 3]; got "
-        f"{one_line(repr(picture), 200)}; the env has to support "
+        f"expected render() to return a frame, uint8 [height, width, 3]; got "
+        f"{one_line(repr(picture), 200)}; the env must support "
         f"render_mode='rgb_array'"
     )
 
@@ -111,7 +112,7 @@ def apply_actions(
     """Reset an env that was just built, and apply the actions of a repro file.
 
     Args:
-      repro: The repro file.
+      repro: The content of the repro file.
       env: The env.
       spec: Spaces of the env.
       on_action: Called with the number of each action (from 1) before it is applied,
@@ -121,7 +122,7 @@ def apply_actions(
       The row that the env has written.
 
     Raises:
-      Exception: The exception of the env, or `SpaceViolation`.
+      Exception: The env's exception, or `SpaceViolation`.
     """
     rows = Rows.allocate(spec, 1)
     env.attach(rows, private_heartbeat(), RowRecord.private())

@@ -1,7 +1,7 @@
 """Adapt envs whose `reset` lacks the arguments `seed` or `options`.
 
 The worker calls `reset(seed=..., options=...)`, as Gymnasium defines it. An argument
-that the env does not declare is dropped if it is None, and an error otherwise.
+that the env does not declare is dropped if it is None; otherwise an error is raised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
     """Return the env with a complete `reset`, also inside its wrappers.
 
     Raises:
-      EnvStartError: The env takes no seed, but its first reset gets one.
+      EnvStartError: The env's `reset` does not accept a seed, but the first reset
+        passes one.
     """
     if isinstance(env, gymnasium.Wrapper):
         env.env = complete_reset_signature(env.env, needs_seed=needs_seed)
@@ -32,8 +33,8 @@ def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
     missing = [name for name in ("seed", "options") if name not in parameters]
     if needs_seed and "seed" in missing:
         raise EnvStartError(
-            f"{type(env).__name__}.reset() takes no seed, but the first reset of every "
-            f"env gets one; {_REMEDY}, or use seeded=False"
+            f"{type(env).__name__}.reset() does not accept seed, but the first reset "
+            f"of every env passes one; {_REMEDY}, or use seeded=False"
         )
     return _DropMissingArguments(env, missing) if missing else env
 
@@ -49,5 +50,5 @@ class _DropMissingArguments(gymnasium.Wrapper[Any, Any, Any, Any]):
         for name in self._missing:
             if given.pop(name) is not None:
                 who = type(self.env).__name__
-                raise TypeError(f"{who}.reset() takes no {name}; {_REMEDY}")
+                raise TypeError(f"{who}.reset() does not accept {name}; {_REMEDY}")
         return self.env.reset(**given)

@@ -1,14 +1,14 @@
 """A row with two envs that take turns: one is stepped while the other is reset.
 
-At the end of an episode the row switches to the spare env, which a thread has already
-reset, and the thread resets the env that was active until then. A step therefore does
-not wait for a slow reset. Which env plays which episode, and its seeds, depend only on
-the sequence of operations, never on timing.
+At the end of an episode, the row switches to the spare env, which a thread has already
+reset, and a thread resets the env that was active before. A step therefore does not
+wait for a slow reset. Which env plays which episode, and its seeds, depend only on the
+sequence of operations, never on timing.
 
-Each env is used by one thread at a time. The active env belongs to the main thread. The
-spare belongs to a reset thread from `start_reset` until its future is done; it writes
-to private rows, a private heartbeat and a private record meanwhile. The main thread
-takes it back by waiting for the future, and an exception of the reset is raised there.
+Only one thread at a time uses an env. The active env belongs to the main thread. The
+spare belongs to a reset thread from `start_reset` until its future is done; meanwhile,
+it writes to private rows, a private heartbeat and a private record. The main thread
+takes it back by waiting for the future, which raises the exception of a failed reset.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ class ResetThreads(ThreadPoolExecutor):
         return reset
 
     def close(self, timeout_seconds: float) -> None:
-        """Cancel resets that have not started; wait for the others until a timeout."""
+        """Cancel resets that have not started, and wait for the others."""
         self.shutdown(wait=False, cancel_futures=True)
         wait([*self._resets], timeout_seconds)
 
 
 class SpareRow:
-    """Two envs that take turns in one row; it is used like an `EnvRow`.
+    """Two envs that take turns in one row; has the interface of `EnvRow`.
 
     Attributes:
       row: Row of the pool.
-      env_index: Row of the whole batch, which determines the seeds.
+      env_index: Row in the whole batch, which determines the seeds.
       incarnation: Number of times that an env of this row was rebuilt.
       record: The row's record in the action ring, after `attach`.
     """
 
     def __init__(self, active: EnvRow, spare: EnvRow, threads: ResetThreads) -> None:
-        """Store two identical rows; `build` and `build_spare` make their envs."""
+        """Store two identical rows; `build` and `build_spare` build their envs."""
         self._active, self._spare = active, spare
         self._spare.attributes = self._active.attributes
-        # The row resets the envs, so they must not do it themselves.
+        # This class resets the envs, so they must not reset themselves.
         self._autoreset = active.autoreset
         active.autoreset = spare.autoreset = "disabled"
         self._threads = threads
         self.row = active.row
         self.env_index = active.env_index
         self.incarnation = active.incarnation
-        #: The reset of the spare, from its start until the spare becomes active.
+        #: The spare's reset, from its start until the spare becomes active.
         self._spare_reset: Future[Mapping[str, Any]] | None = None
         self._next_spare_seed = (
             spare_seed(active.seed) if active.request.seeded else None
@@ -90,7 +90,7 @@ class SpareRow:
         return self._active.is_fresh
 
     def drop_initial_seed(self) -> None:
-        """Do not seed the first resets of either env by default."""
+        """Remove the default seeds of both envs' first resets."""
         self._next_spare_seed = None
         self._active.drop_initial_seed()
         self._spare.drop_initial_seed()
@@ -105,13 +105,13 @@ class SpareRow:
         return self._spare.build()
 
     def rebuild(self) -> None:
-        """Replace the active env by its next incarnation; keep the spare."""
+        """Replace the active env with its next incarnation; keep the spare."""
         self._active.incarnation = self.incarnation
         self._active.rebuild()
         self.incarnation = self._active.incarnation
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
-        """Set where to write; see `EnvRow.attach`."""
+        """Set the arrays, the heartbeat and the record; see `EnvRow.attach`."""
         self._rows = rows
         self._heartbeat = heartbeat
         self.record = record
@@ -138,12 +138,12 @@ class SpareRow:
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
         """Begin an episode, write its first observation, and return the info.
 
-        Without seed and options the row switches to the prepared spare, unless the
-        active env was never reset. With either of them the prepared episode is
+        Without seed and options, the row switches to the prepared spare, unless the
+        active env was never reset. With a seed or options, the prepared episode is
         discarded.
 
         Args:
-          seed: Seeds both envs.
+          seed: Seed of this reset, from which the spare's next seed is derived.
           options: See `lane.Reset`.
         """
         self._episode_has_ended = False
@@ -167,10 +167,10 @@ class SpareRow:
         arguments: list[Any],
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Call, get or set an attribute of the active env; set it on the spare as well.
+        """Call, get or set an attribute of the active env; also set it on the spare.
 
-        An episode that was prepared before an attribute was set is outdated, so the
-        spare is then reset again when its turn comes.
+        If an attribute is set after the spare was reset, the prepared episode is stale,
+        so the spare is reset again when it becomes active.
         """
         if kind != "set":
             return self._active.call(kind, name, arguments, keywords)
@@ -182,11 +182,11 @@ class SpareRow:
             self._pending_attributes[name] = value
 
     def render(self) -> Any:
-        """Return what the active env renders."""
+        """Return the rendered frame of the active env."""
         return self._active.render()
 
     def close(self) -> None:
-        """Close both envs, except a spare that is still in its reset."""
+        """Close both envs, except a spare that is still being reset."""
         self._active.close()
         if self._spare_reset is None or self._spare_reset.done():
             self._spare.close()
@@ -197,7 +197,7 @@ class SpareRow:
 
     def _begin_prepared_episode(self) -> Mapping[str, Any]:
         """Switch to the spare; return the info of its reset."""
-        assert self._spare_reset is not None, "the first reset of the row starts it"
+        assert self._spare_reset is not None, "the row's first reset starts it"
         is_stale = bool(self._pending_attributes)
         info = self._activate_spare(self._spare_reset)
         if is_stale:
@@ -214,8 +214,8 @@ class SpareRow:
         """Wait for the spare's reset and make it the active env; return the info.
 
         Raises:
-          Exception: The exception of the reset. The env is active nevertheless, so that
-            the caller can rebuild it.
+          Exception: The reset failed. The env is active nevertheless, so that the
+            caller can rebuild it.
         """
         self._spare_reset = None
         self._active, self._spare = self._spare, self._active
@@ -235,7 +235,7 @@ class SpareRow:
         return info
 
     def _start_spare_reset(self) -> None:
-        """Let a thread reset the spare."""
+        """Start the spare's reset in a thread."""
         self._spare.row = 0
         self._spare.attach(self._spare_rows, self._spare_heartbeat, self._spare_record)
         seed, self._next_spare_seed = self._next_spare_seed, None

@@ -1,11 +1,11 @@
 """Forward the stderr of all workers, and keep the end of each for error reports.
 
-Output is forwarded by whole lines, and a Python stack as one piece, so that the output
+Output is forwarded in whole lines, and a Python stack as one piece, so that the output
 of several workers does not mix. The stack of a crashed worker is withheld, because the
-report of its exit contains it.
+report of its exit contains the stack.
 
-Workers never wait for a reader of our stderr (a stopped terminal, for example): their
-pipes are always read, and output that exceeds the buffer is dropped.
+A slow reader of our stderr (a stopped terminal, for example) does not block workers:
+their pipes are always read, and output that exceeds the buffer is dropped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import stat
 import time
 from typing import Final
 
-#: Bytes of each worker's output that are kept.
+#: Number of bytes that are kept of the end of each worker's output.
 TAIL_BYTES: Final = 4096
 _READ_BYTES: Final = 1 << 16
-#: Starts of a stack. The fault handler writes it in small parts, so they are buffered.
+#: First bytes of a stack. The fault handler writes a stack in small parts, which are
+#: buffered.
 _STACK_STARTS: Final = (b"Fatal Python error: ", b"Stack (most recent call first):")
 _MAX_BUFFER_BYTES: Final = 1 << 14
-#: Limit of output that waits for a slow reader of our stderr.
+#: Maximum amount of output that is buffered for a slow reader of our stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
-#: Limit of reads after a worker's end, because a child may keep writing to its pipe.
+#: Maximum number of reads after a worker's end, because its children may keep writing
+#: to the pipe.
 _MAX_LAST_READS: Final = 64
 #: Time to forward the remaining output when the template ends.
 _LAST_FLUSH_MS: Final = 200
@@ -34,7 +36,7 @@ _LAST_FLUSH_MS: Final = 200
 class StderrPipes:
     """One pipe per worker, read by the loop of the template.
 
-    The owner polls, and calls `handle` for each ready descriptor.
+    The template polls, and calls `handle` for each ready descriptor.
     """
 
     def __init__(self, poller: select.poll, stderr_fd: int = 2) -> None:
@@ -67,8 +69,8 @@ class StderrPipes:
     def close_in_worker(self) -> None:
         """Close the template's descriptors in a forked worker.
 
-        If workers had each other's read ends, writes could block after the template's
-        end.
+        If workers held each other's read ends, their writes could block after the
+        template has ended.
         """
         for read_fd in self._workers:
             os.close(read_fd)
@@ -80,7 +82,7 @@ class StderrPipes:
         return self._workers.get(fd)
 
     def handle(self, fd: int) -> bool:
-        """Handle a ready descriptor; return False if it belongs to something else."""
+        """Handle a ready descriptor; return False if it is not one of the pipes'."""
         if fd in self._workers:
             self._read(fd)
         elif fd == self._out_fd:
@@ -92,7 +94,7 @@ class StderrPipes:
     def finish(self, worker: int, *, is_reported: bool = False) -> bytes:
         """Return the end of a worker's output, once the worker has ended.
 
-        Output of processes that it has left behind is still forwarded.
+        Output of processes that the worker has left behind is still forwarded.
 
         Args:
           worker: The worker.
@@ -125,7 +127,7 @@ class StderrPipes:
         deadline = time.monotonic() + _LAST_FLUSH_MS / 1000
         while self._unsent and last.poll(_LAST_FLUSH_MS):
             self._flush()
-            if time.monotonic() >= deadline:  # the reader is slow
+            if time.monotonic() >= deadline:  # the reader is too slow
                 return
 
     def _read(self, read_fd: int) -> bool:
@@ -157,7 +159,7 @@ class StderrPipes:
             buffer.clear()
 
     def _forward_complete(self, read_fd: int, *, is_at_eof: bool = False) -> None:
-        """Forward complete lines and stacks; everything at end of file."""
+        """Forward complete lines and stacks; at end of file, forward everything."""
         buffer = self._buffers[read_fd]
         stop = len(buffer)
         if not is_at_eof and stop <= _MAX_BUFFER_BYTES and self._workers[read_fd] >= 0:
@@ -184,13 +186,13 @@ class StderrPipes:
         can_write = select.poll()
         can_write.register(self._out_fd, select.POLLOUT)
         try:
-            # A pipe that is writable takes this many bytes without blocking.
+            # A writable pipe accepts PIPE_BUF bytes without blocking.
             while self._unsent and can_write.poll(0):
                 sent = os.write(self._out_fd, self._unsent[: select.PIPE_BUF])
                 del self._unsent[:sent]
         except BlockingIOError:
             pass
-        except OSError:  # the reader has gone, or the disk is full
+        except OSError:  # the reader has exited, or the disk is full
             self._unsent.clear()
         if self._unsent:
             self._poller.register(self._out_fd, select.POLLOUT)
@@ -200,10 +202,10 @@ class StderrPipes:
 
 
 def _open_nonblocking(stderr_fd: int) -> int:
-    """Return a descriptor to write to, which never blocks if the system permits that.
+    """Return a descriptor for writing, which is non-blocking if the system permits it.
 
     The given descriptor shares its open file with the owner, so its flags must not be
-    changed. Therefore the file is opened again.
+    changed. Therefore the file is reopened.
     """
     try:
         if stat.S_ISREG(os.fstat(stderr_fd).st_mode):

@@ -1,8 +1,8 @@
 """Histograms of step and reset durations in shared memory, without locks.
 
 Each worker has its own cells in the slab, behind its heartbeat. Only the worker writes
-them, and the pool reads them at any time. They keep counting when the worker's process
-is replaced.
+its cells; the pool may read them at any time. The counts persist when the worker's
+process is replaced.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bisect import bisect_left
 from time import perf_counter_ns
 from typing import Final
 
-#: Upper bounds of the buckets in seconds; a last bucket counts longer durations.
+#: Upper bounds of the buckets in seconds; an additional bucket counts longer durations.
 BOUNDS: Final = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
@@ -19,28 +19,29 @@ BOUNDS: Final = (
 _BOUNDS_NS: Final = [int(1e9 * bound) for bound in BOUNDS]
 #: Cells of a histogram: the sum in nanoseconds, then the counts.
 NUM_CELLS: Final = 2 + len(BOUNDS)
-#: Index of the first cell of the histograms of steps and of resets.
+#: Indices of the first cells of the histograms of steps and of resets.
 STEP_CELL: Final = 8
 _STEP_COUNTS: Final = STEP_CELL + 1
 RESET_CELL: Final = 32
-#: Cell with the nanoseconds of resets in the main thread, which happen within steps.
+#: Cell with the total time in nanoseconds of resets in the main thread, which may occur
+#: within steps.
 _INLINE_CELL: Final = 31
 
 
 def start_time(cells: memoryview | None = None) -> int:
-    """Return the start time for `record_resets`; with cells, for `record_step`."""
+    """Return the start time for `record_resets` or, with cells, for `record_step`."""
     return perf_counter_ns() - (0 if cells is None else cells[_INLINE_CELL])
 
 
 def record_step(cells: memoryview, started_at: int, num_rows: int) -> None:
-    """Count the step of `num_rows` rows; resets within it do not count."""
+    """Record the step of `num_rows` rows, without the time of resets within it."""
     duration_ns = perf_counter_ns() - cells[_INLINE_CELL] - started_at
     cells[STEP_CELL] += duration_ns
     cells[_STEP_COUNTS + bisect_left(_BOUNDS_NS, duration_ns // num_rows)] += num_rows
 
 
 def record_resets(cells: memoryview, started_at: int, num_rows: int) -> None:
-    """Count the reset of `num_rows` rows."""
+    """Record the reset of `num_rows` rows."""
     duration_ns = perf_counter_ns() - started_at
     cells[_INLINE_CELL] += duration_ns
     cells[RESET_CELL] += duration_ns
@@ -48,7 +49,7 @@ def record_resets(cells: memoryview, started_at: int, num_rows: int) -> None:
 
 
 def move_resets(source: memoryview, target: memoryview) -> None:
-    """Move the counted resets from one worker's cells to another's."""
+    """Move recorded resets from one array of cells to another."""
     for cell in range(RESET_CELL, RESET_CELL + NUM_CELLS):
         if source[cell]:
             target[cell] += source[cell]

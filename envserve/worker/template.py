@@ -6,14 +6,14 @@ these modules. It does five things: import modules, fork workers, kill workers a
 processes that their envs leave behind, forward the workers' stderr, and report exits.
 
 The template has a single thread, because a fork would copy locks that other threads
-hold, without the threads that release them. One `poll` waits for requests of the owner,
-for SIGCHLD (by a wakeup socket) and for the stderr pipes. The template must not block,
-because several pools share it.
+hold, without the threads that release them. One `poll` waits for requests from the
+owner, for SIGCHLD (through a wakeup socket) and for the stderr pipes. The template must
+not block, because several pools share it.
 
-Only the template can kill a worker safely, because it is the parent: a process id stays
-taken until the parent has reaped the process. A worker is the leader of its own session
-and is killed with its process group. Grandchildren that have left the group are adopted
-by the template (as a subreaper, on Linux) and killed as well.
+Only the template can kill a worker safely, because it is the parent: a process id is
+not reused until the parent has reaped the process. A worker is the leader of its own
+session and is killed with its process group. Grandchildren that have left the group are
+adopted by the template (as a subreaper, on Linux) and also killed.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
 kills everything and exits. If the template is killed, the kernel kills the workers
@@ -46,25 +46,27 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 #: Makes a worker write its Python stack to stderr. An env may change its handler.
 _STACK_SIGNAL: Final = signal.SIGUSR2
-#: Time to write the stack before the kill, and the rest of it after the first output.
+#: Maximum time to write a stack before the kill, and maximum time after its first
+#: output.
 _STACK_SECONDS: Final = 0.08
 _STACK_REST_SECONDS: Final = 0.005
-#: Delay of the search for orphans after a child has ended; many may end at once.
+#: Delay between the end of a child and the search for orphans; many children may end at
+#: once.
 _ORPHAN_DELAY_SECONDS: Final = 0.1
-#: Time to kill everything at the end; the owner waits for a second.
+#: Time to kill all processes when the template exits; the owner waits for a second.
 _KILL_ALL_SECONDS: Final = 0.5
-#: Added to a worker's badness of at most 1000, by which the kernel selects the process
+#: Added to a worker's OOM score (at most 1000), by which the kernel selects the process
 #: to kill when memory runs out.
 _OOM_SCORE_INCREASE: Final = 500
 
 
 def main(fd: int) -> None:
     """Run the template process, connected to its owner by the socket `fd`."""
-    # A process that an env starts must not inherit the owner's connection.
+    # Processes started by envs must not inherit the connection to the owner.
     os.set_inheritable(fd, False)
     owner = socket.socket(fileno=fd)
     owner.settimeout(None)
-    os.dup2(2, 1)  # the stdout of envs must not mix with the output of the owner
+    os.dup2(2, 1)  # the stdout of envs must not mix with the owner's output
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Otherwise a killed worker would lose buffered output.
         sys.stdout.reconfigure(line_buffering=True)
@@ -146,7 +148,7 @@ class _Template:
             kill_group(pid)
 
     def _kill_overdue(self) -> int | None:
-        """Kill overdue workers and orphans; return the milliseconds until the next."""
+        """Kill overdue workers and orphans; return milliseconds until the next kill."""
         now = time.monotonic()
         if now >= self._kill_orphans_at:
             self._kill_orphans()
@@ -184,7 +186,7 @@ class _Template:
             elif self._fds:
                 self._fork(message["fork"], self._fds.pop(0))
             else:  # the kernel drops descriptors beyond the process's limit
-                error = "the template process has no descriptor left"
+                error = "the template process has no descriptors left"
                 self._report({"fork": message["fork"], "error": error})
         return bool(data)
 
@@ -196,15 +198,15 @@ class _Template:
         except Exception as error:
             self._import_error = str(error)
         for env_name in env_names:
-            # The worker gets the same error again, and reports it with its traceback.
+            # The worker encounters the same error, and reports it with a traceback.
             with contextlib.suppress(Exception):
                 registry.preload(env_name)
         gc.collect()
-        gc.freeze()  # no later collection writes to pages that forks share
+        gc.freeze()  # later collections must not write to pages that forks share
         self._report({"imported": not self._import_error})
 
     def _fork(self, request: int, fd: int) -> None:
-        # Nothing is imported here, because other pools wait for their kills and forks.
+        # Do not import anything here: it would delay kills and forks of other pools.
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
@@ -231,8 +233,8 @@ class _Template:
         code = 1
         try:
             if sys.platform == "linux":
-                # Otherwise a worker that wakes up preempts the process that is still
-                # sending the other workers' steps. This may not be permitted.
+                # Otherwise, a worker that wakes up preempts the process that is still
+                # sending steps to other workers. The system may not permit this call.
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             os.setsid()  # a group of its own, which can be killed as a whole
@@ -264,7 +266,7 @@ class _Template:
             process.run(channel, self._import_error)
             code = 0
         except BaseException:
-            # The frames above belong to the template and must not run in the child.
+            # The frames above belong to the template, and must not run in the child.
             sys.excepthook(*sys.exc_info())
         finally:
             with contextlib.suppress(Exception):
@@ -280,7 +282,7 @@ class _Template:
     def _reap(self) -> None:
         self._drain_wakeups()
         while True:
-            # Not reaped yet, so that its group can still be killed safely.
+            # Do not reap the child yet, so that its group can still be killed safely.
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
@@ -310,7 +312,7 @@ class _Template:
 
 
 def _raise_oom_score() -> None:
-    """Make the kernel kill this process before others when memory runs out."""
+    """Make the kernel prefer to kill this process when memory runs out."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # /proc may be read-only
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE_INCREASE)))

@@ -1,8 +1,8 @@
-"""A block that is one `gymnasium.vector.VectorEnv`, stepped by a single call.
+"""A block that is one `gymnasium.vector.VectorEnv`, stepped in a single call.
 
-The vector env is made by the `vector_entry_point` of a registered env. Values are
-checked as in `env_block`, for the whole block at once. A fault therefore ends the
-episodes of all rows of the block, and the vector env is rebuilt.
+The `vector_entry_point` of a registered env builds the vector env. Values are checked
+as in `env_block`, but for the whole block at once. A fault therefore ends the episodes
+of all rows of the block, and the vector env is rebuilt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Seeds = Sequence[int | None]
 
 _COLUMNS: Final = ("reward", "terminated", "truncated")
 _NO_INFOS: Final[_Infos] = {}
-#: Length of a fault's text in all rows except the first.
+#: Maximum length of a fault's text in all rows except the first.
 _MAX_SUMMARY_CHARS: Final = 96
 #: Keys of a SAME_STEP env's infos that describe the ended episodes.
 _FINAL_KEYS: Final = frozenset({"final_obs", "final_info", "_final_obs", "_final_info"})
@@ -62,7 +62,7 @@ class VectorBlock:
     """
 
     def __init__(self, config: BuildMessage, rows: range, checks: EnvChecks) -> None:
-        """Store the arguments; `build` makes the vector env."""
+        """Store the arguments; `build` builds the vector env."""
         self.rows = rows
         self._config = config
         self._checks = checks
@@ -77,7 +77,7 @@ class VectorBlock:
         return [env_seed(root, first + n, self._incarnation) for n in self.rows]
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
-        """Build the vector env; yield the index of its first env and the spaces."""
+        """Build the vector env; yield the index of its first env, and the spaces."""
         yield self._config.first_env_index + self.rows.start, self._make_env()
 
     def _make_env(self) -> EnvSpec:
@@ -104,7 +104,9 @@ class VectorBlock:
         spec = self._spec = EnvSpec(name, *spaces)
         leaves = spec.observation_leaves + spec.action_leaves
         if any(leaf.is_encoded for leaf in leaves):
-            raise EnvStartError(f"expected a vector env of arrays; got {spec}")
+            raise EnvStartError(
+                f"expected a vector env whose spaces consist of arrays; got {spec}"
+            )
         return spec
 
     def attach(self, rows: Rows, heartbeat: memoryview, ring: ActionRing) -> None:
@@ -218,7 +220,7 @@ class VectorBlock:
 
         Args:
           seeds: A seed or None for each row of the block.
-          mask: Rows to reset. A new env is reset as a whole.
+          mask: Rows to reset. A new vector env is always reset as a whole.
           options: See `lane.Reset`.
         """
         if self._is_fresh:
@@ -229,8 +231,8 @@ class VectorBlock:
         is_whole = bool(mask.all())
         if not is_whole and not self._accepts_reset_mask:
             raise EnvStartError(
-                f"expected a reset of a whole block of {len(mask)} rows, because their "
-                f"vector env takes no reset_mask; got one of {mask.sum()}"
+                f"expected a reset of all {len(mask)} rows of a block, because their "
+                f"vector env does not support reset_mask; got a reset of {mask.sum()}"
             )
         self._is_fresh = False
         self._beat_once(is_slow=True)
@@ -265,7 +267,7 @@ class VectorBlock:
         self._heartbeat[1] = int(is_slow)
 
     def _replace_failed(self, error: Exception) -> list[Fault]:
-        """Replace the vector env that failed; see `EnvBlock`."""
+        """Replace the failed vector env; see `EnvBlock`."""
         first = fault_from_error(self.rows.start, error)
         summary = first.text.strip().rpartition("\n")[2][:_MAX_SUMMARY_CHARS]
         others = (first._replace(env_index=n, text=summary) for n in self.rows[1:])
@@ -282,7 +284,7 @@ class VectorBlock:
         return [first, *others]
 
     def render(self, row: int) -> Any:
-        """Return what one env renders; the vector env renders all of them."""
+        """Return the rendered frame of one env; the vector env renders all envs."""
         return render(self._env)[row - self.rows.start]
 
     def call(self, payload: bytes) -> bytes:
@@ -315,7 +317,7 @@ class VectorBlock:
         self, label: str, target: Array, array: Array, mask: Array | None = None
     ) -> None:
         if array.dtype.kind == "f":
-            with np.errstate(all="ignore"):  # a finite sum has finite terms only
+            with np.errstate(all="ignore"):  # a finite sum has only finite terms
                 total = array.sum()
             if not np.isfinite(total):
                 self._checks.check_finite(f"{label} to be finite", array)
@@ -335,7 +337,7 @@ def _make_vector_env(config: BuildMessage, num_envs: int) -> Any:
 
 
 def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
-    """Return one env's info from a dict of arrays and their masks."""
+    """Return the info of one env from a dict of arrays and their masks."""
     info: dict[str, Any] = {}
     for key, value in infos.items():
         mask = infos.get(f"_{key}")
@@ -346,5 +348,5 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
             value = _row_info(value, row, size)
         elif isinstance(value, np.ndarray | list | tuple) and len(value) == size:
             value = value[row]
-        info[key] = value  # a value without rows belongs to all of them
+        info[key] = value  # a value that is not split by row belongs to all rows
     return info

@@ -1,8 +1,8 @@
 """The reports of workers, which complement the rows: spaces, faults, infos, warnings.
 
-A report can always be encoded, whatever infos and exceptions of an env contain: values
-that `codec` cannot encode are omitted and named. The pool decodes reports in the loop
-that serves all workers, so their size is limited in bytes and in values.
+A report can always be encoded, whatever an env's infos and exceptions contain: values
+that `codec` cannot encode are omitted, and their keys listed. The pool decodes reports
+in the loop that serves all workers, so reports are limited in bytes and in values.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from envserve.worker.env_checks import SpaceViolation
 
 _MAX_SPACES_BYTES: Final = 16 << 20
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
-#: Bytes of all tracebacks of a report, and minimum that each of them gets.
+#: Maximum total bytes of the tracebacks in a report, and minimum bytes for each.
 _MAX_TRACEBACK_BYTES: Final = 32 << 10
 _MIN_TRACEBACK_BYTES: Final = 64
-#: Number of warnings in a report, and length of each.
+#: Maximum number of warnings in a report, and maximum length of each.
 _MAX_WARNINGS: Final = 4
 _MAX_WARNING_CHARS: Final = 400
-#: Bytes for the other fields of a row.
+#: Maximum size of the other fields of a row.
 _ROW_BYTES: Final = 64 + _MIN_TRACEBACK_BYTES
-#: Rebuilds per row in one operation: 2 for a reset that fails twice.
+#: Maximum number of rebuilds per row in one operation: 2 if a reset fails twice.
 _MAX_REBUILDS_PER_ROW: Final = 2
-#: Values take time to decode, however short they are. This is the limit of values per
-#: KiB of a row's infos, and the additional limit per row.
+#: Maximum number of values per KiB of a row's infos, and additional number per row;
+#: limited because even short values take time to decode.
 _VALUES_PER_KIB: Final = 256
 _VALUES_PER_ROW: Final = 64
-#: A block's infos have space for this number of rows of maximum size, and at most for
+#: A block's infos have room for this number of rows of maximum size, but at most for
 #: this number of bytes.
 _NUM_FULL_ROWS: Final = 16
 _MAX_INFOS_BYTES: Final = 32 << 20
@@ -47,15 +47,14 @@ _MAX_SPACES_VALUES: Final = 1 << 14
 
 
 def encode_spaces(spec: EnvSpec) -> bytes:
-    """Encode the payload of READY; raise SpaceError if it is too long."""
+    """Encode the payload of READY; raise SpaceError if it is too large."""
     observation = describe(spec.observation_space)
     action = describe(spec.action_space)
     payload = codec.encode({"observation": observation, "action": action})
     if len(payload) >= _MAX_SPACES_BYTES:
         raise SpaceError(
             f"expected spaces whose description is below {_MAX_SPACES_BYTES} bytes; "
-            f"got {len(payload)}; in a large Box, use one low and one high for all "
-            f"elements"
+            f"got {len(payload)}; pass scalar `low` and `high` to large Boxes"
         )
     return payload
 
@@ -76,7 +75,7 @@ class WorkerReport(msgspec.Struct):
     """The report of an operation, which complements the rows.
 
     Attributes:
-      faults: Faults of rows; their envs were rebuilt.
+      faults: Faults of rows whose envs were rebuilt.
       rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
       infos: Encoded info dicts by row.
       warnings: Warnings about the envs.
@@ -89,7 +88,7 @@ class WorkerReport(msgspec.Struct):
 
 
 def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
-    """Return the limits of the infos of one row, and of `num_rows` rows together."""
+    """Return the budgets for the infos of one row, and of `num_rows` rows together."""
     num_bytes, num_values = max_infos_kib << 10, max_infos_kib * _VALUES_PER_KIB
     total = min(min(num_rows, _NUM_FULL_ROWS) * num_bytes, _MAX_INFOS_BYTES)
     total_values = num_values + num_rows * _VALUES_PER_ROW
@@ -113,7 +112,7 @@ def decode_report(
       rebuild.
 
     Raises:
-      ValueError: It is not a valid report about rows of this block, or it is too long.
+      ValueError: The payload is too large, or not a valid report about this block.
     """
     if not payload:
         return Outcome(block.index), ()
@@ -141,7 +140,7 @@ def decode_report(
     if len(rebuilt) > _MAX_REBUILDS_PER_ROW * len(rows):
         raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
     if unknown := {*rebuilt, *infos} - {*rows}:
-        raise ValueError(f"rows {unknown} are not of block {block.index}")
+        raise ValueError(f"rows {unknown} are not in block {block.index}")
     warnings = [
         one_line(warning, _MAX_WARNING_CHARS)
         for warning in report.warnings[:_MAX_WARNINGS]
@@ -156,7 +155,7 @@ def fault_from_error(row: int, error: Exception) -> Fault:
     """Return the fault of a row whose env has raised an exception."""
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked
-    else:  # without the worker's frame that has called the env
+    else:  # omit the worker's frame that called the env
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, inner))
         is_violation = False
@@ -164,7 +163,7 @@ def fault_from_error(row: int, error: Exception) -> Fault:
 
 
 def utf8_tail(text: str) -> str:
-    """Return the end of a text, with characters escaped that UTF-8 cannot encode."""
+    """Return the end of a text; escape characters that UTF-8 cannot encode."""
     return text[-_MAX_TRACEBACK_CHARS:].encode(errors="backslashreplace").decode()
 
 
@@ -176,7 +175,7 @@ def encode_report(
     warnings: Sequence[str] = (),
     rebuilt: Sequence[int] = (),
 ) -> bytes:
-    """Encode the payload of DONE; it is empty in the usual case."""
+    """Encode the payload of DONE; empty if there is nothing to report."""
     if not faults and not infos and not rebuilt and not warnings:
         return b""
     left, cut = _MAX_TRACEBACK_BYTES, [*faults]

@@ -174,14 +174,14 @@ ENCODED: Final[dict[str, Space]] = {
 UNSUPPORTED: Final[dict[str, tuple[Space, str]]] = {
     "user_space": (
         Points(),
-        r"got Points\(\), a Points; derive that class from one of",
+        r"got Points\(\), a Points; derive its class from one of",
     ),
-    "nine_deep": (nested(8), "at most 8 deep.*flatten some of it"),
-    "longdouble": (Box(0, 1, (2,), np.longdouble), "expected a dtype out of"),
+    "nine_deep": (nested(8), "at most 8 levels deep.*flatten the space"),
+    "longdouble": (Box(0, 1, (2,), np.longdouble), "expected one of the dtypes"),
     "tuple_keys": (Dict({(1, 2): Discrete(2)}), "expected str or int keys"),  # type: ignore[dict-item]
     "text_of_nothing": (
         Text(0, min_length=0, charset=""),
-        "a Text that has characters",
+        "a Text with a non-empty charset",
     ),
     "odd_max_bytes": (with_max_bytes(Text(4), 1 << 30), "max_bytes of Text"),
     "user_space_in_sequence": (

@@ -194,8 +194,8 @@ def test_the_error_about_a_wrong_dtype_states_how_to_cast(
 @pytest.mark.parametrize(
     ("actions", "expected"),
     [
-        (np.zeros(3), "expected a dict with ['push', 'press']; got ndarray"),
-        ({"push": 0}, "expected a dict with ['push', 'press']; got ['push']"),
+        (np.zeros(3), "expected a dict with the keys ['push', 'press']; got ndarray"),
+        ({"push": 0}, "expected a dict with the keys ['push', 'press']; got ['push']"),
         ({"push": 0, "press": [1]}, "expected a tuple of 2 values; got list of 1"),
         ({"push": 0, 1: 2}, "got ['push', 1]"),
     ],

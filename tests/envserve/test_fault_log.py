@@ -102,14 +102,14 @@ def test_line_of_a_worker_that_dies(
     (path,) = tmp_path.iterdir()
     head, _, tail = line.partition("; its stderr ends with ")
     assert head == (
-        f"worker 1 (of envs 2 to 3), pid {pid}, was killed by SIGSEGV; in a step of "
+        f"worker 1 (envs 2 to 3), pid {pid}, was killed by SIGSEGV; in a step of "
         f"env 3; incarnation 0; seed {env_seed(SEED, 3, 0)}; step 1 of its episode; "
         f"last action 1"
     )
     assert tail.startswith('"Fatal Python error: Segmentation fault: File ')
     assert tail.endswith(f"envserve replay {path} --import tests.oracle.probe_envs")
     text = lost.faults[0].text
-    assert text.startswith("worker 1 (of envs 2 to 3) was killed by SIGSEGV; ")
+    assert text.startswith("worker 1 (envs 2 to 3) was killed by SIGSEGV; ")
     assert "in string_at" in text
     assert len(text) < 2500
     assert "Segmentation fault" in load_repro(path).end.stderr_tail
@@ -158,8 +158,7 @@ def test_worker_that_is_killed_while_idle_is_not_blamed_on_an_env(
     wait_for(pool, lambda: pool.worker_pids[0] not in (None, pid))
     (line,) = lines(caplog)
     assert line == (
-        f"worker 0 (of envs 0 to 1), pid {pid}, was killed by SIGKILL; "
-        f"no env was running"
+        f"worker 0 (envs 0 to 1), pid {pid}, was killed by SIGKILL; no env was running"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -186,7 +185,7 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     log.log_worker_loss(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
     log.clear_records(worker)
     (line,) = lines(caplog)
-    assert line.startswith("session 7: worker 0 (of envs 0 to 0), pid ")
+    assert line.startswith("session 7: worker 0 (envs 0 to 0), pid ")
     assert "stopped: ValueError: no level; no env was running" in line
     # The old envs' records must not be attributed to the new envs.
     assert ring.read(0) is None
@@ -308,7 +307,7 @@ def test_folder_that_cannot_be_written_costs_a_line_and_no_step(
     pool = make_pool.and_reset(FAULTY, 2, 1, crash_dir=str(tmp_path / "file"))
     (outcome,) = step(pool, [1, 0])
     assert len(outcome.faults) == 1
-    assert "cannot write repro files of crashes" in caplog.text
+    assert "cannot write repro files" in caplog.text
     assert "replay" not in lines(caplog)[0]
     assert not any(outcome.faults for outcome in step(pool, 0))
     assert np.isfinite(pool.rows.reward).all()
@@ -327,6 +326,6 @@ def test_options_that_envs_reject_are_logged_in_one_line(
         (outcome,) = gather(pool, [0])
         assert isinstance(outcome.error, EnvError)
     (line,) = lines(caplog)
-    assert line.startswith("Env 0: its reset failed, and it was reset without seed")
-    assert line.endswith("ValueError: there is no level 13; 7 more of its block")
+    assert line.startswith("Env 0: reset failed, and the env was reset without seed")
+    assert line.endswith("ValueError: there is no level 13; 7 more in its block")
     assert not [*tmp_path.iterdir()]

@@ -198,7 +198,7 @@ def test_a_lease_is_observed_and_its_flight_record_replayed(
         assert not {*known} & {*serials}
         record = observer.record(lease, 1, PATIENCE)
         with pytest.raises(
-            LocalProtocolError, match="a row of an env that was reset before"
+            LocalProtocolError, match="the row of an env that has been reset"
         ):
             observer.record(lease, 2, PATIENCE)
     with Observer(address) as observer, pytest.raises(LeaseLost, match="not exist"):

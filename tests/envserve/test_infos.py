@@ -157,7 +157,7 @@ EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "warnings": [
         ({"faults": [[0, 2, 5, False]]}, "Expected `str`"),
         ({"faults": [[0, 2, "it fell", "no"]]}, "Expected `bool`"),
         ({"faults": [[0, 99, "it fell", False]]}, "Invalid enum value 99"),
-        ({"faults": [[2, 2, "it fell", False]]}, "not of block 0"),
+        ({"faults": [[2, 2, "it fell", False]]}, "not in block 0"),
         ({"rebuilt": [0] * 5}, "5 envs of 2 rows were rebuilt"),
         ({"infos": {0: [1]}}, "expected a dict"),
         ({"infos": {0: {"k": [0] * 60_000}}}, "expected at most .* values"),

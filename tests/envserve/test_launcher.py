@@ -232,7 +232,7 @@ def test_template_without_free_descriptors_reports_that_and_survives(
     limit = limit_for_descriptors(template, 0)
     with resource_limit(template, resource.RLIMIT_NOFILE, limit):
         for _ in range(2):
-            assert "no descriptor left" in str(start(launcher).wait_for_end())
+            assert "no descriptors left" in str(start(launcher).wait_for_end())
     start(launcher).wait_for_start()
     assert first.exits == []
 
@@ -288,7 +288,7 @@ def test_queued_forks_are_limited_and_end_with_the_template(
 
     with (
         stopped_template(launcher),
-        pytest.raises(WorkerError, match="less than 2 messages that wait"),
+        pytest.raises(WorkerError, match="fewer than 2 queued messages"),
     ):
         start_too_many()
     launcher.close() if end == "close" else kill(launcher._process.pid)
@@ -377,7 +377,7 @@ def test_closing_is_final_and_may_be_repeated(launcher: Launcher, start: Start) 
     assert len(worker.exits) == 1
     launcher.poll()
     launcher.kill(worker.process)
-    with pytest.raises(WorkerError, match="expected a launcher that is open"):
+    with pytest.raises(WorkerError, match="expected an open launcher"):
         start(launcher)
 
 

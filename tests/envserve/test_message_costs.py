@@ -177,7 +177,7 @@ def test_a_client_does_not_send_a_too_large_attach() -> None:
     ("argument", "text"),
     [
         ([0] * MAX_CALL_VALUES, "arguments: expected at most 4096 values"),
-        (np.zeros(MAX_CALL_BYTES, np.uint8), "encode to less than 65536 bytes"),
+        (np.zeros(MAX_CALL_BYTES, np.uint8), "arguments: expected at most 65536 bytes"),
     ],
 )
 def test_a_client_does_not_send_a_too_large_call(argument: Any, text: str) -> None:

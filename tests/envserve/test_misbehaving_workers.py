@@ -180,7 +180,7 @@ def test_death_is_reported_once_both_signs_are_there(
     assert fake_pool.worker is culprit
     culprit.exit(-11) if comes_first == "end of file" else culprit.close()
     (lost,) = fake_pool.replace_and_collect(culprit).faults
-    assert lost.text == "worker 0 (of envs 0 to 0, 1 to 1) was killed by SIGSEGV"
+    assert lost.text == "worker 0 (envs 0 to 0, 1 to 1) was killed by SIGSEGV"
 
 
 def test_worker_that_closes_its_socket_without_exiting_is_killed(
@@ -213,7 +213,7 @@ def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
     fake_pool.extra_seconds += 3.0
     (outcome,) = gather(fake_pool.pool, [0])
     assert isinstance(outcome.error, WorkerError)
-    assert "its process 1000 was killed, but has not exited" in str(outcome.error)
+    assert "its process 1000 was killed, but did not exit" in str(outcome.error)
     fake_pool.pool.submit_step([1])
     (outcome,) = gather(fake_pool.pool, [1])
     assert isinstance(outcome.error, WorkerError)
@@ -253,7 +253,7 @@ def test_worker_whose_spaces_cannot_be_read_is_an_error_at_once(
     assert workers[0].receive().kind is MessageKind.BUILD
     workers[0].send(MessageKind.READY, 0, 0, payload)
     wait_for(fake_pool.pool, lambda: fake_pool.pool.error is not None)
-    assert "failed to get its" in str(fake_pool.pool.error)
+    assert "failed to run" in str(fake_pool.pool.error)
     assert "sent spaces that cannot be read" in str(fake_pool.pool.error)
     assert [worker.was_killed for worker in workers] == [True]
 
@@ -276,7 +276,9 @@ def test_workers_with_different_spaces_are_an_error_that_names_them() -> None:
     second.become_ready(describe(spaces.Discrete(4)))
     wait_for(fake_pool.pool, lambda: fake_pool.pool.error is not None)
     assert isinstance(fake_pool.pool.error, EnvStartError)
-    text = "worker 1 (of envs 1 to 1) has other spaces than the first worker: "
+    text = (
+        "the spaces of worker 1 (envs 1 to 1) differ from those of the first worker: "
+    )
     assert text + "action space: expected Discrete(3), got Discrete(4)" in str(
         fake_pool.pool.error
     )

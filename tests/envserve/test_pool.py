@@ -156,7 +156,7 @@ def test_an_invalid_submission_starts_nothing(
 def test_rows_beyond_the_limit_are_not_allocated(make_pool: PoolMaker) -> None:
     pool = make_pool(LEDGER, 4, 1, max_row_mib=0)
     assert pool.error is not None
-    assert str(pool.error).startswith("rows of 4 envs need 1 MiB, and 0 MiB are left")
+    assert str(pool.error).startswith("the rows of 4 envs need 1 MiB, but only 0 MiB")
     assert pool._workers.slab is None
 
 

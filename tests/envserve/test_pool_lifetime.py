@@ -60,7 +60,7 @@ def test_constructor_that_always_dies_is_an_error_in_time(make_pool: PoolMaker) 
     script = "os.kill(os.getpid(), signal.SIGSEGV)"
     pool = make_pool(SCRIPT, 1, 1, env_kwargs={"init": script}, max_restarts=3)
     assert isinstance(pool.error, EnvStartError)
-    text = f"failed 4 times in a row to get its {SCRIPT} running: it was killed by "
+    text = f"failed 4 times in a row to run {SCRIPT}: it was killed by "
     assert text + "SIGSEGV" in str(pool.error)
 
 

@@ -219,11 +219,11 @@ def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
         (make_repro(env_kwargs={"fault": "exit", "odd": 1}), "unexpected keyword"),
         (
             make_repro(wrappers=(WrapperSpec("os:system"),)),
-            "could not be played: wrappers[0]: no wrapper named 'os:system' is known",
+            "could not be replayed: wrappers[0]: no wrapper named 'os:system' is known",
         ),
         (
             make_repro(wrappers=(WrapperSpec("FrameHistory"),)),
-            "could not be played: wrappers[0] (FrameHistory): past_indices: expected",
+            "could not be replayed: wrappers[0] (FrameHistory): past_indices: expected",
         ),
         (
             make_repro(env_name="crashy_envs/Crashy-v0"),
@@ -268,7 +268,7 @@ def test_reasons_why_a_replay_may_differ_are_described() -> None:
     text = describe_repro(make_repro(played=played))
     assert "1 action before these are not recorded" in text
     assert "its random numbers are not" in text
-    assert "set attributes are not recorded" in text
+    assert "attribute assignments are not recorded" in text
 
 
 # Files from untrusted sources.
@@ -340,10 +340,12 @@ def test_files_that_are_not_repro_files_are_rejected(
     tmp_path: Path, data: bytes
 ) -> None:
     (tmp_path / "file").write_bytes(data)
-    with pytest.raises(ReproError, match="expected a repro file"):
+    with pytest.raises(ReproError, match="not an envserve repro file"):
         load_repro(tmp_path / "file")
     for path, text in ((tmp_path / "none", "No such file"), (tmp_path, "Is a dir")):
-        with pytest.raises(ReproError, match=f"{path}: expected a repro file; {text}"):
+        with pytest.raises(
+            ReproError, match=f"{path}: cannot read the repro file: {text}"
+        ):
             load_repro(path)
 
 
@@ -371,8 +373,8 @@ def test_command_prints_whether_the_crash_is_reproduced(tmp_path: Path) -> None:
     assert result.stderr == ""
     result = run(str(path))  # fails, because the env is not registered
     assert result.returncode == 1
-    assert "not reproduced: could not be played: no env named" in result.stdout
-    assert "written where tests.oracle.probe_envs had been imported" in result.stdout
+    assert "not reproduced: could not be replayed: no env named" in result.stdout
+    assert "in a process that imported tests.oracle.probe_envs" in result.stdout
     assert "Traceback" not in result.stderr
 
 

@@ -118,8 +118,12 @@ def test_a_film_of_an_env_that_no_longer_crashes_includes_its_end(
 @pytest.mark.parametrize(
     ("look", "code", "text"),
     [
-        ("none", 1, "expected render() to give a frame, uint8 [height, width, 3]; got"),
-        ("raise", 1, "got RuntimeError('no canvas'); the env has to support"),
+        (
+            "none",
+            1,
+            "expected render() to return a frame, uint8 [height, width, 3]; got",
+        ),
+        ("raise", 1, "got RuntimeError('no canvas'); the env must support"),
         (
             "grows",
             2,

@@ -85,7 +85,7 @@ def test_options_that_an_env_rejects_are_an_error_and_cost_nothing_else(
     batch: BatchEnv,
 ) -> None:
     batch.reset()
-    with pytest.raises(EnvError, match=r"Env 0: its reset failed, .*no level 13") as at:
+    with pytest.raises(EnvError, match=r"Env 0: reset failed, .*no level 13") as at:
         batch.reset([1, 0], options={"level": 13})
     assert at.value.remote_traceback.count("raise ValueError") == 1
     with pytest.raises(LocalProtocolError, match=r"reset\(\) for all envs"):
@@ -101,7 +101,7 @@ def test_options_that_an_env_rejects_are_an_error_and_cost_nothing_else(
         ({"level": object()}, "options: .*object"),
         ({1: 2}, "options: expected a str"),
         ([1], "options: expected a map"),
-        ({"image": np.zeros(20_000, np.uint8)}, "options: .* less than 16384 bytes"),
+        ({"image": np.zeros(20_000, np.uint8)}, "options: .* at most 16384 bytes"),
         ({"many": [0] * 2000}, "options: .* at most 1024 values"),
     ],
 )
@@ -135,7 +135,9 @@ def test_an_env_gets_the_arguments_that_its_reset_declares(
     asked = {"seed": {"seeds": [5, None]}, "options": {"options": {"level": 1}}}
     for what, more in asked.items():
         if what in lacks:
-            with pytest.raises(EnvError, match=rf"reset\(\) takes no {what}; declare"):
+            with pytest.raises(
+                EnvError, match=rf"reset\(\) does not accept {what}; declare"
+            ):
                 batch.reset(**more)
         else:
             batch.reset(**more)
@@ -147,5 +149,7 @@ def test_an_env_gets_the_arguments_that_its_reset_declares(
 def test_an_env_without_seeds_is_rejected_if_seeds_are_required(
     make_batch: MakeBatch,
 ) -> None:
-    with pytest.raises(EnvStartError, match=r"takes no seed, .* use seeded=False"):
+    with pytest.raises(
+        EnvStartError, match=r"does not accept seed, .* use seeded=False"
+    ):
         make_batch("envserve/BareReset-v0", 2, 1)

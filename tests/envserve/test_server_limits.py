@@ -75,7 +75,9 @@ def test_shared_memory_can_run_out(serve: Serve, join: Join, refused: Refused) -
     client.reset()
     images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
     with resource_limit(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):
-        assert "no shared memory for the rows" in str(refused(server, 16, **images))
+        assert "cannot allocate shared memory for the rows" in str(
+            refused(server, 16, **images)
+        )
         check_steps(client)
     assert join(server, 16, session=79, **images).session.error is None
     check_that_envs_can_be_leased_again(server, join)

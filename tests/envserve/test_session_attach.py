@@ -211,7 +211,7 @@ def test_envs_and_arguments_that_are_not_offered_or_allowed_are_refused(
             EnvStartError("no luck", remote_traceback="Traceback: boom"),
             "Traceback: boom",
         ),
-        (WorkerError("no shared memory for the rows"), ""),
+        (WorkerError("cannot allocate shared memory for the rows"), ""),
     ],
 )
 def test_a_failed_build_is_reported_with_the_remote_traceback(

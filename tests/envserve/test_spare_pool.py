@@ -138,7 +138,7 @@ def test_a_spare_with_other_spaces_is_an_error_at_once(make_pool: PoolMaker) -> 
         "self.observation_space = gymnasium.spaces.Box(0, 9, (size,), np.int64)"
     )
     pool = make_pool(SCRIPT, 2, 1, env_kwargs={"init": grows}, spare_envs=True)
-    assert "Env 0: its spaces differ from those of env 0" in str(pool.error)
+    assert "Env 0: its spaces differ from the spaces of env 0" in str(pool.error)
 
 
 def test_a_pool_closes_both_envs(make_pool: PoolMaker, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_death_while_idle_is_detected_and_costs_one_transition_at_the_next_step(
     assert not pool.rows.status.any()
 
     mine, others = step(pool, 6)
-    assert_lost(pool, mine, "worker 0 (of envs 0 to 1)")
+    assert_lost(pool, mine, "worker 0 (envs 0 to 1)")
     assert not others.faults
     np.testing.assert_array_equal(pool.rows.final_observation[0][:2], before[:2])
     assert seeds(pool) == [env_seed(SEED, row, int(row < 2)) for row in range(4)]
@@ -58,7 +58,7 @@ def test_dead_workers_blocks_of_all_splits_are_lost(make_pool: PoolMaker) -> Non
     kill(pool.worker_pids[1])
     first, second, third, fourth = step(pool, 1)
     for lost in (second, fourth):
-        text = "worker 1 (of envs 102 to 103, 106 to 107) was killed by SIGKILL"
+        text = "worker 1 (envs 102 to 103, 106 to 107) was killed by SIGKILL"
         assert_lost(pool, lost, text)
     assert not first.faults
     assert not third.faults

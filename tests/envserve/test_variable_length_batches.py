@@ -148,7 +148,7 @@ def test_uniform_bounds_of_a_box_of_80_mib_take_no_memory() -> None:
 def test_too_large_bounds_that_differ_raise_space_error() -> None:
     high = np.arange(16 << 20, dtype=np.uint8)
     space = Box(np.zeros_like(high), high, dtype=np.uint8)
-    with pytest.raises(SpaceError, match="one low and one high for all"):
+    with pytest.raises(SpaceError, match="pass scalar `low` and `high`"):
         encode_spaces(EnvSpec("A", space, Discrete(2)))
 
 

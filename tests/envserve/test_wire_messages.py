@@ -190,7 +190,7 @@ def test_encoding_spaces_with_too_long_descriptions_raises_codec_error() -> None
     space = spaces.MultiDiscrete([value + 1 for value in values])
     spec = EnvSpec("A-v0", space, space)
     granted = Granted(epoch=1, lease_seconds=1.0, spec=spec, blocks=())
-    with pytest.raises(codec.CodecError, match="use the same low and high"):
+    with pytest.raises(codec.CodecError, match="pass scalar `low` and `high`"):
         granted.encode()
 
 

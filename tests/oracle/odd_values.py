@@ -120,7 +120,9 @@ OBSERVATIONS: Final = {
     "list for tuple": Case("t", [1, 2], (1, 2)),
     "array for tuple": Case("t", np.array([1, 2]), "a tuple of 2 values; got ndarray"),
     "short tuple": Case("t", (1,), "expected a tuple of 2 values; got tuple of 1"),
-    "no dict": Case("observation", np.zeros(2), "expected a dict with ['f', 'u',"),
+    "no dict": Case(
+        "observation", np.zeros(2), "expected a dict with the keys ['f', 'u',"
+    ),
     "fewer keys": Case("observation", {"f": ones(F4)}, "got ['f']"),
     "ordered dict": Case("observation", collections.OrderedDict, [0, 0]),
 }
