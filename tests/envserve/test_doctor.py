@@ -49,7 +49,7 @@ def test_findings_of_a_host_without_problems() -> None:
     assert "gymnasium 1." in found["packages"]["text"]
     assert "libzmq 4." in found["packages"]["text"]
     assert "not installed: " in found["extras"]["text"]
-    assert "a client key; known clients: 0" in found["keys"]["text"]
+    assert "a client key; authorised clients: 0" in found["keys"]["text"]
     assert found["none-such"]["text"] == "not installed"
     assert all(each["level"] != "warn" or each["remedy"] for each in found.values())
 

@@ -97,7 +97,7 @@ def test_seeds_that_a_callback_ended_are_finished(
     assert "cannot be combined with several seeds" in error
     code, _, error = ppo("evaluate", folder)
     assert code == 2
-    assert error.startswith(f"Error: {folder}: expected the folder of one run, found")
+    assert error.startswith(f"Error: {folder}: expected the folder of a single run,")
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0), (2, 130)])
