@@ -158,7 +158,7 @@ def test_a_missing_temporary_folder_is_a_warning(
         ("", "ok", "renders with egl"),
         ("sys.exit('no libEGL')", "warn", "cannot render: no libEGL"),
         ("import os; os.abort()", "warn", "cannot render: Command "),
-        ("import time; time.sleep(60)", "warn", "renders nothing within 0.3 s"),
+        ("import time; time.sleep(60)", "warn", "rendered nothing within 0.3 s"),
     ],
 )
 def test_rendering_is_tried_in_another_process(
