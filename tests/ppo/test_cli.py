@@ -51,7 +51,7 @@ from tests.ppo.runs import ppo
             "omit --run-dir, --seed and --seeds",
         ),
         (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
-        (["cartpole", "--restartable"], "--restartable: expected --run-dir"),
+        (["cartpole", "--restartable"], "--restartable requires --run-dir"),
         (["--resume", "b", "--run-dir", "b", "--restartable"], "without --resume"),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
         (["missing.toml"], "missing.toml: expected a config file"),
