@@ -52,7 +52,7 @@ from tests.ppo.runs import ppo
         ),
         (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable requires --run-dir"),
-        (["--resume", "b", "--run-dir", "b", "--restartable"], "without --resume"),
+        (["--resume", "b", "--run-dir", "b", "--restartable"], "excludes --resume"),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
         (["missing.toml"], "missing.toml: expected a config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
