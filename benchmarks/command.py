@@ -21,8 +21,8 @@ CORES: Final = num_cores()
 EnvName = Annotated[str, typer.Option(help="Registered name of the env.")]
 NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs in the batch.")]
 Workers = Annotated[int, typer.Option(min=1, help="Worker processes that step envs.")]
-Seconds = Annotated[float, typer.Option(min=0.001, help="Seconds of one measurement.")]
-Repetitions = Annotated[int, typer.Option(min=1, help="Measurements of each case.")]
+Seconds = Annotated[float, typer.Option(min=0.001, help="Seconds per measurement.")]
+Repetitions = Annotated[int, typer.Option(min=1, help="Measurements per case.")]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Run:
     """One run of a sub-command.
 
     Attributes:
-      only: Parts of the names of the cases to measure; empty for all cases.
+      only: Substrings of the names of cases to measure; empty for all cases.
       outdir: Folder for the result; None for a new folder.
     """
 
@@ -56,7 +56,7 @@ class Run:
         return measured
 
     def publish(self, **fields: Any) -> None:
-        """Print and save the result; `fields` are the other fields of `Result`."""
+        """Print and save the result; `fields` are the remaining fields of `Result`."""
         publish(Result(name=self.name, options=self.options, **fields), self.outdir)
 
 
@@ -76,7 +76,7 @@ def sub_command(function: Callable[..., None]) -> Callable[..., None]:
         only: Annotated[
             list[str] | None,
             typer.Option(
-                help="Part of the name of a case to measure; can be repeated."
+                help="Substring of the names of cases to measure; can be repeated."
             ),
         ] = None,
         outdir: Annotated[

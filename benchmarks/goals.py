@@ -51,7 +51,7 @@ class Goal:
 
 
 def _ratio(case: str, base: str, number: str = SPEED) -> Value:
-    """Return a function that extracts the ratio of a case to another case."""
+    """Return a function that extracts the ratio of one case to another."""
     return lambda result: _measured(result).ratio(case, base, number)
 
 

@@ -1,4 +1,4 @@
-"""Measuring cases in turns, each in its own process.
+"""Measure cases in turns, each in its own process.
 
 Separate processes do not share threads, imports or an interpreter lock. A process waits
 for a message on its pipe while other cases are measured.
@@ -22,7 +22,7 @@ from envserve.bench import interleaved
 from envserve.bench.interleaved import Measure, Measurements
 from envserve.errors import EnvserveError
 
-#: Closing 64 processes of another project can take long.
+#: Closing 64 processes of another project can take a long time.
 _CLOSE_SECONDS: Final = 30.0
 _REMEDY: Final = "exclude it by selecting other cases with --only"
 
@@ -32,7 +32,7 @@ class Skip(Exception):
 
 
 class BenchmarkError(RuntimeError):
-    """A benchmark failed; the message has the traceback of the case, if any."""
+    """A benchmark failed; the message contains the case's traceback, if any."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
 
 
 def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of the words; all if there are none.
+    """Return the cases whose names contain one of the words; all without words.
 
     Raises:
       BenchmarkError: No case contains one of the words.
@@ -152,10 +152,10 @@ def _serve(case: Case, connection: Connection) -> None:
     # Some projects load TensorFlow although it is not used here.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    # This process was spawned, so it would also spawn by default. Other projects must
-    # find the default of the platform.
+    # This process was spawned, so it would spawn by default, too. Restore the
+    # platform's default for other projects.
     multiprocessing.set_start_method(None, force=True)
-    # The other end is closed if another case has failed; the result is not needed then.
+    # If another case has failed, the other end is closed and the result is not needed.
     with contextlib.suppress(BrokenPipeError):
         try:
             with case.open(**case.arguments) as measure:

@@ -1,4 +1,4 @@
-"""Results of benchmarks: a table on the terminal, and a folder with these files.
+"""Benchmark results: a table on the terminal, and a folder with these files.
 
 result.json    machine, options, all repetitions, medians, the table
 table.md       the table in Markdown
@@ -58,8 +58,8 @@ class Result:
     """The result of a sub-command.
 
     Attributes:
-      columns: Columns of the table by heading, without the first, which names the case.
-      shown: Numbers that the table shows, if they are not the measured ones.
+      columns: Columns of the table by heading, except the first, which names the case.
+      shown: Numbers to show in the table, if they differ from the measured ones.
       results: Additional results for `result.json`.
     """
 

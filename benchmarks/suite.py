@@ -1,7 +1,6 @@
 """`suite`: run all benchmarks, and write one file with all tables.
 
-The folder can be filled by several runs; the file contains the tables of all parts that
-are in it.
+Several runs can fill the folder; the file contains the tables of all parts in it.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from benchmarks.lab.machine import in_words
 from envserve.errors import EnvserveError
 
 _CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")
-#: Options that exclude the projects that import much into each of 256 processes.
+#: Options that exclude projects with large imports in each of 256 processes.
 _LIGHT: Final = tuple(
     part
     for word in ("limit", "envserve", "gymnasium", "EnvPool")
     for part in ("--only", word)
 )
 
-#: With large minibatches, a trainer waits mostly for the envs.
+#: With large minibatches, a trainer mostly waits for the envs.
 _LARGE_MINIBATCHES: Final = ("--minibatch-size", "2048")
 
-#: Command lines by name of the part, which is also the folder of its result.
+#: Command lines by part; the folder of a part's result has the same name.
 PARTS: Final[dict[str, tuple[str, ...]]] = {
     "step-cheetah-16": ("step", "--num-envs", "16"),
     "step-cheetah-64": ("step", "--num-envs", "64"),

@@ -1,6 +1,6 @@
 """Train CartPole with PPO in a single file, in the style of CleanRL.
 
-The envs are wrapped in Gymnasium's vector wrappers, and run here or on servers.
+The envs use Gymnasium's vector wrappers, and run on this host or on servers.
 
 python examples/cleanrl_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """

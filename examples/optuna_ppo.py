@@ -1,4 +1,4 @@
-"""Search settings of `ppo` for CartPole with Optuna, pruning unpromising trials.
+"""Tune the settings of `ppo` for CartPole with Optuna, pruning unpromising trials.
 
 python examples/optuna_ppo.py [--connect sim1 sim2]
 """

@@ -1,4 +1,4 @@
-"""Search settings of Stable-Baselines3's PPO for CartPole with Optuna.
+"""Tune the settings of Stable-Baselines3's PPO for CartPole with Optuna.
 
 python examples/optuna_sweep.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """

@@ -21,7 +21,7 @@ from gymnasium.vector.utils import (
 
 
 class AgentsEnv(VectorEnv[Any, Any, Any]):
-    """Several games of one kind; the agents of each game are consecutive rows."""
+    """Several copies of one game; the agents of each copy are consecutive rows."""
 
     def __init__(self, num_envs: int, game: str, **options: Any) -> None:
         """Create the games.
@@ -68,7 +68,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         return self._observation(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Step all games; games that were over begin again."""
+        """Step all games; restart games that were over."""
         each = list(iterate(self.action_space, actions))
         rewards = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), bool)

@@ -1,11 +1,11 @@
-"""Step envs of a server while many clients without an authorised key connect to it.
+"""Step envs on a server while many unauthorised clients connect to it.
 
     python scripts/besiege_server.py [--seconds 30]                about 2 minutes
 
 Some send nothing, some begin a greeting or a handshake and do not finish it, and some
-use unknown keys. A worker is killed at the same time. The server first has no limit of
-descriptors, then few. Exits with 1 if a goal is missed, or if a row is wrong or lost.
-Requires the extra `dev` (psutil).
+use unknown keys. A worker is killed at the same time. The server first runs without a
+file descriptor limit, then with a low one. Exits with 1 if a goal is missed, or if a
+row is wrong or lost. Requires the extra `dev` (psutil).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client
 
 OPENINGS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--workers", "3")
-#: Without a limit of descriptors, and with few.
+#: Without a file descriptor limit, and with a low one.
 MAX_CONNECT_SECONDS: Final = (1.0, 3.0)
 MAX_P99_RATIO: Final = 1.5
 MAX_GROWTH_MIB: Final = 64.0
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 
 
 class Knocker:
-    """A client with an unknown key, which is new for each client."""
+    """A client with a new, unknown key."""
 
     def __init__(self, address: str, server_public: bytes) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -62,7 +62,7 @@ class Knocker:
         self._until = time.monotonic() + 1.0
 
     def is_disconnected(self) -> bool:
-        """Return whether the server has rejected the client by now."""
+        """Return whether the server has rejected the client."""
         return time.monotonic() > self._until
 
 
@@ -102,7 +102,7 @@ def strangers(
     with cores.of("attacker"):
         process.start()
     try:
-        time.sleep(5.0)  # time to start, and to connect all
+        time.sleep(5.0)  # time to start and to connect all clients
         yield
         assert process.is_alive(), "expected a running attacker; its process has ended"
     finally:
@@ -111,7 +111,7 @@ def strangers(
 
 
 def measure(server: ServerProcess, client: HonestClient, seconds: float) -> Measured:
-    """Measure steps and new connections for some seconds."""
+    """Measure steps and new connections for a number of seconds."""
     first, until = len(client.seconds), time.monotonic() + seconds
     connections, most_bytes = [], 0
     while (started := time.monotonic()) < until:
@@ -151,7 +151,7 @@ def kill_a_worker(server: ServerProcess) -> float:
 def run(
     seconds: float, counts: tuple[int, int, int, int], descriptors: int, cores: Cores
 ) -> tuple[Measured, Measured, float]:
-    """Return measurements before and during a siege, and a worker's absence in s."""
+    """Return measurements before and during a siege, and a worker's downtime in s."""
     limit = ("sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -4,7 +4,7 @@
 
 Each container is a network namespace with the container's name, and its command is a
 process in it. The script trains, checks the page and the metrics, kills a server with
-its host, and brings it back. Exits with 1 if anything does not continue. Linux only;
+its host, and restarts it. Exits with 1 if anything does not recover. Linux only;
 requires root and iproute2.
 """
 
@@ -40,7 +40,7 @@ print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
 
 
 class Cluster:
-    """The services of the file, each on a separate host, and `sim` on several.
+    """The file's services, each on its own host, and `sim` on several.
 
     Attributes:
       servers: Names of the hosts that run `sim`.
@@ -58,13 +58,13 @@ class Cluster:
         self.hosts = Hosts([*self.servers, *others], aliases)
 
     def command(self, host: str, words: list[str]) -> list[str]:
-        """Return a command line for a host, with the folder instead of the volumes."""
+        """Return a command line for a host, with the folder in place of the volumes."""
         program, *rest = words
         placed = [word.replace("/keys", f"{self.folder}/keys") for word in rest]
         return self.hosts.command(host, str(BIN / program), *placed)
 
     def environment(self, service: str) -> dict[str, str]:
-        """Return the environment of a service, with the folder for the volumes."""
+        """Return a service's environment, with the folder in place of the volumes."""
         given = self.services[service].get("environment", {})
         home = given.get("ENVSERVE_HOME", "/nowhere")
         return os.environ | {"ENVSERVE_HOME": f"{self.folder}{home}"}
@@ -91,14 +91,14 @@ class Cluster:
         return done.stdout if done.returncode == 0 else ""
 
     def fetch(self, host: str, url: str) -> str:
-        """Return the contents of a URL, requested from a host, or "" if this failed."""
+        """Fetch a URL from a host; return the contents, or "" on failure."""
         return self.run("sim", host, ["python", "-c", FETCH, url])
 
     def log(self, host: str) -> str:
         return (self.folder / f"{host}.log").read_text()
 
     def kill_host(self, host: str) -> None:
-        """Kill the process of a host, which sends nothing before it ends."""
+        """Kill the process of a host, so that it sends nothing before it ends."""
         process = self.processes.pop(host)
         process.kill()
         process.wait()
@@ -111,7 +111,7 @@ class Cluster:
 
 
 def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 180) -> Any:
-    """Wait for a condition; print the seconds, and return its value.
+    """Wait for a condition, print how long that took, and return its value.
 
     Raises:
       TimeoutError: The condition did not become true in time.
@@ -127,7 +127,7 @@ def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 180) -> Any:
 
 @contextmanager
 def telling(folder: Path) -> Iterator[None]:
-    """If something fails, print the ends of all logs and exit with 1."""
+    """On failure, print the end of each log and exit with 1."""
     try:
         yield
     except (TimeoutError, ChildProcessError) as error:
@@ -175,7 +175,7 @@ def rehearse(cluster: Cluster) -> None:
         return len(rows_of(run)) >= num_rows
 
     def has_moved(before: int) -> bool:
-        """Return whether rows were lost since then, and all are valid now."""
+        """Return whether rows have been lost since, and all rows are valid now."""
         fractions = [row["valid_fraction"] for row in rows_of(run)[before:]]
         return min(fractions, default=1.0) < 1.0 == fractions[-1]
 

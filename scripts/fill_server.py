@@ -1,12 +1,12 @@
-"""Try to end a server, or to fill its memory, as a client with a key.
+"""Try to crash a server or to fill its memory, as an authorised client.
 
     python scripts/fill_server.py [--seconds 10]                       about a minute
 
 The client announces the routing ids that the server would assign next if it counted
-from libzmq's usual start. Then it sends large messages over four connections with the
-same id, and then a message that never ends. An honest client steps at the same time.
-Exits with 1 if the server ends or does not release the memory, if a step takes too
-long, or if a row is wrong or lost. Linux only.
+from libzmq's usual start. Next, it sends large messages over four connections with
+the same id, and finally a message that never ends. An honest client steps at the same
+time. Exits with 1 if the server exits or does not release the memory, if a step takes
+too long, or if a row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -40,21 +40,21 @@ MAX_GROWTH_MIB: Final = 300.0
 MAX_STEP_MS: Final = 500.0
 SETTLE_SECONDS: Final = 3.0
 _MIB: Final = bytes(1 << 20)
-#: More frames than fit in memory, so the message never ends.
+#: More frames than memory can hold, so the message never ends.
 _ENDLESS: Final = 20_000
 _AT_ONCE: Final = 250
 _NEWCOMERS: Final = 20
 
 
 def keys_of(home: Path, address: str) -> CurveKeys:
-    """Return the keys that the client with this folder uses for an address."""
+    """Return the keys that the client with this key folder uses for an address."""
     keys = KeyFolder(home).keys_for(address)
     assert keys is not None
     return keys
 
 
 def let_in(home: Path, address: str) -> CurveKeys:
-    """Create a client in a folder, and authorise it; return its keys."""
+    """Create a client with this key folder, and authorise it; return its keys."""
     public, _ = keys_of(KeyFolder().path, address)
     KeyFolder(home).add_pin([address], public, home.name)
     keys = keys_of(home, address)
@@ -64,7 +64,7 @@ def let_in(home: Path, address: str) -> CurveKeys:
 
 
 def send_as_one(address: str, home: Path) -> None:
-    """Send without end over four connections; the server reads only the first."""
+    """Send endlessly over four connections; the server reads only the first."""
     with zmq.Context() as context:
         peers = [context.socket(zmq.DEALER) for _ in range(4)]
         for peer in peers:
@@ -90,7 +90,7 @@ def send_endless(address: str, home: Path) -> None:
 
 
 def announce(address: str, keys: CurveKeys, count: int) -> int:
-    """Announce some routing ids; return how many new clients were rejected."""
+    """Announce routing ids; return the number of new clients that were rejected."""
     foreseen, num_shut_out = predicted_ids(count), 0
     for start in range(0, count, _AT_ONCE):
         with contextlib.ExitStack() as stack:
@@ -98,7 +98,7 @@ def announce(address: str, keys: CurveKeys, count: int) -> int:
             for routing_id in (*ids, *[b""] * _NEWCOMERS):
                 peer = KeyedStranger(address, *keys, HELLO, routing_id)
                 num_shut_out += not stack.enter_context(peer).is_admitted()
-        zmq.Context.instance().term()  # wait until all are closed; few fit at once
+        zmq.Context.instance().term()  # until all are closed; few fit at once
     return num_shut_out
 
 
@@ -109,9 +109,10 @@ def fill(
     seconds: float,
     cores: Cores,
 ) -> tuple[float, float]:
-    """Let a process send; return the server's memory in MiB, at most and afterwards.
+    """Let a process send; return the server's peak and final memory in MiB.
 
-    Afterwards, the process has sent nothing for a while, but is still connected.
+    The final value is measured when the process has not sent anything for a while, but
+    is still connected.
     """
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=send, args=(server.address, home))

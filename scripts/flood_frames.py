@@ -2,11 +2,11 @@
 
     python scripts/flood_frames.py [--messages 1000000]            about 4 minutes
 
-First come malformed messages, among them changed messages of the attacker's lease,
-peers that choose their routing ids, and connections that break; then messages with the
-numbers of the honest client's lease, but from another key. Finally the script searches
-the server's keys in all places where they must not be. Exits with 1 if a goal is
-missed, or if a row is wrong or lost. Linux only.
+The script first sends malformed messages: mutated messages of the attacker's lease,
+messages with chosen routing ids, and messages over connections that break. It then
+sends messages with the ids of the honest client's lease, but from another key. It
+finally searches for the server's keys in all places where they must not be. Exits with
+1 if a goal is missed, or if a row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -59,17 +59,17 @@ _OPENINGS: Final = ("--allow-kwarg", "length", "--allow-kwarg", "fault:any")
 _WARM_UP: Final = 20_000
 #: Messages between steps of the attacker's env, and between new connections.
 _STEP_EVERY, _PEER_EVERY = 32, 1000
-#: Seconds after which an answer counts as lost.
+#: Seconds after which an answer is considered lost.
 _STEP_SECONDS: Final = 2.0
 _STRANGERS: Final = 50
-#: Unread answers; the server drops answers at more than twice this number.
+#: Maximum number of unread answers; beyond twice this number, the server drops them.
 _MAX_UNREAD: Final = 24
 _SETTLE_SECONDS: Final = 10.0
 _PLANTED: Final = "planted-3f1c0a7be94d"
 
 
 class Peer(Attacker):
-    """An attacker that counts answers by type, and steps an env from time to time."""
+    """An attacker that counts answers by type, and occasionally steps an env."""
 
     def __init__(self, address: str, session: int) -> None:
         super().__init__(address)
@@ -101,7 +101,7 @@ class Peer(Attacker):
     def step(self) -> None:
         """Step the env, so that the server has handled all earlier messages.
 
-        A mutated message may have ended the lease; then attach again.
+        If a mutated message has ended the lease, attach again.
         """
         seq = self._seq
         until = time.monotonic() + _STEP_SECONDS
@@ -168,7 +168,7 @@ def announce(address: str, routing_id: bytes) -> None:
 def send_as_another(
     address: str, count: int, numbers: tuple[int, int], attach: bytes
 ) -> tuple[int, list[Any], list[Any]]:
-    """Use the numbers of another key's lease and of an unknown session, in turns.
+    """Alternate between the ids of another key's lease and those of an unknown session.
 
     Returns:
       The number of answers, and the kinds of answers for each of the two sessions.
@@ -260,7 +260,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield all that others can read: argv, workers' memory, log, crash files."""
+    """Yield what others can read: argv, workers' memory, the log, crash files."""
     pid, *started = with_descendants(server.process.pid)
     yield "argv of the server", Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:
@@ -273,7 +273,7 @@ def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]
 
 
 def look_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
-    """Search secrets in all readable places; check that a crash leaves no core."""
+    """Search for secrets in all readable places; check that a crash leaves no core."""
     secrets = planted_secrets(KeyFolder())
     crashing = attach_lane(server, FAULTY, 1, env_kwargs={"fault": "raise"})
     with contextlib.closing(crashing) as lane:

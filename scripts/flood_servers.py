@@ -1,11 +1,11 @@
-"""Flood a server as one user, and measure what another user gets.
+"""Flood a server as one user, and measure the speed for another user.
 
     python scripts/flood_servers.py                                    about 4 minutes
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
-The honest client steps 8 CartPole envs: alone; while another server is flooded, which
-uses the same CPUs but no time of the client's server; and while its own server is
-flooded. The goal is the ratio of the last two. Exits with 1 if a goal is missed.
+The honest client steps 8 CartPole envs: alone, while another server on the same CPUs is
+flooded, and while its own server is flooded. The goal is the ratio of the last two
+speeds. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAX_STEP_MS = 100.0
 _GOING = "going"
 _OPTIONS = ("--log-level", "error", "--drain-grace", "0", "--max-processes", "16")
 _ATTACH_LOOPS = {"attach": ("CartPole-v1", 1), "attach-cheetah": ("HalfCheetah-v5", 8)}
-#: Bodies of floods, by type.
+#: Bodies of the flood messages, by type.
 _BODIES: dict[str, tuple[MessageType, bytes]] = {
     "ping": (MessageType.PING, b""),
     "hello": (MessageType.HELLO, Hello().encode()),
@@ -108,7 +108,7 @@ class _Peer:
         )
 
     def ask(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Repeat a request until it is answered; floods lose some messages."""
+        """Repeat a request until it is answered, because floods drop some messages."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):
@@ -191,7 +191,7 @@ def _compare(
     cores: Cores,
     goals: Goals,
 ) -> None:
-    """Measure alone, during a flood of the other server, and of the client's server."""
+    """Measure without a flood, and with a flood of the other or the client's server."""
     own, other = addresses
     kind, num_connections = flood
     runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}

@@ -1,12 +1,12 @@
-"""Feed every decoder with malformed messages.
+"""Feed malformed messages to every decoder.
 
     python scripts/fuzz_decoders.py                       1 million bodies
     python scripts/fuzz_decoders.py --bodies 10000000     10 million
     python scripts/fuzz_decoders.py --seed 7              other bodies
     python scripts/fuzz_decoders.py --guided 300          each decoder for 5 minutes
 
-`--guided` needs Atheris, which chooses bytes by the code that they reach instead of at
-random. The script fails at the first body that is neither decoded nor rejected.
+`--guided` needs Atheris, which chooses bytes by code coverage instead of at random. The
+script fails at the first body that is neither decoded nor rejected.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def fuzz_guided(atheris: Any, name: str, target: Any, seconds: int) -> None:
-    """Let Atheris search bytes at which a decoder fails, in a separate process."""
+    """Let Atheris search for bytes that break a decoder, in a separate process."""
     pid = os.fork()
     if not pid:
         with tempfile.TemporaryDirectory() as corpus:

@@ -1,6 +1,6 @@
 """Write docs/settings.md: options of batches, servers and training runs, from the code.
 
-Run it after a change of an option or its docstring; the test suite checks that the page
+Run it after changing an option or its docstring; the test suite checks that the page
 is current.
 """
 
@@ -26,9 +26,9 @@ This page lists the options of batches, of `envserve start` and of training runs
 
 ## Options of batches
 
-`BatchEnv.local`, `BatchEnv.connect` and `make_vec` accept these options by keyword,
-beside the [arguments of each](api.md). Servers have options of their own instead of
-those of local batches."""
+`BatchEnv.local`, `BatchEnv.connect` and `make_vec` accept these options as keyword
+arguments, in addition to [their other arguments](api.md). The options of local batches
+do not apply to servers, which have their own."""
 _START = """
 ## Options of `envserve start`
 
@@ -37,7 +37,8 @@ Options can also come from
 _PPO = """
 ## Settings of `ppo`
 
-A config sets them, and `ppo train --set`; see [the ppo command](ppo-command.md)."""
+Set them in a config, or with `ppo train --set`; see
+[the ppo command](ppo-command.md)."""
 
 
 def page() -> str:
@@ -81,7 +82,7 @@ def _row(*cells: str) -> str:
 
 
 def _default(text: str, value: Any) -> str:
-    """Return a sentence about a default, unless the text has it or it is empty."""
+    """Return a sentence about a default, unless it is empty or the text mentions it."""
     if "by default" in text.lower() or isinstance(value, type) or callable(value):
         return ""
     if isinstance(value, tuple | frozenset):

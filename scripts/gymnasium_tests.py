@@ -4,13 +4,13 @@
 
 DIR is a checkout of the installed release. In tests/vector, envserve's class replaces
 `AsyncVectorEnv`, and only tests that use it count; in tests/wrappers/vector it replaces
-`SyncVectorEnv` too. gymnasium_tests.txt lists the tests that are expected to fail, with
-reasons. The exit code is 1 if another test fails, or if one of these passes.
+`SyncVectorEnv` too. gymnasium_tests.txt lists the expected failures, with reasons. The
+exit code is 1 if any other test fails, or if one of these passes.
 RecordVideo needs moviepy; without OpenGL, `-k "not Ant-v4"` excludes the tests that
 render with it.
 
-The tests pass functions that create envs. Therefore this file is also an env module for
-workers, whose env is created by a function that this process has pickled.
+The tests pass functions that create envs, so this file is also an env module for
+workers: its env is created by a function that this process has pickled.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def expected_failures() -> dict[str, str]:
 
 
 class Harness:
-    """A pytest plugin that replaces Gymnasium's classes by envserve's."""
+    """A pytest plugin that replaces Gymnasium's classes with envserve's."""
 
     def __init__(self) -> None:
         self.users: set[str] = set()

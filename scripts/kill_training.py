@@ -1,11 +1,11 @@
-"""Kill a training repeatedly at random moments, and check that it continues.
+"""Kill a training run repeatedly at random moments, and check that it resumes.
 
     python scripts/kill_training.py --kills 20
     python scripts/kill_training.py --set overlap=true
 
-Runs `ppo train cartpole` as a separate process, and ends it by SIGKILL: every fourth
-time at a random moment after its start, otherwise after its first checkpoint. Exits
-with 1 if a process does not continue the run, if more than a checkpoint interval is
+Runs `ppo train cartpole` as a separate process, and kills it with SIGKILL: every
+fourth time at a random moment after its start, otherwise after its first checkpoint.
+Exits with 1 if a process does not resume the run, if more than a checkpoint interval is
 lost, or if the metrics of the finished run have gaps or repetitions.
 """
 
@@ -43,7 +43,7 @@ _ITERATIONS_PER_CHECKPOINT = 4
 def start(
     config: str, folder: Path, more: list[str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a run with additional settings, or resume it if it has begun."""
+    """Start a run with additional settings, or resume it if it exists."""
     settings = [f"--set={k}={v}" for k, v in _SETTINGS.items()]
     is_begun = (folder / "config.json").exists()
     where = ["--resume", str(folder)] if is_begun else ["--run-dir", str(folder)]
@@ -69,7 +69,7 @@ def kill_in_the_middle(
 ) -> bool:
     """Kill a process after some seconds; return whether it was alive until then.
 
-    With `waits`, the seconds count from its next checkpoint.
+    With `waits`, count the seconds from its next checkpoint.
     """
     known = progress(folder)[1]
     try:

@@ -54,7 +54,7 @@ _QUIET_SECONDS: Final = 1.5
 
 
 def without_keys(address: str, mechanism: str) -> Stranger:
-    """Return a peer that greets with another mechanism than keys."""
+    """Return a peer that greets with a mechanism without keys."""
     peer = Stranger(address, None)
     peer.greet_with(mechanism)
     return peer
@@ -84,14 +84,14 @@ def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ..
 
 
 def knock_often(make: Callable[..., Stranger | KeyedStranger], tries: int) -> int:
-    """Return how many connections the server accepted."""
+    """Return the number of connections that the server accepted."""
     count = 0
     for start in range(0, tries, _AT_ONCE):
         peers = [make() for _ in range(min(_AT_ONCE, tries - start))]
         for peer in peers:
             with peer:
                 count += peer.is_admitted()
-        zmq.Context.instance().term()  # wait until all are closed; few fit at once
+        zmq.Context.instance().term()  # until all are closed; few fit at once
     return count
 
 

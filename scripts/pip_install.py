@@ -2,7 +2,7 @@
 
     python scripts/pip_install.py --constraint constraints.txt --editable '.[train]'
 
-pip by itself prints either nothing or hundreds of lines. Requires only pip.
+On its own, pip prints either nothing or hundreds of lines. Requires only pip.
 """
 
 import subprocess

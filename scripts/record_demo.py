@@ -1,7 +1,7 @@
 """Create docs/images/demo.png and demo.gif from the page of `envserve demo`.
 
-The demo learns, a worker is killed, and the network is cut. Requires the extras browser
-and demo, and Chromium (/usr/bin/chromium, or the path in CHROMIUM).
+The agent learns, a worker is killed, and the network is cut. Requires the extras
+browser and demo, and Chromium (/usr/bin/chromium, or the path in CHROMIUM).
 """
 
 from __future__ import annotations

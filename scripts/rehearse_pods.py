@@ -2,14 +2,14 @@
 
     python scripts/rehearse_pods.py
 
-Each pod is a network namespace, and each container a process with its own root, with
-the commands, probes, volumes and users of the manifests. tests/pods.py lists the parts
-that this does not test.
+Each pod is a network namespace, and each container is a process with its own root
+and with the commands, probes, volumes and users of the manifests. tests/pods.py lists
+the parts that this does not test.
 
-The trainer waits for servers and trains. One server is killed and returns at another
-address; the other one is evicted. The trainer is evicted, continues with two of four
-servers, includes the others when they start, and continues while one of them is
-disconnected. It is killed, and continues until its job is complete. Every valid row
+The trainer waits for servers and trains. One server is killed and restarts at another
+address; the other one is evicted. The trainer is evicted, resumes with two of four
+servers, uses the others when they start, and continues while one of them is
+disconnected. Then it is killed, and resumes until its job is complete. Every valid row
 must follow from the previous one by CartPole's dynamics. Exits with 1 if a check fails.
 Linux only; requires root and iproute2.
 """
@@ -34,12 +34,12 @@ from tests.pods import SEARCH, Names, Pod, make_keys, pod_spec, resource  # noqa
 
 SERVERS = pod_spec("StatefulSet", "envs")
 TRAINER = pod_spec("Job", "trainer")
-#: Timeout in seconds for the start of TensorFlow and some iterations.
+#: Timeout in seconds for starting TensorFlow and running some iterations.
 PATIENCE = 240
 #: Settings of a run, and of one that continues until it is stopped.
 FEW = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
 ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *FEW)
-#: The trainer's callback, which ends the training at a wrong row.
+#: The trainer's callback, which aborts training at a wrong row.
 CHECK = """
 import numpy as np
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -95,7 +95,7 @@ class Cluster:
         return pod
 
     def new_trainer(self) -> Pod:
-        """Create the next pod of the job, with the volume of the previous one."""
+        """Create the job's next pod, with the volume of the previous one."""
         return Pod("trainer", TRAINER, self.hosts, "gpu", self.folder)
 
     def start_trainer(self, *more: str) -> None:
@@ -105,7 +105,7 @@ class Cluster:
         pod.start(*more)
 
     def trains_on(self, num_rows: int, is_whole: bool | None = None) -> bool:
-        """Return whether there are enough rows of metrics, the last one as expected.
+        """Return whether there are enough metrics rows, with the last one as expected.
 
         With `is_whole` True, all steps of the last row must be valid; with False, some
         must not be.
@@ -118,7 +118,7 @@ class Cluster:
         return is_whole is None or (rows[-1]["valid_fraction"] == 1.0) == is_whole
 
     def goes_on(self, what: str, is_whole: bool | None = None) -> None:
-        """Wait for three more rows than there are now."""
+        """Wait for three more metrics rows."""
         before = len(rows_of(self.run))
         wait_for(what, lambda: self.trains_on(before + 3, is_whole), PATIENCE)
 

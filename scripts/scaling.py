@@ -1,9 +1,9 @@
-"""Measure the cost of a batch on many servers for its trainer, for docs/scaling.md.
+"""Measure what a batch on many servers costs its trainer, for docs/scaling.md.
 
-    python scripts/scaling.py fit          1 to 16 stand-ins for servers, on loopback
+    python scripts/scaling.py fit          1 to 16 server stand-ins, on loopback
     python scripts/scaling.py check        64 stand-ins, and real servers
     python scripts/scaling.py namespaces   64 real servers, each a host; Linux, root
-    python scripts/scaling.py attach       a server ends and another joins, 100 times
+    python scripts/scaling.py attach       replace a server by another, 100 times
     python scripts/scaling.py document     write the tables of the page
 
 All except `document` replace their part of docs/scaling.json, within four minutes.
@@ -64,7 +64,7 @@ def keep(part: str, found: Any) -> None:
 
 
 def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
-    """Measure points in turns, forwards and backwards; return the medians."""
+    """Measure the points in alternating order; return the medians."""
     found: dict[Point, list[Point]] = {point: [] for point in points}
     for turn in range(turns):
         for point in points[:: 1 if turn % 2 == 0 else -1]:
@@ -76,7 +76,7 @@ def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
 
 @app.command()
 def fit(keys: bool = False, turns: int = 3) -> None:
-    """Measure 1 to 16 stand-ins, without keys or with."""
+    """Measure 1 to 16 stand-ins, with or without keys."""
     with own_keys():
         found = measure_all(
             [
@@ -192,7 +192,7 @@ def relay(ours: Connection, targets: Sequence[str], delay_ms: float) -> None:
 
 @app.command()
 def attach(changes: int = 100, servers: int = 4) -> None:
-    """Replace one server after the other, and measure the duration of all steps."""
+    """Replace one server after another, and measure the duration of each step."""
     leaving: list[float] = []
     attaching: list[float] = []
     calm: list[float] = []

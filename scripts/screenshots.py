@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Take the screenshots of docs/page.md, of a server whose envs are stepped.
+"""Take the screenshots of docs/page.md from a server whose envs are being stepped.
 
 Requires Chromium and the environment of `make test-doors`; run it with
 .venv-doors/bin/python.

@@ -1,4 +1,4 @@
-"""Simulate sessions in virtual time, with a network, hosts and workers that fail.
+"""Simulate sessions in virtual time, with failures of network, hosts and workers.
 
     python scripts/simulate_sessions.py                       1 million events
     python scripts/simulate_sessions.py --events 100000000    100 million

@@ -3,9 +3,9 @@
     python scripts/train_under_fire.py [--seed 0] [--servers 2]
     python scripts/train_under_fire.py --leave --servers 4
 
-With --leave, servers do not return: one is killed, another one is drained, and a new
-one is added to the file of addresses. Every row whose server runs must then be valid in
-each batch step, except one lost row after a move. Prints the costs, and exits with 1 if
+With --leave, servers are not restarted: one is killed, another is drained, and a new
+one is added to the address file. Every row whose server runs must then be valid in each
+batch step, except for one lost row after a move. Prints the costs, and exits with 1 if
 the agent has not learned the task, or if a row was missing. Requires the extra `dev`
 (psutil).
 """
@@ -48,7 +48,7 @@ OPTIONS = ("--workers", "1", "--log-level", "error")
 def beside(
     change: Callable[[threading.Event, Counter[str]], None],
 ) -> Iterator[Counter[str]]:
-    """Run `change` in a thread until the end of the block; yield its counts."""
+    """Run `change` in a thread during the block; yield its counts."""
     is_over, counts = threading.Event(), Counter[str]()
     thread = threading.Thread(target=change, args=(is_over, counts))
     thread.start()
@@ -62,7 +62,7 @@ def beside(
 def under_fire(
     servers: Sequence[ServerProcess],
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill workers and servers until the end of the block; yield how many."""
+    """Kill workers and servers during the block; yield their counts."""
 
     def fire(is_over: threading.Event, killed: Counter[str]) -> None:
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
@@ -86,7 +86,7 @@ def under_fire(
 def leaving(
     servers: Sequence[ServerProcess], add: Callable[[], ServerProcess], left: set[str]
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill one server, drain one and add one; yield how many.
+    """Kill one server, drain one and add one; yield the counts.
 
     The addresses of servers that are about to leave are added to `left`.
     """
@@ -109,8 +109,8 @@ def leaving(
 class RowCheck:
     """Counts the rows that are not valid although their server runs.
 
-    A row whose server has left may be invalid until it has moved to another server,
-    which its lost row reports. That is its last row that may be invalid.
+    A row whose server has left may be invalid until it has moved to another server. The
+    lost row that reports the move is the last one that may be invalid.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class RowCheck:
                     homes[row] = lanes[row].name
             return rows, result
 
-        vars(env)["recv"] = looked_recv  # a training with splits calls `recv`
+        vars(env)["recv"] = looked_recv  # training with splits calls `recv`
         return env
 
 

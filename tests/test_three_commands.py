@@ -93,8 +93,8 @@ def test_three_commands_start_a_training_on_fresh_hosts(
         )
         assert (again.returncode, again.stdout) == (1, "")
         assert again.stderr == (
-            "Error: this invitation was used, or is older than 15 minutes; ask for "
-            "another: envserve invite trainer-1\n"
+            "Error: this invitation was already used, or is older than 15 minutes; "
+            "ask for a new one: envserve invite trainer-1\n"
         )
         for text in (trained.stdout, trained.stderr, again.stderr):
             assert line[:60] not in text

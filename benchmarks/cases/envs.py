@@ -60,7 +60,7 @@ class SleepEnv(_ConstantEnv):
         Args:
           step_seconds: Duration of a step.
           reset_seconds: Duration of a reset.
-          episode_length: Steps of an episode; 0 for episodes that never end.
+          episode_length: Steps per episode; 0 for episodes that never end.
           is_staggered: Whether the first episode of each env is shorter, by a number of
             steps that depends on its seed.
         """

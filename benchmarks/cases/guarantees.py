@@ -47,7 +47,7 @@ def guarantees(
     seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Compare BatchEnv with bare workers that check nothing and survive no fault."""
+    """Compare BatchEnv with bare workers without checks or fault tolerance."""
     cases = []
     for name in env or _ENVS:
         for size in num_envs or _SIZES:
@@ -71,9 +71,9 @@ def guarantees(
             ),
         },
         notes=[
-            f"{BARE_SLAB}: forked workers, rows in shared memory, one byte over a "
-            "socket pair in each direction, results copied. Nothing is checked, and no "
-            "fault is survived."
+            f"{BARE_SLAB}: forked workers that write rows to shared memory, with "
+            "one byte over a socket pair in each direction; results are copied. There "
+            "are no checks, and no fault tolerance."
         ],
     )
 

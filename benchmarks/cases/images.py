@@ -1,4 +1,4 @@
-"""`images`: bytes of observations per second, from envs that cost almost nothing."""
+"""`images`: observation throughput in bytes per second, for envs that cost little."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def images(
             "/ Async": ratio(ASYNC, SPEED),
         },
         notes=[
-            "A GB is 1e9 bytes of images, copied into the caller's arrays: new arrays "
-            "in each step, or with out= the same arrays, as in a rollout."
+            "A GB is 1e9 bytes of images, copied to the caller: into new arrays in "
+            "each step, or with out= into the same arrays, as in a rollout."
         ],
         results={"image_bytes": _IMAGE_BYTES},
     )

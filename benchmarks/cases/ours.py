@@ -46,7 +46,7 @@ def stepping_without_keys(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def stepping_vector_env(load: Workload) -> Iterator[Measure]:
-    """Step with the interface of Gymnasium: in-process, with infos of every step."""
+    """Step through Gymnasium's interface: in-process, with infos in every step."""
     envs = make_vec(
         load.env_name,
         load.num_envs,

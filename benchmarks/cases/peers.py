@@ -33,7 +33,7 @@ PEERS = {
     TIANSHOU: "tianshou",
     ENVPOOL: "EnvPool",
 }
-"""Names of all cases, with short names for the headings of columns."""
+"""Names of all cases, with short names for column headings."""
 
 
 def import_peer(module: str) -> Any:
@@ -55,7 +55,7 @@ def sb3_vec_env(load: Workload, kind: str) -> Any:
 
 @contextlib.contextmanager
 def sb3_subprocess(load: Workload) -> Iterator[Measure]:
-    """Step Stable-Baselines3's envs: a process per env, rows pickled through pipes."""
+    """Step SB3's envs: one process per env, rows pickled through pipes."""
     with contextlib.closing(sb3_vec_env(load, "SubprocVecEnv")) as envs:
         envs.seed(0)
         envs.reset()
@@ -90,7 +90,7 @@ def envpool(load: Workload) -> Iterator[Measure]:
     )
     with contextlib.closing(envs):
         envs.reset()
-        # Converted beforehand, because EnvPool accepts only its own dtypes.
+        # Convert them beforehand, because EnvPool accepts only its own dtypes.
         actions = [batch.astype(envs.action_space.dtype) for batch in load.actions()]
         yield make_measure(envs.step, actions, load)
 
@@ -106,7 +106,7 @@ def served_envpool(load: Workload) -> Iterator[Measure]:
 
 
 def _envpool_with(load: Workload) -> Any:
-    """Return the module; raise Skip if it lacks the env."""
+    """Return EnvPool's module; raise Skip if it lacks the env."""
     module = import_peer("envpool")
     if load.env_name not in module.list_all_envs() or load.env_kwargs:
         raise Skip(f"EnvPool has no {load.env_name}")

@@ -1,4 +1,4 @@
-"""`scale`: the time of an env step and the memory, as the batch grows."""
+"""`scale`: the time per env step and the memory as the batch grows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def scale(
         },
         notes=[
             "MB (1e6 bytes) of proportional set size of the stepping process and its "
-            "descendants, measured in new processes for each size, minus the same with "
+            "descendants, measured in new processes for each size, minus the size with "
             f"one env per worker ({base}), which is mostly imports: "
             f"{_megabytes(memory[base])}."
         ],
@@ -97,7 +97,7 @@ def _memory_alone(name: str, load: Workload) -> float | None:
     """Return the memory in bytes, or None if the system does not report it."""
     if sys.platform != "linux":
         return None
-    # Not in turns: pages would be shared with the processes of other cases.
+    # Not in turns, because processes of other cases would share pages with it.
     case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
     return measure_cases([case], 1).median(name, _MEMORY)
 

@@ -1,4 +1,4 @@
-"""`slow-reset`: the cost of slow resets, with spare envs and without."""
+"""`slow-reset`: the cost of slow resets, with and without spare envs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def slow_reset(
         float, typer.Option(min=0.001, help="Duration of a reset.")
     ] = 200.0,
     episode_length: Annotated[
-        int, typer.Option(min=1, help="Steps of an episode.")
+        int, typer.Option(min=1, help="Steps per episode.")
     ] = 200,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes per measurement.")] = 3,
     staggered: Annotated[
@@ -51,7 +51,7 @@ def slow_reset(
     quick = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
     steps = {
         "num_steps": episodes * episode_length,
-        # The first episode of each env is shorter, also that of a spare env.
+        # The first episode of each env is shorter, also for spare envs.
         "first_steps": 2 * episode_length if staggered else 0,
     }
     spare = {"spare_envs": True}

@@ -1,4 +1,4 @@
-"""`start`: how long a user waits for a start, measured in new processes."""
+"""`start`: startup times as users experience them, measured in new processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(
     workers: Workers = 16,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure the seconds of a first observation, of imports, and of a server start."""
+    """Measure the time to a first observation, of imports, and of a server start."""
     fill = {"env": env, "num_envs": num_envs, "workers": workers}
     scripts = {
         "envserve, first observation": (_OURS.format(**fill), "batch.close()"),
@@ -68,8 +68,9 @@ def start(
             "lowest - highest": spread(_SECONDS, ".2f"),
         },
         notes=[
-            "First observation: from the first line of a new script, including "
-            "imports. Ready line: from the start of the process."
+            "The time to the first observation starts at the first line of a new "
+            "script and includes imports; the time to the ready line starts with the "
+            "process."
         ],
     )
 
@@ -89,7 +90,7 @@ def fresh_script(code: str, after: str) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def ready_line() -> Iterator[Measure]:
-    """Start a server, and end it once it is ready."""
+    """Start a server, and stop it once it is ready."""
     command = [sys.executable, "-m", "envserve", "start", "--log-level", "warning"]
     command += ["--bind", "tcp://127.0.0.1:0"]
 

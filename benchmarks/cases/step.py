@@ -1,4 +1,4 @@
-"""`step`: env steps per second, compared with the machine's limit and with others."""
+"""`step`: env steps per second, compared with the machine's limit and peers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step(
     seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Measure raw stepping: the limit, envserve in-process and on servers, others."""
+    """Measure raw stepping: the limit, envserve in-process and on servers, peers."""
     load = Workload(env, num_envs, workers, seconds)
     load.check()
     limit = Case(LIMIT, bare_loops, {"load": load})
@@ -50,7 +50,7 @@ def step(
         },
         notes=[
             "Medians over the repetitions; ratios are medians of the ratios within "
-            "each repetition. p50 and p99 are durations of a batch step; for the "
-            "limit, of one pass of a process over its envs."
+            "each repetition. p50 and p99 are durations of a batch step or, "
+            "for the limit, of one pass of a process over its envs."
         ],
     )

@@ -1,6 +1,6 @@
 """`straggler`: the cost of one slow env if rows are received when they are ready.
 
-Every reply contains the number of its request, and is compared with it.
+Every reply contains the number of its request, which is checked.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def straggler(
     min_envs: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Rows that recv waits for. Default: those that are ready."
+            min=1, help="Minimum number of rows that recv waits for. Default: 1."
         ),
     ] = None,
     seconds: Seconds = 2.0,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure send and recv with one slow env and with none; one worker per env."""
+    """Measure send and recv with and without one slow env; one worker per env."""
     name, modules = "envserve/Request-v0", (envs.MODULE,)
     load = Workload(name, num_envs, num_envs, seconds, import_modules=modules)
     normal = {"load": load, "microseconds": milliseconds * 1e3}

@@ -1,4 +1,4 @@
-"""Facts about the machine that readers of measurements need."""
+"""Describe the machine, for readers of measurements."""
 
 from __future__ import annotations
 

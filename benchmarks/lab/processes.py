@@ -1,4 +1,4 @@
-"""Resources that processes and their descendants use."""
+"""Measure the resources of processes and their descendants."""
 
 from __future__ import annotations
 

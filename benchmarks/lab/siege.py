@@ -1,4 +1,4 @@
-"""Helpers of the scripts that attack a server: separate cores, and goals."""
+"""Helpers for scripts that attack a server: core assignment, and goals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cores:
     """Cores of each side of an attack: server, control, client and attacker."""
 
     def __init__(self) -> None:
-        """Assign the cores that this process may use, if there are enough."""
+        """Assign this process's cores to the sides, if there are enough."""
         is_linux = hasattr(os, "sched_setaffinity")
         free = iter(sorted(os.sched_getaffinity(0))) if is_linux else iter(())
         dealt = {

@@ -3,7 +3,7 @@
 Each trainer has the settings that its project recommends for the task: ppo the named
 config, Stable-Baselines3 those of RL Baselines3 Zoo. The score is the mean return of
 training episodes, with sampled actions, which both trainers record. Each repetition
-trains a new policy with another seed; its time includes everything except loading
+trains a new policy with a different seed; its time includes everything except loading
 libraries.
 """
 
@@ -73,8 +73,8 @@ def goal(
         return f"{sum(value >= score for value in returns)} of {len(returns)}"
 
     run.publish(
-        title=f"{config.env_name}: seconds until the last training episodes, at most "
-        f"100, have a mean return of {score:g}",
+        title=f"{config.env_name}: seconds until the last (at most 100) training "
+        f"episodes have a mean return of {score:g}",
         measured=run.measure(cases, repetitions),
         columns={
             "seconds": median(SECONDS, ",.1f"),

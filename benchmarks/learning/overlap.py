@@ -56,11 +56,11 @@ class Pieces(NamedTuple):
 
     @property
     def envs_per_worker(self) -> int:
-        """Number of envs of the worker that has the most."""
+        """Maximum number of envs per worker."""
         return -(-self.num_envs // self.workers)
 
     def best_with_two_splits(self) -> float:
-        """Return the minimal duration of a batch step with two splits.
+        """Return the minimum duration of a batch step with two splits.
 
         No core can do more than its share of the work, no worker and no policy can
         do two things at once, and the envs of a split wait for its policy.
@@ -71,7 +71,7 @@ class Pieces(NamedTuple):
         return max(work / self.cores, worker, 2 * self.policy_per_split, chain)
 
     def best_with_one_split(self) -> float:
-        """Return the minimal duration of a batch step if policy and envs alternate."""
+        """Return the minimum duration of a batch step if policy and envs alternate."""
         rounds = max(self.num_envs / self.cores, self.envs_per_worker)
         return self.policy_all_rows + rounds * self.env
 
@@ -91,7 +91,7 @@ def overlap(
     seconds: Seconds = 2.0,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure rollouts of slow envs with a slow policy, with 1 split and with 2."""
+    """Measure rollouts of slow envs and a slow policy, with one and two splits."""
     kwargs = {"step_seconds": env_milliseconds / 1e3}
     load = Workload(
         "envserve/Busy-v0", num_envs, workers, seconds, kwargs, (envs.MODULE,)
@@ -138,7 +138,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return the number of layers with which the policy takes this time."""
+    """Return the number of layers for which the policy takes this time."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
@@ -168,7 +168,7 @@ def env_alone(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
-    """Run the policy repeatedly, each call by itself."""
+    """Run the policy repeatedly, each time in a separate call."""
     load_tensorflow()
     import tensorflow as tf
 

@@ -136,7 +136,7 @@ def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
 
     Args:
         spent: time of each env, by row.
-        workers: number of processes that the rows are spread over.
+        workers: number of processes that share the rows.
         cores: number of processes that can run at the same time.
     """
     per_worker = [part.sum() for part in np.array_split(spent, workers)]

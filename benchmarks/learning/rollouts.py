@@ -50,7 +50,7 @@ class RolloutLoad:
         return Agent(batch.observation_space, batch.action_space, config)
 
     def repeating(self, run: Callable[[], Any]) -> Measure:
-        """Return a measurement of a function that makes one rollout."""
+        """Return a measurement of a function that collects one rollout."""
         return repeating(run, self.horizon, self.load.seconds)
 
 
@@ -63,11 +63,11 @@ def load_tensorflow() -> None:
 
 
 def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measure:
-    """Return a measurement of a function that makes `batch_steps` batch steps."""
+    """Return a measurement of a function that takes `batch_steps` batch steps."""
     run()
 
     def measure() -> Mapping[str, float]:
-        run()  # warms the caches, which other cases have used meanwhile
+        run()  # refills the caches after other cases
         runs, began = 0, time.perf_counter()
         while runs == 0 or time.perf_counter() - began < seconds:
             run()
@@ -80,7 +80,7 @@ def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measu
 
 @contextlib.contextmanager
 def simulating(work: RolloutLoad) -> Iterator[Measure]:
-    """Collect rollouts with a training's agent."""
+    """Collect rollouts with a trainer's agent."""
     load_tensorflow()
     from ppo.in_graph_batch_env import InGraphBatchEnv
     from ppo.simulate import Simulation
@@ -139,7 +139,7 @@ def looping_in_python(work: RolloutLoad, jit_compile: bool) -> Iterator[Measure]
 
 
 def _env_actions(work: RolloutLoad, batch: BatchEnv) -> Callable[..., Any]:
-    """Return the policy, including the conversion of its actions to the env's."""
+    """Return the policy, including the conversion to env actions."""
     from ppo.in_graph_batch_env import InGraphBatchEnv
 
     agent, graph_env = work.agent(batch), InGraphBatchEnv(batch)

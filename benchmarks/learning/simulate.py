@@ -73,7 +73,7 @@ def simulate(
         },
         notes=[
             "BatchEnv.step alone is called from Python with given actions. The "
-            "additional time of simulate() is that of the policy and of the graph."
+            "policy and the graph account for the additional time of simulate()."
         ],
         results={"beyond_the_lane_us": beyond},
     )

@@ -1,7 +1,7 @@
-"""`train`: complete PPO trainings, compared with Stable-Baselines3 at equal settings.
+"""`train`: complete PPO training runs, compared with SB3 at equal settings.
 
-Both run as their users run them. The seconds of rollouts and updates are taken from
-ppo's metrics, and measured around the calls in Stable-Baselines3.
+Both run as users run them. The seconds of rollouts and updates come from ppo's metrics;
+for Stable-Baselines3, they are measured around the calls.
 """
 
 import contextlib
@@ -149,7 +149,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
 
 
 class Gate:
-    """Makes a training in another thread wait after each iteration."""
+    """Makes a training run in another thread wait after each iteration."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -164,7 +164,7 @@ class Gate:
             self._permits.acquire()
 
     def let_pass(self, iterations: int) -> float:
-        """Let the training run some iterations; return their duration in seconds."""
+        """Let training run some iterations; return their duration in seconds."""
         began = time.perf_counter()
         for _ in range(iterations):
             self._permits.release()
@@ -175,7 +175,7 @@ class Gate:
 
     @contextlib.contextmanager
     def kept_by(self, train: Callable[[], Any]) -> Iterator[None]:
-        """Run a training in a thread, and wait for its end on exit."""
+        """Run training in a thread, and wait for its end on exit."""
 
         def run() -> None:
             self._permits.acquire()

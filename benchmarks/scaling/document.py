@@ -25,7 +25,7 @@ Points = Mapping[str, Sequence[Point]]
 
 
 def write_document(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Replace the tables of a page, each between two marks with its name."""
+    """Replace a page's tables, each of which is between two marks with its name."""
     for name, table in tables(numbers).items():
         replace_marked(path, name, table)
 

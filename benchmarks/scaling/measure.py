@@ -31,7 +31,7 @@ class Point(NamedTuple):
       envs: Envs per server.
       size: Size of an observation in bytes.
       keys: Whether messages are encrypted.
-      splits: Number of splits that are sent and received in turns.
+      splits: Number of splits that are sent and received alternately.
       env_us: Microseconds that a server takes to answer.
       delay_ms: Round-trip delay of the network in milliseconds.
       servers_are: "stand-in", or "real" for `envserve start`.

@@ -1,4 +1,4 @@
-"""A linear model of the trainer's cost of a batch step, and predictions from it."""
+"""A linear model of what a batch step costs the trainer, and predictions from it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def plan(
     slowdown: float = 1.0,
     round_trip_us: float = 200.0,
 ) -> Plan:
-    """Return how many hosts keep a trainer with two splits busy.
+    """Compute how many hosts keep a trainer with two splits busy.
 
     While the hosts step one split, the trainer handles the other. With the returned
     number of hosts, the hosts take longer than the trainer; with one more, they do not.
@@ -97,7 +97,7 @@ def plan(
       env_us: Microseconds of an env step on one core.
       size: Size of an observation in bytes.
       slowdown: Factor by which the model's times are multiplied.
-      round_trip_us: Round trip of the network in microseconds.
+      round_trip_us: Round-trip time of the network in microseconds.
     """
     envs = CORES * ENVS_PER_CORE
     # Each worker steps its part of a split. A batch step consists of both splits.

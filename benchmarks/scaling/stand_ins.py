@@ -1,6 +1,6 @@
-"""Stand-ins for servers that cost little: many in one process, each with a socket.
+"""Cheap stand-ins for servers: many in one process, each with a socket.
 
-They use the real sessions and messages, but have no workers and envs: their rows never
+They use real sessions and messages, but have no workers or envs: their rows never
 change, and they answer a step after the time that envs would take.
 """
 
@@ -56,7 +56,7 @@ class StandIn:
     """A stand-in for one server.
 
     Attributes:
-      address: Address at which it listens.
+      address: Address at which the stand-in listens.
       socket: ROUTER socket.
       due: Operations in progress: time of completion, session, outcomes.
     """

@@ -20,7 +20,7 @@ NUM_TEXTS = 4
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
-    """Return one number per seed, whose mean is a measure of `Task`."""
+    """Return one number per seed; their mean is a measure of `Task`."""
     if measure == "E":
         return [score.final for score in scores]
     if measure == "B":
@@ -114,7 +114,7 @@ def _largest(scores: Sequence[Score]) -> str:
 
 
 def _label(task: Task, scores: Sequence[Score]) -> list[str]:
-    """Return env and steps, with a mark if the settings are not the current ones."""
+    """Return env and steps, with a mark if the settings have changed since."""
     is_todays = all(task.is_made_by(score.settings) for score in scores)
     steps = ", ".join(filter(None, (task.budget, task.variant)))
     return [scores[0].env_name, steps + ("" if is_todays else " †")]

@@ -30,7 +30,7 @@ def main(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Seeds per task. Default: those of the task."),
+        typer.Option(min=1, help="Seeds per task. Default: the seeds of the task."),
     ] = None,
     runs: Annotated[
         Path, typer.Option(help="Folder of the runs; finished runs are not repeated.")
@@ -42,7 +42,7 @@ def main(
         ),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=0, help="Runs at the same time. 0: one per core.")
+        int, typer.Option(min=0, help="Number of concurrent runs. 0: one per core.")
     ] = 0,
     train: Annotated[bool, typer.Option(help="Train the missing runs.")] = True,
 ) -> None:
@@ -93,9 +93,9 @@ def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Sco
 def _read(
     jobs: Iterable[tuple[Task, int, Path]], path: Path | None
 ) -> dict[str, list[Score]]:
-    """Return the scores of the runs, and those in the JSON file for all others.
+    """Return the scores of the runs, and the JSON file's scores of all other runs.
 
-    If a task has scores with the current settings, its other scores are left out.
+    If a task has scores with the current settings, its other scores are omitted.
     """
     numbers = json.loads(path.read_text("utf-8")) if path and path.exists() else []
     found = {(row["task"], row["seed"]): Score(**row) for row in numbers}

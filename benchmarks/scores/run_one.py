@@ -24,7 +24,7 @@ class Score(NamedTuple):
       best: Best mean return of the evaluations during training.
       curve: Env steps and mean return of each evaluation during training.
       train_return: Mean return of the last 100 training episodes, with sampled actions.
-      seconds: Duration of the training, without evaluations.
+      seconds: Duration of training, without evaluations.
       versions: Versions of the libraries that influence the numbers.
       settings: `Task.settings` at that time; None if they were not recorded.
       max_kl: Largest KL divergence of an iteration, in nats; None if not recorded.
@@ -54,7 +54,7 @@ def read_score(folder: Path) -> Score | None:
 
 
 def run_one(task: Task, seed: int, folder: Path) -> Score:
-    """Train, evaluate and save the score; an interrupted run is started again.
+    """Train, evaluate and save the score; restart an interrupted run.
 
     TensorFlow uses one thread, because several runs share the cores.
     """

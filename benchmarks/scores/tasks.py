@@ -1,7 +1,7 @@
 """The tasks: configs, budgets, numbers of seeds, and published scores.
 
-Each published score (anchor) has its conditions, which `docs/scores.md` states: the
-measure, the version of the env, and the number of seeds.
+`docs/scores.md` states the conditions of each published score (anchor): the measure,
+the version of the env, and the number of seeds.
 """
 
 import json
@@ -34,8 +34,8 @@ class Task:
         and envs with seeds that training never used.
       num_seeds: Number of seeds, which are 0, 1, ...
       goal: Score to reach.
-      anchors: Published scores by measure, that of the goal first.
-      changes: Settings that differ from the config, such as the name of another env.
+      anchors: Published scores by measure, starting with the goal's measure.
+      changes: Settings that differ from the config, such as a different env name.
       variant: Name for these changes, if there is a row without them.
       episodes: Episodes of the final evaluation (E).
     """
@@ -70,8 +70,8 @@ class Task:
     def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:
         """Return whether these settings equal the current ones.
 
-        A setting that did not exist then counts as off; a setting with a text as value
-        counts as having its current value.
+        Settings that did not exist then are assumed to be off; settings whose value is
+        text are assumed to have their current value.
         """
         words = {key: now for key, now in self.settings.items() if isinstance(now, str)}
         return settings is not None and words | dict(settings) == self.settings

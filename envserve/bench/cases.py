@@ -92,7 +92,7 @@ def _step_in_process(load: Workload, rows: list[int], connection: Connection) ->
 
 @contextlib.contextmanager
 def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
-    """Measure a vector env of Gymnasium: "SyncVectorEnv" or "AsyncVectorEnv"."""
+    """Measure one of Gymnasium's vector envs: "SyncVectorEnv" or "AsyncVectorEnv"."""
     envs = getattr(gymnasium.vector, kind)(load.env_functions())
     with contextlib.closing(envs):
         envs.reset(seed=0)
@@ -157,7 +157,7 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
             *(f"--allow-kwarg={name}:any" for name in load.env_kwargs),
             *options,
         ]
-        # The server searches modules of `--import` in the same places as this process.
+        # The server must find the `--import` modules in the same places as we do.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         stack.enter_context(server)

@@ -25,8 +25,8 @@ _LIMIT, _IN_PROCESS = "limit: bare loops", "envserve in-process"
 _SYNC, _ASYNC = "gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv"
 
 REMEDIES: Final = {
-    "client": "put more envs into the batch: most of this is paid per batch step",
-    "workers and wake-ups": "put more envs into each worker: each costs a wake-up",
+    "client": "put more envs into the batch: most of this cost is per batch step",
+    "workers and wake-ups": "put more envs into each worker: each one costs a wake-up",
     "server and transport": "put more envs into the batch, or run the envs in-process",
 }
 """Advice for each part of a batch step except the time of the envs."""
@@ -90,7 +90,7 @@ def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
     """Return sentences about the parts of a batch step's time."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
-        # Time in which processes that only step envs take this number of steps.
+        # Time that processes which only step envs need for this number of steps.
         "envs": 1e6 * num_envs / measured.median(_LIMIT, SPEED),
         "client": measured.median(_IN_PROCESS, THREAD),
     }
@@ -108,7 +108,7 @@ def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
 
 
 def bottleneck(parts: Mapping[str, float], remedies: Mapping[str, str]) -> str:
-    """Return a sentence that names what limits the speed, with advice.
+    """Return a sentence that names the bottleneck and advises how to reduce it.
 
     Args:
       parts: Times of the parts of a batch step, by name; "envs" is the time of the

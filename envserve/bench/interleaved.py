@@ -1,4 +1,4 @@
-"""Measure cases in turns, so that changes of the machine's speed affect all of them.
+"""Measure cases in turns, so that changes in the machine's speed affect all of them.
 
 A ratio compares two cases within the same turn; results are medians over the turns.
 """
@@ -53,7 +53,7 @@ class Measurements:
     def ratio(self, case: str, base: str, metric: Metric) -> float | None:
         """Return the median over the turns of the ratio of two cases.
 
-        None if either case was not measured.
+        Returns None if either case was not measured.
         """
         if case not in self.by_case or base not in self.by_case:
             return None
@@ -64,7 +64,7 @@ class Measurements:
 def interleave(
     cases: Mapping[str, Measure], num_turns: int, report: Callable[[str], None]
 ) -> Measurements:
-    """Measure every case once per turn; pass lines about the progress to `report`."""
+    """Measure every case once per turn; call `report` with lines of progress."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(num_turns):
         # Alternate the direction, so that no case always follows the same other case.
@@ -81,7 +81,7 @@ def make_measure(
     actions = itertools.cycle(batches)
 
     def measure() -> Mapping[str, float]:
-        time_each(step, actions, _WARM_UP_SECONDS)  # other cases have used the caches
+        time_each(step, actions, _WARM_UP_SECONDS)  # refill the caches
         began = time.thread_time()
         durations = time_each(step, actions, load.seconds)
         cpu_seconds = time.thread_time() - began
@@ -101,7 +101,7 @@ def time_each(
     Args:
       call: Function to time.
       arguments: Its argument in each call.
-      seconds: Time after which to stop, if the arguments last that long.
+      seconds: Time after which to stop, unless the arguments run out earlier.
     """
     clock = time.perf_counter
     instants = [clock()]

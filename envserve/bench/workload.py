@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from envserve.envs.registry import find_spec, import_env_modules, make_env
 from envserve.errors import EnvStartError
 
-#: Number of different action batches, which are repeated in this order.
+#: Number of different action batches, through which a case cycles.
 _NUM_ACTION_BATCHES: Final = 64
 
 
@@ -53,7 +53,7 @@ class Workload:
             raise EnvStartError(f"{self.env_name} cannot be built: {error}") from error
 
     def actions(self) -> list[Any]:
-        """Return batches of actions `[num_envs, ...]`, the same at every call."""
+        """Return batches of actions `[num_envs, ...]`, the same in every call."""
         space = self.action_space()
         space.seed(0)
         return [space.sample() for _ in range(_NUM_ACTION_BATCHES)]
@@ -70,6 +70,6 @@ class Workload:
 
 
 def _make_env(load: Workload) -> gymnasium.Env[Any, Any]:
-    """Build one env like its users do, with the wrappers that Gymnasium adds."""
+    """Build one env as users do, with the wrappers that Gymnasium adds."""
     import_env_modules(load.import_modules)
     return gymnasium.make(find_spec(load.env_name), **load.env_kwargs)

@@ -28,7 +28,7 @@ from envserve.wire.rows import BlockParts, RowCodec
 _ANSWER_SECONDS: Final = 5.0
 #: Time to wait for further messages after the answer that should be the last one.
 _LAST_WAIT_SECONDS: Final = 0.05
-#: Number of times that ATTACH is sent again while envs are built, once a second.
+#: Maximum number of times that ATTACH is resent while envs are built, once a second.
 _MAX_ATTACH_RESENDS: Final = 60
 _MAX_FRAME_BYTES: Final = 1 << 30
 _HELLO: Final = Hello(client="envserve check").encode()
@@ -91,7 +91,7 @@ class ServerUnderTest:
         self.env_name = env_name or self.welcome.env_names[0]
 
     def client(self) -> ProbeClient:
-        """Return a new client, which has another session than all others."""
+        """Return a new client with a separate session."""
         self._clients.append(ProbeClient(self))
         return self._clients[-1]
 
@@ -114,12 +114,14 @@ class ServerUnderTest:
         leases = [self.client().attach() for _ in range(2)]
         results = [[c.step().raw for _ in range(_NUM_REFERENCE_STEPS)] for c in leases]
         if results[0] != results[1]:
-            raise SkipRule("the env is not deterministic: equal seeds, other results")
+            raise SkipRule(
+                "the env is not deterministic: equal seeds give different results"
+            )
         return results[0]
 
 
 class ProbeResult(NamedTuple):
-    """A RESULT: raw bytes, which equal leases have in common, and decoded rows."""
+    """A RESULT as raw bytes, which equal leases have in common, and as decoded rows."""
 
     raw: bytes
     rows: Rows
@@ -193,7 +195,7 @@ class ProbeClient:
         return self.request(hello, MessageType.WELCOME)
 
     def receive_all(self) -> list[Message]:
-        """Return the messages that the server sends after reading all that were sent.
+        """Return the messages that the server sends in response to all earlier ones.
 
         The server reads in order, so it has read all of them once it answers a HELLO.
         """
@@ -302,7 +304,7 @@ class ProbeClient:
         self.last_result = [self.step() for _ in range(3)][-1]
 
     def expect_unaffected(self) -> None:
-        """Take further steps; expect that messages sent in between had no effect."""
+        """Take further steps; expect that earlier messages have not affected them."""
         for raw in self.subject.reference[self.num_steps :]:
             is_same = self.step().raw == raw
-            expect(is_same, "rows like those of an undisturbed lease", "other rows")
+            expect(is_same, "rows like those of an undisturbed lease", "different rows")

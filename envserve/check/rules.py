@@ -105,7 +105,7 @@ def welcome(c: ProbeClient) -> None:
 
 @rule("WELCOME")
 def versions(c: ProbeClient) -> None:
-    """Answer clients of other versions with VERSION_MISMATCH, in their version."""
+    """Answer other protocol versions with VERSION_MISMATCH, in their version."""
     body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
@@ -133,7 +133,7 @@ def lengths(c: ProbeClient) -> None:
 
 @rule("Limits", disturbs=True)
 def long_messages(c: ProbeClient) -> None:
-    """Protect other clients from frames that are too long or too many."""
+    """Protect other clients from messages with long frames or too many frames."""
     ping = encode(c.message(MessageType.PING))
     for frames in ([bytes(c.subject.welcome.max_message_bytes + 4096)], ping * 9):
         link = c.subject.open_link()
@@ -182,7 +182,7 @@ def granted(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def attached_again(c: ProbeClient) -> None:
-    """2: Answer a copy of ATTACH alike; refuse another ATTACH of the session."""
+    """2: Answer a copy of ATTACH identically; refuse a different one of the session."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
     answer = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
     is_same = answer.body == c.granted or answer.type is MessageType.BUILDING
@@ -206,7 +206,7 @@ def separate_sessions(c: ProbeClient) -> None:
     other = c.subject.client().attach(seed=12)
     for raw in c.subject.reference[c.num_steps : -3]:
         other.step()
-        expect(c.step().raw == raw, "rows of the session's seed", "other rows")
+        expect(c.step().raw == raw, "rows of the session's seed", "different rows")
 
 
 # Operations are executed at most once.
@@ -214,10 +214,10 @@ def separate_sessions(c: ProbeClient) -> None:
 
 @rule("Rules of the server", disturbs=True)
 def copies(c: ProbeClient) -> None:
-    """4: Answer a copy of a request alike, once, without executing it again."""
+    """4: Answer a copy of a request identically, once, without executing it again."""
     c.link.receive(1.1)
     again = c.read(c.request(replace(c.last, attempt=1)))
-    expect(again.raw == c.last_result.raw, "the same rows again", "other rows")
+    expect(again.raw == c.last_result.raw, "the same rows again", "different rows")
     c.link.receive(1.1)  # the server sends rows again at most once a second
     c.send(replace(c.last, attempt=1))
     answers = [*map(describe, c.receive_all())]
@@ -230,7 +230,9 @@ def copy_of_running(c: ProbeClient) -> None:
     step = c.next_step()
     repeated = [replace(step, attempt=number) for number in (1, 1, 2)]
     results = [c.execute(step, *repeated), *map(c.read, c.receive_all())]
-    expect(len({result.raw for result in results}) == 1, "equal answers", "others")
+    expect(
+        len({result.raw for result in results}) == 1, "equal answers", "different ones"
+    )
     expect(len(results) <= 3, "at most one answer per attempt", len(results))
 
 
@@ -239,7 +241,7 @@ def second_connection(c: ProbeClient) -> None:
     """Let a client use another connection; send answers to the latest one."""
     first, c.link = c.link, c.subject.open_link()
     again = c.read(c.request(replace(c.last, attempt=1)))
-    expect(again.raw == c.last_result.raw, "the same rows again", "other rows")
+    expect(again.raw == c.last_result.raw, "the same rows again", "different rows")
     first.close()
 
 
@@ -307,7 +309,7 @@ def first_seeds(c: ProbeClient) -> None:
     seeds = [env_seed(5, 7 + row, 3) for row in range(4)]
     other = c.subject.client().attach()
     is_same = other.reset(_seeded(other, seeds)).raw == c.first.raw
-    expect(is_same, f"the observations of seeds {seeds}", "others")
+    expect(is_same, f"the observations of seeds {seeds}", "different ones")
 
 
 @rule("RESET")

@@ -1,4 +1,4 @@
-"""The `envserve` program, with its commands by heading of the help."""
+"""The `envserve` program, with its commands by help heading."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ def bench(
     seconds: Seconds = 0.6,
     rounds: Count = 5,
 ) -> None:
-    """Measure an env in-process, behind a server, and in Gymnasium's vector envs.
+    """Compare the speed of an env in-process, behind a server and in Gymnasium.
 
     Args:
       env: Env to measure: a registered name, FILE.py:CLASS or MODULE:NAME.
       num_envs: Number of envs in the batch.
       num_workers: Number of worker processes; by default, one per core.
       seconds: Seconds per measurement.
-      rounds: Number of measurements of each case, in turns.
+      rounds: Number of measurements per case; the cases take turns.
     """
     from envserve.bench.command import bench as measure
     from envserve.bench.workload import Workload

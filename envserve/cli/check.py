@@ -15,13 +15,14 @@ _COLOURS: Final = {"ok": "green", "fail": "red", "skipped": "yellow"}
 def check(
     address: Address, *, env: str = "", json_: bool = False, insecure: Insecure = False
 ) -> int:
-    """Check that a server, in any implementation, follows docs/protocol.md.
+    """Check that a server, in any implementation, follows the protocol.
 
-    Leases up to 8 envs at a time and releases them. Exit codes: 0 if the server follows
-    all rules, 1 if it breaks one or does not answer.
+    docs/protocol.md describes the rules. The check leases up to 8 envs at a time and
+    releases them. Exit codes: 0 if the server follows all rules, 1 if it breaks one or
+    does not answer.
 
     Args:
-      env: Name of the env to use; by default, the first on offer.
+      env: Name of the env to use; by default, the first one that the server offers.
       json_: Print one JSON object per rule.
     """
     from rich.text import Text

@@ -18,7 +18,7 @@ def clients(
     *,
     home: Home = None,
 ) -> None:
-    """List the clients of this user's servers, or remove one.
+    """List the authorised clients of your servers, or remove one.
 
     Running servers apply the change within two seconds.
 

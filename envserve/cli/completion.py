@@ -34,7 +34,7 @@ def completion_code(name: str) -> str:
 
 
 def install_completion(name: str) -> str:
-    """Add the code to the startup file of the user's shell; return a text to print."""
+    """Add the code to the startup file of the user's shell; return a message."""
     file, code = _shell_settings(name)
     path = Path(file).expanduser()
     before = path.read_text() if path.exists() else ""

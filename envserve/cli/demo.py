@@ -1,4 +1,4 @@
-"""`envserve demo`: train on two servers, and inject faults by buttons or keys."""
+"""`envserve demo`: train on two servers, and inject faults with buttons or keys."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def demo(
     port: Port = 8580,
     seconds: Annotated[float, Meta(ge=0)] | None = None,
 ) -> None:
-    """Watch an agent learn on two servers that you may kill, until Ctrl-C.
+    """Watch an agent learn on two servers that you can kill, until Ctrl-C.
 
     Args:
       env: Env to train on, with Box observations: a registered name, FILE.py:CLASS or
         MODULE:NAME.
-      num_envs: Number of envs, over both servers.
+      num_envs: Total number of envs on both servers.
       terminal: Show the demo in the terminal instead of the browser.
       no_open: Print the URL of the page without opening a browser.
-      port: Port of the page; if it is in use, the next free one.
-      seconds: Seconds after which the demo ends; by default, it does not.
+      port: Port of the page; if it is in use, the next free port is used.
+      seconds: Seconds after which the demo ends; by default, it runs until Ctrl-C.
     """
     from envserve.demo.run import Demo
     from envserve.monitoring.page.data_feed import DataFeed

@@ -20,11 +20,11 @@ def describe(
 ) -> None:
     """Show an env's spaces, render modes, time limit, arguments and steps per second.
 
-    The time limit and the arguments are shown only for envs that run here.
+    The time limit and the arguments are shown only if the env runs on this host.
 
     Args:
-      env: Env: a registered name, FILE.py:CLASS or MODULE:NAME.
-      address: Address of a server that has the env; by default, run it here.
+      env: Env to describe: a registered name, FILE.py:CLASS or MODULE:NAME.
+      address: Address of a server that offers the env; by default, run it on this host.
     """
     from gymnasium.vector.utils import batch_space
     from rich.table import Table

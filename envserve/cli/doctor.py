@@ -47,12 +47,12 @@ def doctor(
     insecure: Insecure = False,
     json_: bool = False,
 ) -> int:
-    """Check what envs, servers and trainers need on this host, and suggest fixes.
+    """Check that this host has what envs, servers and trainers need; suggest fixes.
 
     Exit codes: 0 if nothing fails (warnings are allowed), 1 otherwise.
 
     Args:
-      addresses: Servers that must be reachable from here.
+      addresses: Addresses of servers that must be reachable from this host.
       json_: Print a JSON list with one object per finding.
     """
     findings = []
@@ -148,7 +148,7 @@ def _resources() -> Iterator[_Finding]:
         most = min([gib["MemTotal:"], *(bound[0] / 2**30 for bound in limits)])
         free = gib["MemAvailable:"]
         remedy = (
-            "a worker needs about 0.1 GiB, a trainer 1.5; stop other processes, or "
+            "a worker needs about 0.1 GiB, a trainer 1.5 GiB; stop other processes, or "
             "raise the limit"
         )
         text = f"{free:.1f} of {gib['MemTotal:']:.1f} GiB free"
@@ -166,7 +166,7 @@ def _resources() -> Iterator[_Finding]:
             file.write(bytes(1 << 16))
         yield _finding("temporary folder", f"{tempfile.gettempdir()} is writable")
     except OSError as error:
-        remedy = "free space there, or set TMPDIR, for bench, demo, videos, crash files"
+        remedy = "bench, demo, videos and crash files need it; make room or set TMPDIR"
         yield _finding("temporary folder", str(error), remedy)
 
 
@@ -179,7 +179,7 @@ def _port() -> _Finding:
             probe.bind(("127.0.0.1", DEFAULT_PORT))
         except OSError as error:
             remedy = (
-                "if it is not used by your server, pass another: envserve start --bind"
+                "if your server does not use it, choose another: envserve start --bind"
             )
             return _finding("port", f"{DEFAULT_PORT}: {error.strerror}", remedy)
     return _finding("port", f"{DEFAULT_PORT} is free")
@@ -197,7 +197,7 @@ def _keys() -> _Finding:
         return _finding("keys", str(error), fails=True)
     found = " and ".join(f"a {role} key" for role, key in keys.items() if key)
     text = f"{display_path(folder.path)}: {found or 'no key yet'}"
-    return _finding("keys", f"{text}; known clients: {num_clients}")
+    return _finding("keys", f"{text}; authorised clients: {num_clients}")
 
 
 def _renderer(name: str) -> _Finding:
@@ -219,7 +219,7 @@ def _renderer(name: str) -> _Finding:
         )
     except subprocess.TimeoutExpired:
         return _finding(
-            name, f"renders nothing within {_RENDER_TIMEOUT_SECONDS:g} s", remedy
+            name, f"rendered nothing within {_RENDER_TIMEOUT_SECONDS:g} s", remedy
         )
     except subprocess.CalledProcessError as error:
         text = error.stderr.decode(errors="replace").strip() or str(error)

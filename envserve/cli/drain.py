@@ -19,9 +19,9 @@ _ANSWER_SECONDS: Final = 5.0
 def drain(
     address: Address, *, timeout: Seconds = 30.0, insecure: Insecure = False
 ) -> None:
-    """Stop a server of yours, as SIGTERM does, and wait until it has exited.
+    """Stop one of your servers, as SIGTERM would, and wait until it has exited.
 
-    The server lets running episodes end for up to its --drain-grace seconds. Exit
+    The server lets running episodes end, for up to its --drain-grace seconds. Exit
     codes: 0 once the server has exited, 1 if it does not answer or refuses, 3 if it is
     still running after the timeout.
 
@@ -41,7 +41,7 @@ def drain(
         with contextlib.closing(Connection(address, insecure=insecure)) as connection:
             seconds = min(timeout, _ANSWER_SECONDS)
             boot = request(connection, drain, MessageType.DRAIN, seconds).boot
-            # The server has exited once nothing answers, or another server does.
+            # The server has exited once no server or a different one answers.
             with contextlib.suppress(ConnectError):
                 while request(connection, hello, MessageType.WELCOME, 1.0).boot == boot:
                     if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """`envserve health`: check the health of a server; the exit code names the problem.
 
-`envserve.__main__` runs simple forms of this command itself, which is faster, because
-containers run it every 2 s.
+`envserve.__main__` has a fast path for simple forms of this command, because containers
+run it every 2 s.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def health(
 ) -> None:
     """Check the health of a server.
 
-    Exit codes: 0 if the server is healthy, 1 if it does not answer, 7 if it is of
-    another release; docs/exit-codes.md lists all. If the address stands for several
-    servers, the first unhealthy one decides.
+    Exit codes: 0 if the server is healthy, 1 if it does not answer, 7 if its
+    release is incompatible; docs/exit-codes.md lists all codes. If the address resolves
+    to several servers, the first unhealthy one determines the exit code.
 
     Args:
       startup: Check that workers can be started; if not, exit with 3.

@@ -1,4 +1,4 @@
-"""`envserve invite`: print an invitation by which one client can join."""
+"""`envserve invite`: print an invitation that lets one client join."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _INVITATION_SECONDS: Final = 15 * 60
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a client, as text for its line in the file `clients`."""
+    """Limits of a client, as text for its line in the `clients` file."""
 
     envs: str | None = None
     """Patterns of env names the client may use, separated by commas; by default, all
-    envs on offer."""
+    envs that the server offers."""
     max_envs: str | None = None
     """Maximum number of envs the client may lease at a time."""
     max_processes: str | None = None
@@ -34,16 +34,15 @@ class Limits:
     max_leases: str | None = None
     """Maximum number of leases of the client at a time."""
     max_row_mib: str | None = None
-    """Maximum MiB of shared memory for the rows of the client's envs."""
+    """Maximum shared memory for the rows of the client's envs, in MiB."""
     expose: str | None = None
-    """Env attributes the client may use, separated by commas, in the forms of
-    `envserve start --expose`."""
+    """Env attributes the client may use, separated by commas, in the same forms as
+    for `envserve start --expose`."""
     kwargs: str | None = None
-    """Constructor arguments the client may set, separated by commas, in the forms of
-    `envserve start --allow-kwarg`."""
+    """Constructor arguments the client may set, separated by commas, in the same
+    forms as for `envserve start --allow-kwarg`."""
     share: str | None = None
-    """Weight of the client while clients compete for the server's time; 1 by
-    default."""
+    """Weight of the client when clients compete for the server's time; 1 by default."""
     expires: str | None = None
     """Date or time (UTC) at which the key expires, such as 2027-01-01; by default,
     never."""
@@ -57,7 +56,7 @@ def invite(
     home: Home = None,
     limits: Annotated[dict[str, str], Fields(Limits)],
 ) -> None:
-    """Print an invitation with which one client can join, once, within 15 minutes.
+    """Print an invitation that lets one client join, once, within 15 minutes.
 
     Args:
       name: Name of the client: letters, digits and . _ -

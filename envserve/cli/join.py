@@ -1,4 +1,4 @@
-"""`envserve join`: become a client of a server, with an invitation."""
+"""`envserve join`: use an invitation to become a client of a server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from envserve.keys.key_folder import KeyFolder
 def join(
     line: list[str] | None = None, *, timeout: Seconds = 10.0, home: Home = None
 ) -> None:
-    """Join a server, with the line that `envserve invite` printed on its host.
+    """Join a server with the invitation that `envserve invite` printed on its host.
 
-    Reads the line from the terminal without echo, or from stdin.
+    Reads the invitation from the terminal without echo, or from stdin.
 
     Args:
-      timeout: Seconds to wait for the answer of the server.
+      timeout: Seconds to wait for the server's answer.
     """
     with key_errors():
         if line:

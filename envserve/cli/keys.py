@@ -1,4 +1,4 @@
-"""`envserve keys make` and `keys new`, and helpers of all commands about keys."""
+"""`envserve keys make` and `keys new`, and helpers of all key commands."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from envserve.keys.grant import parse_words
 from envserve.keys.key_folder import KeyFolder, Role
 
 _AT_HELP: Final = (
-    "Address by which clients reach the server: HOST, HOST:PORT or tcp://HOST:PORT; "
+    "Address at which clients reach the server: HOST, HOST:PORT or tcp://HOST:PORT; "
     "repeatable."
 )
 _HOME_HELP: Final = (
-    "Folder of keys; by default $ENVSERVE_HOME, or ~/.config/envserve if it is not set."
+    "Key folder; by default $ENVSERVE_HOME, or ~/.config/envserve if that is not set."
 )
 At = Annotated[list[str], Option(_AT_HELP, metavar="ADDRESS")]
 Home = Annotated[Path | None, Option(_HOME_HELP)]
@@ -32,14 +32,15 @@ def make(
     *,
     at: At,
 ) -> None:
-    """Make a folder of keys for each role, without a network; keep existing keys.
+    """Create a key folder for each role, without a network; keep existing keys.
 
-    Mount each folder where its role runs, as ENVSERVE_HOME: the server's has its keys
-    and its clients, a client's has its own key and the server's public key. For servers
-    that share a folder of keys, `--at 'tcp://*:5555'` stands for all their addresses.
+    Mount each folder where its role runs, and set ENVSERVE_HOME to it. The server's
+    folder contains its keys and the list of its clients; a client's folder contains its
+    own key and the server's public key. If several servers share a key folder,
+    `--at 'tcp://*:5555'` matches all their addresses.
 
     Args:
-      dir_: Folder to write to; created if missing.
+      dir_: Folder to create the key folders in; it need not exist.
       roles: Role: server, or the name of a client.
     """
     with key_errors():
@@ -72,7 +73,7 @@ def new(
     *,
     home: Home = None,
 ) -> None:
-    """Replace this user's key as a server or as a client; the old key is deleted.
+    """Replace your server key or your client key; the old key is deleted.
 
     Args:
       role: Key to replace: server or client.
@@ -87,15 +88,15 @@ def new(
         )
     else:
         print(
-            "Restart this user's servers: they accept the old key until then. Servers "
-            "of other users refuse the new key; on each, run: envserve clients remove "
-            "NAME, envserve invite NAME; then here: envserve join"
+            "Restart your servers: they accept the old key until then. Other users' "
+            "servers refuse the new key. On each of them, run: envserve clients remove "
+            "NAME, envserve invite NAME; then run here: envserve join"
         )
 
 
 @contextlib.contextmanager
 def key_errors() -> Iterator[None]:
-    """Print errors and exit: with 1 if a server caused them, otherwise with 2."""
+    """Print an error and exit: with 1 if a server caused it, otherwise with 2."""
     try:
         yield
     except EnvserveError as error:
@@ -125,7 +126,7 @@ def complete_addresses(words: list[str], *, may_be_any: bool = False) -> list[st
         host = address.removeprefix("tcp://").rpartition(":")[0]
         if address.startswith("ipc://") or host in wildcards:
             raise CodecError(
-                f"--at: expected the tcp:// address by which clients reach the server; "
+                f"--at: expected the tcp:// address at which clients reach the server; "
                 f"got {word!r:.200}"
             )
     return addresses

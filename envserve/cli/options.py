@@ -26,13 +26,13 @@ _RESOURCES_HELP: Final = (
     "one CPU."
 )
 _LOG_FORMAT_HELP: Final = (
-    "Format of the log: text, or json for one object per line with time, level, "
-    "logger, message and further fields."
+    "Log format: text, or json for one object per line with time, level, logger, "
+    "message and further fields."
 )
 
 
 def env_names() -> list[str]:
-    """Return the registered names of envs, for completion in shells."""
+    """Return the registered env names, for shell completion."""
     from envserve.envs.registry import Registry
 
     return [*Registry(None, ()).names]
@@ -42,9 +42,9 @@ Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.001)]
 
-Address = Annotated[str, Option(f"Address of the server: {_ADDRESS}.")]
+Address = Annotated[str, Option(f"Server address: {_ADDRESS}.")]
 Addresses = Annotated[
-    list[str], Option(f"Addresses of servers: {_ADDRESS}.", metavar="ADDRESS")
+    list[str], Option(f"Server addresses: {_ADDRESS}.", metavar="ADDRESS")
 ]
 Env = Annotated[str, Option(values=env_names)]
 Import = Annotated[list[str] | None, Option(_IMPORT_HELP, metavar="MODULE")]
@@ -58,13 +58,13 @@ LogFormat = Annotated[
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
     Option(
-        "Lowest level of messages to log on stderr.",
+        "Minimum level of the messages to log to stderr.",
         panel="Logs",
         variable="ENVSERVE_LOG_LEVEL",
     ),
 ]
 Resources = Annotated[dict[str, float] | None, Option(_RESOURCES_HELP, panel="On Ray")]
-Timeout = Annotated[Seconds, Option("Seconds to wait for the answer of a server.")]
+Timeout = Annotated[Seconds, Option("Seconds to wait for a server's answer.")]
 
 
 def address_of(word: str) -> str:
@@ -78,9 +78,9 @@ def address_of(word: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Add the working directory to `sys.path`, like `python -m`, if modules need it.
+    """Add the working directory to `sys.path`, as `python -m` does, if needed.
 
-    Registered envs and paths of files do not need it. If other users can write to the
+    Registered envs and file paths do not need it. If other users can write to the
     directory, print an error and exit.
 
     Args:
@@ -92,8 +92,9 @@ def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
         return
     if place := writable_by_others(here):
         fail(
-            f"--import: others can write to the working directory ({place}), so they "
-            f"may have planted modules; start in a folder that only you can write to",
+            f"--import: other users can write to the working directory ({place}) and "
+            f"may have planted modules there; run the command in a folder that only "
+            f"you can write to",
             2,
         )
-    sys.path.append(here)  # at the end, so that files in it hide no other modules
+    sys.path.append(here)  # last, so that its files shadow no other module

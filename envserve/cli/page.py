@@ -33,9 +33,9 @@ def page(
     """Show servers, their envs and a training run in the browser, until Ctrl-C.
 
     Args:
-      run: Run folder of `ppo train` whose learning curve to show.
+      run: Run folder of `ppo train` whose learning curve is shown.
       host: Address to serve the page on; by default, only this host can reach it.
-      port: Port of the page; if it is in use, the next free one.
+      port: Port of the page; if it is in use, the next free port is used.
       open_: Open the page in a browser.
     """
     from envserve.client.link.discovery import resolve
@@ -44,11 +44,11 @@ def page(
     from envserve.wire.sockets import raise_file_limit
 
     if run is not None and run.is_file():
-        fail(f"--run: expected the folder of a run; got the file {run}", 2)
+        fail(f"--run: expected a run folder; got the file {run}", 2)
     raise_file_limit()
     # With --end-with-stdin, stdin is a pipe that closes when the parent process ends.
     wait = sys.stdin.buffer.read if end_with_stdin else threading.Event().wait
-    missing = "; the page needs more packages: pip install 'envserve[page]'"
+    missing = "; the page needs additional packages: pip install 'envserve[page]'"
     try:
         resolved = [address for word in addresses for address in resolve(word)]
         feed = DataFeed(resolved, run, partial(Observer, insecure=insecure))
@@ -72,9 +72,9 @@ def serve_page(
 
     Args:
       feed: Source of the page's data.
-      port: Port of the page; if it is in use, the next free one.
+      port: Port of the page; if it is in use, the next free port is used.
       missing: Text to append to the error if packages are missing.
-      wait: Function that blocks until the page must end.
+      wait: Function that blocks until the page should stop.
       is_opened: Whether to open the page in a browser.
       host: Address to listen on.
       options: Additional arguments of `build_app`.
@@ -97,7 +97,7 @@ def serve_page(
         print(f"Page: {url}", flush=True)
         threading.Thread(target=lambda: end(wait()), daemon=True).start()
         if is_opened and not webbrowser.open(url):
-            print("No browser was found; open the URL in one.", flush=True)
+            print("No browser was found; open the URL yourself.", flush=True)
         server.run(sockets=[listening])
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,9 +1,9 @@
-"""The command line of `envserve` and `ppo`: functions become commands.
+"""Command-line framework of `envserve` and `ppo`, which turns functions into commands.
 
-A command is a function. Its positional parameters are arguments, its keyword-only ones
-are options, and a parameter that is annotated with `Fields` is one option per field of
-a dataclass. The docstring of the function is its help, with the `Args` section for its
-parameters; the help of a field is its docstring.
+Positional parameters of a function become arguments, and keyword-only parameters become
+options; a parameter annotated with `Fields` becomes one option per field of a
+dataclass. The help text comes from the docstring of the function, whose `Args` section
+describes the parameters, and from the docstrings of the fields.
 
 The value of an option comes from the first of these sources that has one: the command
 line, the environment variable of the option, the file of `--config`, the default in the
@@ -62,12 +62,12 @@ _HELP: Final = ("-h", "--help")
 class Option:
     """An argument or option of a command.
 
-    In the annotation of a parameter, it overrides the values derived from the signature
-    and the docstring; there, only the attributes up to `values` may be set.
+    In a parameter's annotation, it overrides the values that are derived from the
+    signature and the docstring; only the attributes up to `values` may be set there.
 
     Attributes:
-      help: Help, if the docstring has none; a parameter without help is hidden.
-      flag: Long option, by default `--` and the name; empty for an argument.
+      help: Help text if the docstring has none; a parameter without one is hidden.
+      flag: Long option; by default, `--` and the name. Empty for an argument.
       metavar: Placeholder of the value; by default its type, or the argument's name.
       panel: Heading under which the help lists the option.
       variable: Environment variable that sets the option.
@@ -136,7 +136,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Fields:
-    """Makes one parameter an option per field of a dataclass.
+    """Turns a parameter into one option per field of a dataclass.
 
     With `limits: Annotated[dict[str, Any], Fields(Limits)]`, the command receives a
     dictionary of the given fields, converted to their types. The command constructs the
@@ -144,7 +144,7 @@ class Fields:
 
     Attributes:
       kind: The dataclass; the docstring of each field is the help of its option.
-      describe: Function that returns, for a field, an `Option` with attributes that
+      describe: Function that returns an `Option` for a field name; its attributes
         override the derived ones.
     """
 
@@ -153,18 +153,18 @@ class Fields:
 
 
 class GivenOptions(NamedTuple):
-    """The options that are set by any source; the type of a parameter of a command.
+    """The options that any source sets; passed to command parameters of this type.
 
     Attributes:
-      values: Converted values by the names of their parameters, without defaults.
-      sources: The same options, with their values before conversion.
+      values: Converted values by parameter name, without defaults.
+      sources: The same options, with their unconverted values.
     """
 
     values: Mapping[str, Any]
     sources: Sequence[tuple[Option, Any]]
 
     def words(self, *excluded: str) -> list[str]:
-        """Return a command line with the same values, except for some parameters."""
+        """Return the options as a command line, without excluded parameters."""
         words = []
         for option, value in self.sources:
             for each in value if isinstance(value, list) else [value]:
@@ -268,7 +268,7 @@ def _annotation_of(hint: Any) -> Any:
 
 
 def _docs_of(command: Command) -> tuple[str, dict[str, str]]:
-    """Return the docstring of a function up to `Args:`, and that of each parameter."""
+    """Return a function's docstring up to `Args:`, and the text of each parameter."""
     text, _, rest = (inspect.getdoc(command) or "").partition("\nArgs:\n")
     entries = re.findall(r"^(\w+): (.+(?:\n +.+)*)", textwrap.dedent(rest), re.M)
     return text, {name: " ".join(doc.split()) for name, doc in entries}
@@ -371,7 +371,7 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
         parser.error(f"--config {path}: expected a TOML file; {error}")
     names = [flag.removeprefix("--") for flag in flags if flag != "--config"]
     for key in values.keys() - {*names}:
-        expected = "expected the long names of options as keys"
+        expected = "expected long option names as keys"
         parser.error(f"--config {path}: {expected}; got {key!r}{_hint(key, names)}")
     return {f"--{key}": value for key, value in values.items()}
 
@@ -387,8 +387,10 @@ def _version(name: str) -> str:
     return f"{name} {version('envserve')}"
 
 
-_INSTALL: Final = "Install completion for the shell in $SHELL (bash, zsh, fish); exit."
-_SHOW: Final = "Print the code that --install-completion installs; exit."
+_INSTALL: Final = (
+    "Install completion for the shell in $SHELL (bash, zsh, fish), and exit."
+)
+_SHOW: Final = "Print the code that --install-completion installs, and exit."
 #: Options of a program: their help, and a function that returns the text to print.
 _PROGRAM_OPTIONS: Final[Mapping[str, tuple[str, Callable[[str], str]]]] = {
     "--version": ("Print the version and exit.", _version),
@@ -407,7 +409,7 @@ class Program:
       package: Package with one module per command, named like the first word of the
         command. The module has a function named like the last word, and is imported
         only when the command runs or its help is printed.
-      panels: Names of commands, of one or two words, by heading of the help.
+      panels: Command names, of one or two words, by help heading.
     """
 
     name: str
@@ -440,7 +442,7 @@ class Program:
             code = 130
         except OSError as error:
             if write(sys.stdout, "\n") and not isinstance(error, BrokenPipeError):
-                raise  # the error has another cause than stdout
+                raise  # stdout did not cause the error
         is_written = write(sys.stdout)
         write(sys.stderr)
         sys.exit(code or int(not is_written))

@@ -29,18 +29,18 @@ def replay(
     film: Path | None = None,
     last: Count = 200,
 ) -> int:
-    """Replay a crashed env, and compare how it ends.
+    """Replay a crashed env, and check whether it ends as recorded.
 
-    Exit codes: 0 if the env ends as recorded, 1 if not, 2 if the file or an env cannot
+    Exit codes: 0 if the env ends as recorded, 1 if not, 2 if the file or the env cannot
     be loaded.
 
     Args:
-      file: Repro file of a crash; the log of the crash names it.
+      file: Repro file of a crash; the log message about the crash names it.
       timeout: Seconds after which a step counts as hung; by default, the step timeout
         at the time of the crash.
-      pdb: Run the env in this process, and debug it where it crashes.
-      film: MP4 or GIF file to write a film of the last steps to.
-      last: Number of steps before the crash to film.
+      pdb: Run the env in this process, and open pdb where it crashes.
+      film: MP4 or GIF file to write a video of the last steps to.
+      last: Number of steps to film before the crash.
     """
     from envserve.envs.registry import import_env_modules
     from envserve.monitoring.video import VideoWriter

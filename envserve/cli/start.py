@@ -33,7 +33,7 @@ from envserve.errors import (
 )
 from envserve.settings import HostSettings
 
-#: Options whose names differ from those of their fields.
+#: Flags by field, for the fields whose options have a different name.
 _FLAGS: Final = {
     "num_workers": "--workers",
     "env_names": "--env",
@@ -46,7 +46,7 @@ _FLAGS: Final = {
     "reset_timeout_seconds": "--reset-timeout",
     "drain_grace_seconds": "--drain-grace",
 }
-#: Fields by the heading under which the help lists them; all others are limits.
+#: Fields by help heading; the help lists all other fields under "Limits".
 _PANELS: Final[Mapping[str, Container[str]]] = {
     "What is offered": (
         *("env_names", "vector_envs", "import_modules", "exposed", "allowed_kwargs"),
@@ -57,7 +57,7 @@ _PANELS: Final[Mapping[str, Container[str]]] = {
     ),
     "Logs": ("audit", "crash_dir", "debug_errors"),
 }
-#: Exit codes by the error that prevents the start of the server; 1 for other errors.
+#: Exit codes for errors that prevent the server from starting; 1 for other errors.
 _START_CODES: Final[Mapping[type, int]] = {
     AddressError: 2,
     EnvStartError: 2,
@@ -96,19 +96,21 @@ def start(
     config: Annotated[Path | None, Option(metavar="FILE.toml")] = None,
     given: GivenOptions,
 ) -> int:
-    """Serve envs until SIGTERM, which lets running episodes end, or SIGINT.
+    """Serve envs until SIGINT, or SIGTERM, which first lets running episodes end.
 
     Args:
       env: Env to offer: a registered name, FILE.py:CLASS or MODULE:NAME, or FILE.py for
-        all that the file registers. By default, all registered envs are offered.
-      reload: Restart the server when a file of the envs is saved; clients reconnect.
-      address_file: File to write the addresses to, with the actual ports, one per line.
-      on: Start the servers on a Ray cluster: ray, or ray://NAMESPACE/NAME to set the
-        address for clients; ray stands for ray://default/envs.
+        all envs that the file registers. By default, all registered envs are offered.
+      reload: Restart the server when a source file of the envs changes; clients
+        reconnect.
+      address_file: File to write the server's addresses to, one per line, with the
+        actual ports.
+      on: Start the servers on a Ray cluster: ray, or ray://NAMESPACE/NAME to choose
+        the address that clients use, which is ray://default/envs by default.
       servers: Number of servers to start on the Ray cluster.
-      config: TOML file of options by their long names, such as workers = 4. The command
-        line overrides environment variables (ENVSERVE_WORKERS=4, lists separated by
-        spaces), and these override the file.
+      config: TOML file with options by their long names, such as workers = 4. The
+        command line overrides environment variables (ENVSERVE_WORKERS=4; lists are
+        separated by spaces), which override the file.
     """
     set_up_logs(log_level, log_format)
     if on is not None:
@@ -116,7 +118,7 @@ def start(
         return _serve_on_ray([*map(with_absolute_path, words)], on, servers, resources)
     if servers > 1 or resources is not None:
         flag = "--servers" if servers > 1 else "--resources"
-        fail(f"{flag}: expected --on ray as well; add it, or leave {flag} out", 2)
+        fail(f"{flag} requires --on ray; add --on ray, or omit {flag}", 2)
     names = [*(env or ()), *fields.get("env_names", ())]
     import_from_here(fields.get("import_modules"), *names)
     host = _host_settings({**fields, "env_names": names or None})
@@ -142,7 +144,7 @@ def _host_settings(given: dict[str, Any]) -> HostSettings:
         crash_dir = None if folder == "none" else folder
         return HostSettings(**given | {"crash_dir": crash_dir})
     except OSError as error:
-        fail(f"--crash-dir: expected a folder that can be written to; {error}", 2)
+        fail(f"--crash-dir: expected a writable folder; {error}", 2)
     except ValueError as error:
         field, _, text = str(error).partition(":")
         fail(f"{_describe_option(field).flag}:{text}", 2)
@@ -158,7 +160,7 @@ def _serve(
     Args:
       address_file: File to write the addresses to, if any.
       host: Settings of the server.
-      report: Function that is called with the addresses once the server is ready.
+      report: Function to call with the addresses once the server is ready.
     """
     import asyncio
 
@@ -200,7 +202,7 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int
 
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
-    """Write a file atomically, so that readers never read an incomplete file."""
+    """Write the addresses atomically, so that readers never get an incomplete file."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text("".join(f"{address}\n" for address in addresses))

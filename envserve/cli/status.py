@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 #: Seconds between the two polls that measure a server's speed.
 _GAP_SECONDS: Final = 0.5
-#: Terminal width in columns: below the first, lists replace tables; from the second on,
-#: the table shows releases.
+#: Minimum terminal widths in columns: for tables (narrower terminals show lists), and
+#: for tables with a release column.
 _TABLE_WIDTH: Final = 76
 _WIDE: Final = 110
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
@@ -33,11 +33,11 @@ def status(
 ) -> int:
     """Show the envs, leases, speed and faults of servers.
 
-    Exit codes: 0 if all servers have answered, 1 if one has not, 2 if an address cannot
-    be resolved.
+    Exit codes: 0 if all servers answer, 1 if any does not, 2 if an address cannot be
+    resolved.
 
     Args:
-      json_: Print everything that is known, as JSON.
+      json_: Print the complete status as JSON.
     """
     from msgspec import json
 
@@ -133,7 +133,7 @@ def _number(value: float | None) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """Return a duration in the largest unit that is not longer than it."""
+    """Format a duration in the largest unit that gives a value of at least 1."""
     if seconds is None:
         return "-"
     for unit, least in _UNITS:

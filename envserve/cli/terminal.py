@@ -45,7 +45,7 @@ def show_error(error: Exception | str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make writing to stdout and stderr work if they are closed or not UTF-8."""
+    """Make stdout and stderr writable, even if they are closed or not UTF-8."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process
             null = os.open(os.devnull, os.O_WRONLY)
@@ -64,7 +64,7 @@ def write(stream: TextIO, text: str = "") -> bool:
     except OSError as error:
         # Otherwise the interpreter would flush again on exit, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        # A closed pipe is no error: programs such as `head` read only a part.
+        # A closed pipe is not an error: `head`, for example, reads only a part.
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             show_error(f"cannot write to stdout: {error.strerror}")
         return False
@@ -92,9 +92,10 @@ def styled(text: str, code: int, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to some seconds for keys, and returns them.
+    """Yield a function that waits some seconds for key presses, and returns the keys.
 
-    If stdin is not a terminal, the function waits and returns an empty string.
+    If stdin is not a terminal, the function waits for the whole time and
+    returns an empty string.
     """
     import termios
     import tty

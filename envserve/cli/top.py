@@ -19,7 +19,7 @@ def top(
     interval: Annotated[float, Meta(ge=0.1)] = 1.0,
     insecure: Insecure = False,
 ) -> None:
-    """Show what servers do, like `envserve status`, and update it until q or Ctrl-C.
+    """Show the status of servers and keep it updated, until q or Ctrl-C.
 
     Exit code 2: none of the addresses can be resolved.
 

@@ -1,1 +1,1 @@
-"""`envserve demo`: watch envs learn while you inject faults."""
+"""`envserve demo`: watch an agent learn while you inject faults."""

@@ -1,4 +1,4 @@
-"""A cross-entropy method in a few lines: each env evaluates another policy."""
+"""A cross-entropy method in a few lines: each env evaluates a different policy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from envserve.slab import Status
 
 Array = np.ndarray[Any, Any]
 
-#: New policies are drawn from a normal distribution around this number of best ones,
-#: with their standard deviation times the spread. With these values 23 of 24 seeds
-#: learned CartPole, within 1,900 to 3,200 batch steps of 32 envs.
+#: New policies are drawn from a normal distribution, with the mean of this number of
+#: best policies and their standard deviation times the spread. With these values, 23 of
+#: 24 seeds learned CartPole within 1,900 to 3,200 batch steps of 32 envs.
 _NUM_BEST: Final = 4
 _SPREAD: Final = 0.9
-#: Number of the first observations whose mean and variance scale all observations.
+#: Number of initial observations whose mean and variance normalise all observations.
 _NUM_SCALED: Final = 4096
 
 

@@ -83,7 +83,7 @@ class _Row:
         return False
 
     def check(self, received: _Step, action: Any, status: Status) -> bool:
-        """Return whether a row is right."""
+        """Return whether a row is correct."""
         shown, reward, terminated, truncated, final = received
         was_padding, is_late = self._pending is not None, status == Status.LATE
         self._pending = self._pending if was_padding else action

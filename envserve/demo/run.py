@@ -105,12 +105,12 @@ class Demo:
         self._stack.close()
 
     def check(self) -> None:
-        """Raise the exception that has ended the thread, if there was one."""
+        """Raise the exception that ended the thread, if any."""
         if self._error is not None:
             raise self._error
 
     def absent_rows(self) -> Array:
-        """Return which rows are absent now, bool `[num_envs]`."""
+        """Return a mask of the rows that are absent now, bool `[num_envs]`."""
         is_silent = time.monotonic() - self._received_at > _ABSENT_AFTER_SECONDS
         return np.asarray(is_silent | (self._status != Status.OK))
 
@@ -142,8 +142,8 @@ class Demo:
         batch.send(actions)
         began, num_valid = time.monotonic(), 0
         while not self.has_ended.is_set():
-            # Receive half of the rows, to not wait for a silent server, but more than
-            # the padding rows, because padding is returned without any delay.
+            # Receive half of the rows, so as not to wait for a silent server, but more
+            # rows than are padding, because padding is returned immediately.
             num_padding = int((self._status == Status.PENDING).sum())
             min_rows = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
             with contextlib.suppress(EnvTimeout):  # the next call returns these rows

@@ -1,4 +1,4 @@
-"""The servers of the demo: child processes that end when the demo process ends."""
+"""The demo's servers: child processes that end when the demo process ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RENDERING_MODULES: Final = ("PIL.Image", "pygame")
 
 
 class DemoServer:
-    """A process of `envserve start`."""
+    """An `envserve start` process."""
 
     proxy: TcpProxy
     """Proxy in front of the server; the demo sets it once the server is ready."""
@@ -57,7 +57,7 @@ class DemoServer:
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             log = self._log.read_text(errors="replace")[-2000:]
-            raise ServerError(f"a server of the demo did not start; its log:\n{log}")
+            raise ServerError(f"a demo server did not start; its log:\n{log}")
         return int(re.findall(r"\d+", self._address.read_text())[-1])
 
     def signal_worker(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a server of the demo, to cut the network."""
+"""A TCP proxy in front of a demo server, which can cut the network."""
 
 from __future__ import annotations
 

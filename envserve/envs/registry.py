@@ -1,7 +1,7 @@
-"""The env names that a server or pool offers, and how their envs are built.
+"""The env names that a server or pool offers, and functions that build their envs.
 
-Only names that are registered at the start can be requested. The user who starts the
-server or pool names the modules to import; a name from a peer never imports anything.
+Clients can request only names that are registered at startup. The operator of the
+server or pool chooses the modules to import; a name from a peer never imports one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from envserve.wrappers.specs import WrapperSpec
 
 Env = gymnasium.Env[Any, Any]
 
-#: Longest env name in characters that a client can request.
+#: Maximum length of an env name that a client can request, in characters.
 _MAX_NAME_LENGTH: Final = 200
-#: Optional extra of envserve that installs a missing package.
+#: The envserve extra that installs a missing package.
 _EXTRAS: Final = {"ale_py": "atari"} | {x: x for x in ("mujoco", "box2d", "envpool")}
 _INSTALL_HINT: Final = "install it, or add it to PYTHONPATH, where the envs run"
-#: TypeErrors of constructors that miss an argument or do not take one.
+#: Messages of TypeErrors about missing or unexpected constructor arguments.
 _BAD_ARGUMENT: Final = re.compile(
     r"(__init__\(\) missing)|got an unexpected keyword argument '(\w+)'"
 )
@@ -49,7 +49,7 @@ _names_by_module: Final[dict[str, tuple[str, ...]]] = {}
 
 
 class Registry:
-    """The env names on offer, fixed at the start.
+    """The env names on offer, fixed at startup.
 
     Attributes:
       names: The names, sorted.
@@ -62,7 +62,7 @@ class Registry:
 
         Args:
           names: Names to offer; a reference to a user env (see `user_envs`) offers that
-            env, or all envs that its file registers. None offers every registered env.
+            env, or all envs that its file registers. None offers all registered envs.
           import_modules: Modules or files that register envs when they are imported.
 
         Raises:
@@ -90,19 +90,20 @@ class Registry:
 
 
 def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
-    """Import the modules and files of references; return the names of their envs.
+    """Import the modules and files that references name; return their env names.
 
     Args:
-      references: Modules or files, each optionally with a colon and the name of an env
-        that it registers, or of a class or function in it; see `user_envs`. They must
-        come from the user of this process, never from a peer.
+      references: Modules or files, each optionally followed by a colon and the name of
+        an env that it registers, or of a class or function in it; see `user_envs`. They
+        must come from the user of this process, never from a peer.
 
     Returns:
-      For each reference the env that it names, or all envs that its module registers.
+      For each reference, the env that it names, or all envs that its module
+      registers.
 
     Raises:
       EnvStartError: A module or file cannot be imported.
-      UnknownEnv: A module or file has no env of that name.
+      UnknownEnv: A module or file has no env with that name.
     """
     names: list[str] = []
     for reference in references:
@@ -121,7 +122,7 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
 
 
 def _import_module(module: str) -> ModuleType:
-    """Import a module, or a file `PATH.py`; raise EnvStartError with the location."""
+    """Import a module, or a file `PATH.py`; raise EnvStartError if that fails."""
     user_envs.check_files_exist([module])
     user_envs.modules_being_imported.append(module)
     try:
@@ -145,7 +146,7 @@ def _import_module(module: str) -> ModuleType:
 
 
 def _import_file(file: str) -> ModuleType:
-    """Import a file as the module of its name, with its folder on `sys.path`."""
+    """Import a file as a module named like it, with its folder on `sys.path`."""
     path = Path(os.path.abspath(file))
     folder = str(path.parent)
     if not re.fullmatch(r"[\w-]+", path.stem):
@@ -163,7 +164,7 @@ def _import_file(file: str) -> ModuleType:
     module = import_module(path.stem)
     if not os.path.samefile(module.__file__ or "/", path):
         raise ValueError(
-            f"its name imports another module, {module.__file__}; rename the file"
+            f"its name imports a different module, {module.__file__}; rename the file"
         )
     return module
 
@@ -223,14 +224,14 @@ def make_env(
 
     Args:
       name: Registered name.
-      kwargs: Arguments for the env's constructor.
+      kwargs: Constructor arguments of the env.
       wrappers: Wrappers to apply, the innermost first.
 
     Raises:
       UnknownEnv: No env of that name is registered.
       WrapperError: A wrapper is not registered, or one of its arguments is wrong.
       EnvStartError: A wrapper does not accept this env, the constructor does not take
-        these arguments, a package is missing, or there is only a vector env.
+        these arguments, a package is missing, or the env exists only as a vector env.
     """
     spec = copy.copy(find_spec(name))
     spec.order_enforce = False
@@ -254,7 +255,7 @@ def make_env(
 def _raise_for_arguments(
     error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise EnvStartError if the constructor lacks or does not take an argument."""
+    """Raise EnvStartError if a constructor argument is missing or unexpected."""
     creator = env_creator_of(spec)
     inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
     parameters = [item for init in inits for item in signature(init).parameters.items()]
@@ -270,7 +271,7 @@ def _raise_for_arguments(
 def env_creator_of(spec: EnvSpec) -> Any:
     """Return the class or function that creates a registered env.
 
-    None if there is none, as for an env that exists only as a vector env.
+    Returns None if there is none: the env exists only as a vector env.
     """
     entry = spec.entry_point
     return load_env_creator(entry) if isinstance(entry, str) else entry

@@ -26,7 +26,7 @@ def is_user_env(reference: str) -> bool:
 
 
 def with_absolute_path(reference: str) -> str:
-    """Return a reference whose file, if it names one, has an absolute path."""
+    """Make the file path in a reference absolute; leave module names unchanged."""
     module, colon, name = reference.partition(":")
     if not module.endswith(".py"):
         return reference
@@ -72,16 +72,16 @@ def name_and_imports(
 
     Args:
       env: A registered name, a reference, or an importable class or function. If this
-        process has registered the name itself, the module of the env's class is
-        imported too, because that module probably registers the name.
+        process has registered the name itself, workers also import the module of the
+        env's class, because that module probably registers the name.
       import_modules: Modules and files that the user asked to import.
 
     Raises:
       EnvStartError: A module starts envs while it is being imported.
-      TypeError: The env has a wrong type, or the modules are a single string.
+      TypeError: The env has the wrong type, or `import_modules` is a single string.
       UnknownEnv: Workers cannot import the env.
     """
-    # Workers would import the module, start workers, and so on without end.
+    # Otherwise, each worker would import the module and start workers, without end.
     if modules_being_imported:
         raise EnvStartError(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "
@@ -96,7 +96,7 @@ def name_and_imports(
     if ":" not in name:
         if name.endswith(".py"):
             raise UnknownEnv(
-                f"expected an env; got a file; name an env in it: {name}:MyEnv"
+                f"expected an env, got the file {name}; name an env in it: {name}:MyEnv"
             )
         module = _module_of(name)
         packages = {Path(each).name.partition(".")[0] for each in import_modules}
@@ -126,11 +126,11 @@ def _not_importable(name: str) -> UnknownEnv:
 
 
 def writable_by_others(path: str) -> str:
-    """Return the path through which other users can change a file or folder, or "".
+    """Return a path at which other users can change a file or folder, or "".
 
-    That is the path itself, the target of a link, or a folder above, up to the home
-    folder. Sticky folders above do not count, because nobody can replace the files of
-    others there. Members of the user's group count as the user.
+    The result is the path itself, the target of a link, or a parent folder, up to the
+    home folder. Sticky parent folders are skipped, because users cannot replace each
+    other's files there. Members of the user's group are trusted.
     """
     home = os.path.expanduser("~")
     for start in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):

@@ -1,4 +1,4 @@
-"""The file `clients`: the authorised clients of a server, read again when it changes.
+"""The `clients` file: a server's authorised clients, read again when it changes.
 
 If the file cannot be read, the clients from the last successful read stay authorised,
 and the error is logged. Commands and the server change single lines; comments are
@@ -61,7 +61,7 @@ class ClientsFile:
         """Return the valid grants.
 
         Args:
-          now: Time in seconds since 1970; by default expired grants are included.
+          now: Time in seconds since 1970; by default, expired grants are also returned.
         """
         self._read_if_changed()
         return [grant for _, grant in self._lines if grant and grant.is_valid(now)]
@@ -75,7 +75,7 @@ class ClientsFile:
         """
         text = private_files.read_private(self._path)
         if text is None and self._lines:
-            raise KeyFileError(f"{display_path(self._path)} is gone")
+            raise KeyFileError(f"{display_path(self._path)} no longer exists")
         if self._lines and not (text or "").endswith("\n"):
             raise KeyFileError(
                 f"{display_path(self._path)} is empty, or its last line is incomplete; "
@@ -87,7 +87,7 @@ class ClientsFile:
             try:
                 grant = parse_line(line)
                 if grant and found & (ids := {grant.public, _unique_id(grant)}):
-                    raise CodecError("expected each name and each key once")
+                    raise CodecError("expected each name and each key only once")
             except CodecError as error:
                 where = f"{display_path(self._path)}, line {number}"
                 raise KeyFileError(f"{where}: {error}") from None
@@ -96,7 +96,7 @@ class ClientsFile:
         self._lines = lines
 
     def add(self, grant: Grant, now: float) -> None:
-        """Write a client or an invitation, replacing one of the same name.
+        """Add a client or an invitation, replacing one with the same name.
 
         Expired invitations are removed.
 
@@ -127,7 +127,7 @@ class ClientsFile:
             return True
 
     def enrol(self, invitation: bytes, public: bytes, now: float) -> Grant | None:
-        """Replace the key of an invitation by the client's own public key.
+        """Replace an invitation's key with the client's own public key.
 
         Args:
           invitation: Raw public key of the invitation.
@@ -149,7 +149,7 @@ class ClientsFile:
             same = self.find(public, -float("inf"))
             if same is not None and same.name != invited.name:
                 raise RemoteProtocolError(
-                    f"this client's key is known here as {same.name}; use it under "
+                    f"this client's key is already known as {same.name}; use it under "
                     f"that name, or remove it first: envserve clients remove "
                     f"{same.name}"
                 )
@@ -180,8 +180,8 @@ class ClientsFile:
         try:
             self.read()
             self._file_state, self._last_error, self.is_current = seen, "", True
-        # The cause may be outside the file, such as the mode of its folder. So the file
-        # state is not stored, and the next call tries again.
+        # The cause may be outside the file, such as the mode of its folder, so do not
+        # store the file state: the next call tries again.
         except KeyFileError as error:
             if str(error) != self._last_error:
                 _LOGGER.error(
@@ -192,8 +192,9 @@ class ClientsFile:
 
 
 def _unique_id(grant: Grant) -> tuple[str, bool]:
-    """Return the part of a grant that may occur once in the file.
+    """Return the part of a grant that must be unique in the file.
 
-    A name has at most one key and one invitation, whose use replaces the key.
+    A name has at most one key and one invitation; using the invitation replaces the
+    key.
     """
     return grant.name, grant.is_invitation

@@ -1,7 +1,7 @@
-"""Keys as text: a prefix that identifies the kind, and base64url.
+"""Keys as text: a prefix that identifies the kind of key, then base64url.
 
-The characters need no quoting in a shell. A secret in a wrong place is recognised by
-its prefix, and never repeated in an error.
+Keys need no quoting in a shell. The prefix reveals a secret that is in the wrong place,
+so that errors do not repeat it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def decode(prefix: str, text: str, num_bytes: int = 32) -> bytes:
     raise CodecError(
         f"expected {prefix} and {len(encode('', bytes(num_bytes)))} characters of "
         f"base64url; got {len(text)} characters that begin with "
-        f"{known[0] if known else 'something else'}"
+        f"{known[0] if known else 'another prefix'}"
     )
 
 
 def fingerprint(public: bytes) -> str:
-    """Return the fingerprint of a public key for people to compare: "7QK2-M4XZ-...".
+    """Return the 80-bit fingerprint of a public key, for people to compare.
 
-    It has 80 bits.
+    It consists of four groups of letters and digits: "7QK2-M4XZ-...".
     """
     text = base64.b32encode(hashlib.sha256(public).digest()[:10]).decode()
     return "-".join(text[i : i + 4] for i in range(0, len(text), 4))

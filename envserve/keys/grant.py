@@ -1,4 +1,4 @@
-"""Grants: the keys and limits of clients, as lines of the file `clients`.
+"""Grants: the keys and limits of clients, as lines of the `clients` file.
 
 # name       public key                   limits
 trainer-1    envserve-public-1.Yne...     envs=ALE/*,CartPole-v1 max-envs=64
@@ -24,7 +24,7 @@ _Count = Annotated[int, Meta(ge=1)]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _Pattern = Annotated[str, Meta(min_length=1)]
 
-#: Names of users that have no line in `clients`.
+#: Names that no client in `clients` can have.
 _RESERVED_NAMES: Final = ("local", "server")
 
 
@@ -32,7 +32,7 @@ _RESERVED_NAMES: Final = ("local", "server")
 class Grant:
     """The name, key and limits of a client.
 
-    A limit of None means the host's own limit.
+    If a limit is None, the server's own limit applies.
     """
 
     name: _Name
@@ -47,15 +47,15 @@ class Grant:
     exposed: tuple[ExposeRule, ...] | None = None
     allowed_kwargs: tuple[KwargRule, ...] | None = None
     share: Annotated[float, Meta(gt=0, le=1000)] = 1.0
-    """Weight of this client's share of the server when others wait."""
+    """Weight of this client when clients compete for the server's time."""
     expires: float | None = None
-    """Time in seconds since 1970 from which on the key is not valid."""
+    """Time at which the key expires, in seconds since 1970."""
     until: float | None = None
-    """For invitations: time in seconds since 1970 from which on they are not valid."""
+    """Time at which an invitation expires, in seconds since 1970; None for clients."""
 
     @property
     def is_invitation(self) -> bool:
-        """Whether the key may only be used to join."""
+        """Whether the key can only be used to join."""
         return self.until is not None
 
     def is_valid(self, now: float) -> bool:
@@ -69,7 +69,7 @@ class Grant:
 
 _HINTS: Final = get_type_hints(Grant, include_extras=True)
 _SHORT: Final = {"exposed": "expose", "allowed_kwargs": "kwargs"}
-#: Field that each option of a line sets.
+#: The field that each option in a line sets.
 _FIELDS_BY_OPTION: Final = {
     _SHORT.get(f.name, f.name.replace("_", "-")): f for f in fields(Grant)[2:]
 }
@@ -105,7 +105,7 @@ def parse_words(words: Sequence[str]) -> Grant:
             )
         given[_FIELDS_BY_OPTION[word].name] = _convert_option(word, value)
     if is_invitation != ("until" in given):
-        raise CodecError("expected until= with an invitation, and not with other keys")
+        raise CodecError("expected until= with an invitation, and only there")
     return Grant(**given | {"name": _convert_option("name", name)})
 
 
@@ -152,7 +152,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_line(grant: Grant) -> str:
-    """Return the line of `clients` that `parse_line` parses as this grant."""
+    """Return a grant as a line of `clients`; the inverse of `parse_line`."""
     prefix = formats.INVITATION if grant.is_invitation else formats.PUBLIC
     words = [f"{grant.name:12}", formats.encode(prefix, grant.public)]
     for option, field in _FIELDS_BY_OPTION.items():

@@ -28,13 +28,13 @@ class Invitation:
     secret: bytes = field(repr=False)
     """Raw secret key of the invitation."""
     name: str
-    """Name that the client gets."""
+    """Name of the invited client."""
     addresses: tuple[str, ...]
     """tcp:// addresses of the server."""
 
     @property
     def line(self) -> str:
-        """The invitation as a line of text, which is secret."""
+        """The invitation as one line of text; keep it secret."""
         keys = formats.encode(formats.INVITATION, self.server_public + self.secret)
         hosts = ",".join(address.removeprefix("tcp://") for address in self.addresses)
         return f"{keys}.{self.name}@{hosts}"
@@ -45,8 +45,8 @@ class Invitation:
         found = _LINE.fullmatch(line.strip())
         if found is None:
             raise CodecError(
-                f"expected the line that envserve invite printed, which is "
-                f"{formats.INVITATION}...; got {len(line.strip())} other characters"
+                f"expected the line that envserve invite printed, which starts with "
+                f"{formats.INVITATION}; got {len(line.strip())} other characters"
             )
         raw = formats.decode(formats.INVITATION, found["keys"], 64)
         addresses = tuple(f"tcp://{host}" for host in found["hosts"].split(","))
@@ -61,6 +61,6 @@ class Invitation:
     def rejected_text(self) -> str:
         """Message for users if the server does not accept the invitation."""
         return (
-            "this invitation was used, or is older than 15 minutes; ask for another: "
-            f"envserve invite {self.name}"
+            "this invitation was already used, or is older than 15 minutes; ask for a "
+            f"new one: envserve invite {self.name}"
         )

@@ -32,7 +32,7 @@ Role = Literal["server", "client"]
 
 
 def unknown_server_text(address: str) -> str:
-    """Return the error for a server whose key is not pinned, and how to get the key."""
+    """Return the error for a server whose key is not pinned, with the remedy."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
     return (
         f"{address}: no key of this server is known here, so its identity cannot be "
@@ -41,7 +41,7 @@ def unknown_server_text(address: str) -> str:
 
 
 class KeyFolder:
-    """Reads and writes the files of a key folder. Files are created only on request."""
+    """Reads and writes the files of a key folder; creates files only on request."""
 
     def __init__(self, path: Path | str | None = None) -> None:
         """Choose the folder; nothing is read or created yet.
@@ -107,7 +107,7 @@ class KeyFolder:
     def clients(self) -> ClientsFile:
         """The authorised clients of this user's servers.
 
-        The user of the folder is one of them, with `client.key`.
+        They include this user, whose key is `client.key`.
         """
         # Imported here, because a health probe does not need it.
         from envserve.keys.clients_file import ClientsFile
@@ -118,15 +118,15 @@ class KeyFolder:
     def keys_for(self, address: str, *, insecure: bool = False) -> CurveKeys | None:
         """Return the server's public key and the client's key pair, for a connection.
 
-        None for ipc, where the system identifies users. If no key is pinned for a
-        loopback address, the server is expected to be this user's own; missing keys of
-        this user are created.
+        Returns None for ipc, where the operating system identifies users. If no key is
+        pinned for a loopback address, the server is assumed to be this user's own. If
+        this user has no keys yet, they are created.
 
         Args:
           address: Address of the server; the key of a `NamedAddress` may be pinned
             under its name.
-          insecure: Whether to use no keys, unless a key is pinned for this address. A
-            server that has used keys is never contacted without them.
+          insecure: Whether to connect without keys if no key is pinned for this
+            address. A server whose key is pinned is never contacted without keys.
 
         Returns:
           The keys, or None for a connection without keys.
@@ -217,5 +217,5 @@ def _check_socket_owner(path: str) -> None:
     if owner != os.geteuid():
         raise ConnectError(
             f"ipc://{path}: expected a socket of this user (uid {os.geteuid()}); got "
-            f"one of uid {owner}; use tcp:// for servers of other users"
+            f"one of uid {owner}; use tcp:// for other users' servers"
         )

@@ -1,4 +1,4 @@
-"""Pairs of CURVE keys. The secret key does not appear in reprs, pickles or copies."""
+"""CURVE key pairs. The secret key does not appear in reprs, pickles or copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envserve.errors import KeyFileError
 
 @dataclass(frozen=True)
 class KeyPair:
-    """Raw keys of 32 bytes each."""
+    """A public and a secret key, of 32 raw bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -23,7 +23,7 @@ class KeyPair:
 
     @classmethod
     def from_secret(cls, secret: bytes) -> Self:
-        """Return the key pair of a secret key.
+        """Return the key pair that belongs to a secret key.
 
         Raises:
           KeyFileError: The installed ZeroMQ does not support CURVE.
@@ -36,13 +36,13 @@ class KeyPair:
             return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
         except zmq.ZMQError as error:
             raise KeyFileError(
-                f"ZeroMQ has no CURVE here, so keys cannot be used: {error.strerror}; "
-                f"install pyzmq as a wheel"
+                f"the installed ZeroMQ does not support CURVE, so keys cannot be used: "
+                f"{error.strerror}; install pyzmq from a wheel"
             ) from None
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickling and copying, so that the secret stays where it was read."""
-        raise TypeError("a pair of keys cannot be pickled; read it where it is needed")
+        raise TypeError("a key pair cannot be pickled; read it where it is needed")
 
 
 #: Keys of a client's connection: the server's public key, and the client's key pair.

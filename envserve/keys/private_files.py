@@ -25,9 +25,9 @@ def read_private(path: Path, remedy: str = "") -> str | None:
     """Return the text of a private file, or None if it does not exist.
 
     Args:
-      path: The file. It and its folder must belong to this user and be closed to
-        others.
-      remedy: What to do in addition to chmod if other users can read the file.
+      path: The file. It and its folder must belong to this user, and others
+        must not have access to them.
+      remedy: Advice for errors, after chmod, if other users can read the file.
 
     Raises:
       KeyFileError: Other users can read or own the file or folder, or it cannot be
@@ -80,7 +80,7 @@ def _check_owner_and_mode(path: Path, found: os.stat_result, remedy: str) -> Non
 
 def make_folder(folder: Path) -> None:
     """Create a private folder if it does not exist; raise KeyFileError."""
-    with _as_key_file_error(folder, "made"):
+    with _as_key_file_error(folder, "created"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner_and_mode(folder, os.stat(folder), "chmod 700")
 
@@ -91,7 +91,7 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
     Args:
       folder: The folder.
-      seconds: Longest time to wait for another process.
+      seconds: Maximum time to wait for another process.
 
     Raises:
       KeyFileError: The folder stayed locked, or cannot be created.
@@ -117,7 +117,7 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file atomically; raise KeyFileError, after which it is unchanged."""
+    """Replace a file atomically; if that fails, keep it and raise KeyFileError."""
     import tempfile  # here, because a health probe does not need it
 
     with _as_key_file_error(path, "written"), contextlib.ExitStack() as cleaning:

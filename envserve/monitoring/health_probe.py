@@ -39,7 +39,7 @@ class HealthProblem(enum.IntEnum):
 def diagnose(
     welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
 ) -> tuple[HealthProblem, str] | None:
-    """Return the first problem that the enabled probes find, with a text, or None."""
+    """Return the first problem that the enabled probes find, described, or None."""
     if (startup or ready) and welcome.is_starting:
         return HealthProblem.STARTING, "workers cannot be started yet"
     if live and welcome.loop_lag_ms > _MAX_LAG_MS:
@@ -63,7 +63,8 @@ def probe(
 ) -> tuple[int, str]:
     """Return the exit code of `envserve health`, and a text to print.
 
-    If the address resolves to several servers, the first with a problem decides.
+    If the address resolves to several servers, the first one with a problem
+    determines the result.
     """
     lines = []
     try:

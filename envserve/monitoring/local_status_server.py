@@ -41,14 +41,14 @@ _MAX_MESSAGE_BYTES: Final = 64 << 10
 
 
 class LocalStatusServer:
-    """A thread that answers observers of a batch; a context manager.
+    """A thread that answers requests about a batch; a context manager.
 
     Attributes:
       address: Address to pass to `envserve page`, `top` and `status`.
     """
 
     def __init__(self, batch: BatchEnv) -> None:
-        """Start the thread. It reports local lanes only; servers report their own."""
+        """Start the thread. It reports only local lanes; servers report theirs."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
         self._replies = ReplyBuilder(secrets.randbits(63) | 1, shows_paths=True)
         self._started_at = time.monotonic()
@@ -93,7 +93,7 @@ class LocalStatusServer:
                 except RemoteProtocolError:
                     continue
                 except Exception:
-                    _LOGGER.exception("a status request could not be answered")
+                    _LOGGER.exception("could not answer a status request")
                 self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - begin))
 
     def _reply_to(self, route: bytes, frames: list[bytes]) -> Reply:

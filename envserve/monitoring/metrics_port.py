@@ -85,7 +85,7 @@ class MetricsPort(socketserver.TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log at debug level, because clients may disconnect or stall at any time."""
-        _LOGGER.debug("a request for metrics has failed", exc_info=True)
+        _LOGGER.debug("a metrics request failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: MetricsPort
 
     def setup(self) -> None:
-        """Receive the whole request, because a socket timeout applies per `recv`."""
+        """Receive the whole request by a deadline: socket timeouts apply per `recv`."""
         super().setup()
         head, deadline = b"", time.monotonic() + _TIMEOUT_SECONDS
         while b"\r\n\r\n" not in head and len(head) < _MAX_HEAD_BYTES:

@@ -120,8 +120,8 @@ def poll_servers(
     Args:
       servers: The servers; unresolved ones are skipped.
       timeout_seconds: Maximum time to wait for each answer.
-      gap_seconds: Time after which servers that have answered are polled again, to
-        measure their speed; None for one poll.
+      gap_seconds: Pause before servers that answered are polled again, to measure
+        their speed; None to poll only once.
     """
 
     def poll(server: MonitoredServer) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from envserve.errors import VideoError
 
 _FINISH_SECONDS: Final = 120.0
-#: Output options of ffmpeg, by file suffix. Most players need yuv420p, which requires
+#: ffmpeg output options by file suffix. Most players need yuv420p, which requires
 #: even sizes, so frames are padded.
 _FORMATS: Final = {
     ".mp4": "-vf pad=ceil(iw/2)*2:ceil(ih/2)*2 -c:v libx264 -preset veryfast "
@@ -102,7 +102,7 @@ class VideoWriter:
         if frame.shape != self._shape:
             raise VideoError(
                 f"{self._path}: expected a frame of shape {self._shape}, as before; "
-                f"got {frame.shape}; make the env render frames of one size"
+                f"got {frame.shape}; make the env render all frames at one size"
             )
         assert self._process.stdin is not None
         try:

@@ -1,8 +1,8 @@
-"""Wrappers by name, and the classes that modules need to register their own.
+"""Named wrappers, and the classes with which modules register their own.
 
-`registry` has all known wrappers, and `specs` the wrappers that an env is requested
-with. Neither imports Gymnasium, so that configs and the wire format can use them;
-`apply` wraps the env in the worker.
+`registry` contains all known wrappers, and `specs` parses the wrappers that a request
+names. Neither imports Gymnasium, so configs and the wire format can use them; `apply`
+wraps the env in the worker.
 """
 
 from envserve.wrappers.registry import (

@@ -28,9 +28,9 @@ def ActionRepeat(env: Env, amount: int) -> Env:
     return RepeatAction(env, num_repeats=amount)
 
 
-#: Episodes that may end during their random actions before one starts without any.
+#: Number of episodes that may end during the random actions; the next has none.
 _MAX_ATTEMPTS: Final = 10
-#: Gymnasium's `np_random_seed` of a generator that the env has assigned itself.
+#: Value of `np_random_seed` in Gymnasium if the env assigned its own generator.
 _ASSIGNED_BY_ENV: Final = -1
 
 
@@ -88,20 +88,20 @@ _DIFFERENCE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 
 
 class FrameDelta(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Observe the difference to the previous observation; 0 after a reset."""
+    """Observe the difference from the previous observation; 0 after a reset."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         """Wrap an env whose observations are a Box of floats or of short integers.
 
         Raises:
-          SpaceError: The observation space is another one.
+          SpaceError: The observation space is not such a Box.
         """
         super().__init__(env)
         space = env.observation_space
         if not isinstance(space, spaces.Box) or str(space.dtype) in ("int64", "uint64"):
             raise SpaceError(
-                f"expected observations that are a Box of floats, or of integers of at "
-                f"most 32 bits; got {space}"
+                f"expected a Box of floats, or of integers of at most 32 bits, as "
+                f"observation space; got {space}"
             )
         dtype = _difference_dtype(space.dtype)
         with np.errstate(over="ignore"):  # a range may be infinite
@@ -132,9 +132,9 @@ def _difference_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Observe earlier observations, in the order of `past_indices`.
+    """Observe the present and past observations listed in `past_indices`.
 
-    The past of an episode's first observation consists of copies of that observation.
+    At the start of an episode, the history contains copies of the first observation.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         space = env.observation_space
         if not isinstance(space, spaces.Box):
-            raise SpaceError(f"expected observations that are a Box; got {space}")
+            raise SpaceError(f"expected a Box as observation space; got {space}")
         self._past_indices = past_indices
         self._is_flat = flatten and bool(space.shape)
         self._frames: deque[Array] = deque(maxlen=1 + max(past_indices))
@@ -216,7 +216,7 @@ def _check_range(part: str, space: spaces.Space[Any]) -> None:
     """Raise SpaceError unless every component has a finite, positive range."""
     hint = f"set {part} = false"
     if not isinstance(space, spaces.Box):
-        raise SpaceError(f"expected {part}s that are a Box; got {space}; {hint}")
+        raise SpaceError(f"expected a Box as {part} space; got {space}; {hint}")
     low, high = np.atleast_1d(space.low), np.atleast_1d(space.high)
     if not _is_float(space):
         low, high = low.astype(np.float64), high.astype(np.float64)
@@ -232,9 +232,9 @@ def _check_range(part: str, space: spaces.Space[Any]) -> None:
 
 
 def check_float(part: str, space: spaces.Space[Any]) -> None:
-    """Raise SpaceError if a space of integers should be scaled."""
+    """Raise SpaceError unless a space contains floats, which can be scaled."""
     if not _is_float(space):
-        raise SpaceError(f"expected {part}s that are floats; got {space}")
+        raise SpaceError(f"expected {part}s of floats; got {space}")
 
 
 def _is_float(space: spaces.Space[Any]) -> bool:
@@ -242,14 +242,14 @@ def _is_float(space: spaces.Space[Any]) -> bool:
 
 
 class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Truncate each seeded episode at a random step, at most at the time limit.
+    """Truncate each seeded episode at a random step within the time limit.
 
-    In a batch, these are the first episodes of the envs, which therefore do not end all
-    at once. Without a time limit the wrapper has no effect.
+    In a batch, the first episodes of the envs are seeded, so they do not all end at
+    once. Without a time limit, the wrapper has no effect.
     """
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """Reset the env; if there is a seed, draw the step of truncation from it.
+        """Reset the env; if there is a seed, derive the truncation step from it.
 
         The env's generator is not used, so the env's own draws do not change.
         """

@@ -22,14 +22,14 @@ from envserve.wrappers.specs import WrapperSpec, check_wrappers, convert_argumen
 
 Env = gymnasium.Env[Any, Any]
 
-#: Largest size of a wrapped observation, unless the env's own is larger: 594 frames of
-#: Atari's usual 84 x 84. Each env needs several times as much memory, for the bounds of
-#: its spaces and for stacks of frames.
+#: Maximum size of a wrapped observation, unless the env's own observation is larger:
+#: 594 Atari frames of 84 x 84 pixels. Each env needs several times as much memory, for
+#: the bounds of its spaces and for stacks of frames.
 _MAX_OBSERVATION_BYTES: Final = 4 << 20
 
 
 def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
-    """Return an env in its wrappers, the first of them innermost.
+    """Wrap an env; the first wrapper is the innermost.
 
     Raises:
       WrapperError: A wrapper is not registered, an argument is wrong, or observations
@@ -75,9 +75,9 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
 def _observation_bytes_after(
     space: spaces.Space[Any], name: str, arguments: dict[str, Any]
 ) -> int:
-    """Return the size of an observation after a wrapper, before it is allocated.
+    """Compute the size of a wrapper's observations before they are allocated.
 
-    0 for wrappers that do not enlarge observations much.
+    Returns 0 for wrappers that do not enlarge observations much.
     """
     if name == "FrameStackObservation":
         return int(arguments["stack_size"] * _nbytes(space))

@@ -1,7 +1,7 @@
-"""The registered wrappers: how each is created, and which arguments it takes.
+"""The registered wrappers, with their constructors and arguments.
 
-A wrapper of Gymnasium has the name and the arguments of its class. Names are looked up
-only here, so a name from the wire never imports anything.
+Gymnasium's wrappers have the names and arguments of their classes. Names are looked up
+only in this registry, so a name from a client never imports anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Argument:
 
     Attributes:
       kind: Type with bounds, for `msgspec.convert`.
-      text: Expected value, for messages.
+      text: Description of valid values, for messages.
       required: Whether the wrapper has no default for the argument.
     """
 
@@ -32,7 +32,7 @@ class Argument:
     required: bool
 
     def convert(self, value: Any) -> Any:
-        """Return a value as the wrapper takes it; raise ValueError if it is wrong."""
+        """Convert a value to the argument's type; raise ValueError if it is invalid."""
         return msgspec.convert(value, self.kind)
 
 
@@ -45,7 +45,7 @@ def Integer(low: int, high: int, *, required: bool = False) -> Argument:
 def Number(low: float, high: float, *, required: bool = False) -> Argument:
     """Return an argument that is an int or float in [low, high].
 
-    Wrappers get a float.
+    The wrapper receives a float.
     """
     kind = Annotated[float, Meta(ge=low, le=high)]
     return Argument(kind, f"a number from {low:g} to {high:g}", required)
@@ -66,7 +66,7 @@ def Integers(
 ) -> Argument:
     """Return an argument that is a list of ints in [low, high].
 
-    Wrappers get a tuple.
+    The wrapper receives a tuple.
     """
     item = Annotated[int, Meta(ge=low, le=high)]
     length = Meta(min_length=min_length, max_length=max_length)
@@ -78,7 +78,7 @@ def Integers(
 def Keys(*, required: bool = False) -> Argument:
     """Return an argument that lists keys of a Dict or positions in a Tuple.
 
-    Wrappers get a tuple.
+    The wrapper receives a tuple.
     """
     item = Annotated[str, Meta(max_length=200)] | Annotated[int, Meta(ge=0, lt=1 << 16)]
     kind = Annotated[tuple[item, ...], Meta(min_length=1, max_length=256)]
@@ -90,8 +90,8 @@ class RegisteredWrapper:
     """A wrapper and its arguments.
 
     Attributes:
-      make: Takes an env and the arguments by name, and returns the wrapped env. A
-        string "module:attribute" is imported at first use.
+      make: Function that takes an env and the arguments by name, and returns the
+        wrapped env. A string "module:attribute" is imported at first use.
       arguments: The arguments that requests may contain, by name.
     """
 
@@ -189,19 +189,20 @@ def register_wrapper(
 
     Args:
       name: Name of the wrapper.
-      make: Takes an env and the arguments by name, and returns the wrapped env.
-      arguments: The arguments that requests may contain. Only their bounds limit what a
-        server's clients can request, so choose them by what the wrapper may cost the
-        host.
+      make: Function that takes an env and the arguments by name, and returns the
+        wrapped env.
+      arguments: The arguments that requests may contain. Only their bounds limit the
+        requests of a server's clients, so choose them such that the wrapper cannot use
+        too much memory or CPU time.
 
     Raises:
-      ValueError: Another wrapper has that name, or an argument is called `name`.
+      ValueError: Another wrapper has this name, or an argument is called `name`.
     """
     wrapper = RegisteredWrapper(make, dict(arguments or {}))
     if "name" in wrapper.arguments:
         raise ValueError(f"{name}: no argument can be called 'name'; rename it")
     if name in WRAPPERS and WRAPPERS[name] != wrapper:
-        raise ValueError(f"there is a wrapper {name!r} already; choose another name")
+        raise ValueError(f"wrapper {name!r} is already registered; choose another name")
     WRAPPERS[name] = wrapper
 
 
@@ -213,13 +214,13 @@ def find_wrapper(name: str, where: str) -> RegisteredWrapper:
       where: Place in the request, for errors.
 
     Raises:
-      WrapperError: No wrapper of that name is registered; the message suggests names.
+      WrapperError: No wrapper with this name is registered; the message suggests names.
     """
     if name in WRAPPERS:
         return WRAPPERS[name]
     near = difflib.get_close_matches(name, sorted(WRAPPERS), n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else ""
     hint = _BATCH_PPO.get(name, hint) or (
-        f"known are {', '.join(sorted(WRAPPERS))} (to add one, see register_wrapper)"
+        f"known: {', '.join(sorted(WRAPPERS))} (to add one, see register_wrapper)"
     )
     raise WrapperError(f"{where}: no wrapper named {name[:64]!r} is known; {hint}")

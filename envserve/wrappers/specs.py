@@ -1,6 +1,6 @@
-"""The wrappers that an env is requested with: names and arguments, as plain data.
+"""The wrappers in a request for an env: names and arguments, as plain data.
 
-They are checked before anything is built. In a config, a wrapper is a table with a
+They are checked before the env is built. In a config, a wrapper is a table with a
 `name`, such as `{name = "ActionRepeat", amount = 4}`; on the wire it is the pair [name,
 arguments].
 """
@@ -16,13 +16,13 @@ import msgspec
 from envserve.errors import WrapperError
 from envserve.wrappers.registry import WRAPPERS, find_wrapper
 
-#: Most wrappers of one env.
+#: Maximum number of wrappers per env.
 MAX_WRAPPERS: Final = 16
 _FORM: Final = 'a list of tables such as [{name = "ActionRepeat", amount = 4}]'
 
 
 class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One wrapper.
+    """The name and arguments of a wrapper.
 
     Attributes:
       name: Registered name of the wrapper.
@@ -50,7 +50,7 @@ Wrappers = Annotated[tuple[WrapperSpec, ...], msgspec.Meta(max_length=MAX_WRAPPE
 
 
 def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
-    """Read wrappers as they are written in configs and in Python.
+    """Parse wrappers in the form that configs and Python code use.
 
     Names that are not registered in this process are accepted, because they may be
     registered where the envs are built.
@@ -60,7 +60,7 @@ def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
         first.
 
     Raises:
-      WrapperError: The form is wrong, or an argument of a registered wrapper is.
+      WrapperError: The form, or an argument of a registered wrapper, is invalid.
     """
     if not isinstance(tables, Sequence) or isinstance(tables, (str, bytes)):
         raise WrapperError(f"wrappers: expected {_FORM}; got {_short_repr(tables)}")
@@ -93,7 +93,7 @@ def check_wrappers(
     """
     if len(specs) > MAX_WRAPPERS:
         raise WrapperError(
-            f"wrappers: expected at most {MAX_WRAPPERS} of them; got {len(specs)}"
+            f"expected at most {MAX_WRAPPERS} wrappers; got {len(specs)}"
         )
     for position, spec in enumerate(specs):
         if spec.name in WRAPPERS or not allow_unknown:
@@ -140,14 +140,14 @@ def wrappers_to_plain(specs: Iterable[WrapperSpec]) -> list[list[Any]]:
 
 
 def wrappers_from_plain(value: Any) -> tuple[WrapperSpec, ...]:
-    """Read pairs [name, arguments]; `check_wrappers` checks their content.
+    """Parse pairs [name, arguments]; `check_wrappers` checks their content.
 
     Raises:
-      WrapperError: The value has another form, or there are too many wrappers.
+      WrapperError: The value has a different form, or there are too many wrappers.
     """
     try:
         return msgspec.convert(value, Wrappers)
-    # msgspec raises AttributeError if an array is where a map is expected.
+    # msgspec raises AttributeError for an array where it expects a map.
     except (msgspec.ValidationError, AttributeError) as error:
         raise WrapperError(
             f"wrappers: expected pairs of a name and arguments; {error}"

@@ -1,4 +1,4 @@
-// An env in which a walker on a grid searches a goal, and the env seeds that the protocol defines.
+// An env in which a walker on a grid searches for a goal, and the protocol's env seeds.
 
 const SIZE = 5;
 const MAX_STEPS = 30;

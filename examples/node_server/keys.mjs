@@ -1,4 +1,4 @@
-// Authorises clients by the key files of `envserve keys`, through ZAP (ZeroMQ's RFC 27).
+// Authorises clients with the key files of `envserve keys`, through ZAP (ZeroMQ's RFC 27).
 
 import { createPrivateKey, createPublicKey } from "node:crypto";
 import { existsSync, readFileSync, statSync } from "node:fs";
@@ -40,7 +40,7 @@ export function socketOptions() {
   return { curveServer: true, curveSecretKey: z85(secret), zapDomain: "envserve", zapEnforceDomain: true };
 }
 
-/** Authorises this user, and the clients that the file `clients` lists without limits. */
+/** Authorises this user, and the clients that the `clients` file lists without limits. */
 export async function answerZap(socket) {
   await socket.bind("inproc://zeromq.zap.01");
   for await (const [version, request, , , , mechanism, key] of socket) {

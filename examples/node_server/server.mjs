@@ -68,7 +68,7 @@ class Lease {
     const { entries, request, attempt } = message;
     const listed = entries.map(([block]) => block);
     if (!listed.length || new Set(listed).size < listed.length || listed.some((b) => b >= this.blocks.length))
-      refuse(Code.BAD_MESSAGE, `expected blocks below ${this.blocks.length}, at least one, and each once`);
+      refuse(Code.BAD_MESSAGE, `expected one or more different blocks below ${this.blocks.length}`);
     if (entries.some(([block, seq]) => seq <= this.last[block].seq)) {
       const { answer } = this.last[listed[0]];
       const isCopy = answer?.request === request && answer.entries.join() === entries.join();
@@ -122,7 +122,7 @@ class Lease {
       const areRows = Array.isArray(rows) && rows.every((row) => isInt(row, start, stop - 1));
       const areSeeds = Array.isArray(seeds) && seeds.every((seed) => seed === null || isSeed(seed));
       if (!areRows || new Set(rows).size < rows.length || !(seeds === null || (areSeeds && seeds.length === rows.length)))
-        refuse(Code.BAD_MESSAGE, "expected rows of the block, each once, and a seed or nil for each");
+        refuse(Code.BAD_MESSAGE, "expected different rows of the block, and a seed or nil for each");
       return rows.map((row, index) => [Number(row), seeds?.[index] ?? null]);
     });
     const ended = { reward: 0, terminated: false, truncated: false };
@@ -158,7 +158,7 @@ export class Server {
       let { code, executed, message: text } = error;
       if (!(error instanceof Refusal)) {
         console.error(error);
-        [code, executed, text] = [Code.INTERNAL, 2, "the server failed while it handled this message"];
+        [code, executed, text] = [Code.INTERNAL, 2, "the server failed to handle this message"];
         if (this.leases.delete(message.session)) this.ended.set(message.session, text);
       }
       if ([Code.BAD_MESSAGE, Code.FENCED].includes(code) && message.attempt) executed = 2;
@@ -177,14 +177,14 @@ export class Server {
     if (type === Type.HELLO) return this.welcome(unpack(message.body));
     if (message.version !== 2) refuse(Code.VERSION_MISMATCH, "expected protocol version 2");
     if (type === Type.JOIN) refuse(Code.BAD_MESSAGE, "this server does not support invitations");
-    if (type === 0 || type > Type.JOIN) refuse(Code.UNSUPPORTED, `messages of type ${type} are unknown`);
-    if (message.boot !== this.boot) refuse(Code.FENCED, "this request is from before the server was started");
+    if (type === 0 || type > Type.JOIN) refuse(Code.UNSUPPORTED, `unknown message type ${type}`);
+    if (message.boot !== this.boot) refuse(Code.FENCED, "this request was sent before the server started");
     const lease = this.leases.get(session);
     if (lease) lease.heardAt = now;
     if (type === Type.DETACH) return this.end(session, "") ?? { type: Type.DETACHED };
     if (type === Type.ATTACH) return this.attach(message, lease, now);
     if (!lease) refuse(Code.LEASE_LOST, this.ended.get(session) || "this session has no envs", message.attempt && 2);
-    if (message.epoch !== lease.epoch) refuse(Code.FENCED, "this request is from before the lease was granted");
+    if (message.epoch !== lease.epoch) refuse(Code.FENCED, "this request was sent before the lease was granted");
     if (type === Type.PING) return { type: Type.PONG, body: pack({ running: {} }) };
     if (type === Type.CALL) refuse(Code.REFUSED, "the envs of this server have no attributes to call");
     const body = lease.operate(message, now);
@@ -217,7 +217,7 @@ export class Server {
       this.leases.set(session, lease);
       lease.heardAt = now;
     }
-    if (!lease.attachBody.equals(body)) refuse(Code.BAD_MESSAGE, "this session has attached with other arguments");
+    if (!lease.attachBody.equals(body)) refuse(Code.BAD_MESSAGE, "this session has already attached with different arguments");
     if (now < lease.grantedAt + 1000) return { type: Type.BUILDING, body: pack({ elapsed_ms: 0 }) };
     lease.grantedAt = now;
     return { type: Type.GRANTED, epoch: lease.epoch, body: lease.granted(this.leaseSeconds) };
@@ -228,14 +228,14 @@ export class Server {
     const asked = {};
     for (const [name, [preset, isRight]] of Object.entries(ATTACH)) {
       const value = given[name] ?? preset;
-      if (!isRight(value)) refuse(Code.BAD_MESSAGE, `expected a valid ${name}; it is missing or wrong`);
+      if (!isRight(value)) refuse(Code.BAD_MESSAGE, `expected a valid ${name}; it is missing or invalid`);
       asked[name] = typeof value === "bigint" && name !== "seed" ? Number(value) : value;
     }
     if (session === 0n) refuse(Code.BAD_MESSAGE, "expected a session that is not 0");
     if (asked.env_name !== NAME) refuse(Code.UNKNOWN_ENV, `expected ${NAME}, the only env of this server`);
     if (asked.wrappers.length) refuse(Code.BAD_WRAPPER, "this server has no wrappers");
     if (Object.keys(asked.env_kwargs).length || asked.spare_envs || asked.vectorized)
-      refuse(Code.REFUSED, "this server does not support env_kwargs, spare_envs and vectorized");
+      refuse(Code.REFUSED, "this server does not support env_kwargs, spare_envs or vectorized");
     if (asked.num_envs > this.freeEnvs) refuse(Code.ENVS_BUSY, `${this.freeEnvs} of ${TOTAL_ENVS} envs are free`);
     return asked;
   }
@@ -252,7 +252,7 @@ export class Server {
 
   endSilent(now) {
     for (const [session, lease] of this.leases)
-      if (now > lease.heardAt + 1000 * this.leaseSeconds) this.end(session, "its client was silent");
+      if (now > lease.heardAt + 1000 * this.leaseSeconds) this.end(session, "its client sent no messages");
   }
 }
 
@@ -277,7 +277,7 @@ async function main() {
   console.log(`ready on ${router.lastEndpoint}`);
   for await (const [route, ...frames] of router) {
     const answer = server.handle(frames, performance.now());
-    // A client that cannot be reached, or reads too slowly, asks again.
+    // A client that cannot be reached, or reads too slowly, sends the request again.
     if (answer) await router.send([route, ...answer]).catch(() => {});
   }
 }

@@ -24,7 +24,7 @@ export class Refusal extends Error {
   }
 }
 
-/** Parses frames; returns null without a valid prefix. `trouble` describes other errors. */
+/** Parses frames; returns null if the prefix is invalid. `trouble` describes other errors. */
 export function read(frames) {
   const [head, payload = Buffer.alloc(0), report = Buffer.alloc(0)] = frames;
   if (head.length < PREFIX_BYTES || head.toString("latin1", 0, 4) !== "ENVS") return null;
@@ -76,7 +76,7 @@ export function unpack(body) {
   try {
     value = decode(body, { useBigInt64: true, maxArrayLength: 65536, maxMapLength: 65536 });
   } catch (error) {
-    throw new Refusal(Code.BAD_MESSAGE, `expected a body in msgpack: ${error.message}`);
+    throw new Refusal(Code.BAD_MESSAGE, `expected a msgpack body: ${error.message}`);
   }
   if (Object.getPrototypeOf(value ?? 0) !== Object.prototype)
     throw new Refusal(Code.BAD_MESSAGE, "expected a map as body");

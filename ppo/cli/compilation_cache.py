@@ -1,8 +1,8 @@
-"""Cache the code that XLA compiles in the user's cache folder, across runs.
+"""Cache XLA-compiled code across runs, in the user's cache folder.
 
 TensorFlow writes entries atomically, so processes can share the folder. Other problems
-would end a training, so they are checked before TensorFlow uses the folder: a folder
-that is not writable, a full disk, and incomplete entries after a crash of the host.
+would abort a training run, so they are checked before TensorFlow uses the folder: a
+folder that is not writable, a full disk, and incomplete entries after a host crash.
 """
 
 import contextlib

@@ -38,7 +38,8 @@ def configs(name: str | None = None) -> None:
             _print_keys(config)
         if config == Config(env_name=name):
             print(
-                "Discrete actions and images have other defaults; see docs/training.md."
+                "Envs with discrete actions or images have other defaults; see "
+                "docs/training.md."
             )
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

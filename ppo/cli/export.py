@@ -15,7 +15,7 @@ def export(
 ) -> None:
     """Export the policy as a SavedModel that needs nothing but TensorFlow.
 
-    The model maps raw observations to actions in the form that the env takes. Starts
+    The model maps raw observations to actions in the form that the env accepts. Starts
     one env, or leases one from a server, to read its spaces.
 
     Args:

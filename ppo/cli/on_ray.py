@@ -23,8 +23,8 @@ from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
 _CLUSTER: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
-#: Environment variable with the command that resumes the training on Ray, for messages
-#: of the first learner.
+#: Environment variable with the command that resumes training on Ray, which the first
+#: learner prints.
 RESUME_COMMAND: Final = "PPO_TRAIN_AGAIN"
 _PLACEMENT_SECONDS, _STOP_SECONDS, _MAX_FAILURES = 60, 10, 3
 

@@ -44,22 +44,22 @@ _BAD_INPUT = (
 
 _CONNECT: Final = (
     "Address of an env server, such as sim1 or tcp://127.0.0.1:5555, or local for "
-    "worker processes on this host; repeatable. By default, those of the run, or local "
-    "for a new run."
+    "worker processes on this host; repeatable. By default, the run's servers, or "
+    "local for a new run."
 )
 _IMPORT: Final = (
     "Module or Python file that registers envs or wrappers, for worker processes on "
     "this host; repeatable."
 )
 _CHECKPOINT: Final = (
-    "Checkpoint to use, by its number of env steps, or best for the one with the best "
-    "evaluation during training; by default, the newest."
+    "Checkpoint to use: its number of env steps, or best for the one with the best "
+    "evaluation during training. By default, the newest."
 )
 _NUM_WORKERS: Final = (
     "Number of worker processes on this host; by default, one per core."
 )
-_INTRA_OP: Final = "Threads that TensorFlow uses for one operation; 0 lets it choose."
-_INTER_OP: Final = "Operations that TensorFlow runs in parallel; 0 lets it choose."
+_INTRA_OP: Final = "TensorFlow threads per operation; 0 lets TensorFlow choose."
+_INTER_OP: Final = "TensorFlow operations to run in parallel; 0 lets TensorFlow choose."
 
 Run = Annotated[Path, Option("Run folder of `ppo train`.")]
 Connect = Annotated[list[str] | None, Option(_CONNECT, metavar="ADDRESS")]
@@ -71,7 +71,7 @@ InterOpThreads = Annotated[int, Meta(ge=0), Option(_INTER_OP)]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised like the `KeyboardInterrupt` of a Ctrl-C."""
+    """Raised on SIGTERM, like `KeyboardInterrupt` on Ctrl-C."""
 
 
 @contextlib.contextmanager
@@ -112,10 +112,10 @@ def preserved_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_stderr() -> Iterator[None]:
-    """Write output on stderr only if the code within raises.
+    """Hold back output on stderr, and write it only if the code within raises.
 
-    TensorFlow reports there that it uses oneDNN and finds no GPU; its log levels do not
-    suppress these messages.
+    TensorFlow reports on stderr that it uses oneDNN and finds no GPU; its log levels
+    do not suppress these messages.
     """
     with tempfile.TemporaryFile() as buffer:
         before = os.dup(2)
@@ -137,9 +137,9 @@ def start_tensorflow(
     """Load and configure TensorFlow, without its log output.
 
     Args:
-        intra_op_threads: threads for one operation; 0 lets TensorFlow choose. Two
-            threads shorten an update of small networks by a third; rollouts use none.
-        inter_op_threads: operations that run in parallel; 0 lets TensorFlow choose.
+        intra_op_threads: threads per operation; 0 lets TensorFlow choose. Two threads
+            shorten an update of small networks by a third; rollouts do not use them.
+        inter_op_threads: operations to run in parallel; 0 lets TensorFlow choose.
         config: settings of the run. Without `jit_compile` (for image observations),
             oneDNN is enabled: it halves the time of convolutions, but slows down small
             layers.
@@ -147,7 +147,7 @@ def start_tensorflow(
     Raises:
         BadInputError: TensorFlow is not installed.
     """
-    # TensorFlow logs harmless messages as errors; real errors are raised as well.
+    # TensorFlow logs harmless messages as errors; real errors are also raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     has_plain_updates = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(has_plain_updates)))
@@ -191,8 +191,8 @@ def open_run(
         run_folder, config = RunFolder.open(run)
         if any(run.glob("seed-*/config.json")) and not run_folder.has_checkpoint():
             raise RunFolderError(
-                f"{run}: expected the folder of one run, found runs of several seeds; "
-                "choose one of its folders seed-N."
+                f"{run}: expected the folder of a single run, found runs of several "
+                "seeds; choose one of its seed-N folders."
             )
         config = config.replace(min_servers=0, num_servers=0)
         source = resolve_env_source(run_folder.env_source(), connect, import_modules)
@@ -207,7 +207,7 @@ def open_run(
 def resolve_env_source(
     source: EnvSource, connect: list[str] | None, import_modules: list[str] | None
 ) -> EnvSource:
-    """Return the source of the envs, with the options replacing the earlier source.
+    """Return the env source of an earlier run, with the given options applied.
 
     Raises:
         AddressError: the address of a server cannot be resolved.
@@ -272,8 +272,8 @@ def report_errors(
 
     Args:
         log_format: with "text", warnings about envs are plain lines.
-        again: whether the command will be repeated. An unknown address then is not an
-            input error, because the servers may start later.
+        is_restartable: whether a supervisor repeats the command. An unknown address is
+            then not an input error, because the servers may start later.
     """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():

@@ -16,8 +16,8 @@ def plot(
 ) -> None:
     """Plot a metric over env steps, one curve per config.
 
-    Runs whose configs differ only in the seed share a curve: mean and standard
-    deviation.
+    Runs whose configs differ only in the seed share a curve, with its mean and
+    standard deviation.
 
     Args:
         runs: Run folders of `ppo train`.

@@ -32,7 +32,7 @@ _METRICS = ("value_loss", "policy_loss", "entropy")
 
 
 class _FaultTolerantStream:
-    """A stream that ignores write errors, so that they do not end a run."""
+    """A stream that ignores write errors, so that they do not abort a run."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ class Screen:
         seconds_between_lines: interval of progress lines if there is no terminal.
 
     Attributes:
-        total_steps: env steps at the end of the training.
+        total_steps: env steps at the end of training.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Screen:
             self._ticker.join()
 
     def phase(self, name: str, *, is_transient: bool = False) -> None:
-        """Start a phase, or none if `name` is empty.
+        """End the current phase, and start another one unless `name` is empty.
 
         When a phase ends, its line stays on the screen, unless it `is_transient`.
         """
@@ -120,7 +120,7 @@ class Screen:
         self._phase = name
 
     def show(self, progress: "Progress") -> None:
-        """Show the progress of the training."""
+        """Show the training progress."""
         self._last = time.monotonic(), progress.steps
         is_first, self._progress = self._progress is None, progress
         if is_first:

@@ -90,7 +90,7 @@ class Plan(NamedTuple):
 
 
 def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
-    """Read TF_CONFIG; return all learners' addresses, HOST:PORT, and our index."""
+    """Return all learners' addresses, HOST:PORT, and our index from TF_CONFIG."""
     text = os.environ.get("TF_CONFIG")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         values = json.loads(text or "")
@@ -101,8 +101,8 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
             if seeds is None and (index == 0 or resume is None):
                 return addresses, index
             raise ConfigError(
-                "--distribute: cannot be combined with --seeds; only the learner with "
-                "index 0 takes --resume, start the others without it."
+                "--distribute cannot be combined with --seeds. Only the learner with "
+                "index 0 takes --resume; start the others without it."
             )
     raise ConfigError(
         f"--distribute: expected a TF_CONFIG like {_CLUSTER}, got {text!r}; set it for "

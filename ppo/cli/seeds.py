@@ -29,7 +29,7 @@ _RUN = code_tied_to_parent("ppo.cli.app")  # stops gracefully if this process en
 def train_seeds(
     screen: Screen, plan: Plan, num_seeds: int, at_once: int | None, workers: int | None
 ) -> int:
-    """Train the unfinished seeds of a study; then print and plot the returns of all.
+    """Train the unfinished seeds of a study; then print and plot all returns.
 
     Args:
         screen: shows the progress.
@@ -134,7 +134,7 @@ def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
 def start_training(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a `ppo train` process that stops if this process ends.
 
-    Its session is new, so Ctrl-C does not reach it; the caller forwards signals.
+    It runs in a new session, so Ctrl-C does not reach it; the caller forwards signals.
     """
     command = [sys.executable, "-P", "-c", _RUN, "train", *words]
     options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}

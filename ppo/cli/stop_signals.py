@@ -11,7 +11,7 @@ from typing import Any, Self
 class StopSignals:
     """Context manager that records the first SIGINT or SIGTERM.
 
-    A second signal raises `KeyboardInterrupt` in the main thread, as soon as that runs
+    A second signal raises `KeyboardInterrupt` in the main thread, as soon as it runs
     Python code, and in any thread that calls `check`. Python runs no signal handler
     while the main thread is inside TensorFlow, so a listener thread also receives the
     signals.
@@ -71,7 +71,7 @@ class StopSignals:
                 self._is_impatient = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Python merges two signals during one call of TensorFlow into one.
+        # If two signals arrive during one TensorFlow call, Python calls this only once.
         if self.received is not None or self._is_impatient:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

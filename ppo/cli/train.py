@@ -82,24 +82,24 @@ def train(
             .py file, or an env: a registered name, FILE.py:CLASS or MODULE:NAME.
         set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME`
             lists all settings.
-        seed: Seed of all random numbers of the run; by default, the config's.
-        seeds: Number of seeds to train, --seed and the next ones, each in a process.
+        seed: Seed of the run's random numbers; by default, the config's seed.
+        seeds: Number of seeds to train, starting at --seed, each in its own process.
         at_once: Number of seeds to train at a time; by default, one per core.
         run_dir: Folder of the run; by default, runs/NAME-TIME.
         resume: Resume the run in this folder from its newest checkpoint.
         restartable: Resume the run in --run-dir if it exists, and exit with 3 if SIGINT
-            or SIGTERM stops it: for supervisors that repeat the command until it exits
+            or SIGTERM stops it. For supervisors that repeat the command until it exits
             with 0.
-        min_servers: Number of servers that must be ready at the start, others may join
-            later; by default, all of --connect.
+        min_servers: Minimum number of servers that must be ready at the start; others
+            can join later. By default, all servers of --connect.
         distribute: Train together with the learners that TF_CONFIG lists.
-        page: Show the run in the browser.
-        film: Film an episode at the end of the training.
-        metrics_port: Port on which Prometheus reads the run's metrics over http; 0 is
-            any free port. By default, there is none.
+        page: Serve a web page that shows the run.
+        film: Film an episode after training.
+        metrics_port: Port for Prometheus to scrape the run's metrics from; 0 chooses a
+            free port. By default, metrics are not served.
         metrics_host: Address on which the metrics port listens; by default, only this
             host can reach it.
-        on: Train with several learners on a Ray cluster, the first on this host.
+        on: Train with several learners on a Ray cluster; the first runs on this host.
         learners: Number of learners on the Ray cluster.
     """
     with report_errors(log_format, restartable):
@@ -113,7 +113,7 @@ def train(
             )
         if at_once is not None and not is_study:
             raise ConfigError(
-                "--at-once: expected --seeds as well; add it, or omit --at-once."
+                "--at-once requires --seeds; add --seeds, or omit --at-once."
             )
     logger = None
     if log_format == "json":
@@ -174,7 +174,7 @@ def _folder_to_resume(
     """Check the options that select a run; return the folder to resume, or None."""
     if can_restart and (run_dir is None or (resume, seeds) != (None, None)):
         raise ConfigError(
-            "--restartable: expected --run-dir, without --resume or --seeds."
+            "--restartable requires --run-dir, and excludes --resume and --seeds."
         )
     if can_restart and run_dir and RunFolder(run_dir).config_path.exists():
         return run_dir
@@ -227,7 +227,7 @@ def _join_learners(
 def _train(
     screen: Screen, monitors: "Monitors", plan: Plan, num_workers: int | None
 ) -> bool:
-    """Train and evaluate; return whether the training has finished.
+    """Train and evaluate; return whether training has finished.
 
     Returns False if a signal stopped it.
     """
@@ -292,7 +292,7 @@ def _report_earlier_run(screen: Screen, plan: Plan, steps: int) -> None:
     if plan.config.is_finished_after(steps):
         screen.print(
             f"The run is already at {steps:,} steps; use --set total_steps=... to "
-            "continue the training."
+            "train for more steps."
         )
     if warning := plan.decay_warning(steps):
         screen.print(warning)
@@ -324,7 +324,7 @@ class Monitors(contextlib.ExitStack):
             screen.print(f"Metrics: {self._metrics.address}")
 
     def begin(self, env: "BatchEnv", plan: Plan) -> None:
-        """Start the monitors; `env` contains the envs of the training."""
+        """Start the monitors; `env` is the training env."""
         self._env = env
         if self._has_page:
             from envserve.monitoring.local_status_server import LocalStatusServer
@@ -345,7 +345,7 @@ class Monitors(contextlib.ExitStack):
             self._evaluated |= {k: v for k, v in new if k.startswith("evaluation_")}
             row = {**self._evaluated, **progress.metrics}
             self._metrics.update(progress.steps, row, self._env.stats())
-        self._screen.show(progress)  # last: its readers expect current metrics
+        self._screen.show(progress)  # last: the metrics must be current by then
 
 
 def _finish(screen: Screen, plan: Plan, has_film: bool) -> None:

@@ -26,13 +26,13 @@ def visualize(
     connect: Connect = None,
     import_: Import = None,
 ) -> None:
-    """Film episodes of a policy that takes its most likely actions, one MP4 each.
+    """Film episodes of the policy's most likely actions, each as an MP4 file.
 
     Args:
-        outdir: Folder to write the videos and their numbers to; by default, films in
+        outdir: Folder to write the videos and their returns to; by default, `films` in
             the run folder.
         episodes: Number of episodes to film.
-        seed: Seed of the env; by default, that of the run's evaluation.
+        seed: Seed of the env; by default, the seed of the run's evaluation.
     """
     with open_run(run, checkpoint, connect, import_) as opened:
         run_folder, config, which, source, screen = opened

@@ -251,7 +251,7 @@ def test_a_page_from_before_a_restart_says_so(
         )
         with served(build, port) as again:
             assert again.partition("?")[0] == url.partition("?")[0]
-            text = "open the URL that the command has printed"
+            text = "open the URL that the command printed"
             expect(page.locator("#connection")).to_contain_text(text)
 
 

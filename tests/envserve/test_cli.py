@@ -176,7 +176,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
             *options, "--import", "jax", program=(PROGRAM[0], *program), cwd=tmp_path
         )
         assert (result.returncode, result.stdout) == (2, "")
-        assert "others can write to the working directory" in result.stderr
+        assert "other users can write to the working directory" in result.stderr
     assert {file.name for file in tmp_path.glob("*")} == {"jax.py", "own-0"}
 
 
@@ -196,7 +196,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--audit", "/nowhere/file"], 1, "--audit: cannot write /nowhere/file"),
         (["--log-level", "loud"], 2, "--log-level"),
         (["--no-such-option"], 2, "--no-such-option"),
-        (["--crash-dir", __file__], 2, "--crash-dir: expected a folder that can be"),
+        (["--crash-dir", __file__], 2, "--crash-dir: expected a writable folder"),
         (["--env", "CartPole-v9"], 2, "did you mean CartPole-v"),
         (["CartPole-v1", "--vector", "Cartpole-v1"], 2, "did you mean CartPole-v1?"),
         (["--vector", "Nope-v0"], 2, "--vector: expected an offered env; got 'Nope-"),

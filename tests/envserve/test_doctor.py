@@ -49,7 +49,7 @@ def test_findings_of_a_host_without_problems() -> None:
     assert "gymnasium 1." in found["packages"]["text"]
     assert "libzmq 4." in found["packages"]["text"]
     assert "not installed: " in found["extras"]["text"]
-    assert "a client key; known clients: 0" in found["keys"]["text"]
+    assert "a client key; authorised clients: 0" in found["keys"]["text"]
     assert found["none-such"]["text"] == "not installed"
     assert all(each["level"] != "warn" or each["remedy"] for each in found.values())
 
@@ -158,7 +158,7 @@ def test_a_missing_temporary_folder_is_a_warning(
         ("", "ok", "renders with egl"),
         ("sys.exit('no libEGL')", "warn", "cannot render: no libEGL"),
         ("import os; os.abort()", "warn", "cannot render: Command "),
-        ("import time; time.sleep(60)", "warn", "renders nothing within 0.3 s"),
+        ("import time; time.sleep(60)", "warn", "rendered nothing within 0.3 s"),
     ],
 )
 def test_rendering_is_tried_in_another_process(

@@ -40,7 +40,7 @@ def test_observations_can_be_cast_to_32_bits() -> None:
 
 def test_integer_observations_are_not_rescaled() -> None:
     arguments = {"min_obs": -1, "max_obs": 1}
-    with pytest.raises(EnvStartError, match="observations that are floats"):
+    with pytest.raises(EnvStartError, match="observations of floats"):
         wrapped(scripted([[0], [9]], "uint8"), "RescaleObservation", **arguments)
     specs = (
         WrapperSpec("DtypeObservation", {"dtype": "float32"}),

@@ -77,8 +77,8 @@ def test_an_invitation_admits_one_client_until_it_is_removed(
     again = run_at("another", "join", input=line)
     assert (again.exit_code, again.stdout) == (1, "")
     assert again.stderr == (
-        "Error: this invitation was used, or is older than 15 minutes; ask for "
-        "another: envserve invite trainer-1\n"
+        "Error: this invitation was already used, or is older than 15 minutes; "
+        "ask for a new one: envserve invite trainer-1\n"
     )
     assert KeyFolder(tmp_path / "another").pinned_key(server.address) is None
     run_at("server", "clients", "remove", "trainer-1")

@@ -99,7 +99,7 @@ def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -
         (("ci", *AT, "--envs", "A\n"), "envs"),
         (("ci", "--at", "udp://sim1:5555"), "--at: expected an address like sim1"),
         (("ci", "--at", "ipc:///run/envs"), "--at: expected the tcp:// address"),
-        (("ci", "--at", "tcp://0.0.0.0:5555"), "by which clients reach the server"),
+        (("ci", "--at", "tcp://0.0.0.0:5555"), "at which clients reach the server"),
         (("ci", *AT, "--max-envs", "x"), "Error: max-envs: expected an int; got 'x'\n"),
         (("ci", *AT, "--envs", "A #"), "envs"),
         (("ci", *AT, "--envs", "A,"), "envs"),

@@ -329,7 +329,7 @@ def test_joining_with_the_key_of_another_client_raises_protocol_error(
 ) -> None:
     public = KeyPair.generate().public
     folder.clients.enrol(invite(folder, "trainer-1"), public, NOW)
-    with pytest.raises(RemoteProtocolError, match="known here as trainer-1"):
+    with pytest.raises(RemoteProtocolError, match="known as trainer-1"):
         folder.clients.enrol(invite(folder, "trainer-2"), public, NOW)
     found = folder.clients.find(public, NOW)
     assert found is not None
@@ -362,9 +362,9 @@ def repeat_line(path: Path) -> None:
     ("damage", "text"),
     [
         (break_line, "line 3: expected envserve-public-1. and 43 characters"),
-        (repeat_line, "line 4: expected each name and each key once"),
+        (repeat_line, "line 4: expected each name and each key only once"),
         (lambda path: path.chmod(0o666), "can be read by others (mode 0666)"),
-        (Path.unlink, "is gone"),
+        (Path.unlink, "no longer exists"),
     ],
     ids=["broken", "repeated", "open", "gone"],
 )
@@ -386,7 +386,7 @@ def test_an_unreadable_clients_file_is_logged_and_keeps_the_authorised_clients(
         "; the clients from the last successful read stay authorised"
     )
     # A server that starts now has no clients from an earlier read, so it fails.
-    if "gone" not in text:
+    if "exists" not in text:
         with pytest.raises(KeyFileError):
             ClientsFile(path).read()
     path.unlink(missing_ok=True)

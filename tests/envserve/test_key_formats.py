@@ -80,7 +80,7 @@ def test_keys_require_curve(monkeypatch: pytest.MonkeyPatch) -> None:
         raise zmq.ZMQError(errno.ENOTSUP)
 
     monkeypatch.setattr(zmq, "curve_public", fails)
-    with pytest.raises(KeyFileError, match="ZeroMQ has no CURVE here"):
+    with pytest.raises(KeyFileError, match="ZeroMQ does not support CURVE"):
         KeyPair.generate()
 
 
@@ -99,8 +99,8 @@ def test_an_invitation_is_one_line_and_can_be_parsed() -> None:
     )
     assert Invitation.parse(f"  {line}\n") == invitation
     assert invitation.rejected_text == (
-        "this invitation was used, or is older than 15 minutes; ask for another: "
-        "envserve invite trainer-1"
+        "this invitation was already used, or is older than 15 minutes; ask for a "
+        "new one: envserve invite trainer-1"
     )
 
 

@@ -119,7 +119,7 @@ def test_options_of_ray_are_refused_without_it(
 ) -> None:
     # Use an invalid address, so that no server starts even if the option is accepted.
     assert start("CartPole-v1", *words, "--bind", "x") == 2
-    text = f"Error: {words[0]}: expected --on ray as well; add it, or leave"
+    text = f"Error: {words[0]} requires --on ray; add --on ray, or omit"
     assert capsys.readouterr().err.startswith(text)
     assert started == []
 

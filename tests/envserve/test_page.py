@@ -355,7 +355,10 @@ def test_a_page_process_serves_errors_and_ends_when_its_stdin_is_closed(
     [
         (["nosuchhost.invalid"], "cannot resolve nosuchhost.invalid"),
         (["sim 1"], "expected an address like sim1"),
-        (["127.0.0.1", "--host", "192.0.2.1"], "--host to be an address of this host"),
+        (
+            ["127.0.0.1", "--host", "192.0.2.1"],
+            "pass an address of this host as --host",
+        ),
         ([], "the following arguments are required: ADDRESS"),
         (
             ["127.0.0.1", "--run", __file__],

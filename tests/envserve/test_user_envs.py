@@ -185,7 +185,7 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(
     [
         ("no/such.py", None, "no/such.py: no such file$"),
         ("my env.py", "", "whose name has only letters"),
-        ("json.py", "", r"another module, \S*/json/__init__\.py; rename the file"),
+        ("json.py", "", r"a different module, \S*/json/__init__\.py; rename the file"),
         ("torn.py", "\n1 / 0", r"ZeroDivisionError: .* \(\S*/torn\.py:2\)"),
         ("odd.py", "def f(:", "SyntaxError"),
         (

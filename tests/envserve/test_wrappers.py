@@ -90,7 +90,7 @@ def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() ->
         ([{"name": 3}], r"wrappers\[0\]: expected a table with a name"),
         (
             [{"name": "ClipAction"}] * 17,
-            r"wrappers: expected at most 16 of them; got 17",
+            r"expected at most 16 wrappers; got 17",
         ),
         (
             [{"name": "ClipAction"}, {"name": "ActionRepeat", "amount": "4"}],
@@ -133,7 +133,7 @@ def test_errors_name_the_wrong_wrapper_and_argument(tables: Any, message: str) -
         ("LimitDuration", "did you mean TimeLimit"),
         ("ConvertTo32Bit", "did you mean DtypeObservation"),
         ("AutoReset", "workers reset envs by themselves"),
-        ("os:system", "known are ActionRepeat"),
+        ("os:system", "known: ActionRepeat"),
     ],
 )
 def test_the_error_about_an_unknown_wrapper_suggests_names(
@@ -209,10 +209,10 @@ def test_observations_may_stay_as_large_as_the_envs_own() -> None:
     ("specs", "message"),
     [
         (of("ClipAction"), r"wrappers\[0\] \(ClipAction\): TypeError: .* Box action"),
-        (of("FrameHistory", past_indices=[0]), r"observations that are a Box"),
-        (of("FrameDelta"), r"observations that are a Box of floats"),
-        (of("RescaleAction", min_action=0, max_action=1), r"actions that are floats"),
-        (of("RangeNormalize"), r"observations that are a Box; .* observation = false"),
+        (of("FrameHistory", past_indices=[0]), r"a Box as observation space"),
+        (of("FrameDelta"), r"a Box of floats, or of integers"),
+        (of("RescaleAction", min_action=0, max_action=1), r"actions of floats"),
+        (of("RangeNormalize"), r"a Box as observation space; .* observation = false"),
     ],
 )
 def test_the_error_about_an_unsuitable_env_names_the_wrapper(
@@ -234,7 +234,7 @@ def test_user_wrappers_can_be_registered_with_arguments() -> None:
     assert env.step(0)[3]
     with pytest.raises(WrapperError, match=r"steps: expected an int from 1 to 9"):
         parse_wrappers([{"name": "Limited", "steps": 10}])
-    with pytest.raises(ValueError, match="there is a wrapper 'TimeLimit' already"):
+    with pytest.raises(ValueError, match="wrapper 'TimeLimit' is already registered"):
         register_wrapper("TimeLimit", limited)
     with pytest.raises(ValueError, match="no argument can be called 'name'"):
         register_wrapper("Named", limited, {"name": Boolean()})

@@ -239,7 +239,7 @@ def test_only_the_chief_accepts_resume(
     code, _, errors = ppo("train", "--resume", tmp_path, "--distribute")
     assert code == 2
     assert errors.startswith(
-        "Error: --distribute: cannot be combined with --seeds; only"
+        "Error: --distribute cannot be combined with --seeds. Only"
     )
 
 

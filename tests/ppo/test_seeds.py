@@ -97,7 +97,7 @@ def test_seeds_that_a_callback_ended_are_finished(
     assert "cannot be combined with several seeds" in error
     code, _, error = ppo("evaluate", folder)
     assert code == 2
-    assert error.startswith(f"Error: {folder}: expected the folder of one run, found")
+    assert error.startswith(f"Error: {folder}: expected the folder of a single run,")
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0), (2, 130)])
@@ -131,7 +131,7 @@ def test_monitoring_options_are_refused_for_a_study(tmp_path: Path) -> None:
     assert "omit these options or --seeds" in error
     code, _, error = ppo("train", "CartPole-v1", "--at-once", "2")
     assert code == 2
-    assert "--at-once: expected --seeds" in error
+    assert "--at-once requires --seeds" in error
     code, _, error = ppo("train", "--resume", tmp_path, "--seeds", "3")
     assert code == 2
     assert "omit --run-dir, --seed and --seeds" in error

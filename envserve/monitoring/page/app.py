@@ -1,8 +1,8 @@
 """The page's web application, and its access control.
 
 A browser needs the token: once in the URL, afterwards in a cookie. Requests for other
-host names are rejected, which prevents DNS rebinding, and so are POST requests from
-pages of other sites, which prevents cross-site request forgery.
+host names are rejected, which prevents DNS rebinding. POST requests from other sites
+are rejected, which prevents cross-site request forgery.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _HTML: Final = Path(__file__).with_name("index.html").read_bytes()
 _MAX_BODY_BYTES: Final = 1 << 16
 _MAX_UNREAD_SECONDS: Final = 20.0
 _TOKEN_EXPECTED: Final = (
-    "Expected the URL with its token: open the URL that the command has printed. Each "
-    "start of the command has another token.\n"
+    "Expected a URL with a token: open the URL that the command printed. The token "
+    "changes whenever the command starts.\n"
 )
 
 
@@ -76,8 +76,8 @@ def build_app(
       feed: Source of the events that the page shows.
       token: Token that browsers must present.
       buttons: Buttons of the page, by their name in the URL.
-      host: Host name or address of the page. Requests may contain it, localhost or the
-        name of this host.
+      host: Host name or address of the page. Requests can be for it, for localhost or
+        for the name of this host.
     """
 
     @contextlib.asynccontextmanager
@@ -109,7 +109,7 @@ def build_app(
 
 
 class _AccessControl:
-    """Reject requests without the token and requests from pages of other sites."""
+    """Reject requests without the token and POST requests from other sites."""
 
     def __init__(self, app: ASGIApp, token: str, names: set[str]) -> None:
         self._app, self._token, self._names = app, token.encode(), names
@@ -119,7 +119,7 @@ class _AccessControl:
             return await self._app(scope, receive, send)
         request = Request(scope)
         host = request.headers.get("host", "")
-        # Browsers share cookies among all ports of a host, so the name has the port.
+        # Browsers share cookies among all ports of a host, so its name has the port.
         cookie = f"envserve_page{''.join(filter(str.isdigit, host))}"
         in_url = request.query_params.get("token") if scope["path"] == "/" else None
         token = in_url or request.cookies.get(cookie, "")

@@ -49,12 +49,12 @@ _Publish = Callable[[Key, bytes], object]
 
 
 def encode_event(name: str, value: object) -> bytes:
-    """Return a server-sent event with JSON data, in which bytes become Base64."""
+    """Return a server-sent event with JSON data; bytes are Base64-encoded."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 class Subscriber:
-    """A browser with an event queue.
+    """The subscription of a browser, with its event queue.
 
     Attributes:
       name: Random name by which the browser refers to this subscription.

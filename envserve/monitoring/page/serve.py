@@ -83,8 +83,8 @@ def _listen(host: str, port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 continue
             raise ServerError(
-                f"the page cannot listen at {host}:{each}: {error.strerror}; expected "
-                f"--host to be an address of this host, and a --port that you may use"
+                f"the page cannot listen at {host}:{each}: {error.strerror}; pass an "
+                f"address of this host as --host, and a --port that you may use"
             ) from None
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
             option = socket.TCP_USER_TIMEOUT
