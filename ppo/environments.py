@@ -26,7 +26,7 @@ class MakeEnv(Protocol):
 
         Args:
             num_envs: Number of envs.
-            seed: Seed from which the seeds of all envs derive.
+            seed: Seed from which the seeds of all envs are derived.
             is_training: Whether `stagger_episodes`, `training_time_limit` and
                 `min_servers` of the config apply.
         """
@@ -68,8 +68,8 @@ def env_maker(
     if config.min_servers > len(servers):
         raise AddressError(
             f"min_servers: expected at most {len(servers)}, the number of servers that "
-            f"have an address now; got {config.min_servers}; ask for fewer, or name "
-            "more servers."
+            f"have an address now, got {config.min_servers}; lower min_servers, or "
+            "pass more addresses."
         )
 
     def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:

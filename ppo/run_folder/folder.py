@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def quoted_path(self) -> str:
-        """The path, quoted as one shell word."""
+        """The path, quoted for the shell."""
         return shlex.quote(str(self.path))
 
     def has_checkpoint(self) -> bool:
@@ -69,7 +69,7 @@ class RunFolder:
     ) -> "RunFolder":
         """Create a run folder, and save the config and the source of the envs in it.
 
-        A folder that only contains these files counts as empty, because that run never
+        A folder that only contains these files counts as empty, because its run never
         started.
 
         Raises:
@@ -116,7 +116,7 @@ class RunFolder:
             raise RunFolderError(f"{path}: expected a run folder, found none.")
         if not run.config_path.is_file():
             raise RunFolderError(
-                f"{path}: expected a run folder, found no config.json in it."
+                f"{path}: expected a run folder, but it contains no config.json."
             )
         return run, read_config(run.config_path)
 

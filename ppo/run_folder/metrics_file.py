@@ -59,7 +59,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise RunFolderError(
             f"{path}: expected the metrics of at least one iteration, found none; "
-            "train the run first."
+            "start or resume the run first."
         )
     return rows
 

@@ -112,7 +112,7 @@ def test_callback_that_steps_or_resets_the_envs_is_an_error(
     name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        CallbackError, match=f"{name}: .*does not step or reset run.env"
+        CallbackError, match=f"{name}: .*must not step or reset run.env"
     ):
         run(tmp_path, named(name))
 

@@ -54,7 +54,7 @@ from tests.ppo.runs import ppo
         (["cartpole", "--restartable"], "--restartable: expected --run-dir"),
         (["--resume", "b", "--run-dir", "b", "--restartable"], "without --resume"),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
-        (["missing.toml"], "missing.toml: expected a config file"),
+        (["missing.toml"], "missing.toml: cannot read the config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
         (["CartPol-v1"], "did you mean CartPole-v1?"),
@@ -65,7 +65,7 @@ from tests.ppo.runs import ppo
         (["cartpole", "--connect", "file:///x/y"], "'file:///x/y': expected a file of"),
         (
             ["cartpole", "--connect", "127.0.0.1:1", "--min-servers", "2"],
-            "an address now; got 2; ask for fewer, or name more servers",
+            "an address now, got 2; lower min_servers, or pass more addresses",
         ),
     ],
 )
