@@ -137,7 +137,7 @@ def test_servers_removed_from_their_list_before_the_start_are_a_one_line_error(
     assert ending.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("Error: min_servers: expected at most 1, the servers that")
-    assert line.endswith("got 2; lower min_servers, or pass more addresses")
+    assert line.endswith("got 2; ask for fewer, or name more servers")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
     ),
 }
 
-# Code of a user of the model, who does not have this project.
+# Code of a model user who has not installed this project.
 LOAD_AND_ACT = """
 import pickle, sys
 import tensorflow as tf

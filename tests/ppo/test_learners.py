@@ -1,4 +1,4 @@
-"""Several learners that train one policy, on this host and on Ray."""
+"""Several learners that train one policy, locally and on Ray."""
 
 import json
 import os

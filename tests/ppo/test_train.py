@@ -41,7 +41,7 @@ def without_graphs() -> Iterator[None]:
 
 
 def eights(num_envs: int) -> CountingBatchEnv:
-    """Return envs whose episodes end with each rollout, so that stops lose nothing."""
+    """Return envs whose episodes end with each rollout, so stopping interrupts none."""
     return CountingBatchEnv([8] * num_envs)
 
 
@@ -104,7 +104,7 @@ def test_stopped_run_is_saved_and_can_be_resumed(tmp_path: Path) -> None:
     assert resumed.is_finished
     assert resumed.steps == 64
     assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4]
-    # The resumed run has other seeds, so it does not repeat its first episodes.
+    # The resumed run has different seeds, so it does not repeat its first episodes.
     assert maker.seeds[0] != maker.seeds[1]
     # Stopping at the end of an episode changes nothing else.
     straight = run(tmp_path / "straight", maker=maker)
