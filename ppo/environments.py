@@ -68,8 +68,8 @@ def env_maker(
     if config.min_servers > len(servers):
         raise AddressError(
             f"min_servers: expected at most {len(servers)}, the number of servers that "
-            f"have an address now, got {config.min_servers}; lower min_servers, or "
-            "pass more addresses."
+            f"have an address now, got {config.min_servers}; reduce it, or pass more "
+            "addresses."
         )
 
     def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:

@@ -54,7 +54,7 @@ def test_the_plan_has_as_many_hosts_as_the_trainer_handles_during_a_split() -> N
     assert plan(MODEL, 1000.0, 1000) == pytest.approx((33, steps, steps * 8e-6))
     # With a trainer that is twice as slow: (4400 - 200) / 256.
     assert plan(MODEL, 1000.0, 1000, slowdown=2.0).hosts == 16
-    # With cheap envs, the trainer takes longer than one host, so a step takes its 228 us.
+    # With cheap envs, the trainer is slower than one host: a step takes its 228 us.
     found = plan(MODEL, 10.0, 1000, round_trip_us=0.0)
     assert found.hosts == 1
     assert found.steps == pytest.approx(64 / 228e-6)

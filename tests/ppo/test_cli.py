@@ -65,7 +65,7 @@ from tests.ppo.runs import ppo
         (["cartpole", "--connect", "file:///x/y"], "///x/y': expected a file with"),
         (
             ["cartpole", "--connect", "127.0.0.1:1", "--min-servers", "2"],
-            "an address now, got 2; lower min_servers, or pass more addresses",
+            "an address now, got 2; reduce it, or pass more addresses",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_4_kl_divergence_is_averaged_over_valid_rows_only() -> None:
 def test_3_and_4_invalid_rows_change_neither_the_update_nor_its_metrics(
     changes: dict[str, Any],
 ) -> None:
-    """Compare gradient steps on 20 rows, with and without 980 additional invalid rows."""
+    """Compare gradient steps on 20 rows, with and without 980 extra invalid rows."""
     outcomes = []
     for num_rows in (20, 1000):
         config = CONFIG.replace(
