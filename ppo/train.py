@@ -48,7 +48,7 @@ class Progress(NamedTuple):
 
 
 class TrainResult(NamedTuple):
-    """Result of a call of `train`."""
+    """The result of `train`."""
 
     agent: Agent
     """The trained agent."""

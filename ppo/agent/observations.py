@@ -43,7 +43,7 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
         raise UnsupportedSpaceError(
             f"{path}: expected Box, Discrete, MultiBinary, MultiDiscrete, or a Dict or "
             f"Tuple of those, got {space}; remove it with the wrapper "
-            "FilterObservation (its filter_keys are the keys to keep), or wrap the env "
+            "FilterObservation (filter_keys lists the keys to keep), or wrap the env "
             "to encode it as a Box."
         )
     return space

@@ -457,7 +457,7 @@ def _as_json_types(value: Any, where: str) -> Any:
         return value
     raise ConfigError(
         f"{where}: expected a number, string, boolean, None, list, or dict with "
-        f"strings as keys, got {value!r:.200}."
+        f"string keys, got {value!r:.200}."
     )
 
 

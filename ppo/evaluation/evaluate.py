@@ -137,7 +137,7 @@ class PeriodicEvaluator:
         except EnvsBusy as error:
             error.add_note(
                 f"Evaluations during training (evaluate_every) need {self._num_envs} "
-                "additional envs; start the servers with more --envs-per-worker, or "
+                "additional envs; increase the servers' --envs-per-worker, or "
                 "train with --set evaluate_every=0."
             )
             raise

@@ -179,6 +179,6 @@ def _check_free(folder: Path) -> None:
     is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     if is_taken or not folder.name:
         raise OutputError(
-            f"{folder}: expected a new or empty folder, got a folder with files, a "
-            "file, or the working directory; choose another."
+            f"{folder}: expected a new or empty folder, not a file, a folder with "
+            "files, or the working directory; choose another folder."
         )

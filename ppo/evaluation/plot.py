@@ -1,7 +1,7 @@
 """Plot the learning curves of runs: a metric over env steps.
 
-Runs whose configs differ only in the seed are merged into one curve: their mean, and a
-band of one standard deviation, over the steps that all of them have reached.
+Runs whose configs differ only in the seed are merged into one curve, which shows their
+mean and a band of one standard deviation over the steps that all runs have reached.
 """
 
 from collections.abc import Sequence
@@ -145,7 +145,7 @@ def _series(path: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     names = {name for row in rows for name in row}
     if metric not in names:
         raise BadInputError(
-            f"{path}: expected a metric of the run, got {metric!r}."
+            f"{path}: the run has no metric {metric!r}."
             f"{suggestion(metric, names)} Metrics: {', '.join(sorted(names))}."
         )
     points = [
@@ -153,7 +153,7 @@ def _series(path: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     ]
     if not points:
         raise BadInputError(
-            f"{path}: expected values of {metric}, found none; continue training."
+            f"{path}: the run has no values of {metric} yet; continue training."
         )
     steps, values = np.array(points, np.float64).T
     return steps, values

@@ -108,8 +108,8 @@ class Updater:
         """Train for up to `epochs` epochs on a rollout.
 
         Args:
-            rollout: rollout that the agent collected with its current parameters.
-            reward_scale: factor that rewards are multiplied by.
+            rollout: rollout collected by the agent with its current parameters.
+            reward_scale: factor to multiply rewards by.
             progress: fraction of the run that is complete, in [0, 1).
             seed: seed of the shuffling.
 

@@ -118,7 +118,7 @@ def _write_config(config: Config) -> None:
 
 
 def _truncate_events(folder: Path, step: int) -> None:
-    """Make TensorBoard discard the events at this step and later ones.
+    """Make TensorBoard discard the events from this step on.
 
     TensorBoard reads event files in the order of their names, which begin with the
     time. It ignores the first session start that it reads; each later one discards the
