@@ -52,7 +52,7 @@ CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
     ),
 }
 
-# Code of a model user who has not installed this project.
+# Code that uses the model without having this project installed.
 LOAD_AND_ACT = """
 import pickle, sys
 import tensorflow as tf

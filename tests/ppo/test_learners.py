@@ -140,8 +140,7 @@ def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
         line for line in pairs.outputs(tmp_path)[0].splitlines() if "rror" in line
     ]
     assert len(errors) == 1
-    assert errors[0].startswith("Error: Learner 0: expected 2 learners until the end")
-    assert "learner 1 is gone" in errors[0]
+    assert errors[0].startswith("Error: Learner 0: learner 1 exited or became unr")
     steps = counters(run).steps
     assert steps > 0
     # The chief writes the metrics, with the env steps of both learners.
