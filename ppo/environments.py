@@ -17,7 +17,7 @@ _Wrappers = tuple[Mapping[str, Any], ...]
 
 
 class MakeEnv(Protocol):
-    """A function that creates a new batch of envs of one task."""
+    """A function that creates a new batch of envs for one task."""
 
     def __call__(
         self, *, num_envs: int, seed: int, is_training: bool = False
@@ -26,7 +26,7 @@ class MakeEnv(Protocol):
 
         Args:
             num_envs: Number of envs.
-            seed: Seed from which the seeds of all envs derive.
+            seed: Seed from which the seeds of all envs are derived.
             is_training: Whether `stagger_episodes`, `training_time_limit` and
                 `min_servers` of the config apply.
         """
@@ -41,12 +41,12 @@ def env_maker(
     autoreset: Autoreset = "same_step",
     first_env_index: int = 0,
 ) -> MakeEnv:
-    """Return a function that creates the envs of a config.
+    """Return a function that creates the envs for a config.
 
     Args:
         config: The config; it names the env, its wrappers and its timeouts.
         addresses: Env servers, such as sim1 or tcp://sim1:5555. Without addresses, the
-            envs run in worker processes of this host.
+            envs run in worker processes on this host.
         num_workers: Number of local worker processes; one per core by default.
         import_modules: Modules that register envs or wrappers, for local workers.
         autoreset: When an env is reset after its episode; rollouts need "same_step".
@@ -68,8 +68,8 @@ def env_maker(
     if config.min_servers > len(servers):
         raise AddressError(
             f"min_servers: expected at most {len(servers)}, the number of servers that "
-            f"have an address now; got {config.min_servers}; ask for fewer, or name "
-            "more servers."
+            f"have an address now, got {config.min_servers}; reduce it, or pass more "
+            "addresses."
         )
 
     def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:

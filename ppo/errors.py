@@ -30,7 +30,7 @@ class PpoError(Exception):
 
 
 class BadInputError(PpoError):
-    """The command or the config is wrong; the message names the correction."""
+    """The command or the config is wrong; the message explains the remedy."""
 
 
 class ConfigError(BadInputError):
@@ -42,7 +42,7 @@ class RunFolderError(BadInputError):
 
 
 class CheckpointError(BadInputError):
-    """A checkpoint is missing, or does not fit the networks of the config."""
+    """A checkpoint is missing, or does not match the networks of the config."""
 
 
 class OutputError(BadInputError):
@@ -54,7 +54,7 @@ class UnsupportedSpaceError(BadInputError):
 
 
 class RunWriteError(PpoError):
-    """Metrics or a checkpoint could not be written, to a full disk for example."""
+    """Metrics or a checkpoint could not be written, for example on a full disk."""
 
 
 class CallbackError(PpoError):

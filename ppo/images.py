@@ -1,4 +1,4 @@
-"""Recognise images among observations, and find their height, width and channels."""
+"""Find images among observations, and their height, width and channel axes."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _SMALLEST_SIDE = 8
 
 
 def is_image(space: gymnasium.Space[Any]) -> bool:
-    """Return whether a leaf contains pixels: a uint8 Box [0, 255], at least 2-D."""
+    """Return whether a leaf is an image: a uint8 Box [0, 255], at least 2 axes."""
     return (
         isinstance(space, gymnasium.spaces.Box)
         and space.dtype == np.uint8
@@ -19,7 +19,7 @@ def is_image(space: gymnasium.Space[Any]) -> bool:
 
 
 def can_convolve(space: gymnasium.Space[Any]) -> bool:
-    """Return whether a leaf is an image of 2 to 4 axes and at least 8x8 pixels."""
+    """Return whether a leaf is an image with 2 to 4 axes and at least 8x8 pixels."""
     if not is_image(space):
         return False
     shape = tuple(space.shape or ())
@@ -32,9 +32,9 @@ def can_convolve(space: gymnasium.Space[Any]) -> bool:
 def image_axes(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
     """Return the axes of height, width and channels of an image.
 
-    Of three axes, the channels are the first or the last, whichever is shorter; the
-    last if both are equal. A fourth axis in front is a stack of frames, which count as
-    channels.
+    With three axes, the channel axis is the first or the last, whichever is shorter, or
+    the last if both are equal. With four axes, the first is a stack of frames, which
+    count as channels.
     """
     if len(shape) == 2:
         return 0, 1, ()

@@ -2,7 +2,7 @@
 
 Each call from the graph into Python is one `tf.numpy_function` with static output
 shapes and the dtypes of the env. An exception raised in Python reaches the caller
-unchanged, not as an error of TensorFlow.
+unchanged, not as a TensorFlow error.
 """
 
 import contextlib
@@ -21,11 +21,12 @@ __all__ = ["InGraphBatchEnv"]
 
 
 class InGraphBatchEnv:
-    """Provides a `BatchEnv` to graph code.
+    """Makes a `BatchEnv` available to graph code.
 
     Policy actions are normalised. For a Box with finite bounds, -1 and 1 are mapped to
-    the bounds, and values outside are clipped. Discrete and MultiDiscrete actions count
-    from 0. Actions have the shape `[B]` if Discrete, and `[B, A]` otherwise.
+    the bounds, and values outside [-1, 1] are clipped. Discrete and MultiDiscrete
+    actions are numbered from 0. Actions have the shape `[B]` if Discrete, and `[B, A]`
+    otherwise.
 
     Args:
         env: The envs.
@@ -118,7 +119,7 @@ class InGraphBatchEnv:
     def check_finite(
         self, observation: Any, reward: np.ndarray, env_indices: Any = None
     ) -> None:
-        """Raise `EnvDataError`, which names the env, unless all numbers are finite.
+        """Raise an `EnvDataError` that names the env if a number is not finite.
 
         Args:
             observation: Nest of rows `[n, ...]`.
@@ -135,6 +136,6 @@ class InGraphBatchEnv:
                 env_index = row if env_indices is None else int(env_indices[row])
                 raise EnvDataError(
                     f"Env {env_index} of {self.env!r}: expected a finite {what}, got "
-                    f"{array[row]}; repair the env, or end the episode before "
+                    f"{array[row]}; fix the env, or end the episode before "
                     "its numbers overflow."
                 )

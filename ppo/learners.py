@@ -1,10 +1,10 @@
-"""Synchronise the learners of a run: processes with separate envs and equal networks.
+"""Synchronise learners: processes with separate envs and identical networks.
 
 TF_CONFIG lists the addresses of all learners, as for
-`tf.distribute.MultiWorkerMirroredStrategy`, which connects them; the first is the
-chief. Tensors are summed by TensorFlow's collectives, a ring over gRPC without
-encryption or authentication. XLA does not support collectives on CPUs, so they are
-called between compiled functions, not within them.
+`tf.distribute.MultiWorkerMirroredStrategy`, which connects them; the first learner is
+the chief. TensorFlow's collectives sum tensors in a ring over gRPC, without encryption
+or authentication. XLA does not support collectives on CPUs, so they are called between
+compiled functions, not within them.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import tensorflow as tf
 from ppo.errors import LearnerLostError
 
 _START_SECONDS = 300
-#: Seconds without a heartbeat until a host counts as lost. The end of a process is
-#: detected at once.
+#: Seconds without a heartbeat after which a host is considered lost. The exit of a
+#: process is detected immediately.
 _HEARTBEAT_SECONDS = 60
 _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
@@ -31,8 +31,8 @@ class Learners:
     """The group of all learners, from the perspective of one of them.
 
     All learners must call the same methods in the same order, because each call is a
-    collective. A single learner adds no operations to its graphs.
-    docs/decisions.md: "Learners synchronise through collectives, in one class".
+    collective operation. With a single learner, the methods add no operations to the
+    graph. docs/decisions.md: "Learners synchronise through collectives, in one class".
 
     Args:
         addresses: Addresses of all learners, the chief first.
@@ -42,8 +42,8 @@ class Learners:
         num: Number of learners.
         index: Index of this learner.
         is_chief: Whether this is the first learner, which evaluates and saves.
-        wait_seconds: Longest time between two calls of `gather`; after it, pending
-            collectives fail.
+        wait_seconds: Maximum number of seconds between two calls of `gather`, after
+            which pending collectives fail.
     """
 
     def __init__(self, addresses: Sequence[str] = ("here",), index: int = 0) -> None:
@@ -148,9 +148,9 @@ class Learners:
 
     @contextlib.contextmanager
     def guard_collectives(self) -> Iterator[None]:
-        """Raise `LearnerLostError` if a collective of the body fails.
+        """Raise `LearnerLostError` if a collective fails in the `with` block.
 
-        If the body succeeds, wait for the other learners at its end.
+        If the block succeeds, wait for the other learners at its end.
         """
         try:
             yield
@@ -161,17 +161,17 @@ class Learners:
             others = (f"learner {task}" for task in tasks if task != self.index)
             lost = next(others, "another learner")
             raise LearnerLostError(
-                f"Learner {self.index}: expected {self.num} learners until the end of "
-                f"the run, but {lost} is gone; read its output, then start all "
-                "learners again, the first with --resume."
+                f"Learner {self.index}: {lost} exited or became unreachable during "
+                "the run. Check its output, then restart all learners, the first with "
+                "--resume."
             ) from error
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
         """Wait until all learners have received the last sum.
 
-        In a ring, each learner forwards sums to the next one, so a learner that ended
-        sooner would interrupt the others.
+        In a ring, each learner forwards sums to the next one, so a learner that exits
+        early would interrupt the others.
         """
         with contextlib.suppress(tf.errors.OpError):
             self.gather(None)

@@ -1,4 +1,4 @@
-"""Serve the metrics of a training to Prometheus over HTTP; see docs/metrics.md."""
+"""Serve the metrics of a training run to Prometheus over HTTP; see docs/metrics.md."""
 
 import re
 from collections.abc import Iterator, Mapping

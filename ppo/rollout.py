@@ -1,4 +1,4 @@
-"""Rollouts, which are arrays `[T, B, ...]` of T batch steps of B envs, and episodes.
+"""Rollouts, i.e. arrays `[T, B, ...]` of T batch steps of B envs, and episodes.
 
 The envs and the policy fill the arrays split by split. Episodes continue across
 rollouts. Episodes with a lost step are not counted.
@@ -33,7 +33,8 @@ class Rollout(NamedTuple):
     """
 
     observation: Any
-    """Nest of `[T + 1, B, ...]`; the policy has not acted on the last one yet."""
+    """Nest of arrays `[T + 1, B, ...]`; the policy has not acted on the last
+    observation yet."""
     action: np.ndarray
     """Policy actions, `[T, B, ...]`; see `InGraphBatchEnv` for their range."""
     log_prob: np.ndarray
@@ -45,19 +46,19 @@ class Rollout(NamedTuple):
     truncated: np.ndarray
     """Bool `[T, B]`."""
     valid: np.ndarray
-    """Bool `[T, B]`; false where reward and flags do not come from the env, because it
-    failed or was not available."""
+    """Bool `[T, B]`; false where the reward and the flags do not come from the env,
+    because it failed or was not available."""
     final_observation: Any
     """Nest of `[T, B, ...]`; only meaningful where an episode ended."""
     status: np.ndarray
     """`envserve.slab.Status` of each row, uint8 `[T, B]`."""
     state: Any = ()
     """For each recurrent core, its state before each of K sequences, `[K, B, units]`:
-    before the steps 0, T / K, 2 T / K and so on."""
+    that is, before steps 0, T / K, 2 T / K and so on."""
 
     @property
     def done(self) -> Any:
-        """Where an episode ended, bool `[T, B]`."""
+        """Whether an episode ended, bool `[T, B]`."""
         return self.terminated | self.truncated
 
 
@@ -141,7 +142,7 @@ class SplitRows:
     def record_policy_outputs(
         self, action: tf.Tensor, log_prob: tf.Tensor, state: Sequence[tf.Tensor]
     ) -> None:
-        """Store the policy's outputs of all steps.
+        """Store the policy's outputs for all steps.
 
         Args:
             action: `[T, n, ...]`.
@@ -217,9 +218,9 @@ class Episode(NamedTuple):
 
 
 def info_means(episodes: Iterable[Episode]) -> dict[str, float]:
-    """Return the mean of each number in the infos, named `info/NAME`.
+    """Return the mean of each numeric info value, under the name `info/NAME`.
 
-    Each mean is over the episodes whose info has the name and a finite number.
+    Each mean is over the episodes whose info has a finite number under that name.
     """
     values: dict[str, list[float]] = {}
     for episode in episodes:
@@ -280,7 +281,7 @@ class EpisodeTracker:
 
 
 class LostSteps:
-    """Counts the steps that are lost because envs fail, and raises if there are many.
+    """Counts steps that are lost because envs fail, and raises if there are too many.
 
     Attributes:
         total: Number of lost steps so far.
@@ -294,8 +295,8 @@ class LostSteps:
         """Add an iteration.
 
         Args:
-            lost: Number of lost steps of the iteration.
-            steps: Number of all its steps.
+            lost: Number of steps lost in the iteration.
+            steps: Total number of steps in the iteration.
 
         Raises:
             EnvsLostError: All steps of the iteration were lost, or more than 90 % in
@@ -306,7 +307,6 @@ class LostSteps:
         self._poor_iterations = self._poor_iterations + 1 if is_poor else 0
         if lost == steps or self._poor_iterations >= _MAX_POOR_ITERATIONS:
             raise EnvsLostError(
-                f"Expected envs that rarely fail, but {100 * lost / steps:.0f} % of "
-                f"the last iteration's {steps:,} steps were lost; see the log for the "
-                "reasons."
+                f"Too many env failures: {100 * lost / steps:.0f} % of the {steps:,} "
+                "steps in the last iteration were lost. See the log for the reasons."
             )

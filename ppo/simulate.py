@@ -1,4 +1,4 @@
-"""Collect whole rollouts in one graph call each.
+"""Collect each rollout with a single graph call.
 
 A `tf.while_loop` runs T batch steps. In each step it runs, for each split, the policy
 and then one call into Python, which steps the envs of the split. The envs write their
@@ -37,7 +37,7 @@ log-probabilities `[n]`. If the `Simulation` draws no noise, the policy gets a s
 
 
 class Simulation:
-    """Collects rollouts of a policy in envs, into arrays that are reused.
+    """Collects rollouts of a policy into arrays that are reused.
 
     Args:
         env: The envs. They are reset when the first rollout starts. Each later rollout
@@ -46,7 +46,7 @@ class Simulation:
             the loop's graph once per split.
         horizon: T, the number of batch steps per rollout.
         on_step: Called after every batch step. An exception ends the rollout.
-        snapshot: Returns tensors that the policy gets as its first argument in all
+        snapshot: Returns tensors that the policy receives as its first argument in all
             steps of a rollout; called once per rollout.
         log_prob: Maps all actions `[N, ...]` and the second output of the policy to
             log-probabilities `[N]`; called once per rollout. By default the second
@@ -56,8 +56,8 @@ class Simulation:
             depend on the splits. By default, the policy gets a seed instead of noise.
         state_sizes: Units of each recurrent core of the policy. The states are zero at
             the start of an episode, and are kept from rollout to rollout.
-        sequence_length: Batch steps between the states that the rollout stores; must
-            divide the horizon, which is the default.
+        sequence_length: Number of batch steps between the states that the rollout
+            stores; must divide the horizon. The default is the horizon.
         num_rollouts: Number of rollouts with separate arrays, which are used in turn. A
             rollout is overwritten by the `num_rollouts`-th call of `run` after it.
 
@@ -361,7 +361,7 @@ class Simulation:
         step, row = np.argwhere(~np.isfinite(rows))[0][:2]
         raise DivergedError(
             f"Env {split.env_indices[row]} of {self._env.env!r}: expected a finite "
-            f"{what}, got {rows[step, row]}; training has diverged, try a lower "
+            f"{what}, got {rows[step, row]}; training has diverged. Try a lower "
             "learning_rate."
         )
 

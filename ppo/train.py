@@ -38,7 +38,7 @@ class Progress(NamedTuple):
     steps: int
     """Env steps of the run so far."""
     steps_per_second: float
-    """Env steps per second of rollouts and updates."""
+    """Env steps per second of the time spent in rollouts and updates."""
     mean_return: float
     """Mean return of the last 100 training episodes; NaN before the first one ends."""
     lost_steps: int
@@ -48,14 +48,14 @@ class Progress(NamedTuple):
 
 
 class TrainResult(NamedTuple):
-    """Result of a call of `train`."""
+    """The result of `train`."""
 
     agent: Agent
     """The trained agent."""
     steps: int
     """Env steps of the run, including those before a resume."""
     is_finished: bool
-    """False if `should_stop` ended the training early; true if a callback ended it."""
+    """False if `should_stop` ended training early; true if a callback ended it."""
     lost_steps: int
     """Env steps lost by failed envs since `train` was called."""
     mean_return: float
@@ -77,7 +77,7 @@ def train(
     on_step: Callable[[], None] = lambda: None,
     learners: Learners = SINGLE_LEARNER,
 ) -> TrainResult:
-    """Train for the config's number of steps.
+    """Train an agent for the config's `total_steps`.
 
     If envs or callbacks fail, a checkpoint is written before the error is raised.
 
@@ -87,10 +87,10 @@ def train(
         make_env: Creates the envs, which are closed at the end.
         resume: Whether to continue from the newest checkpoint of the folder. A run that
             ended before its first checkpoint starts from the beginning.
-        on_progress: Called after every iteration. An exception ends the training.
-        should_stop: Called after every iteration. The training ends if it returns true.
-        on_step: Called after every batch step. An exception ends the training at once,
-            without a checkpoint.
+        on_progress: Called after every iteration. Raising an exception ends training.
+        should_stop: Called after every iteration. Training ends if it returns true.
+        on_step: Called after every batch step. Raising an exception ends training
+            immediately, without a checkpoint.
         learners: The connected learners of the run. Only the chief evaluates and saves.
 
     Returns:
@@ -103,8 +103,7 @@ def train(
         RunWriteError: The run folder cannot be written.
         EnvDataError: An env returned numbers that are not finite; a checkpoint has been
             written.
-        EnvsLostError: Too few steps of the envs are valid; a checkpoint has been
-            written.
+        EnvsLostError: Too many env steps were lost; a checkpoint has been written.
         LearnerLostError: Another learner failed; the newest checkpoint is unchanged.
         DivergedError: The policy's outputs or the gradients are not finite; no
             checkpoint of the diverged networks is written.
@@ -137,7 +136,7 @@ def train(
 
 @dataclasses.dataclass
 class _Loop:
-    """Runs iterations until the end, with the evaluations, reports and checkpoints due.
+    """Runs iterations until the run ends, and evaluates, reports and saves when due.
 
     The counters determine when evaluations and reports are due, so a resumed run
     continues their schedules. Each iteration updates, evaluates, reports and saves, in

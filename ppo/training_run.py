@@ -1,9 +1,9 @@
-"""Iterations of a training: collect a rollout and update the agent.
+"""The iterations of a training run: collect a rollout and update the agent.
 
 With `overlap`, the next rollout is collected during the update. The update then runs in
-a second thread, and the envs and the loop of the rollout in the calling thread. The two
-share no variables, because the rollout uses `Updater.acting`, a copy of the parameters
-from before the update.
+a second thread, while the calling thread steps the envs and runs the rollout loop. The
+two share no variables, because the rollout uses `Updater.acting`, a copy of the
+parameters from before the update.
 """
 
 import collections
@@ -31,11 +31,11 @@ _RECENT_EPISODES = 100
 
 
 class TrainingRun:
-    """State of a training; the first argument of callbacks.
+    """State of a training run; callbacks receive it as their first argument.
 
     Attributes:
         config: The settings.
-        agent: The agent that is trained.
+        agent: The agent being trained.
         env: The training envs. Callbacks may use `set_attr`, `get_attr` and
             `call_each`, but must not step or reset the envs.
         counters: Iterations and env steps so far, including those before a resume.
@@ -77,11 +77,11 @@ class TrainingRun:
         self.lost_steps = LostSteps()
 
     def stop(self) -> None:
-        """Finish the training after this iteration, although steps are left."""
+        """End training after this iteration, even if steps remain."""
         self.is_stopped = True
 
     def _noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw the noise of all learners' rows, and return that of this learner."""
+        """Draw noise for the rows of all learners, and return this learner's part."""
         learners = self.learners
         noise = self.agent.actions.noise(num_rows * learners.num, seed)
         if learners.num == 1:
@@ -91,7 +91,7 @@ class TrainingRun:
         return tf.reshape(parts[:, learners.index], [num_rows, *inner])
 
     def _seeds(self, iteration: int) -> list[tuple[int, int]]:
-        """Return the seeds of the action noise and of the shuffling of rows."""
+        """Return the seeds for the action noise and for shuffling the rows."""
         seeds = np.random.SeedSequence(self.config.seed, spawn_key=(iteration,))
         act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
         return [(act_0, act_1), (shuffle_0, shuffle_1)]
@@ -120,8 +120,8 @@ class TrainingRun:
     def _learn_and_collect(self, rollout: Rollout, after: Counters) -> dict[str, float]:
         """Update in another thread while this one collects the next rollout.
 
-        An exception of the rollout is raised by the next `_collect`, so that this
-        iteration can be completed and saved.
+        If collecting fails, the next `_collect` raises the exception, so that this
+        iteration can still be completed and saved.
         """
         acting, snapshot = self.updater.acting, self.agent.snapshot()
         tf.nest.map_structure(lambda old, new: old.assign(new), acting, snapshot)
@@ -184,7 +184,7 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has all its steps, or a callback has stopped it."""
+        """Whether the run has completed its steps, or a callback has stopped it."""
         return self.is_stopped or self.config.is_finished_after(self.counters.steps)
 
     @property

@@ -70,7 +70,8 @@ def user_code_errors(
     Args:
         what: The setting and its value, with which the message begins.
         code: The user's function or class, or the path of the user's file.
-        kind: Type of the new exception; exceptions that already have it are unchanged.
+        kind: Type of the new exception; exceptions of this type are re-raised
+            unchanged.
     """
     try:
         yield
@@ -130,8 +131,8 @@ class Callbacks:
         """Call all callbacks and return the metrics that they add.
 
         Raises:
-            CallbackError: A callback raised, stepped or reset the envs of the training,
-                or returned something other than numbers by name.
+            CallbackError: A callback raised an exception, stepped or reset the training
+                envs, or returned something other than numbers by name.
         """
         numbers, env = dict(metrics), run.env
         rows, resets = env.stats().rows, env.reset_infos
@@ -140,9 +141,9 @@ class Callbacks:
                 numbers.update(callback(run, numbers, run.rollout) or {})
                 if env.stats().rows != rows or env.reset_infos is not resets:
                     raise ValueError(
-                        "expected a callback that does not step or reset run.env, "
+                        "a callback must not step or reset run.env, "
                         "because the next rollout continues the episodes of this one; "
-                        "use a BatchEnv of your own"
+                        "create a separate BatchEnv instead"
                     )
                 if odd := [key for key in numbers if not isinstance(key, str)]:
                     raise TypeError(f"expected numbers by name, got {odd[0]!r}")

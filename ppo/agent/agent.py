@@ -36,8 +36,8 @@ class Agent:
         preprocess: Preprocessor from raw observations to features.
         cores: Recurrent cores of the policy and of the value function, or empty.
         state_sizes: Units of each recurrent core.
-        trainable_variables: Keras variables that the optimizer changes; those of the
-            recurrent cores last.
+        trainable_variables: Keras variables that the optimizer updates; those of the
+            recurrent cores are last.
         trackables: Objects that a checkpoint must store, by name.
 
     Raises:
@@ -102,8 +102,8 @@ class Agent:
     ) -> tuple[Any, ...]:
         """Sample actions with the parameters of a snapshot.
 
-        Log-probabilities are left to `log_prob`, which is faster for many steps at once
-        than for each step.
+        Log-probabilities are computed later by `log_prob`, because it is faster for
+        many steps at once than for each step.
 
         Args:
             snapshot: Result of `snapshot`.
@@ -152,7 +152,7 @@ class Agent:
         return self._distribution(core_output, mask)
 
     def distribution_from(self, parameters: Any) -> Distribution:
-        """Return the distribution with these `parameters`."""
+        """Return the action distribution with the given parameters."""
         return self.actions.distribution_type(*parameters)
 
     def value(self, features: Any, core_output: tf.Tensor | None = None) -> tf.Tensor:
@@ -181,7 +181,7 @@ class Agent:
 
         Args:
             features: Preprocessed rows `[N, ...]`.
-            count: 1 for the policy's core only, 2 for that of the value function too.
+            count: 1 for the policy's core only, 2 to include the value function's core.
         """
         networks = self._networks
         inputs, _ = self.preprocess.inputs(features)
@@ -214,9 +214,10 @@ class Agent:
 
     @property
     def policy_variables(self) -> list[Any]:
-        """Trainable variables of the policy; all if it shares any with the value.
+        """Trainable variables of the policy; all variables if the networks share any.
 
-        Parts are shared in a shared torso and in a custom model.
+        The policy and the value function share variables in a shared torso or in a
+        custom model.
         """
         parts = self._networks.parts
         if "torso" in parts:

@@ -30,7 +30,7 @@ class RunningMoments:
             "mean": self._mean,
             "squares": self._squares,
         }
-        # Without retracing for each new number of rows.
+        # Avoid retracing for each new number of rows.
         self._merge = tf.function(self._merge_rows, reduce_retracing=True)
 
     @property
@@ -52,7 +52,7 @@ class RunningMoments:
         Args:
             values: Rows `[N, ...]` of any numeric dtype.
             mask: Bool `[N]`.
-            learners: The learners, whose rows are all added.
+            learners: The group of learners; the rows of all of them are added.
         """
         self._merge(tf.cast(values, tf.float64), mask, learners)
 
@@ -121,7 +121,7 @@ class ReturnScale:
 
     @property
     def factor(self) -> tf.Tensor:
-        """Factor for rewards, a float32 scalar; 1 before the first row."""
+        """Factor to multiply rewards by, a float32 scalar; 1 before the first row."""
         return tf.cast(tf.math.rsqrt(self._moments.variance + 1e-8), tf.float32)
 
     def update(
@@ -136,8 +136,8 @@ class ReturnScale:
         Args:
             reward: float `[T, B]`.
             done: bool `[T, B]`; whether the episode ended.
-            valid: bool `[T, B]`; other rows are ignored.
-            learners: The learners, whose returns are all added.
+            valid: bool `[T, B]`; invalid rows are ignored.
+            learners: The group of learners; the returns of all of them are added.
         """
         returns = np.where(valid, reward, 0.0)
         discounts = np.where(done | ~valid, 0.0, self._discount)

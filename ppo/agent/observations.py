@@ -1,6 +1,6 @@
-"""Preprocess observations to float32 network inputs.
+"""Preprocess observations into float32 network inputs.
 
-Box leaves are normalised by running statistics, images are scaled to [0, 1], and
+Box leaves are normalised with running statistics, images are scaled to [0, 1], and
 discrete leaves are one-hot encoded. The structure (dict, tuple) of the observation
 space is kept. Images stay uint8 until a network needs them, and the action mask is
 separated from the inputs.
@@ -27,7 +27,7 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
         MultiDiscrete spaces.
 
     Raises:
-        UnsupportedSpaceError: A leaf is another space.
+        UnsupportedSpaceError: A leaf is a different kind of space.
     """
     if isinstance(space, gymnasium.spaces.Dict):
         return {
@@ -43,7 +43,7 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
         raise UnsupportedSpaceError(
             f"{path}: expected Box, Discrete, MultiBinary, MultiDiscrete, or a Dict or "
             f"Tuple of those, got {space}; remove it with the wrapper "
-            "FilterObservation (its filter_keys are the keys to keep), or wrap the env "
+            "FilterObservation (filter_keys lists the keys to keep), or wrap the env "
             "to encode it as a Box."
         )
     return space
@@ -83,7 +83,7 @@ class ObservationPreprocessor:
 
     @property
     def size(self) -> int:
-        """Number of network inputs over all leaves."""
+        """Total number of network inputs of all leaves."""
         return sum(leaf.size for leaf in self._leaves)
 
     @property
@@ -98,7 +98,7 @@ class ObservationPreprocessor:
         return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
 
     def scales(self) -> list[tuple[tf.Tensor, ...]]:
-        """Return the current `RunningMoments.scale` of each leaf; () if it has none."""
+        """Return the `RunningMoments.scale` of each leaf, or () if it has none."""
         moments = [leaf.moments for leaf in self._leaves]
         return [() if part is None else part.scale for part in moments]
 
@@ -119,7 +119,7 @@ class ObservationPreprocessor:
         features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
         if self._has_mask:
-            flags = tf.nest.flatten(observation[MASK_KEY])  # one array, or one a choice
+            flags = tf.nest.flatten(observation[MASK_KEY])  # one, or one per choice
             flags = [tf.cast(part, tf.bool) for part in flags]
             packed[MASK_KEY] = tf.concat(flags, axis=1)
         return packed
@@ -139,7 +139,7 @@ class ObservationPreprocessor:
         return tf.nest.pack_sequence_as(self._spaces, arrays), mask
 
     def statistics(self) -> dict[str, float]:
-        """Return metrics: the ranges of running means and standard deviations."""
+        """Return the ranges of running means and standard deviations as metrics."""
         moments = [leaf.moments for leaf in self._leaves if leaf.moments is not None]
         if not moments:
             return {}

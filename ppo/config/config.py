@@ -51,7 +51,7 @@ class Config:
 
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.
-            The message names each of them.
+            The message names every such key.
     """
 
     env_name: Annotated[str, Meta(min_length=1, examples=["CartPole-v1"])]
@@ -66,38 +66,38 @@ class Config:
     """
 
     import_modules: _Names = ()
-    """Modules that local worker processes import because they register environments or
-    wrappers. Env servers import the modules of the server's option `--import`."""
+    """Modules that register environments or wrappers, for local worker processes to
+    import. Env servers import the modules passed to their own `--import` option."""
 
     wrappers: Annotated[
         tuple[_Table, ...], Meta(examples=['[{name = "ActionRepeat", amount = 4}]'])
     ] = ()
-    """Wrappers of each environment, the innermost first. Each is a table of the
+    """Wrappers to apply to each environment, innermost first. Each is a table with the
     wrapper's name and arguments, such as `{name = "ActionRepeat", amount = 4}`; see
     docs/wrappers.md."""
 
     spare_envs: bool = False
     """Whether to keep a second copy of each environment and reset it in the background,
-    so that slow resets do not delay the batch. Doubles the memory that environments
-    take."""
+    so that slow resets do not delay the batch. Doubles the memory usage of the
+    environments."""
 
     stagger_episodes: bool = False
     """Whether to truncate the first training episode of each environment at a random
     step, so that environments with a time limit do not all reset at the same step. The
-    step is at most the time limit; without a limit nothing is truncated."""
+    step is at most the time limit; without a time limit, no episode is truncated."""
 
     training_time_limit: _Steps = 0
-    """Steps after which training truncates an episode, if the environment does not end
-    it sooner; 0 means no such limit. With a low limit the agent sees more initial
-    states. Evaluations always play complete episodes."""
+    """Maximum number of steps in a training episode, after which it is truncated; 0
+    means no additional limit. With a low limit, the agent sees more initial states.
+    Evaluations always play complete episodes."""
 
     total_steps: _Count = 1_000_000
-    """Environment steps to train for, over all environments. Training ends before the
-    first iteration that would exceed this number. Steps that are lost because an
-    environment failed do not count."""
+    """Environment steps to train for, summed over all environments. Training ends
+    before the first iteration that would exceed this number. Steps that are lost
+    because an environment failed do not count."""
 
     seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    """Seed of all randomness: initial weights, sampled actions, the shuffling of
+    """Seed for all randomness: initial weights, sampled actions, the shuffling of
     minibatches, and the environments."""
 
     num_envs: Annotated[int, Meta(ge=1, le=65_536)] = 16
@@ -106,40 +106,41 @@ class Config:
     num_splits: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of groups that the batch is divided into; 1 steps all environments at the
     same time. With 2, the policy computes the actions of one group while the
-    environments of the other group step. This is faster if a step of the environments
-    takes longer than the policy, or if CPU cores are idle. It changes the collected
-    data only by floating-point rounding in the policy."""
+    environments of the other group step. This is faster if stepping the environments
+    takes longer than running the policy, or if CPU cores are idle. The collected data
+    differs only by floating-point rounding in the policy."""
 
     horizon: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
-    """Steps of each environment per iteration, that is, the length of a rollout. One
+    """Number of steps per environment in each iteration (the rollout length). One
     iteration collects num_envs * horizon steps."""
 
     overlap: bool = False
     """Whether to collect the next rollout during the update, with the policy from
-    before that update. See docs/training.md. Do not change it when you resume a run."""
+    before that update. See docs/training.md. Do not change this setting when you resume
+    a run."""
 
     epochs: Annotated[int, Meta(ge=1, le=10_000)] = 10
-    """Number of passes over the steps of an iteration."""
+    """Number of passes over the steps of each iteration."""
 
     minibatch_size: _Count = 64
-    """Steps per gradient step; must divide num_envs * horizon."""
+    """Number of environment steps per minibatch; must divide num_envs * horizon."""
 
     learning_rate: _Fraction = 3e-4
-    """Learning rate of Adam in the first iteration."""
+    """Initial learning rate of the Adam optimizer."""
 
     learning_rate_schedule: Literal["constant", "linear", "kl_adaptive"] = "linear"
-    """Schedule of the learning rate: constant, linear or kl_adaptive. "linear" decays
-    it to 0 at the end of the run. "kl_adaptive" adapts it after each iteration: it is
-    divided by 1.5 if the KL divergence exceeded 2 * kl_target, and multiplied by 1.5 if
-    the divergence was below 0.5 * kl_target, but not if it was below 1e-4 nats. It
-    stays between 1e-6 and learning_rate."""
+    """Learning rate schedule: constant, linear or kl_adaptive. "linear" decays the rate
+    to 0 over the run. "kl_adaptive" adapts it after each iteration: the rate is divided
+    by 1.5 if the KL divergence exceeded 2 * kl_target, and multiplied by 1.5 if the
+    divergence was between 1e-4 nats and 0.5 * kl_target. The rate stays between 1e-6
+    and learning_rate."""
 
     adam_epsilon: Annotated[float, Meta(ge=1e-12, le=1.0)] = 1e-5
-    """Epsilon of Adam, which is added to the square root of the second moment."""
+    """Adam's epsilon, which is added to the square root of the second moment."""
 
     max_gradient_norm: _Positive = 0.5
     """Maximum gradient norm; larger gradients are scaled down to it. The gradients of
-    the policy network and of the value network are clipped separately, unless the two
+    the policy network and the value network are clipped separately, unless the two
     networks share variables."""
 
     discount: _Fraction = 0.99
@@ -162,18 +163,18 @@ class Config:
     """Whether to decay clip_range linearly to 0 over the run."""
 
     kl_target: Annotated[float, Meta(ge=1e-9, le=1000.0)] = 0.01
-    """Target of the KL divergence per iteration, in nats. Only used with a KL penalty
-    and with the learning rate schedule "kl_adaptive"."""
+    """Target KL divergence per iteration, in nats. Only used with a KL penalty or with
+    the learning rate schedule "kl_adaptive"."""
 
     initial_kl_penalty: Annotated[float, Meta(ge=1e-3, le=1e6)] = 1.0
-    """Coefficient of the KL penalty in the first iteration. After each iteration it is
-    multiplied by 1.5 if the KL divergence exceeded 1.3 * kl_target, and divided by 1.5
-    if the divergence was below 0.7 * kl_target. It stays between 1e-3 and 1e6. Only
-    used with the objectives "penalty" and "clip_and_penalty"."""
+    """Initial coefficient of the KL penalty. After each iteration, it is multiplied by
+    1.5 if the KL divergence exceeded 1.3 * kl_target, and divided by 1.5 if the
+    divergence was below 0.7 * kl_target. It stays between 1e-3 and 1e6. Only used with
+    the objectives "penalty" and "clip_and_penalty"."""
 
     kl_cutoff_factor: _Weight = 2.0
-    """Multiple of kl_target above which the KL divergence of a minibatch also costs a
-    quadratic penalty. The excess is squared and multiplied by kl_cutoff_coefficient.
+    """Multiple of kl_target above which the KL divergence of a minibatch also incurs a
+    quadratic penalty: the excess is squared and multiplied by kl_cutoff_coefficient.
     Only used with a KL penalty."""
 
     kl_cutoff_coefficient: Annotated[float, Meta(ge=0.0, le=1e9)] = 1000.0
@@ -181,17 +182,17 @@ class Config:
     penalty."""
 
     max_kl: _Weight = 0.05
-    """Maximum KL divergence, KL(old || new) in nats, of an iteration; 0 means no limit.
-    An epoch that exceeds it is undone: the policy gets the weights back that it had
-    before this epoch, and the remaining epochs only train the value network."""
+    """Maximum KL divergence per iteration, KL(old || new) in nats; 0 means no limit. An
+    epoch that exceeds it is undone: the policy's weights are restored to their values
+    before the epoch, and the remaining epochs only train the value network."""
 
     value_coefficient: _Weight = 0.5
     """Coefficient of the value loss."""
 
     value_clip_range: _Weight = 0.0
-    """Clip range of values, in units of scaled rewards; 0 disables clipping, which
-    usually works better. Within one iteration, the loss does not reward values that
-    move further than this."""
+    """Clip range of the value loss, in units of scaled rewards: within one iteration,
+    the loss does not reward larger changes of a value. 0 disables clipping, and usually
+    works better."""
 
     entropy_coefficient: _Weight = 0.0
     """Coefficient of the entropy bonus; 0 disables it."""
@@ -201,15 +202,15 @@ class Config:
 
     normalize_advantages: bool = False
     """Whether to normalise the advantages of each minibatch to mean 0 and standard
-    deviation 1. With scaled rewards they are of order 1 without it, and become smaller
-    when there is little left to learn."""
+    deviation 1. Without normalisation, advantages of scaled rewards are of order 1, and
+    become smaller when there is little left to learn."""
 
     recompute_advantages: bool = True
     """Whether to recompute advantages and value targets before each epoch, instead of
     once per iteration."""
 
     normalize_observations: bool = True
-    """Whether to normalise Box observations by running means and standard deviations.
+    """Whether to normalise Box observations with running means and standard deviations.
     Images are scaled to [0, 1] instead."""
 
     observation_clip: _Positive = 10.0
@@ -225,13 +226,14 @@ class Config:
 
     network: str = "auto"
     """Network architecture: auto, mlp, cnn, or a custom function. "mlp" concatenates
-    all observations to one vector. "cnn" processes images with convolutions. "auto"
-    means "cnn" if an image is observed, and "mlp" otherwise. A custom function builds a
-    model, and is named as package.module:function or path/to/file.py:function; see
-    docs/networks.md."""
+    all observations into one vector. "cnn" processes images with convolutions. "auto"
+    means "cnn" if the observations contain an image, and "mlp" otherwise. A custom
+    function, written as package.module:function or path/to/file.py:function, builds a
+    model; see docs/networks.md."""
 
     shared_torso: bool = True
-    """Whether policy and value share the convolutional layers of a "cnn"."""
+    """Whether the policy and the value function share the convolutional layers of a
+    "cnn"."""
 
     policy_layers: _Layers = (64, 64)
     """Sizes of the policy network's hidden layers; in a "cnn" they follow the
@@ -242,14 +244,14 @@ class Config:
     convolutional layers."""
 
     recurrent_size: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    """GRU units in the policy network and in the value network, each of which has a GRU
-    after its hidden layers; 0 means no recurrence. Recurrence helps if one observation
-    does not show the complete state; see docs/recurrent.md."""
+    """Number of GRU units in the policy network and in the value network, each of which
+    has a GRU after its hidden layers; 0 disables recurrence. Recurrence helps if a
+    single observation does not show the complete state; see docs/recurrent.md."""
 
     sequence_length: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Steps of backpropagation through time; 0 means the horizon. It must divide the
-    horizon. Minibatches consist of complete sequences, so minibatch_size must be a
-    multiple of it. Only used with recurrent_size."""
+    """Number of steps of backpropagation through time; 0 means the horizon. Must divide
+    the horizon. Minibatches consist of complete sequences, so minibatch_size must be a
+    multiple of the sequence length. Only used with recurrent_size."""
 
     activation: Literal["elu", "gelu", "relu", "silu", "tanh"] = "tanh"
     """Activation function of the hidden layers: elu, gelu, relu, silu or tanh."""
@@ -268,72 +270,73 @@ class Config:
     bounds with tanh; all bounds must be finite."""
 
     jit_compile: bool = True
-    """Whether to compile the update with XLA, which delays the start and makes updates
+    """Whether to compile the update with XLA, which delays the start but makes updates
     several times faster."""
 
     use_gpu: bool = False
-    """Whether to use a GPU for the networks, if there is one. Networks without
+    """Whether to run the networks on a GPU, if there is one. Networks without
     convolutions are usually faster on the CPU."""
 
     evaluation_episodes: _Count = 100
     """Number of complete episodes in the final evaluation of a run."""
 
     evaluate_every: _Steps = 0
-    """Environment steps between evaluations during training; 0 means none. Such an
-    evaluation uses separate environments and does not change the training; its steps do
-    not count. One more follows the last iteration."""
+    """Environment steps between evaluations during training; 0 disables them. These
+    evaluations use separate environments and do not affect training; their steps do not
+    count. If enabled, an evaluation also follows the last iteration."""
 
     curve_episodes: _Count = 20
     """Number of complete episodes in each evaluation during training. All evaluations
     use the same seeds."""
 
     report_every: _Steps = 0
-    """Environment steps between rows of metrics; 0 means a row per iteration. A row
-    covers all iterations since the row before. An evaluation is always followed by a
-    row."""
+    """Environment steps between rows of metrics; 0 means one row per iteration. A row
+    covers all iterations since the previous row. Every evaluation is followed by a row.
+    """
 
     checkpoint_every: _Steps = 0
-    """Environment steps between checkpoints; 0 means that checkpoint_seconds alone
-    decides. Further checkpoints follow the first iteration, the last iteration, and the
-    best evaluation so far."""
+    """Environment steps between checkpoints; 0 means that only checkpoint_seconds
+    applies. Checkpoints are also written after the first iteration, after the last
+    iteration, and after each evaluation that is the best so far."""
 
     checkpoint_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 60.0
-    """Seconds since the last checkpoint after which another one is written, at the end
-    of the iteration."""
+    """Seconds after a checkpoint at which the next one is due; it is written at the end
+    of the current iteration."""
 
     checkpoints_to_keep: _Count = 3
-    """Number of newest checkpoints to keep. The checkpoint of the best evaluation is
-    kept as well."""
+    """Number of most recent checkpoints to keep. The checkpoint of the best evaluation
+    is kept as well."""
 
     callbacks: _Names = ()
     """Custom functions or classes that are called after each iteration, such as
     my.py:callback. See docs/research.md."""
 
     step_timeout_seconds: _Seconds = 30.0
-    """Seconds that a step of a local environment may take. Env servers have a separate
-    limit."""
+    """Timeout for a step of a local environment, in seconds. Env servers have their own
+    timeout."""
 
     reset_timeout_seconds: _Seconds = 120.0
-    """Seconds that a reset of a local environment may take. Env servers have a separate
-    limit."""
+    """Timeout for a reset of a local environment, in seconds. Env servers have their
+    own timeout."""
 
     server_lost_after_seconds: _Seconds = 60.0
     """Seconds without a message after which an env server is considered lost."""
 
     on_server_lost: Literal["raise", "pad"] = "raise"
-    """What happens when an env server is lost: raise or pad. "raise" ends the training
-    with an error. "pad" continues without its environments until it is back."""
+    """What happens when an env server is lost: raise or pad. "raise" ends the run with
+    an error. "pad" continues without the server's environments until the server is
+    back."""
 
     min_servers: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    """Number of env servers that must be available at the start; 0 means all."""
+    """Minimum number of env servers available at the start; 0 means all."""
 
     num_servers: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    """Number of env servers to spread the environments over, if more will join than
-    have an address at the start; 0 means those that have an address."""
+    """Number of env servers to spread the environments over. Set it if more servers
+    will join later; 0 means the servers that have an address at the start."""
 
     insecure: bool = False
     """Whether to connect to env servers without keys, that is, without encryption and
-    authentication. Only for a network that you trust."""
+    authentication. Only for trusted networks."""
 
     padding_after_seconds: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.1
     """Seconds that a step waits for absent environments before it continues without
@@ -341,12 +344,12 @@ class Config:
     not respond."""
 
     max_restarts: Annotated[int, Meta(ge=0, le=2**31)] = 5
-    """Maximum number of restarts of a local worker that does not complete a step in
-    between. Env servers have a separate limit."""
+    """Maximum number of consecutive restarts of a local worker without a completed step
+    in between. Env servers have their own limit."""
 
     on_fault: Literal["truncate", "raise"] = "truncate"
     """What happens when an environment fails: truncate or raise. "truncate" ends its
-    episode and continues, "raise" ends the training with an error."""
+    episode and continues; "raise" ends the run with an error."""
 
     def __new__(cls, /, **values: Any) -> Self:
         """Reject unknown keys with an error that suggests the nearest known key."""
@@ -388,12 +391,12 @@ class Config:
 
     @property
     def steps_per_iteration(self) -> int:
-        """Env steps that one iteration collects."""
+        """Number of env steps that one iteration collects."""
         return self.num_envs * self.horizon
 
     @property
     def planned_steps(self) -> int:
-        """Env steps of the whole iterations that fit into `total_steps`."""
+        """Number of env steps in the complete iterations within `total_steps`."""
         return self.total_steps - self.total_steps % self.steps_per_iteration
 
     def is_finished_after(self, steps: int) -> bool:
@@ -413,14 +416,15 @@ class Config:
         num_envs, size = self.num_envs, self.minibatch_size
         if num_envs % num_learners or size % num_learners:
             raise ConfigError(
-                f"num_envs, minibatch_size: expected multiples of the {num_learners} "
-                f"learners, got {num_envs} and {size}; change them, or TF_CONFIG."
+                f"num_envs, minibatch_size: expected multiples of the number of "
+                f"learners, {num_learners}, got {num_envs} and {size}; change them, or "
+                "change the number of learners in TF_CONFIG."
             )
         size //= num_learners
         return self.replace(num_envs=num_envs // num_learners, minibatch_size=size)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some values changed, which are validated."""
+        """Return a copy with some values changed; the new values are validated."""
         return dataclasses.replace(self, **changes)
 
     def non_defaults(self) -> dict[str, Any]:
@@ -430,7 +434,7 @@ class Config:
 
 
 def _as_json_types(value: Any, where: str) -> Any:
-    """Return a copy of a value with JSON types only: lists instead of tuples.
+    """Return a copy of a value with only JSON types, so with lists instead of tuples.
 
     Args:
         value: The value.
@@ -453,7 +457,7 @@ def _as_json_types(value: Any, where: str) -> Any:
         return value
     raise ConfigError(
         f"{where}: expected a number, string, boolean, None, list, or dict with "
-        f"strings as keys, got {value!r:.200}."
+        f"string keys, got {value!r:.200}."
     )
 
 

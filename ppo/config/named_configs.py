@@ -1,7 +1,7 @@
-"""Find or read a config: named configs, files, envs, and `--set KEY=VALUE`.
+"""Load configs by name, from files or for an env, and apply `--set KEY=VALUE`.
 
 A named config contains the settings of a task that differ from the defaults, which suit
-continuous control. Comments state the reasons. Similar tasks share their settings.
+continuous control. Comments give the reasons. Similar tasks share settings.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from ppo.errors import ConfigError, suggestion
 __all__ = ["CONFIGS"]
 
 # With a lambda of 0.95, advantages are noisier, and the return of some seeds stays far
-# below that of the others. Gradient norms differ by a factor of 100 between steady gait
-# and falls. The small maximum norm makes all gradient steps equally large; with larger
-# limits, nothing is clipped.
+# below that of the others. Gradient norms differ by a factor of 100 between a steady
+# gait and falls. The small maximum norm makes all gradient steps equally large; with a
+# larger one, no gradients are clipped.
 _MUJOCO: dict[str, Any] = {
     "gae_lambda": 0.9,
     "max_gradient_norm": 0.02,
     "adam_epsilon": 1e-8,
 }
-# Most of the reward comes at the end of an episode, and is so large that after reward
-# scaling all other advantages are too small. Without normalised advantages, the mean
+# Most of the reward is given at the end of an episode, and is so large that reward
+# scaling makes all other advantages too small. Without normalised advantages, the mean
 # return of LunarLander was 179 instead of 278 (one seed).
 _BOX2D: dict[str, Any] = {
     "discount": 0.999,
@@ -39,16 +39,16 @@ _BOX2D: dict[str, Any] = {
 
 
 def _variant(family: Mapping[str, Any], env_name: str, **changes: Any) -> Config:
-    """Return the config of an env, given the common settings of similar tasks."""
+    """Return the config of an env that shares settings with similar tasks."""
     return Config(env_name=env_name, **{**family, **changes})
 
 
 def _atari(env_name: str) -> Config:
-    """Return the config of an Atari game, with frames and network of Mnih et al. 2015.
+    """Return the config of an Atari game; frames and network as in Mnih et al. 2015.
 
     The settings are those of Schulman et al. 2017, with two exceptions: rewards are
     scaled instead of clipped, and the loss of a life does not end an episode, so
-    returns are scores of the game. Published results usually have ten times as many
+    returns are scores of the game. Published results usually use ten times as many
     steps.
     """
     is_frameskip_in_env = env_name.startswith("ALE/")
@@ -82,8 +82,8 @@ _PIXELS: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Config] = {
-    # With two splits, a rollout takes two thirds of the time. With HalfCheetah, whose
-    # envs keep all cores busy, it takes longer.
+    # With two splits, a rollout takes two thirds of the time. This does not apply to
+    # HalfCheetah, whose envs keep all cores busy: its rollouts take longer.
     "cartpole": Config(env_name="CartPole-v1", total_steps=100_000, num_splits=2),
     # Every step has the same reward until the end, so the differences between actions
     # are small after reward scaling. Normalised advantages enlarge them.
@@ -95,8 +95,8 @@ CONFIGS: dict[str, Config] = {
         normalize_advantages=True,
     ),
     # Torques take effect within a second, so a low discount suffices, and makes values
-    # easier to learn. With 0.9, some seeds never swing up. Four envs of 256 steps mean
-    # twice as many updates, and rollouts that contain whole episodes.
+    # easier to learn. With 0.9, some seeds never swing up. Four envs with 256 steps
+    # each give twice as many updates, and rollouts that contain whole episodes.
     "pendulum": Config(
         env_name="Pendulum-v1",
         total_steps=300_000,
@@ -106,10 +106,10 @@ CONFIGS: dict[str, Config] = {
         learning_rate=1e-3,
     ),
     "inverted_pendulum": _variant(_MUJOCO, "InvertedPendulum-v5", total_steps=300_000),
-    # Once the pole is balanced, only rare falls are informative. In minibatches of 64,
-    # most gradients are noise, so the policy drifts until the pole falls again. Most
-    # falls happen at the start of an episode. With the time limit, ten times as many
-    # episodes start.
+    # Once the pole is balanced, only rare falls are informative. With minibatches of
+    # 64, most gradients are noise, so the policy drifts until the pole falls again.
+    # Most falls happen at the start of an episode. With the time limit, ten times as
+    # many episodes start.
     "double_pendulum": _variant(
         _MUJOCO,
         "InvertedDoublePendulum-v5",
@@ -119,11 +119,11 @@ CONFIGS: dict[str, Config] = {
         learning_rate=1e-3,
     ),
     "reacher": _variant(_MUJOCO, "Reacher-v5"),
-    # A stroke is rewarded long after it. With a discount of 0.99, or with 0.9999 and
-    # the lambda and the short rollouts of the other MuJoCo tasks, the policy only
-    # twitches (return 70 instead of 361, one seed). These settings are those of RL
-    # Baselines3 Zoo. With the gradient norm of the other MuJoCo tasks, exploration ends
-    # before the best stroke is found (304 instead of 360, means of five seeds).
+    # A stroke pays off only much later. With a discount of 0.99, or with 0.9999 and the
+    # lambda and the short rollouts of the other MuJoCo tasks, the policy only twitches
+    # (return 70 instead of 361, one seed). These settings are those of RL Baselines3
+    # Zoo. With the gradient norm of the other MuJoCo tasks, exploration ends before the
+    # best stroke is found (304 instead of 360, means of five seeds).
     "swimmer": Config(
         env_name="Swimmer-v5",
         discount=0.9999,
@@ -142,9 +142,9 @@ CONFIGS: dict[str, Config] = {
     "walker": Config(env_name="Walker2d-v5", gae_lambda=0.9, entropy_coefficient=3e-4),
     "ant": _variant(_MUJOCO, "Ant-v5", total_steps=3_000_000),
     "humanoid": _variant(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
-    # Only the goal is rewarded, after hundreds of steps. Noise as large as the range of
-    # actions reaches it sometimes, and a high discount propagates the reward to all
-    # steps before.
+    # Only the goal is rewarded, after hundreds of steps. Noise as large as the action
+    # range sometimes reaches it, and a high discount propagates the reward to all
+    # preceding steps.
     "mountain_car_continuous": Config(
         env_name="MountainCarContinuous-v0",
         total_steps=100_000,
@@ -164,8 +164,8 @@ CONFIGS: dict[str, Config] = {
         _BOX2D, "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
     ),
     # Every step forward is rewarded. With an entropy bonus, the noise grows to five
-    # times the range of actions. With iterations of 2,048 steps, the return decreases
-    # again late in the training.
+    # times the action range. With iterations of 2,048 steps, the return decreases again
+    # late in training.
     "bipedal_walker": _variant(
         _BOX2D,
         "BipedalWalker-v3",
@@ -200,8 +200,8 @@ EXPECTED_RETURNS: dict[str, str] = {
     "lunar_lander_continuous": "278",
     "bipedal_walker": "280",
 }
-"""Typical result of each named config that was measured: mean return of 100 episodes
-with mode actions, averaged over seeds; see docs/scores.md."""
+"""Typical results of the named configs that were measured: mean return of 100 episodes
+with the most likely actions, averaged over seeds; see docs/scores.md."""
 
 
 def is_env(name: str) -> bool:
@@ -217,8 +217,8 @@ def is_env(name: str) -> bool:
 def load_config(name: str) -> Config:
     """Return the config for a config name, an env name, or a file.
 
-    For an env, this is the named config of the env, or the defaults if there is none;
-    see `recommended_settings`. A `.py` file is executed, and must assign the variable
+    For an env name, return the env's named config, or the defaults if it has none; see
+    `recommended_settings`. A `.py` file is executed, and must assign the variable
     `config`.
 
     Raises:
@@ -244,8 +244,9 @@ def load_config(name: str) -> Config:
 def recommended_settings(observation_space: Any, action_space: Any) -> dict[str, Any]:
     """Return settings for an env without a named config, by name.
 
-    These are the settings of Atari for images, and normalised advantages with an
-    entropy bonus for discrete actions. For continuous actions, the defaults are best.
+    Envs with images get the Atari settings. Other envs with discrete actions get
+    normalised advantages and an entropy bonus. For continuous actions, the defaults are
+    best.
     """
     if _has_image(observation_space):
         return _PIXELS
@@ -260,14 +261,14 @@ def _has_image(space: Any) -> bool:
     if parts is not None:
         parts = parts.values() if isinstance(parts, Mapping) else parts
         return any(map(_has_image, parts))
-    # Not at the top, because configs can be read without Gymnasium.
+    # Imported here, so that configs can be read without Gymnasium.
     from ppo.images import can_convolve
 
     return can_convolve(space)
 
 
 def read_config(path: Path) -> Config:
-    """Read a config from a `.toml` or `.json` file; missing keys have their defaults.
+    """Read a config from a `.toml` or `.json` file; missing keys get their defaults.
 
     Raises:
         ConfigError: The file cannot be read, or a key or value is invalid.
@@ -275,7 +276,7 @@ def read_config(path: Path) -> Config:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: expected a config file; {error}.") from error
+        raise ConfigError(f"{path}: cannot read the config file; {error}.") from error
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
@@ -322,11 +323,11 @@ def _run_config(path: Path) -> Config:
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"{path}: expected a file that runs, got {type(error).__name__}: {error}."
+            f"{path}: executing the file raised {type(error).__name__}: {error}."
         ) from error
     config = names.get("config")
     if not isinstance(config, Config):
-        found = "no such name" if config is None else f"a {type(config).__name__}"
+        found = "no such variable" if config is None else f"a {type(config).__name__}"
         raise ConfigError(
             f"{path}: expected `config = ppo.config.Config(...)`, found {found}. If "
             f"the file contains an env, name it as {path}:NAME."
@@ -335,7 +336,7 @@ def _run_config(path: Path) -> Config:
 
 
 def _parsed(text: str, kind: type[Any]) -> Any:
-    """Parse the text of a setting; return it unchanged or in part if it is invalid.
+    """Parse the text of a setting; if it is invalid, leave it or a part of it unparsed.
 
     `Config` then rejects the value with an error that names the expected type.
 

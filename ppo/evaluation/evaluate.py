@@ -1,4 +1,4 @@
-"""Evaluate a policy on exactly N complete episodes with its most likely actions.
+"""Evaluate a policy's most likely actions on exactly N complete episodes.
 
 Every env plays a fixed number of episodes. Using the first N episodes that end would
 favour short episodes.
@@ -97,7 +97,7 @@ class PeriodicEvaluator:
     therefore start from the same seeds, and env servers are free in between.
 
     Args:
-        agent: agent to evaluate, with its most likely actions.
+        agent: agent to evaluate; it takes its most likely actions.
         config: provides the number of episodes and the seed.
         make_env: creates the envs.
         on_step: called after every batch step; an exception ends the evaluation.
@@ -137,7 +137,7 @@ class PeriodicEvaluator:
         except EnvsBusy as error:
             error.add_note(
                 f"Evaluations during training (evaluate_every) need {self._num_envs} "
-                "additional envs; start the servers with more --envs-per-worker, or "
+                "additional envs; increase the servers' --envs-per-worker, or "
                 "train with --set evaluate_every=0."
             )
             raise
@@ -169,14 +169,14 @@ def evaluate_run(
         config: provides the number of episodes and the seed.
         run_folder: contains the checkpoints; `evaluation.json` is written there.
         make_env: creates the envs, which are closed at the end.
-        agent: the agent of a training that has just finished; `evaluation.json` then
-            records the steps of that training. By default, the agent is loaded from a
-            checkpoint.
+        agent: an agent that has just been trained; `evaluation.json` then also records
+            the run's `total_steps`. By default, the agent is loaded from a checkpoint.
         which: the checkpoint to load; by default, the newest.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or does not fit the config.
-        RunWriteError: the result cannot be saved; a note on the error contains it.
+        CheckpointError: the checkpoint does not exist, or does not match the config.
+        RunWriteError: the result cannot be saved; a note on the error contains the
+            result.
     """
     # Fail on a missing checkpoint before envs start.
     counters = checkpoint.read_counters(run_folder.checkpoints, which)
@@ -244,7 +244,7 @@ def _check_lost_episodes(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
     if lost_in_a_row[worst] >= _MAX_LOST_IN_A_ROW:
         raise EnvsLostError(
             f"Env {worst} of {env!r}: expected complete episodes, but the last "
-            f"{lost_in_a_row[worst]} were lost in a row; the log has the reasons."
+            f"{lost_in_a_row[worst]} were lost in a row; see the log for the reasons."
         )
 
 

@@ -31,13 +31,13 @@ def export_run(
 ) -> Counters:
     """Export the policy of a checkpoint.
 
-    Creates one env to read its spaces, and closes it at the end.
+    Create one env to read its spaces, and close it at the end.
 
     Returns:
         The counters of the checkpoint: iteration and env steps.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or does not fit the config.
+        CheckpointError: the checkpoint does not exist, or does not match the config.
         OutputError: the folder is not empty, or cannot be written.
     """
     _check_free(folder)
@@ -57,8 +57,8 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
     accepts:
 
     *   `mode(observation)`: return the most likely actions.
-    *   `sample(observation, seed)`: sample actions; the same seed (int32 pair) results
-        in the same actions.
+    *   `sample(observation, seed)`: sample actions; the same seed (int32 pair) always
+        returns the same actions.
 
     The signatures `serving_default` and `sample` are the same functions with flat
     inputs, `observation` or `observation_KEY`, and the output `action`.
@@ -160,8 +160,8 @@ def _input_specs(specs: Any) -> Any:
         if isinstance(part, dict):
             if odd := [key for key in part if not isinstance(key, str)]:
                 raise UnsupportedSpaceError(
-                    f"Observation space: expected only strings as keys, because a "
-                    f"SavedModel requires them, got {odd[0]!r}; rename it in a wrapper."
+                    f"Observation space: expected string keys, because a SavedModel "
+                    f"requires them, got {odd[0]!r}; rename the key in a wrapper."
                 )
             return {key: named(part[key], f"{path}_{key}") for key in part}
         if isinstance(part, tuple):
@@ -179,6 +179,6 @@ def _check_free(folder: Path) -> None:
     is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     if is_taken or not folder.name:
         raise OutputError(
-            f"{folder}: expected a new or empty folder, got a folder with files, a "
-            "file, or the working directory; choose another."
+            f"{folder}: expected a new or empty folder, not a file, a folder with "
+            "files, or the working directory; choose another folder."
         )

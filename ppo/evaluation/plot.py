@@ -1,7 +1,7 @@
 """Plot the learning curves of runs: a metric over env steps.
 
-Runs whose configs differ only in the seed are merged into one curve: their mean, and a
-band of one standard deviation, over the steps that all of them have reached.
+Runs whose configs differ only in the seed are merged into one curve, which shows their
+mean and a band of one standard deviation over the steps that all runs have reached.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _MAX_KEYS = 3
 
 
 class Curve(NamedTuple):
-    """One metric over env steps, of one run or of several runs with other seeds."""
+    """One metric over env steps, for one run or runs that differ only in the seed."""
 
     label: str
     num_runs: int
@@ -61,7 +61,7 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
 
 
 def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
-    """Draw curves of a metric to an image file; its suffix selects the format.
+    """Plot curves of a metric into an image file, whose suffix selects the format.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -145,7 +145,7 @@ def _series(path: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     names = {name for row in rows for name in row}
     if metric not in names:
         raise BadInputError(
-            f"{path}: expected a metric of the run, got {metric!r}."
+            f"{path}: the run has no metric {metric!r}."
             f"{suggestion(metric, names)} Metrics: {', '.join(sorted(names))}."
         )
     points = [
@@ -153,7 +153,7 @@ def _series(path: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     ]
     if not points:
         raise BadInputError(
-            f"{path}: expected values of {metric}, found none; continue the training."
+            f"{path}: the run has no values of {metric} yet; continue training."
         )
     steps, values = np.array(points, np.float64).T
     return steps, values

@@ -1,8 +1,8 @@
-"""Record videos of an agent that takes its most likely actions, one per episode.
+"""Record one video per episode of an agent that takes its most likely actions.
 
 A video contains exactly one episode: the first frame shows the reset, the last frame
 the final state. If the env does not render, or a rendering library is missing on its
-host, the error contains the remedy.
+host, the error explains what to install or change.
 """
 
 import json
@@ -53,8 +53,8 @@ def rendering_env_maker(
 ) -> MakeEnv:
     """Return a function that creates envs for recording.
 
-    They are the envs of `env_maker`, but they render, and they are not reset
-    automatically, because that would discard the last frame of an episode.
+    Unlike the envs of `env_maker`, they render, and they are not reset automatically,
+    because a reset would discard the last frame of an episode.
     """
     env_kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
     # Spare envs reset in background threads, where rendering may not work.
@@ -146,12 +146,12 @@ def visualize_run(
             with returns, lengths and videos; created if it does not exist.
         episodes: number of episodes.
         which: the checkpoint to load; by default, the newest.
-        seed: seed of the env; by default, that of the run's evaluation, whose first env
-            plays the same episodes.
+        seed: seed of the env; by default, that of the run's final evaluation, so that
+            the videos show the episodes of its first env.
         on_episode: called with the path and the episode of each complete video.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or does not fit the config.
+        CheckpointError: the checkpoint does not exist, or does not match the config.
         VideoError: the env does not render, or ffmpeg is not installed.
         OutputError: a file cannot be written.
         EnvDataError: an episode does not end.
@@ -256,7 +256,7 @@ def _record(
             video.discard()
     raise EnvsLostError(
         f"{env!r}: expected a complete episode, but the last {_MAX_LOST_IN_A_ROW} were "
-        "lost in a row; the log has the reasons."
+        "lost in a row; see the log for the reasons."
     )
 
 
@@ -265,8 +265,8 @@ def _make_actor(
 ) -> Callable[[], Callable[[Any], np.ndarray]]:
     """Return a function that starts an episode.
 
-    That function returns another, which maps the observations of the episode to the
-    most likely actions of the env, and keeps the recurrent state of the agent.
+    That function returns another one, which maps the observations of the episode to the
+    most likely env actions, and keeps the agent's recurrent state.
     """
     graph_env = InGraphBatchEnv(env, agent.actions)
 

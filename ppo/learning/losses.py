@@ -122,7 +122,7 @@ def explained_variance(
 ) -> tf.Tensor:
     """Return 1 - Var(target - value) / Var(target).
 
-    1 is a perfect prediction; a constant prediction has 0.
+    A perfect prediction has 1, a constant prediction 0.
     """
     error = target - value
     error_variance = mean(tf.square(error - mean(error, weight)), weight)

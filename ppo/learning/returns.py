@@ -15,8 +15,8 @@ def next_values(value: tf.Tensor, final_value: tf.Tensor, done: tf.Tensor) -> tf
     belongs to a new episode, so the value of the final observation is used instead.
 
     Args:
-        value: float32 `[T + 1, B]`, values of the observations that actions were chosen
-            for, and of the observations after the last step.
+        value: float32 `[T + 1, B]`, values of the observations before each step and
+            after the last step.
         final_value: float32 `[T, B]`, values of the final observations.
         done: bool `[T, B]`, terminated or truncated.
     """

@@ -115,8 +115,8 @@ class SequenceSampler(StepSampler):
     def uses_observation(self, rollout: Rollout) -> tf.Tensor:
         """Return a mask of the observations that learning uses, bool `[T, B]`.
 
-        Besides valid rows, these are invalid rows within an episode, because later
-        recurrent states depend on them.
+        In addition to valid rows, learning uses invalid rows within an episode, because
+        later recurrent states depend on them.
         """
         return rollout.valid | ~(rollout.done | is_pending(rollout.status))
 
@@ -163,7 +163,7 @@ class SequenceSampler(StepSampler):
         """Compute the values of all observations of a rollout.
 
         A final observation belongs to the episode that it ends. Its value is therefore
-        computed from the state after the preceding step; the reset comes afterwards.
+        computed from the state after the preceding step, before the state is reset.
         """
         agent, memory = self._agent, self._agent.cores[1]
         num_rows = self.num_samples * self.length

@@ -1,8 +1,8 @@
 """Schedules for the coefficients of the update.
 
 Some coefficients decay linearly to 0 over the run. Others adapt to the KL divergence of
-each iteration, KL(old || new): when it leaves a band around its target, the coefficient
-is multiplied or divided by 1.5.
+each iteration, KL(old || new): when the divergence leaves a band around its target, the
+coefficient is multiplied or divided by 1.5.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ class AdaptiveCoefficient:
         low_kl: KL divergence, in nats, below which the coefficient is divided by
             `factor`.
         high_kl: KL divergence above which it is multiplied by `factor`.
-        factor: above 1 if a larger coefficient slows the policy down (a penalty), below
-            1 if it speeds it up (a learning rate).
-        bounds: minimum and maximum. The minimum must be positive: multiplication cannot
-            leave 0.
+        factor: above 1 if a larger coefficient slows policy changes (a penalty), below
+            1 if it accelerates them (a learning rate).
+        bounds: minimum and maximum. The minimum must be positive, because
+            multiplication cannot leave 0.
         idle_kl: KL divergence below which the coefficient does not change.
 
     Attributes:
@@ -80,8 +80,8 @@ class Schedules:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # The rule of batch-ppo. The penalty can return from its minimum to 1 within 18
-        # iterations.
+        # This is the rule of batch-ppo. The penalty can return from its minimum to 1
+        # within 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(
             initial=config.initial_kl_penalty,
             low_kl=0.7 * config.kl_target,
@@ -89,9 +89,10 @@ class Schedules:
             factor=1.5,
             bounds=(1e-3, 1e6),
         )
-        # The rule of rl_games with two changes. The rate stays the same if the policy
-        # hardly moved, and never exceeds its initial value: once a task is solved, the
-        # KL divergence is small, and a rate that then grew would destroy the policy.
+        # This is the rule of rl_games with two changes: the rate does not change if the
+        # policy hardly moved, and it never exceeds its initial value. Once a task is
+        # solved, the KL divergence is small, and a rate that then grew would destroy
+        # the policy.
         self._kl_learning_rate = AdaptiveCoefficient(
             initial=config.learning_rate,
             low_kl=0.5 * config.kl_target,
@@ -109,7 +110,7 @@ class Schedules:
         """Return the coefficients of the next iteration.
 
         Args:
-            progress: fraction of the training that is complete, in [0, 1].
+            progress: fraction of the run that is complete, in [0, 1].
         """
         config = self._config
         remaining = 1.0 - progress

@@ -43,14 +43,14 @@ class Updater:
 
     Args:
         agent: agent to train.
-        config: settings; its sizes are this learner's share. Without `jit_compile`,
-            the same graph runs as plain TensorFlow, but shuffles with different random
-            numbers.
+        config: settings, in which `num_envs` and `minibatch_size` are this learner's
+            share. Without `jit_compile`, the same graph runs as plain TensorFlow, but
+            shuffles with different random numbers.
         policy_loss: loss function of the policy; see `ppo.learning.objective`.
         learners: group of learners; each computes its share of every minibatch.
 
     Attributes:
-        acting: with `overlap`, variables for the snapshot of the agent that collects
+        acting: with `overlap`, variables that hold the agent's snapshot for collecting
             rollouts.
         trackables: objects that a checkpoint must store, by name.
     """
@@ -108,9 +108,9 @@ class Updater:
         """Train for up to `epochs` epochs on a rollout.
 
         Args:
-            rollout: rollout that the agent collected with its current parameters.
-            reward_scale: factor that rewards are multiplied by.
-            progress: fraction of the training that is complete, in [0, 1).
+            rollout: rollout collected by the agent with its current parameters.
+            reward_scale: factor to multiply rewards by.
+            progress: fraction of the run that is complete, in [0, 1).
             seed: seed of the shuffling.
 
         Returns:
@@ -322,7 +322,7 @@ class Updater:
             )
             if config.penalizes_kl:
                 kl = losses.masked_mean(old.kl(distribution), weight)
-                if "kl" in minibatch:  # the mean of all learners, this one's gradient
+                if "kl" in minibatch:  # value of all learners, gradient of this one
                     kl += tf.stop_gradient(minibatch["kl"] - kl)
                 policy_loss += losses.kl_penalty_loss(
                     kl,

@@ -1,9 +1,9 @@
-"""Save and load checkpoints, from which an interrupted run continues bit for bit.
+"""Save and load checkpoints, which let an interrupted run continue bit for bit.
 
 A checkpoint is a folder named after its iteration. It is written under a temporary
 name, flushed to disk and then renamed, so a folder with its final name is always
-complete. A checkpoint of an evaluated agent also stores the mean return of the
-evaluation; the best one is never removed.
+complete. If the agent was evaluated, its checkpoint also stores the mean return of the
+evaluation. The checkpoint with the best evaluation is never removed.
 """
 
 import json
@@ -54,7 +54,7 @@ def save(
     keep: int,
     evaluation_return: float | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep` and the best.
+    """Write a checkpoint, then remove all except the newest `keep` and the best one.
 
     Args:
         folder: folder for the checkpoints of a run; created if it does not exist.
@@ -98,7 +98,7 @@ def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
     """Load the newest checkpoint of a folder into the objects of a run.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it belongs to other networks.
+        CheckpointError: there is no checkpoint, or it does not match the networks.
     """
     path = checkpoint_at(folder)
     _load_state(path, state, is_complete=True)
@@ -115,7 +115,7 @@ def load_agent(folder: Path, agent: Agent, which: CheckpointId = None) -> Counte
     """Load only the agent from a checkpoint, which is enough for acting.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or belongs to other networks.
+        CheckpointError: the checkpoint does not exist, or does not match the networks.
     """
     path = checkpoint_at(folder, which)
     checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
@@ -141,10 +141,10 @@ def best_return(folder: Path) -> float:
 def checkpoint_at(folder: Path, which: CheckpointId = None) -> Path:
     """Return the path of a checkpoint, by default the newest.
 
-    If several evaluations are the best, the earliest counts.
+    If several checkpoints tie for the best evaluation, return the earliest.
 
     Raises:
-        CheckpointError: the checkpoint does not exist; the message lists all.
+        CheckpointError: the checkpoint does not exist; the message lists those that do.
     """
     complete = _complete_checkpoints(folder)
     if not complete:

@@ -1,7 +1,7 @@
 """Create, open and write the folder of a run.
 
 config.json        all settings
-envs.json          source of the envs: env servers and imported modules
+envs.json          env source: env servers and imported modules
 metrics.jsonl      one line per iteration or report
 tensorboard/       the same metrics for TensorBoard
 checkpoints/       see `ppo.run_folder.checkpoint`
@@ -33,7 +33,7 @@ _FIRST_FILES = ("config.json", "envs.json", "config.json.partial", "envs.json.pa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvSource:
-    """Source of the envs of a run; stored in the run folder."""
+    """The source of a run's envs; stored in the run folder."""
 
     addresses: tuple[str, ...] = ()
     """Addresses of env servers; if empty, envs run in worker processes on this host."""
@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def quoted_path(self) -> str:
-        """The path, quoted as one shell word."""
+        """The path, quoted for the shell."""
         return shlex.quote(str(self.path))
 
     def has_checkpoint(self) -> bool:
@@ -67,9 +67,9 @@ class RunFolder:
     def create(
         cls, path: Path, config: Config, env_source: EnvSource = _LOCAL
     ) -> "RunFolder":
-        """Create a run folder, and save the config and the source of the envs in it.
+        """Create a run folder, and save the config and the env source in it.
 
-        A folder that only contains these files counts as empty, because that run never
+        A folder that only contains these files counts as empty, because its run never
         started.
 
         Raises:
@@ -116,7 +116,7 @@ class RunFolder:
             raise RunFolderError(f"{path}: expected a run folder, found none.")
         if not run.config_path.is_file():
             raise RunFolderError(
-                f"{path}: expected a run folder, found no config.json in it."
+                f"{path}: expected a run folder, but it contains no config.json."
             )
         return run, read_config(run.config_path)
 
@@ -135,7 +135,7 @@ class RunFolder:
         return True
 
     def env_source(self) -> EnvSource:
-        """Read the source of the run's envs; without `envs.json`, envs are local.
+        """Read the run's env source; without `envs.json`, the envs are local.
 
         Raises:
             RunFolderError: `envs.json` cannot be read.
@@ -152,12 +152,12 @@ class RunFolder:
             ) from error
 
     def save_env_source(self, env_source: EnvSource) -> None:
-        """Replace the saved source of the envs."""
+        """Replace the saved env source."""
         with self.writing():
             _write_atomically(self.env_source_path, _as_json(env_source))
 
     def save_config(self, config: Config) -> None:
-        """Replace the saved config, when a run is resumed with other settings."""
+        """Replace the saved config, when a run is resumed with different settings."""
         with self.writing():
             _write_atomically(self.config_path, _as_json(config))
 

@@ -90,7 +90,7 @@ class MetricsWriter:
 
 
 def tensorboard_tag(name: str) -> str:
-    """Return the tag of a metric in TensorBoard, GROUP/NAME."""
+    """Return a metric's TensorBoard tag, GROUP/NAME."""
     if "/" in name:  # from an env's info or a callback
         return name
     if name.startswith("evaluation_"):
@@ -118,7 +118,7 @@ def _write_config(config: Config) -> None:
 
 
 def _truncate_events(folder: Path, step: int) -> None:
-    """Make TensorBoard discard the events at this step and later ones.
+    """Make TensorBoard discard the events from this step on.
 
     TensorBoard reads event files in the order of their names, which begin with the
     time. It ignores the first session start that it reads; each later one discards the
@@ -136,7 +136,7 @@ def _truncate_events(folder: Path, step: int) -> None:
 
 
 def is_due(every: int, before: int, after: int) -> bool:
-    """Return whether `before` to `after` reaches a multiple of `every`; False for 0."""
+    """Return whether (before, after] has a multiple of `every`; False if it is 0."""
     return every > 0 and before // every < after // every
 
 

@@ -1,4 +1,4 @@
-"""Read and truncate the `metrics.jsonl` of a run.
+"""Read and truncate a run's `metrics.jsonl`.
 
 A run that was killed may leave an incomplete last line, which is ignored, and rows of
 iterations after its newest checkpoint. A resumed run first removes both.
@@ -59,7 +59,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise RunFolderError(
             f"{path}: expected the metrics of at least one iteration, found none; "
-            "train the run first."
+            "start or resume the run first."
         )
     return rows
 

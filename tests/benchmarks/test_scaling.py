@@ -20,7 +20,7 @@ GRID = [
 
 
 def test_the_tables_of_the_page_match_its_numbers(tmp_path: Path) -> None:
-    """If this fails, run python scripts/scaling.py document."""
+    """If this fails, run `python scripts/scaling.py document`."""
     numbers = json.loads((DOCS / "scaling.json").read_text())
     copy = tmp_path / "scaling.md"
     copy.write_text((DOCS / "scaling.md").read_text("utf-8"), encoding="utf-8")
@@ -47,14 +47,14 @@ def test_fitted_costs_are_not_negative() -> None:
 
 
 def test_the_plan_has_as_many_hosts_as_the_trainer_handles_during_a_split() -> None:
-    # The 4 envs of a core take 4 ms, and two round trips 400 us. The trainer takes
-    # 100 us for two splits, and for each host 80 us, 32 us for its 64 envs and 16 us
-    # for 64 kB.
+    # The 4 envs of a core take 4 ms, and two round trips take 400 us. The trainer takes
+    # 100 us for two splits, and for each host 80 us, plus 32 us for its 64 envs and 16
+    # us for 64 kB.
     steps = 33 * 64 / 4.4e-3
     assert plan(MODEL, 1000.0, 1000) == pytest.approx((33, steps, steps * 8e-6))
     # With a trainer that is twice as slow: (4400 - 200) / 256.
     assert plan(MODEL, 1000.0, 1000, slowdown=2.0).hosts == 16
-    # With cheap envs, the trainer needs longer than one host: a step takes its 228 us.
+    # With cheap envs, the trainer is slower than one host: a step takes its 228 us.
     found = plan(MODEL, 10.0, 1000, round_trip_us=0.0)
     assert found.hosts == 1
     assert found.steps == pytest.approx(64 / 228e-6)

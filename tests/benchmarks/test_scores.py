@@ -1,4 +1,4 @@
-"""Scores of configs over several seeds: their runs, measures and document."""
+"""Scores of configs over several seeds: runs, measures and the document."""
 
 import json
 import math
@@ -93,10 +93,10 @@ def test_rows_with_other_settings_are_marked_and_unknown_kl_is_a_dash() -> None:
     settings = CHEETAH.settings
     other = old._replace(settings=settings | {"epochs": 3})
     assert table_rows({"cheetah-1M": [other]})[0][1] == "1M †"
-    # A missing setting counts as off, and a missing text as having its current value.
+    # A missing setting counts as off, and a missing text setting as its current value.
     assert not CHEETAH.is_made_by({k: v for k, v in settings.items() if k != "epochs"})
     assert CHEETAH.is_made_by({k: v for k, v in settings.items() if k != "objective"})
-    # Settings contain no seed, no budget and no disabled features.
+    # Settings contain no seed, step budget or disabled features.
     assert {"discount": 0.99}.items() <= settings.items()
     assert not {"seed", "total_steps", "max_restarts", "recurrent_size"} & {*settings}
 
@@ -174,7 +174,7 @@ def test_finished_runs_are_not_repeated(
             "evaluation_episodes": 4,
             "curve_episodes": 2,
             "num_splits": 1,
-            "jit_compile": False,  # compiling would take longest
+            "jit_compile": False,  # compiling would take most of the time
         },
     )
     assert tiny.name == "cartpole-4k"

@@ -80,10 +80,10 @@ class BitsTask(_Task):
 
 
 class MaskedTask(_Task):
-    """Rewards the right one of two allowed actions with 1; other actions raise.
+    """Rewards the correct one of two allowed actions with 1; other actions raise.
 
     The observation contains the two allowed actions, and whether the first or the
-    second of them is right.
+    second of them is correct.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class MaskedTask(_Task):
 
 
 class MaskedChoicesTask(_Task):
-    """Rewards the fraction of choices that equal the observed ones; masked ones raise.
+    """Rewards the fraction of choices that match the observation; masked ones raise.
 
     The mask is an array with the flags of both choices, or, if `split`, a tuple of one
     array per choice.
@@ -148,7 +148,7 @@ class MaskedChoicesTask(_Task):
 
 
 class ImageTask(_Task):
-    """Rewards the direction of a noisy image's bright side: up, down, left or right."""
+    """Rewards choosing the bright side of a noisy image: up, down, left or right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class RecallTask(_Task):
     The observation contains the cue (-1 or 1 in the first step, 0 afterwards) and a
     flag for the last step. A policy without recurrence can only guess.
 
-    With discrete actions, the right answer (1 for cue 1, 0 for cue -1) earns 1, so
+    With discrete actions, the correct answer (1 for cue 1, 0 for cue -1) earns 1, so
     guessing earns 0.5. Otherwise, the answer earns 1 minus its squared distance from
     the cue, so the best guess, 0, earns 0.
     """

@@ -1,7 +1,7 @@
-"""The benchmarks that need TensorFlow: one tiny run each, and their calculations.
+"""Benchmarks that need TensorFlow: a tiny run of each, and their calculations.
 
-One benchmark runs its cases in processes, as for users. The others run them in this
-process, which has already loaded TensorFlow.
+One benchmark runs its cases in separate processes, as users do. The others run them in
+this process, which has already loaded TensorFlow.
 """
 
 import contextlib

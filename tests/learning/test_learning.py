@@ -1,4 +1,4 @@
-"""Named configs reach their returns, and policies for all kinds of spaces learn."""
+"""Named configs reach their returns, and policies learn in all kinds of spaces."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ CONFIG = Config(
     discount=0.0,  # actions do not affect later observations
     evaluation_episodes=64,
     on_fault="raise",  # envs raise if an action is not allowed
-    jit_compile=False,  # compiling would take longer than the training
+    jit_compile=False,  # compiling would take longer than training
 )
 IMAGES = {"total_steps": 12 * 512, "epochs": 4, "learning_rate": 2e-3}
 RECALL = CONFIG.replace(

@@ -15,7 +15,7 @@ ACTIONS = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
 
 class CountingBatchEnv:
-    """Fake `BatchEnv` whose env b observes (b, number of steps in the episode).
+    """Fake `BatchEnv`; env b observes (b, number of steps in the current episode).
 
     Every reward is 1.
 
@@ -23,7 +23,7 @@ class CountingBatchEnv:
         lengths: Number of steps in the episodes of each env.
         terminates: Whether the episodes of each env end by termination; by default
             they end by truncation.
-        lost: Pairs (batch step, b) of steps that are lost with their episode.
+        lost: Pairs (batch step, b) at which the step and its episode are lost.
         action_space: Action space of one env.
         observation_space: Observation space of one env.
         observe: Converts rows `[num_envs, 2]` to observations of another space.

@@ -1,4 +1,4 @@
-"""An env whose frames encode episode and step, with faults that real envs have.
+"""An env whose frames encode the episode and the step, with faults of real envs.
 
 Importing this module registers it with Gymnasium.
 """
@@ -21,7 +21,8 @@ WITHOUT_RENDER_MODE = "ppo-tests/WithoutRenderMode-v0"
 class FilmEnv(gymnasium.Env[Any, Any]):
     """Env with random observations, `length` steps, and its actions as rewards.
 
-    If the file `marker` exists at the third step, the env removes it and exits.
+    If the file `marker` exists at the third step, the env removes it and exits the
+    process.
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012

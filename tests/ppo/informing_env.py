@@ -12,7 +12,7 @@ NAME = "ppo-tests/Informing-v0"
 
 
 class InformingEnv(gymnasium.Env[Any, Any]):
-    """Env with episodes of 2 to 4 steps, and infos with a random number per episode."""
+    """Env with episodes of 2 to 4 steps, and a random number per episode in infos."""
 
     level = 1
 

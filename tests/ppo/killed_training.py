@@ -1,11 +1,11 @@
-"""Kill a training at random moments, resume it each time, and print a report.
+"""Kill a training run at random moments, resume it each time, and print a report.
 
     python -m tests.ppo.killed_training FOLDER SEED KILLS
 
-Every training is a process that is forked from this one, which has loaded TensorFlow
-but not used it. SIGKILL ends it at the n-th access to its run folder, or at the n-th
-batch step. The report is a JSON object; the final parameters of the uninterrupted and
-of the killed run are in `straight.npy` and `killed.npy`.
+Every training process is forked from this one, which has loaded TensorFlow but not used
+it. SIGKILL kills it at the n-th access to its run folder, or at the n-th batch step.
+The report is a JSON object; the final parameters of the uninterrupted run and of the
+killed run are in `straight.npy` and `killed.npy`.
 """
 
 import functools
@@ -69,7 +69,7 @@ class KillSwitch:
 
 
 def run(folder: Path, result: Path, kill_switch: KillSwitch) -> None:
-    """Start a training or resume it, and save the final parameters."""
+    """Start or resume a training run, and save the final parameters."""
     tf.config.run_functions_eagerly(True)  # tracing takes longer than these few steps
     kill_switch.install()
     try:
@@ -78,7 +78,7 @@ def run(folder: Path, result: Path, kill_switch: KillSwitch) -> None:
     except RunFolderError:
         run_folder, config = RunFolder.create(folder, CONFIG), CONFIG
         is_resumed = False
-    # Episodes end with each rollout, so that resuming loses none.
+    # Episodes end with each rollout, so resuming does not interrupt any episode.
     maker = Maker(lambda num_envs: CountingBatchEnv([4] * num_envs))
     trained = train(
         config, run_folder, maker, resume=is_resumed, on_step=kill_switch.step

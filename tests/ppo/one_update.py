@@ -1,4 +1,4 @@
-"""Process of one of two learners, which updates once on its half of a rollout.
+"""The process of one of two learners: it updates once on its half of a rollout.
 
 `expected` returns the correct result: the update of a single learner on the whole
 rollout, with minibatches of the same rows.
@@ -29,10 +29,10 @@ from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, parameters
 
-#: Lost steps. The first learner has more of them than the second one, so means of the
+#: Lost steps. The first learner has more of them than the second one, so averaging the
 #: learners' means would be wrong.
 LOST = frozenset({(2, 0), (5, 1), (6, 1), (6, 0), (7, 0)})
-#: Uses all computations that involve the rows of several learners.
+#: Enables all computations that involve the rows of several learners.
 CONFIG = SMALL.replace(
     num_envs=4,
     total_steps=160,
@@ -76,7 +76,7 @@ def updated(config: Config, learners: Learners) -> Any:
 
 
 def expected(config: Config) -> Any:
-    """Update with a single learner, on minibatches that two learners would have."""
+    """Update with a single learner, on the minibatches that two learners would use."""
 
     horizon, half = config.horizon, config.num_envs // 2
 
@@ -114,7 +114,7 @@ def main(folder: Path) -> None:
     results = {}
     with learners.guard_collectives():
         for max_kl in (0.0, CONFIG.max_kl):
-            # Compile only one of both, because that takes most of the time.
+            # Compile only one of the two, because compilation takes most of the time.
             config = CONFIG.replace(max_kl=max_kl, jit_compile=max_kl == 0.0)
             metrics, arrays = updated(config, learners)
             results[str(max_kl)] = metrics
@@ -128,7 +128,8 @@ def main(folder: Path) -> None:
         results |= {"texts": texts, "broadcast": variable.numpy().tolist()}
         results["new_threads"] = num_threads() - before
         if index == 1:
-            # Stay alive without a collective until the other learner has given up.
+            # Stay alive without calling collectives until the other learner has given
+            # up.
             (folder / "1.json").write_text(json.dumps(results))
             while not (folder / "0.json").exists():
                 time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Start learners as processes of this host, forked from one with TensorFlow loaded."""
+"""Start learners as local processes, forked from one that has loaded TensorFlow."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ def tf_configs(num_learners: int = 2) -> list[str]:
 def started_learners(
     function: Callable[..., object], arguments: Sequence[Sequence[object]], folder: Path
 ) -> Iterator[list[ForkServerProcess]]:
-    """Call a function in one process per learner; it prints to FOLDER/learner-INDEX."""
+    """Call a function in one process per learner, which writes FOLDER/learner-INDEX."""
     with contextlib.ExitStack() as stack:
         processes = []
         configs = tf_configs(len(arguments))

@@ -49,11 +49,11 @@ SMALL = Config(
 def ppo(*arguments: object) -> tuple[int, str, str]:
     """Run the command in this process, and return its exit code, stdout and stderr.
 
-    The command must not change the threads of TensorFlow or the renderer for other
-    tests, nor print a progress line every ten seconds.
+    The command must not change TensorFlow's threads or the renderer for other tests, or
+    print a progress line every ten seconds.
     """
     with (
-        # TensorFlow rejects another number of threads after its first operation.
+        # TensorFlow rejects changes to the number of threads after its first operation.
         mock.patch("ppo.cli.options.start_tensorflow"),
         mock.patch("ppo.cli.train.start_tensorflow"),
         mock.patch("envserve.worker.rendering.headless_variables", return_value={}),
@@ -83,8 +83,8 @@ class Maker:
 
     Args:
         make: Returns a fake, given the number of envs.
-        evaluation: Returns a fake for an evaluation, given the number of fakes before.
-            If given, it is used for all calls except the first.
+        evaluation: Returns a fake for an evaluation, given the number of fakes made
+            before. If given, it is used for all calls except the first.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Maker:
 
 
 class Learner:
-    """An agent with an updater and a rollout, which can be reset to their first state.
+    """An agent with an updater and a rollout, which can be reset to the initial state.
 
     Tests share learners, because the compilation of an update takes seconds.
     """
@@ -188,11 +188,11 @@ def rollout_of(num_steps: int, num_envs: int = 1, **rows: Any) -> Rollout:
 
 
 def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
-    """Replace all values that must not influence the update by garbage.
+    """Replace all values that must not influence the update with garbage.
 
     These are the results of invalid rows, final observations within an episode, and
     observations before an invalid row. Two kinds of the latter are kept: those reached
-    by a valid step of the same episode, because the row before bootstraps from them,
+    by a valid step of the same episode, because the preceding row bootstraps from them,
     and those of late rows, because the recurrent core has processed them.
     """
     valid, done = rollout.valid, rollout.done
@@ -215,7 +215,7 @@ def fill_masked(rollout: Rollout, garbage: float) -> Rollout:
 def agent_simulation(
     agent: Agent, env: InGraphBatchEnv, horizon: int, **named: Any
 ) -> Simulation:
-    """Return a simulation with this agent, as the training creates it."""
+    """Return a simulation with this agent, as created by the trainer."""
     return Simulation(
         env,
         agent.act_from,
@@ -241,7 +241,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def save_run(folder: Path, config: Config, iterations: tuple[int, ...] = (1,)) -> None:
     """Create a run folder with checkpoints of untrained agents.
 
-    Each iteration has 100 steps, and each checkpoint has other weights.
+    Each iteration has 100 steps, and each checkpoint has different weights.
     """
     run_folder = RunFolder.create(folder, config)
     env = gymnasium.make(config.env_name, **config.env_kwargs)

@@ -52,7 +52,7 @@ def test_images_stay_uint8_until_they_are_scaled_and_keep_their_shape() -> None:
             [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]],
         ),
         (SPACES.MultiBinary(2), np.array([[0, 1]], np.int8), [[0, 1]]),
-        # 1-D uint8 arrays, and those with other bounds than 0 and 255, are no images.
+        # uint8 arrays that are 1-D or have bounds other than 0 and 255 are not images.
         (SPACES.Box(0, 255, (2,), np.uint8), np.array([[3, 4]], np.uint8), [[3, 4]]),
         (
             SPACES.Box(0, 9, (1, 2), np.uint8),
@@ -119,7 +119,7 @@ def test_actions_of_a_recurrent_agent_depend_on_earlier_observations() -> None:
     *_, without_history, _ = agent.act(tf.zeros([5, 3]), SEED, *zeros)
     assert (policy_state.numpy() != without_history.numpy()).any()
     assert policy_state.shape == value_state.shape == (5, 4)
-    # Callers that need no values can leave out the state of the value function.
+    # Callers that do not need values can omit the state of the value function.
     _, mode_log_prob, *state = agent.mode(tf.zeros([5, 3]), SEED, first[0])
     np.testing.assert_allclose(state, [policy_state], atol=1e-6)
     assert (mode_log_prob.numpy() >= np.log(1 / 5) - 1e-6).all()

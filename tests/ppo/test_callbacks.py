@@ -1,4 +1,4 @@
-"""Callbacks: called after each iteration; they stop runs, change envs, add metrics."""
+"""Callbacks, called after each iteration: they stop runs, change envs, add metrics."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ def test_callback_reads_and_changes_a_run_and_its_metrics_are_reported(
     assert [row["own/put"] for row in rows] == [1.5, 3.5]  # means over two iterations
     assert [row["returned"] for row in rows] == [15.0, 35.0]
     assert "evaluation_x" not in rows[0]
-    # The callback cannot overwrite metrics of the trainer.
+    # The callback cannot overwrite the trainer's metrics.
     assert all(row["mean_return"] > 0.0 for row in rows)
     assert shown[-1].metrics["returned"] == 40.0
     # The metrics of one iteration have the same names as a row.
@@ -112,7 +112,7 @@ def test_callback_that_steps_or_resets_the_envs_is_an_error(
     name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        CallbackError, match=f"{name}: .*does not step or reset run.env"
+        CallbackError, match=f"{name}: .*must not step or reset run.env"
     ):
         run(tmp_path, named(name))
 

@@ -1,4 +1,4 @@
-"""Checkpoints: bit-equal resuming, atomic writes, retention, and errors."""
+"""Checkpoints: bit-identical resuming, atomic writes, retention, and errors."""
 
 import json
 import resource

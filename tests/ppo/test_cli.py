@@ -54,7 +54,7 @@ from tests.ppo.runs import ppo
         (["cartpole", "--restartable"], "--restartable requires --run-dir"),
         (["--resume", "b", "--run-dir", "b", "--restartable"], "excludes --resume"),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
-        (["missing.toml"], "missing.toml: expected a config file"),
+        (["missing.toml"], "missing.toml: cannot read the config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
         (["CartPol-v1"], "did you mean CartPole-v1?"),
@@ -62,10 +62,10 @@ from tests.ppo.runs import ppo
         (["nosuch.py:Walk"], "nosuch.py: no such file"),
         (["CartPole-v1", "--set", 'env_kwargs={"colour": 1}'], "colour"),
         (["cartpole", "--connect", "a b"], "--connect: expected an address like sim1"),
-        (["cartpole", "--connect", "file:///x/y"], "'file:///x/y': expected a file of"),
+        (["cartpole", "--connect", "file:///x/y"], "///x/y': expected a file with"),
         (
             ["cartpole", "--connect", "127.0.0.1:1", "--min-servers", "2"],
-            "an address now; got 2; ask for fewer, or name more servers",
+            "an address now, got 2; reduce it, or pass more addresses",
         ),
     ],
 )
@@ -130,7 +130,7 @@ def test_options_override_the_saved_env_source(tmp_path: Path) -> None:
     assert moved == EnvSource(addresses=("127.0.0.2",), import_modules=("mine",))
     here = resolve_env_source(made, ["local"], ["file.py", "module"])
     assert here == EnvSource(import_modules=(str(Path("file.py").absolute()), "module"))
-    run.env_source_path.unlink()  # as in folders of older versions
+    run.env_source_path.unlink()  # as in run folders of older versions
     assert run.env_source() == EnvSource()
     run.env_source_path.write_text("[]")
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_commands_on_a_run_do_not_need_its_minimum_of_servers(
         tmp_path, config, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
     )
     with open_run(tmp_path, None, ["local"], None) as (_, config, _, source, _):
-        env_maker(config, source.addresses)  # must not raise
+        env_maker(config, source.addresses)  # must not raise an error
 
 
 def test_an_interrupt_while_the_program_loads_is_exit_code_130(
@@ -285,7 +285,7 @@ def test_a_listener_thread_receives_signals() -> None:
         stop.check()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    # The exit has joined the listener, so both signals have been counted.
+    # The listener thread was joined at the exit, so both signals have been counted.
     with pytest.raises(KeyboardInterrupt):
         stop.check()
 

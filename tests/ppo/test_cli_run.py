@@ -64,7 +64,7 @@ def finished(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def interrupt(process: subprocess.Popen[str], number: signal.Signals, code: int) -> str:
-    """Send a signal to a running training; return the rest of its output."""
+    """Send a signal to a running `ppo train`; return the rest of its output."""
     process.send_signal(number)
     output = finished(process, code)
     assert "Stopping after this iteration" in output

@@ -35,8 +35,8 @@ def test_processes_share_entries_and_replace_damaged_ones(
     report = json.loads(result.stdout)
     assert report["at_once"] == [0, 0], result.stderr
     assert report["again"] == [[0], True]
-    # With an incomplete or empty entry, TensorFlow alone fails (exit code 3). With our
-    # checks of the folder, it compiles the code again.
+    # With an incomplete or empty entry, TensorFlow alone fails (exit code 3). Because
+    # we check the folder, it compiles the code again.
     assert report["damaged"] == [[3], [0], True, [3], [0], True]
 
 

@@ -124,11 +124,11 @@ CONFIG_OF = "from ppo.config.config import Config\nconfig = Config(env_name='X',
     ("text", "message"),
     [
         (None, r"mine\.py: expected a Python file, found none"),
-        ("", r"expected `config = ppo\.config\.Config\(...\)`, found no such name"),
+        ("", r"expected `config = ppo\.config\.Config\(...\)`, found no such variable"),
         ("config = 3", r"found a int"),
         (
             "1 / 0",
-            r"expected a file that runs, got ZeroDivisionError: division by zero",
+            r"executing the file raised ZeroDivisionError: division by zero",
         ),
         (CONFIG_OF.format("wrappers=3"), r"mine\.py: wrappers: .* a list, .* got 3\."),
         (CONFIG_OF.format("num_envs=4.5"), r"num_envs: .* an int; got 4\.5\."),

@@ -76,7 +76,7 @@ def test_model_gets_the_input_space_without_the_action_mask() -> None:
     [
         ("too_few_outputs", r"\[N, 4\].*got float32\[2, 3\], float32\[2\]"),
         ("one_output", r"expected outputs of shapes .* got float32\[2, 4\]\."),
-        ("float64", r"outputs of float32, got float64\[2, 4\], float64\[2\]"),
+        ("float64", r"float32 outputs, got float64\[2, 4\], float64\[2\]"),
         ("only_eager", r"only_eager: .*custom_networks\.py:\d+: [^\n]*$"),
         ("returns_none", "expected it to return a model, got None"),
         ("without_checkpoint", r"expected a keras\.Model .* with trackables"),

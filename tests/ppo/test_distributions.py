@@ -95,7 +95,7 @@ SINGLE = [0.2, 0.5, 0.3]
 BITS = [0.2, 0.6, 0.9]
 CHOICES = [[0.25, 0.75], [0.2, 0.5, 0.3]]
 CHOICE_LOGITS = np.log(np.concatenate(CHOICES))[None].astype(np.float32)
-# The first choice has no allowed option, which allows all; the second has 0 and 2.
+# The first choice has no allowed option, so all are allowed; the second allows 0 and 2.
 FLAGS = np.array([[False, False, True, False, True]])
 
 

@@ -1,6 +1,7 @@
-"""Evaluation: exact numbers of complete episodes, without a bias to short ones.
+"""Evaluation: exact numbers of complete episodes, without a bias to short episodes.
 
-Evaluations during training play the same episodes and do not affect the training.
+Evaluations during training play the same episodes each time, and do not affect
+training.
 """
 
 import itertools
@@ -45,7 +46,7 @@ def evaluating(
         [3, 5]
     ),
 ) -> Maker:
-    """Return a function that creates the training's envs, then each evaluation's."""
+    """Return a function that creates the training envs, then the evaluation envs."""
     return Maker(evaluation=evaluation)
 
 
@@ -143,7 +144,7 @@ def test_evaluation_metrics_are_in_the_rows_of_their_iterations(tmp_path: Path) 
     assert last["evaluation_length"] == pytest.approx(11 / 3)
     assert last["evaluation_seconds"] > 0
     assert all(env.is_closed for env in maker.made)
-    # All have the same seed, which differs from the training and final evaluation.
+    # All have the same seed, which differs from those of training and final evaluation.
     assert [num_envs for num_envs, _ in maker.asked] == [2, 2, 2, 2]
     assert maker.trained == [True, False, False, False]
     assert len({seed for _, seed in maker.asked[1:]}) == 1
@@ -213,7 +214,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["00000002", "00000006"]
     assert checkpoint.best_return(checkpoints) == 9.0
-    # A resumed run compares with the best evaluation before.
+    # A resumed run compares its evaluations with the best earlier one.
     maker = evaluating(lambda number: CountingBatchEnv([8 + number] * 2))
     seen: list[float] = []
 
@@ -242,7 +243,7 @@ def test_a_resumed_run_keeps_the_evaluation_schedule(tmp_path: Path) -> None:
 def test_repeated_evaluations_are_traced_once() -> None:
     agent = Agent(BOX, ACTIONS, CONFIG)
     maker = evaluating()
-    maker(num_envs=2, seed=0)  # as a training would
+    maker(num_envs=2, seed=0)  # as a training run would
     evaluator = PeriodicEvaluator(agent, CONFIG, maker)
     assert evaluator.evaluate().lengths.tolist() == [3, 3, 5]
     with no_retracing("distribution"):
@@ -272,7 +273,7 @@ def test_busy_servers_are_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(EnvsBusy, match="0 of 16") as caught:
         run(tmp_path, CONFIG, evaluating(refuse))
     assert "need 2 additional envs" in caught.value.__notes__[0]
-    # The training progress is saved and reported.
+    # The progress of the run is saved and reported.
     assert counters(tmp_path) == (2, 32)
     assert [row["steps"] for row in rows_of(tmp_path)] == [16, 32]
 

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
     ),
 }
 
-# Code of a user of the model, who does not have this project.
+# Code that uses the model without having this project installed.
 LOAD_AND_ACT = """
 import pickle, sys
 import tensorflow as tf
@@ -180,7 +180,7 @@ def test_keys_that_are_not_strings_are_an_error(tmp_path: Path) -> None:
     space = spaces.Dict({"x": spaces.Dict({3: BOX})})  # type: ignore[dict-item]
     agent = Agent(space, BOX, CONFIG)
     env = in_graph(CountingBatchEnv([3], observation_space=space, action_space=BOX))
-    with pytest.raises(UnsupportedSpaceError, match=r"keys, .* got 3; rename it"):
+    with pytest.raises(UnsupportedSpaceError, match=r"keys, .* got 3; rename the"):
         export_policy(agent, env, tmp_path / "policy")
     assert not (tmp_path / "policy").exists()
 

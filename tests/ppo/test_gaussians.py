@@ -1,4 +1,4 @@
-"""Squashed Gaussians, and standard deviations that depend on the observation."""
+"""Squashed Gaussians, and state-dependent standard deviations."""
 
 import math
 from pathlib import Path

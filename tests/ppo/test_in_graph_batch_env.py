@@ -94,7 +94,7 @@ def test_env_actions_have_the_shape_start_and_dtype_of_their_space(
 
 
 def failing(error: BaseException) -> Any:
-    """Return an env, and a graph function that calls Python code that raises."""
+    """Return an env, and a graph function that calls Python code that fails."""
     env = batch_of(1)
 
     def fail() -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Means of the numbers in the infos of ended episodes."""
+"""Means of the numbers in the infos of completed episodes."""
 
 from pathlib import Path
 from typing import Any

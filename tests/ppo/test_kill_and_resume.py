@@ -1,4 +1,4 @@
-"""Trainings that are killed at random moments and then resumed."""
+"""Training runs that are killed at random moments and then resumed."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Several learners that train one policy, on this host and on Ray."""
+"""Several learners that train one policy, locally and on Ray."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_sums_leave_no_threads(update_of_two: Path) -> None:
 
 def test_unresponsive_learner_counts_as_lost(update_of_two: Path) -> None:
     report = json.loads((update_of_two / "0.json").read_text())
-    assert "until the end of the run, but another learner is gone" in report["lost"]
+    assert "another learner exited or became unreachable" in report["lost"]
 
 
 def wait_for(condition: Any, processes: Any, folder: Path) -> None:
@@ -140,8 +140,7 @@ def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
         line for line in pairs.outputs(tmp_path)[0].splitlines() if "rror" in line
     ]
     assert len(errors) == 1
-    assert errors[0].startswith("Error: Learner 0: expected 2 learners until the end")
-    assert "learner 1 is gone" in errors[0]
+    assert errors[0].startswith("Error: Learner 0: learner 1 exited or became unr")
     steps = counters(run).steps
     assert steps > 0
     # The chief writes the metrics, with the env steps of both learners.

@@ -77,7 +77,7 @@ def test_a_value_outside_its_clip_range_has_no_gradient() -> None:
     # Clipped values: 1.2, 1.2, 0.8, 1.1. The larger errors: 1.8, 1.5, 2.5, 1.9.
     squares = 1.8**2 + 1.5**2 + 2.5**2 + 1.9**2
     assert float(loss) == pytest.approx(0.5 * squares / 4)
-    # Only the first row has moved beyond its range in the direction of its target.
+    # Only the first row has moved beyond its clip range towards its target.
     expected = [0.0, 1.5 / 4, -2.5 / 4, -1.9 / 4]
     assert tape.gradient(loss, value).numpy().tolist() == pytest.approx(expected)
 

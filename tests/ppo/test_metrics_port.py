@@ -1,4 +1,4 @@
-"""`TrainerMetrics`: the latest row and the statistics of the envs for Prometheus."""
+"""`TrainerMetrics`: the latest row and the env statistics, served to Prometheus."""
 
 import math
 import urllib.request

@@ -76,7 +76,7 @@ def test_missing_values_are_an_error(tmp_path: Path) -> None:
     a = run(tmp_path / "a", [(10, None)])
     b = run(tmp_path / "b", [(10, 1.0), (20, 1.0)])
     c = run(tmp_path / "c", [(30, 1.0)])
-    with pytest.raises(BadInputError, match="values of mean_return, found none"):
+    with pytest.raises(BadInputError, match="no values of mean_return yet"):
         read_curves([a])
     with pytest.raises(BadInputError, match=r"Did you mean mean_return\? Metrics: me"):
         read_curves([b], "return")

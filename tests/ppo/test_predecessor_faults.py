@@ -57,7 +57,7 @@ def make_rollout(agent: Agent, num_rows: int) -> Rollout:
 
 
 def padded(rollout: Rollout, num_rows: int) -> Rollout:
-    """Extend a rollout by invalid rows with meaningless values."""
+    """Extend a rollout with invalid rows of meaningless values."""
     missing = num_rows - len(rollout.valid)
 
     def extended(rows: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ def compute_advantages(
 
 def test_1_value_targets_of_a_part_of_an_episode_include_the_rest() -> None:
     """First 50 of 200 steps, reward 1: targets 126.6 and 106.2, not 44.3 and 1.0."""
-    rest = (1 - 0.995**150) / 0.005  # return of the other 150 steps
+    rest = (1 - 0.995**150) / 0.005  # return of the remaining 150 steps
     _, target = compute_advantages(
         [1.0] * 50, [0.0] * 50 + [rest], [0.0] * 50, discount=0.995
     )
@@ -120,7 +120,7 @@ def test_2_nothing_is_bootstrapped_after_a_terminated_episode(
 
 
 def test_3_advantages_are_normalised_over_valid_rows_only() -> None:
-    """With 50 valid rows of 1,000: mean 0 and deviation 1, not 4.1 and 1.4."""
+    """With 50 valid rows of 1,000, mean and deviation are 0 and 1, not 4.1 and 1.4."""
     valid = np.arange(1000) < 50
     advantage = np.where(valid, 3.08 + (-1.0) ** np.arange(1000), 0.0)
     wrong = (advantage[:50] - advantage.mean()) / advantage.std()
@@ -133,10 +133,11 @@ def test_3_advantages_are_normalised_over_valid_rows_only() -> None:
 
 
 def test_4_kl_divergence_is_averaged_over_valid_rows_only() -> None:
-    """With 20 valid rows of 1,000: 0.05, not 0.001; so the KL penalty rises."""
+    """With 20 valid rows of 1,000, the KL is 0.05, not 0.001, so the penalty rises."""
     zero = tf.zeros([1000, 1])
     old = DiagonalGaussian(zero, tf.zeros([1]))
-    # KL of two Gaussians of variance 1 is half the squared distance of their means.
+    # The KL of two Gaussians with variance 1 is half the squared distance of their
+    # means.
     new = DiagonalGaussian(tf.where(tf.range(1000)[:, None] < 20, 0.1**0.5, zero), 0.0)
     weight = tf.cast(tf.range(1000) < 20, tf.float32)
     kl = float(losses.masked_mean(old.kl(new), weight))
@@ -157,7 +158,7 @@ def test_4_kl_divergence_is_averaged_over_valid_rows_only() -> None:
 def test_3_and_4_invalid_rows_change_neither_the_update_nor_its_metrics(
     changes: dict[str, Any],
 ) -> None:
-    """Compare a gradient step on 20 rows with one that has 980 invalid rows more."""
+    """Compare gradient steps on 20 rows, with and without 980 extra invalid rows."""
     outcomes = []
     for num_rows in (20, 1000):
         config = CONFIG.replace(
@@ -166,7 +167,7 @@ def test_3_and_4_invalid_rows_change_neither_the_update_nor_its_metrics(
         agent = Agent(BOX, ACTIONS, config)
         rollout = make_rollout(agent, 20)
         rollout.reward[:] = rollout.action[..., 0]
-        # The episode ends, so that the added rows are not its continuation.
+        # The episode ends, so that the added rows do not continue it.
         rollout.terminated[-1] = True
         if num_rows > 20:
             rollout = padded(rollout, num_rows)
@@ -178,7 +179,7 @@ def test_3_and_4_invalid_rows_change_neither_the_update_nor_its_metrics(
 
 
 def test_4_metrics_of_minibatches_are_averaged_over_valid_rows() -> None:
-    """Of 200 minibatches of 5 rows, most have none of the 20 valid rows."""
+    """Most of the 200 minibatches of 5 rows contain none of the 20 valid rows."""
     entropy = []
     for num_rows in (20, 1000):
         config = CONFIG.replace(horizon=num_rows, minibatch_size=5, learning_rate=0.0)
@@ -250,7 +251,7 @@ def test_9_statistics_updated_after_the_update_do_not_change_ratio_and_kl() -> N
         assert metrics["ratio_deviation"] < 1e-5
         assert metrics["kl"] == pytest.approx(0.0, abs=1e-7)
         assert metrics["approximate_kl"] == pytest.approx(0.0, abs=1e-6)
-        # In the order of the training loop: first the update, then the statistics.
+        # As in the training loop, first the update, then the statistics.
         agent.preprocess.update(
             3.0 + rollout.observation[:-1, 0], tf.ones([50], tf.bool)
         )

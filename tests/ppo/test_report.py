@@ -21,7 +21,7 @@ CONFIG = SMALL.replace(total_steps=80, curve_episodes=2)
 
 
 def trained(folder: Path, config: Config) -> list[dict[str, Any]]:
-    """Train on envs of which one loses a step; return the rows of metrics."""
+    """Train on envs, one of which loses a step; return the rows of metrics."""
     lost = frozenset({(3, 0)})
     maker = Maker(lambda num_envs: CountingBatchEnv([3] * num_envs, lost=lost))
     run(folder, config, maker)

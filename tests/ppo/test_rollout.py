@@ -24,7 +24,7 @@ def test_episodes_across_rollouts_are_returned_in_order_of_time() -> None:
 def test_episode_with_a_lost_step_is_not_counted() -> None:
     fake = CountingBatchEnv([3], lost=frozenset({(1, 0)}))
     simulation = Simulation(in_graph(fake), echo, horizon=6)
-    # Steps 0 and 1 belong to the lost episode; the next one takes steps 2 to 4.
+    # Steps 0 and 1 belong to the lost episode; the next episode takes steps 2 to 4.
     assert EpisodeTracker(1).add(simulation.run((0, 0))) == [Episode(0, 3.0, 3)]
 
 

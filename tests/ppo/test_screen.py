@@ -27,7 +27,7 @@ METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
 
 
 class Clock:
-    """A fake clock that tests advance."""
+    """A fake clock that tests advance manually."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -57,7 +57,7 @@ def train_a_little(screen: Screen, clock: Clock) -> None:
 
 
 def drawn(width: int, clock: Clock, encoding: str = "utf-8") -> list[str]:
-    """Return the redrawn lines of a training."""
+    """Return the redrawn lines of a training run."""
     target = console(width, is_terminal=True, encoding=encoding)
     screen = Screen(target)
     train_a_little(screen, clock)

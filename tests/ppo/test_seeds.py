@@ -11,7 +11,7 @@ from ppo.cli.stop_signals import StopSignals
 from tests.ppo.runs import ppo
 
 SETTINGS = ("--set", "total_steps=64", "--set", "num_envs=1", "--set", "horizon=64")
-#: Replaces `ppo train --resume RUN`, without TensorFlow; tests append its behaviour.
+#: Replaces `ppo train --resume RUN`, without TensorFlow; tests append the behaviour.
 RUN = """
 import json, os, signal, sys
 from pathlib import Path
@@ -38,7 +38,7 @@ for _ in range(COUNT if seed == 8 else 1):
 
 
 def starts(folder: Path) -> list[int]:
-    """Return how often each seed was started."""
+    """Return how many times each seed was started."""
     files = [folder / f"seed-{seed}" / "starts" for seed in (7, 8, 9)]
     return [len(f.read_text().splitlines()) if f.exists() else 0 for f in files]
 
@@ -84,7 +84,7 @@ def test_seeds_that_a_callback_ended_are_finished(
 ) -> None:
     folder = tmp_path / "study"
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0)")
-    assert ppo(*study(folder))[0] == 1  # evaluated, but not after a training
+    assert ppo(*study(folder))[0] == 1  # evaluated, but not after a training run
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0, total_steps=64)")
     (folder / "seed-7-kept").mkdir()
     for _ in range(2):

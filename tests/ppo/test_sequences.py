@@ -20,8 +20,9 @@ from tests.ppo import runs
 from tests.ppo.fakes import ACTIONS, BOX, ScriptedBatchEnv, in_graph
 from tests.ppo.runs import Learner, copy, fill_masked, no_retracing, rollout_of
 
-# Episodes that end at every position in sequences of 4, in every way, also
-# consecutively; episodes that continue after padding and late results; an endless one.
+# Episodes that end at every position in sequences of 4, in every way, also in
+# consecutive steps; episodes that continue after padding and late results; an endless
+# episode.
 SCRIPTS = ["...T", "....C", "T.C", "..PPX..", "..PPL...C", "."]
 SPACES = {"gaussian": ACTIONS, "categorical": gymnasium.spaces.Discrete(3)}
 CONFIG = Config(
@@ -186,7 +187,7 @@ def test_the_ratio_is_one_before_the_first_gradient_step(
         learned = subject.updater.update(rollout, seed=(3, iteration))
         assert learned["ratio_deviation"] < 1e-4
         assert learned["approximate_kl"] > 1e-6
-    # The policy has changed, so the same rollout now has other ratios.
+    # The policy has changed, so the same rollout now has different ratios.
     again = subject.updater.update(rollout, seed=(3, 9))
     assert again["ratio_deviation"] > 1e-3
 
@@ -259,7 +260,7 @@ def test_the_value_after_truncation_uses_the_recurrent_state_of_the_episode() ->
     head = agent.trainable_variables[3:5]
     head[0].assign([[10.0]])
     head[1].assign([1.0])
-    # The second step truncates. The numbers are tanh(x). The initial state is 0.4.
+    # The second step is truncated. The numbers are tanh(x). The initial state is 0.4.
     observation = np.arctanh([0.8, 0.0, 0.4, -0.6, 0.2])
     final = np.arctanh([0.0, -0.9, 0.0, 0.0])
     rollout = rollout_of(

@@ -1,4 +1,4 @@
-"""`Simulation`: contents of rollouts, numbers of calls and traces, continuity."""
+"""`Simulation`: contents of rollouts, continuity, and numbers of calls and traces."""
 
 from typing import Any
 from unittest import mock
@@ -47,7 +47,7 @@ def test_rollout_contains_observations_actions_and_results() -> None:
     counts = [[0, 0], [1, 1], [0, 2], [1, 0], [0, 1]]
     assert rollout.observation[:, :, 1].tolist() == counts
     assert rollout.observation[:, :, 0].tolist() == [[0, 1]] * 5
-    # Actions are stored unclipped, as in the log-probabilities, and sent clipped.
+    # Actions are stored unclipped, matching the log-probabilities, but sent clipped.
     assert rollout.action[:, :, 0].tolist() == [[0, 0], [10, 10], [0, 20], [10, 0]]
     assert [a.ravel().tolist() for a in fake.actions] == [
         [0, 0],

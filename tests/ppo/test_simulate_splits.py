@@ -55,7 +55,7 @@ def two_lanes() -> BatchEnv:
 
 
 def act_by_row(observation: tf.Tensor, noise: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return actions that depend on nothing but their row, bit for bit."""
+    """Return actions that depend only on their row, bit for bit."""
     score = tf.cast(observation[:, 2], tf.float32) + noise[:, 0]
     return tf.cast(score > 0.0, tf.int64), score
 

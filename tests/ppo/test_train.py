@@ -41,7 +41,7 @@ def without_graphs() -> Iterator[None]:
 
 
 def eights(num_envs: int) -> CountingBatchEnv:
-    """Return envs whose episodes end with each rollout, so that stops lose nothing."""
+    """Return envs whose episodes end with each rollout, so stopping interrupts none."""
     return CountingBatchEnv([8] * num_envs)
 
 
@@ -104,7 +104,7 @@ def test_stopped_run_is_saved_and_can_be_resumed(tmp_path: Path) -> None:
     assert resumed.is_finished
     assert resumed.steps == 64
     assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4]
-    # The resumed run has other seeds, so it does not repeat its first episodes.
+    # The resumed run has different seeds, so it does not repeat its first episodes.
     assert maker.seeds[0] != maker.seeds[1]
     # Stopping at the end of an episode changes nothing else.
     straight = run(tmp_path / "straight", maker=maker)
@@ -191,7 +191,7 @@ def test_iteration_without_valid_steps_is_an_error_and_changes_nothing(
 ) -> None:
     lost = frozenset((step, b) for step in range(16) for b in range(2))
     maker = losing(lost)
-    with pytest.raises(EnvsLostError, match="100 % of the last iteration's 16 steps"):
+    with pytest.raises(EnvsLostError, match="100 % of the 16 steps in the last"):
         run(tmp_path / "run", maker=maker)
     spaces = maker.made[0].observation_space, maker.made[0].action_space
     fresh, saved = Agent(*spaces, SMALL), Agent(*spaces, SMALL.replace(seed=1))
@@ -203,7 +203,7 @@ def test_ten_iterations_with_few_valid_steps_end_the_run(tmp_path: Path) -> None
     lost = frozenset(
         (step, b) for step in range(400) for b in range(2) if (step % 8, b) != (0, 0)
     )
-    with pytest.raises(EnvsLostError, match="94 % of the last"):
+    with pytest.raises(EnvsLostError, match="94 % of the 16"):
         run(tmp_path / "run", SMALL.replace(total_steps=800), losing(lost))
     assert counters(tmp_path / "run") == (10, 10)
 

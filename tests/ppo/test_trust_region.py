@@ -12,7 +12,7 @@ from ppo.learning.update import Updater
 from tests.ppo.runs import Learner, parameters
 from tests.ppo.test_update import CONFIG, collect, make
 
-#: A policy with a small standard deviation: small changes of its mean have a large KL.
+#: A policy with a small standard deviation: small changes of its mean cause a large KL.
 NARROW = CONFIG.replace(
     initial_log_std=-5.0,
     learning_rate=3e-3,

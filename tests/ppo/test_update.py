@@ -76,7 +76,7 @@ def test_the_ratio_is_one_before_the_first_gradient_step(kind: str) -> None:
     first = learner(kind).update()
     assert first["ratio_deviation"] < 1e-5
     assert first["approximate_kl"] > 0
-    # The policy has changed, so the same rollout now has other ratios.
+    # The policy has changed, so the same rollout now has different ratios.
     again = learner(kind).updater.update(learner(kind).rollout, seed=(3, 5))
     assert again["ratio_deviation"] > 1e-3
 
@@ -204,7 +204,7 @@ def test_the_compiled_update_is_traced_once_and_has_static_shapes(kind: str) -> 
 
 
 def test_actions_with_rewards_become_more_likely() -> None:
-    """If larger actions earn more, the most likely action becomes larger."""
+    """If larger actions earn higher rewards, the most likely action becomes larger."""
     config = CONFIG.replace(epochs=10, learning_rate=3e-3, jit_compile=False)
     agent = make(config)
     updater = Updater(agent, config)

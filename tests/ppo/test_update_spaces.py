@@ -78,7 +78,7 @@ def test_learning_uses_the_observations_that_the_policy_acted_on(kind: str) -> N
     first = tf.nest.map_structure(lambda rows: rows[0], rollout.observation)
     features = subject.agent.preprocess(first)
     dtypes = tf.nest.map_structure(lambda leaf: leaf.dtype, features)
-    # Images are converted to float32 per minibatch; until then, they use a quarter.
+    # Images become float32 per minibatch; until then, they use a quarter of the memory.
     assert dtypes["camera"] == tf.uint8
     assert dtypes["action_mask"] == tf.bool
     taken = np.concatenate([np.eye(2)[rollout.action[..., 0]],
@@ -105,8 +105,8 @@ def test_the_contents_of_invalid_rows_do_not_matter(garbage: int, kind: str) -> 
     subject = learner(kind)
     clean = subject.rollout
     dirty = fill_masked(clean, garbage)
-    # Even if the observation of an invalid row is used as the successor of another
-    # row, its action mask is not: no action was chosen with it.
+    # Even if the observation of an invalid row is used as the successor of another row,
+    # its action mask is not, because no action was chosen with it.
     dirty.observation["action_mask"][:-1][~clean.valid] = garbage % 2
     metrics, parameters = subject.outcome(clean)
     dirty_metrics, dirty_parameters = subject.outcome(dirty)

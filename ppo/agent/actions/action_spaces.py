@@ -73,7 +73,7 @@ class ActionAdapter:
         return self.distribution_type(*parameters)
 
     def spec(self, num_rows: int) -> tf.TensorSpec:
-        """Return shape and dtype of `num_rows` sampled actions."""
+        """Return the shape and dtype of `num_rows` sampled actions."""
         return tf.TensorSpec([num_rows, math.prod(self._space.shape)], tf.int64)
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
@@ -85,8 +85,8 @@ class ActionAdapter:
         """Check that the action mask, if there is one, has a flag for every action.
 
         Raises:
-            UnsupportedSpaceError: The mask has another shape, the action space supports
-                no masks, or observations contain nothing but the mask.
+            UnsupportedSpaceError: The mask has the wrong shape, the action space does
+                not support masks, or observations contain nothing but the mask.
         """
         if not (
             isinstance(observation_space, gymnasium.spaces.Dict)
@@ -99,7 +99,7 @@ class ActionAdapter:
         if not sizes:
             raise UnsupportedSpaceError(
                 f"{where}: expected a Discrete or MultiDiscrete action space, got "
-                f"{self._space}; replace a MultiBinary by a MultiDiscrete of twos, or, "
+                f"{self._space}; replace MultiBinary with a MultiDiscrete of twos, or, "
                 "if this is not an action mask, rename the key."
             )
         is_split = isinstance(mask, gymnasium.spaces.Tuple)
@@ -122,7 +122,7 @@ class ActionAdapter:
 def make_action_adapter(
     space: gymnasium.Space[Any], config: Config | None = None
 ) -> ActionAdapter:
-    """Return the adapter of an action space.
+    """Return the adapter for an action space.
 
     Args:
         space: The action space of one env.
@@ -130,8 +130,8 @@ def make_action_adapter(
             they are Gaussian.
 
     Raises:
-        UnsupportedSpaceError: The space is not supported, or not with the distribution
-            of the config.
+        UnsupportedSpaceError: The space is not supported, or not by the distribution in
+            the config.
     """
     if isinstance(space, gymnasium.spaces.Box):
         return _BoxActions(space, config)
@@ -150,7 +150,7 @@ def make_action_adapter(
 class _BoxActions(ActionAdapter):
     """Real or integer vectors; -1 and 1 are mapped to finite bounds.
 
-    Values outside the bounds are clipped. With a squashed Gaussian there are none.
+    Values outside the bounds are clipped. A squashed Gaussian does not produce any.
     """
 
     distribution_type = DiagonalGaussian

@@ -1,4 +1,4 @@
 """Networks of an agent: perceptrons, convolutions, recurrent cores, custom models.
 
-`build` creates the networks of a config.
+`build` creates the networks that a config describes.
 """

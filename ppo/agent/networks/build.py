@@ -47,7 +47,7 @@ class Networks(NamedTuple):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """All parts with variables, by name, those of the policy first, each once."""
+        """All parts that have variables, by name; a shared torso is included once."""
         parts = {"policy_torso": self.policy_torso, "value_torso": self.value_torso}
         if self.is_torso_shared:
             parts = {"torso": self.policy_torso}
@@ -68,7 +68,8 @@ def build_networks(
         config: The settings of the networks.
 
     Raises:
-        UnsupportedSpaceError: The network is "cnn", but no image is observed.
+        UnsupportedSpaceError: The network is "cnn", but the observations contain no
+            image.
         ConfigError: A custom network cannot be loaded or does not match the spaces.
     """
     seeds = np.random.SeedSequence(config.seed).generate_state(6) >> 2

@@ -49,7 +49,7 @@ def channels_last(images: tf.Tensor) -> tf.Tensor:
 def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
     """Create the convolutional network for images of one shape.
 
-    Layers have orthogonal weights with gain sqrt(2), zero biases, and ReLU.
+    Layers have orthogonal weights with gain sqrt(2), zero biases and ReLU activations.
 
     Args:
         shape: Shape of an image, in any layout that `channels_last` accepts.
@@ -93,7 +93,7 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
 
 
 class ImageTorso(NetworkPart):
-    """A convolutional network per image; other observations are concatenated to them.
+    """Applies a convolutional network to each image, and appends other observations.
 
     Args:
         spaces: The leaves of the observation space.

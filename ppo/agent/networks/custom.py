@@ -3,7 +3,7 @@
     def make(observation_space, action_size, config, seed): ...
 
 The function returns a model from observations to policy outputs and values; see
-`docs/networks.md`. The model is checked with a small batch before the training starts.
+`docs/networks.md`. The model is checked with a small batch before training starts.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class CustomModel:
 
     Attributes:
         trackables: Objects that a checkpoint must store, by name.
-        trainable_variables: Keras variables that the optimizer changes.
+        trainable_variables: Keras variables that the optimizer updates.
 
     Raises:
         ConfigError: The outputs or the variables are not as expected.
@@ -60,15 +60,15 @@ class CustomModel:
             )
         if any(output.dtype != tf.float32 for output in outputs):
             raise ConfigError(
-                f"network {name}: expected outputs of float32, got "
+                f"network {name}: expected float32 outputs, got "
                 f"{_described(outputs)}; cast them."
             )
         trackables = getattr(model, "trackables", None)
         self.trackables = {"model": model} if trackables is None else dict(trackables)
         self._check_variables()
         self.trainable_variables = list(model.trainable_variables)
-        # Trace the model as the training does, to reject code that needs concrete
-        # values. Tracing does not run the model again.
+        # Trace the model, as training does, to reject code that needs concrete values.
+        # Tracing does not run the model again.
         tf.function(lambda rows: model(rows)).get_concrete_function(rows)
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -129,8 +129,8 @@ def make_custom_model(
         seed: Seed of the weights.
 
     Raises:
-        ConfigError: The function does not exist or raises, or its model has other
-            outputs or variables than expected.
+        ConfigError: The function does not exist or raises, or its model has unexpected
+            outputs or variables.
     """
     make = load_user_code("network", config.network)
     with user_code_errors(f"network {config.network}", make):

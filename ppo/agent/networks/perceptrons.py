@@ -1,4 +1,4 @@
-"""Multilayer perceptrons of Keras layers, and the heads of policy and value networks.
+"""Multilayer perceptrons, and the heads of policy and value networks, in Keras.
 
 A network maps the output of its torso to the parameters of an action distribution, or
 to values. Without a torso, its input is a preprocessed observation: a nest of float32
@@ -64,7 +64,7 @@ class NetworkPart:
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """Keras variables that the optimizer changes."""
+        """Keras variables that the optimizer updates."""
         return [
             variable
             for trackable in self.trackables.values()

@@ -165,18 +165,18 @@ def next_state(
     Args:
         state: States before the step, `[N, units]`.
         output: Outputs of the core in the step, `[N, units]`.
-        ended: bool `[N]`; whether the step ended an episode, for whatever reason.
+        ended: bool `[N]`; whether the step ended an episode, for any reason.
         pending: bool `[N]`; whether the row was padding, see `is_pending`.
 
     Returns:
-        For each row zero, `state` or `output`, `[N, units]`.
+        Zero, `state` or `output` for each row, `[N, units]`.
     """
     kept = tf.where(pending[:, None], state, output)
     return tf.where(ended[:, None], tf.zeros_like(kept), kept)
 
 
 def is_pending(status: tf.Tensor) -> tf.Tensor:
-    """Return which rows are padding, in which no env was stepped, as bool.
+    """Return a bool mask of the padding rows, in which no env was stepped.
 
     Args:
         status: `envserve.slab.Status` as uint8.
