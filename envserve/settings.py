@@ -162,9 +162,9 @@ def convert_fields(settings: Any) -> list[str]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass and its bases, by name."""
+    """Return the docstring below each field of a class and its bases, by name."""
     docs, bases = {}, {(each.__module__, each.__name__) for each in kind.__mro__[:-1]}
-    for module in {module for module, _ in bases}:
+    for module in {module for module, _ in bases} - {"builtins"}:
         for part in ast.parse(inspect.getsource(sys.modules[module])).body:
             is_base = (module, getattr(part, "name", "")) in bases
             for pair in pairwise(getattr(part, "body", ()) if is_base else ()):

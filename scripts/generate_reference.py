@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from envserve.cli.program import options_of
 from envserve.cli.start import start
-from envserve.settings import EnvOptions, LocalOptions, PoolSettings, field_docs
+from envserve.settings import EnvOptions, LocalOptions, field_docs
 from ppo.config import Config
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -49,13 +49,10 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield _INTRODUCTION
     yield from _table("option", "type", "accepted by", "meaning")
-    docs = field_docs(PoolSettings)
-    defaults = {f.name: f.default for f in dataclasses.fields(PoolSettings)}
+    docs = field_docs(EnvOptions) | field_docs(LocalOptions)
     for name, hint in get_type_hints(LocalOptions).items():
-        field = name if name in docs else f"{name}_seconds"
         where = "all" if name in EnvOptions.__annotations__ else "local batches"
-        meaning = docs[field] + _default(docs[field], defaults[field])
-        yield _row(f"`{name}`", _type(hint), where, meaning)
+        yield _row(f"`{name}`", _type(hint), where, docs[name])
     yield _START
     yield from _table("option", "value", "meaning")
     for option in options_of(start):
