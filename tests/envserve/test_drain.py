@@ -73,7 +73,7 @@ def test_the_command_waits_until_the_server_has_exited(
     homes.become("server")
     code, text = drain(server.address, "--timeout", "2")
     assert code == 3
-    assert "the server drains, but is still running after 2 s" in text
+    assert "the server is still draining after 2 s" in text
     code, text = drain(server.address)  # returns after the grace period
     assert (code, text) == (0, f"{server.address}: the server has drained and exited\n")
     assert "stopping" in server.end()

@@ -263,7 +263,7 @@ def test_a_server_whose_metrics_port_is_in_use_does_not_start(
 ) -> None:
     number = port.address.split(":")[-1].split("/")[0]
     with pytest.raises(
-        RuntimeError, match=r"exit code 1:\n(.*\n)*.*pass another --met"
+        RuntimeError, match=r"exited with code 1:\n(.*\n)*.*pass another --met"
     ):
         serve("--metrics-port", number)
 

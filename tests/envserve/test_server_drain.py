@@ -46,7 +46,7 @@ def test_running_episodes_end_and_every_transition_is_correct(
         if client.is_over or not step_and_check(client, action):
             break
         num_ends += rows.terminated | rows.truncated
-    assert "each of its envs ended an episode" in client.wait_for_end()
+    assert "each env of the lease ended an episode" in client.wait_for_end()
     assert num_ends.min() >= 1
     assert "Traceback" not in check_end(server)
 

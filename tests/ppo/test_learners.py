@@ -155,7 +155,7 @@ def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
         os.kill(processes[1].pid or 0, signal.SIGINT)
         assert [*map(pairs.wait_for_exit, processes)] == [0, 0]
     steps = steps_of(run)
-    assert "Learner 1 is done" in pairs.outputs(tmp_path)[1]
+    assert "Learner 1 finished after" in pairs.outputs(tmp_path)[1]
 
     longer = f"total_steps={steps + 3 * 64}"
     alone = ("train", "--num-workers=1", "--resume", str(run), "--set", longer)
