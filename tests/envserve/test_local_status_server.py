@@ -80,7 +80,9 @@ def test_an_unknown_lease_raises_lease_lost(observer: Observer, lease: int) -> N
 
 
 def test_unknown_rows_and_other_message_types_raise(observer: Observer) -> None:
-    with pytest.raises(LocalProtocolError, match="expected the row of an env that has been reset"):
+    with pytest.raises(
+        LocalProtocolError, match="expected the row of an env that has been reset"
+    ):
         observer.record(1, 4)
     with pytest.raises(LocalProtocolError, match="FrameRequest: "):
         observer.request(MessageType.PING, MessageType.PONG, 5.0)
