@@ -36,7 +36,7 @@ def demo(
     port: Port = 8580,
     seconds: Annotated[float, Meta(ge=0)] | None = None,
 ) -> None:
-    """Watch an agent learn on two servers that you can kill, until Ctrl-C.
+    """Watch an agent that keeps learning while you kill its servers; Ctrl-C ends it.
 
     Args:
       env: Env to train on, with Box observations: a registered name, FILE.py:CLASS or

@@ -19,7 +19,7 @@ _ANSWER_SECONDS: Final = 5.0
 def drain(
     address: Address, *, timeout: Seconds = 30.0, insecure: Insecure = False
 ) -> None:
-    """Stop one of your servers, as SIGTERM would, and wait until it has exited.
+    """Let a server's running episodes end, stop it, and wait until it has exited.
 
     The server lets running episodes end, for up to its --drain-grace seconds. Exit
     codes: 0 once the server has exited, 1 if it does not answer or refuses, 3 if it is

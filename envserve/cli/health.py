@@ -19,7 +19,7 @@ def health(
     timeout: Timeout = 2.0,
     insecure: Insecure = False,
 ) -> None:
-    """Check the health of a server.
+    """Check whether a server is healthy, and report it as the exit code.
 
     Exit codes: 0 if the server is healthy, 1 if it does not answer, 7 if its
     release is incompatible; docs/exit-codes.md lists all codes. If the address resolves

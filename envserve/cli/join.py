@@ -16,7 +16,7 @@ from envserve.keys.key_folder import KeyFolder
 def join(
     line: list[str] | None = None, *, timeout: Seconds = 10.0, home: Home = None
 ) -> None:
-    """Join a server with the invitation that `envserve invite` printed on its host.
+    """Register this client with a server, with the invitation printed on its host.
 
     Reads the invitation from the terminal without echo, or from stdin.
 

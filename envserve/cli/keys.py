@@ -32,7 +32,7 @@ def make(
     *,
     at: At,
 ) -> None:
-    """Create a key folder for each role, without a network; keep existing keys.
+    """Create key folders for a server and its clients, to copy to their hosts.
 
     Mount each folder where its role runs, and set ENVSERVE_HOME to it. The server's
     folder contains its keys and the list of its clients; a client's folder contains its
@@ -73,7 +73,7 @@ def new(
     *,
     home: Home = None,
 ) -> None:
-    """Replace your server key or your client key; the old key is deleted.
+    """Replace your server or client key; clients or servers must accept the new one.
 
     Args:
       role: Key to replace: server or client.

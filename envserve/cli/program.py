@@ -108,7 +108,8 @@ class Option:
         """
         text, default = self.help, self.default
         shown = " ".join(default) if isinstance(default, tuple) else default
-        if isinstance(shown, str | int | float) and shown is not False and shown != "":
+        is_shown = isinstance(shown, str | int | float) and shown not in (False, "")
+        if is_shown and "by default" not in text.lower():
             text += f" [default: {shown}]"
         kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": self.metavar}
         kwargs["help"] = text.replace("%", "%%") if text else argparse.SUPPRESS

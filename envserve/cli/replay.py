@@ -29,7 +29,7 @@ def replay(
     film: Path | None = None,
     last: Count = 200,
 ) -> int:
-    """Replay a crashed env, and check whether it ends as recorded.
+    """Replay a crash from its repro file, and check that the env ends as recorded.
 
     Exit codes: 0 if the env ends as recorded, 1 if not, 2 if the file or the env cannot
     be loaded.

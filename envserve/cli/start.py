@@ -96,7 +96,7 @@ def start(
     config: Annotated[Path | None, Option(metavar="FILE.toml")] = None,
     given: GivenOptions,
 ) -> int:
-    """Serve envs until SIGINT, or SIGTERM, which first lets running episodes end.
+    """Serve envs until SIGINT (stop at once) or SIGTERM (let running episodes end).
 
     Args:
       env: Env to offer: a registered name, FILE.py:CLASS or MODULE:NAME, or FILE.py for

@@ -78,29 +78,32 @@ def train(
     """Train an agent with PPO, and evaluate it at the end.
 
     Args:
-        config: Config of the run: a name that `ppo configs` lists, a .toml, .json or
-            .py file, or an env: a registered name, FILE.py:CLASS or MODULE:NAME.
+        config: A config that `ppo configs` lists, a .toml, .json or .py file, or an env
+            to train with default settings: a registered name, FILE.py:CLASS or
+            MODULE:NAME. Required unless a run is resumed.
         set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME`
             lists all settings.
         seed: Seed of the run's random numbers; by default, the config's seed.
-        seeds: Number of seeds to train, starting at --seed, each in its own process.
+        seeds: Number of seeds to train, starting at --seed, each in its own process and
+            run folder; by default, one.
         at_once: Number of seeds to train at a time; by default, one per core.
-        run_dir: Folder of the run; by default, runs/NAME-TIME.
+        run_dir: Folder to create for the run; by default, runs/CONFIG-TIME.
         resume: Resume the run in this folder from its newest checkpoint.
-        restartable: Resume the run in --run-dir if it exists, and exit with 3 if SIGINT
-            or SIGTERM stops it. For supervisors that repeat the command until it exits
-            with 0.
+        restartable: For supervisors that restart the command: resume the run in
+            --run-dir if it exists, and exit with 3 if SIGINT or SIGTERM stops it. The
+            exit code is 0 when the run is complete.
         min_servers: Minimum number of servers that must be ready at the start; others
             can join later. By default, all servers of --connect.
-        distribute: Train together with the learners that TF_CONFIG lists.
-        page: Serve a web page that shows the run.
+        distribute: Train as one of the learners that the environment variable TF_CONFIG
+            lists.
+        page: Serve a web page that shows the run, on this host, until the run ends.
         film: Film an episode after training.
         metrics_port: Port for Prometheus to scrape the run's metrics from; 0 chooses a
             free port. By default, metrics are not served.
         metrics_host: Address on which the metrics port listens; by default, only this
             host can reach it.
         on: Train with several learners on a Ray cluster; the first runs on this host.
-        learners: Number of learners on the Ray cluster.
+        learners: Number of learners, including the one on this host.
     """
     with report_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
