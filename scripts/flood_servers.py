@@ -108,7 +108,7 @@ class _Peer:
         )
 
     def ask(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Repeat a request until it is answered, because floods drop some messages."""
+        """Repeat a request until it is answered, because floods cause message drops."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):

@@ -128,8 +128,8 @@ def main(folder: Path) -> None:
         results |= {"texts": texts, "broadcast": variable.numpy().tolist()}
         results["new_threads"] = num_threads() - before
         if index == 1:
-            # Stay alive without calling collectives until the other learner has given
-            # up.
+            # Stay alive without calling collectives until the other learner has timed
+            # out.
             (folder / "1.json").write_text(json.dumps(results))
             while not (folder / "0.json").exists():
                 time.sleep(0.1)
