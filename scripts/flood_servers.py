@@ -191,7 +191,7 @@ def _compare(
     cores: Cores,
     goals: Goals,
 ) -> None:
-    """Measure without a flood, and with a flood of the other or the client's server."""
+    """Measure without a flood, then while each of the two servers is flooded."""
     own, other = addresses
     kind, num_connections = flood
     runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}

@@ -261,7 +261,7 @@ def _has_image(space: Any) -> bool:
     if parts is not None:
         parts = parts.values() if isinstance(parts, Mapping) else parts
         return any(map(_has_image, parts))
-    # Imported here, so that configs can be read without Gymnasium.
+    # Imported lazily, so that configs can be read without Gymnasium.
     from ppo.images import can_convolve
 
     return can_convolve(space)

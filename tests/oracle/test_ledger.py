@@ -1,4 +1,4 @@
-"""The oracle on constructed rows: which ones it accepts, and which ones it rejects."""
+"""The oracle on constructed rows: the rows that it accepts, and those it rejects."""
 
 from __future__ import annotations
 

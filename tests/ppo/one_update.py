@@ -29,7 +29,7 @@ from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, parameters
 
-#: Lost steps. The first learner has more of them than the second one, so averaging the
+#: Lost steps. The first learner has more lost steps than the second, so averaging the
 #: learners' means would be wrong.
 LOST = frozenset({(2, 0), (5, 1), (6, 1), (6, 0), (7, 0)})
 #: Enables all computations that involve the rows of several learners.
