@@ -1,4 +1,4 @@
-"""The command with all benchmarks as sub-commands; importing it loads no TensorFlow."""
+"""The benchmark command and its sub-commands; importing it loads no TensorFlow."""
 
 from __future__ import annotations
 

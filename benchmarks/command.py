@@ -1,4 +1,4 @@
-"""Common parts of the sub-commands: options, measuring in turns, saving results."""
+"""Common parts of the sub-commands: options, interleaved cases, saving results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
     outdir: Path | None
 
     def measure(self, cases: Sequence[Case], repetitions: int) -> Measurements:
-        """Measure the selected cases in turns."""
+        """Measure the selected cases alternately."""
         return measure_cases(chosen(cases, self.only), repetitions, say)
 
     def measure_all(self, cases: Sequence[Case], repetitions: int) -> Measurements:
@@ -56,7 +56,7 @@ class Run:
         return measured
 
     def publish(self, **fields: Any) -> None:
-        """Print and save the result; `fields` are the remaining fields of `Result`."""
+        """Print and save the result; `fields` are the other fields of `Result`."""
         publish(Result(name=self.name, options=self.options, **fields), self.outdir)
 
 

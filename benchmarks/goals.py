@@ -1,7 +1,7 @@
 """Goals for the results of the suite on two cores, and the table that checks them.
 
-Most goals are ratios of cases that were measured in turns. Quantities that users notice
-directly, such as the time to start, have absolute limits.
+Most goals are ratios of cases that were measured alternately. Quantities that users
+notice directly, such as the time to start, have absolute limits.
 """
 
 from __future__ import annotations

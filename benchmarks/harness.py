@@ -1,4 +1,4 @@
-"""Measure cases in turns, each in its own process.
+"""Measure cases alternately, each in its own process.
 
 Separate processes do not share threads, imports or an interpreter lock. A process waits
 for a message on its pipe while other cases are measured.
@@ -22,7 +22,7 @@ from envserve.bench import interleaved
 from envserve.bench.interleaved import Measure, Measurements
 from envserve.errors import EnvserveError
 
-#: Closing 64 processes of another project can take a long time.
+#: Timeout in seconds; closing 64 processes of another project can take long.
 _CLOSE_SECONDS: Final = 30.0
 _REMEDY: Final = "exclude it by selecting other cases with --only"
 
@@ -50,7 +50,7 @@ class Case:
 
 
 def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of the words; all without words.
+    """Return the cases whose names contain one of the words; all cases by default.
 
     Raises:
       BenchmarkError: No case contains one of the words.
@@ -70,7 +70,7 @@ def measure_cases(
     repetitions: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> Measurements:
-    """Open all cases, and measure each of them once per repetition, in turns.
+    """Open all cases, and measure them alternately, each once per repetition.
 
     Raises:
       BenchmarkError: A case failed, or all cases were skipped.
@@ -106,7 +106,7 @@ class _CaseProcess:
         theirs.close()
 
     def wait_until_ready(self) -> str | None:
-        """Return why the case is skipped, or None once it can be measured."""
+        """Wait until the case is ready; return the reason if it is skipped, or None."""
         kind, value = self._receive()
         return str(value) if kind == "skipped" else None
 
@@ -144,12 +144,12 @@ class _CaseProcess:
 
 
 def _serve(case: Case, connection: Connection) -> None:
-    """Measure a case on each request, until the other end is closed."""
+    """Measure a case on each request, until the other end of the pipe is closed."""
     # Ctrl-C reaches all processes of the group. The parent ends this process, which
-    # then ends those that it has started.
+    # then ends the processes that it has started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
-    # Some projects load TensorFlow although it is not used here.
+    # Some projects load TensorFlow although the cases do not use it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     # This process was spawned, so it would spawn by default, too. Restore the

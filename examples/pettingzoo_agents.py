@@ -58,7 +58,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         seed: int | list[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all games, or those that have a row in `options["reset_mask"]`."""
+        """Reset all games, or only the games with a row in `options["reset_mask"]`."""
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
         for number in range(len(self.games)):
             rows = self.rows_of(number)

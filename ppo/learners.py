@@ -171,7 +171,7 @@ class Learners:
         """Wait until all learners have received the last sum.
 
         In a ring, each learner forwards sums to the next one, so a learner that exits
-        early would interrupt the others.
+        early would interrupt the remaining learners.
         """
         with contextlib.suppress(tf.errors.OpError):
             self.gather(None)

@@ -58,8 +58,9 @@ class Simulation:
             the start of an episode, and are kept from rollout to rollout.
         sequence_length: Number of batch steps between the states that the rollout
             stores; must divide the horizon. The default is the horizon.
-        num_rollouts: Number of rollouts with separate arrays, which are used in turn. A
-            rollout is overwritten by the `num_rollouts`-th call of `run` after it.
+        num_rollouts: Number of rollouts with separate arrays, which are reused
+            cyclically. A rollout is overwritten by the `num_rollouts`-th call of `run`
+            after it.
 
     Attributes:
         infos: Infos of the steps that ended an episode in the last rollout, by step and
@@ -107,7 +108,7 @@ class Simulation:
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._loop = tf.function(self._run_loop)
         # On CPUs, run the operations in the calling thread: handing them to other
-        # threads takes longer than the operations, because workers use the cores. With
+        # threads takes longer than running them, because workers use the cores. With
         # a GPU this is not possible, because the loop on the GPU calls Python.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
@@ -298,7 +299,7 @@ class Simulation:
     ) -> list[np.ndarray]:
         """Step the envs of one split, and return the next observation of another.
 
-        With one split, both are the same.
+        With a single split, that split is stepped and its observation returned.
 
         Args:
             sent: Index of the split to step.
@@ -325,7 +326,7 @@ class Simulation:
         return self._graph_inputs(following, step)
 
     def _graph_inputs(self, split: SplitRows, step: int) -> list[np.ndarray]:
-        """Return the inputs of the policy after a received step; -1 before the first.
+        """Return the policy's inputs after a received step, where -1 is the reset.
 
         These are the leaves of the next observation and, for a recurrent policy, the
         end flags of the step.

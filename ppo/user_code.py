@@ -55,7 +55,7 @@ def _load_file(path: str) -> ModuleType:
         loader = SourceFileLoader(path.replace(".", "_"), path)
         module = ModuleType(loader.name)
         module.__file__ = path
-        sys.modules[loader.name] = module  # dataclasses look up their module here
+        sys.modules[loader.name] = module  # dataclasses look up their module
         loader.exec_module(module)
         _loaded[path] = version, module
     return module

@@ -84,7 +84,7 @@ def send_endless(address: str, home: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         use_keys(peer, *keys_of(home, address))
         peer.connect(address)
-        while True:  # ZeroMQ discards the rest when the server closes the connection
+        while True:  # ZeroMQ discards unsent data when the server disconnects
             peer.send_multipart([_MIB] * _ENDLESS, copy=False)
             peer.poll(1000)
 
@@ -98,7 +98,7 @@ def announce(address: str, keys: CurveKeys, count: int) -> int:
             for routing_id in (*ids, *[b""] * _NEWCOMERS):
                 peer = KeyedStranger(address, *keys, HELLO, routing_id)
                 num_shut_out += not stack.enter_context(peer).is_admitted()
-        zmq.Context.instance().term()  # until all are closed; few fit at once
+        zmq.Context.instance().term()  # wait until all are closed; few fit at once
     return num_shut_out
 
 
@@ -159,7 +159,7 @@ def main(
         longest = 1e3 * max(client.seconds)
         goals.at_most("routing ids: longest honest step (ms)", longest, MAX_STEP_MS)
         for name, send in (("one-id", send_as_one), ("endless", send_endless)):
-            # A new client, because the one before is blocked.
+            # Use a new client, because the previous client is blocked.
             let_in(home := folder / name, server.address)
             num_closed = server.log.count("connections are closed")
             with honest_client(server) as client:

@@ -168,7 +168,7 @@ def announce(address: str, routing_id: bytes) -> None:
 def send_as_another(
     address: str, count: int, numbers: tuple[int, int], attach: bytes
 ) -> tuple[int, list[Any], list[Any]]:
-    """Alternate between the ids of another key's lease and those of an unknown session.
+    """Alternate between the ids of another key's lease and ids of an unknown session.
 
     Returns:
       The number of answers, and the kinds of answers for each of the two sessions.
@@ -260,7 +260,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield what others can read: argv, workers' memory, the log, crash files."""
+    """Yield data readable by others: argv, workers' memory, the log, crash files."""
     pid, *started = with_descendants(server.process.pid)
     yield "argv of the server", Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:

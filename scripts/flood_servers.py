@@ -108,7 +108,7 @@ class _Peer:
         )
 
     def ask(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Repeat a request until it is answered, because floods drop some messages."""
+        """Repeat a request until it is answered, because floods cause message drops."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):
@@ -191,7 +191,7 @@ def _compare(
     cores: Cores,
     goals: Goals,
 ) -> None:
-    """Measure without a flood, and with a flood of the other or the client's server."""
+    """Measure without a flood, then while each of the two servers is flooded."""
     own, other = addresses
     kind, num_connections = flood
     runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}

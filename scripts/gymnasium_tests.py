@@ -94,7 +94,7 @@ class Harness:
             )
 
     def substitute(self) -> Callable[..., Any]:
-        """Return a class that takes functions, as `AsyncVectorEnv` does."""
+        """Return a replacement for `AsyncVectorEnv` that also takes `env_fns`."""
         import cloudpickle  # type: ignore[import-untyped]
 
         from envserve.client import BatchEnv

@@ -67,7 +67,7 @@ def progress(folder: Path) -> tuple[int, int]:
 def kill_in_the_middle(
     process: subprocess.Popen[bytes], folder: Path, seconds: float, *, waits: bool
 ) -> bool:
-    """Kill a process after some seconds; return whether it was alive until then.
+    """Kill a process after some seconds; return whether it was still running.
 
     With `waits`, count the seconds from its next checkpoint.
     """

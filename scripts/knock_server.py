@@ -91,7 +91,7 @@ def knock_often(make: Callable[..., Stranger | KeyedStranger], tries: int) -> in
         for peer in peers:
             with peer:
                 count += peer.is_admitted()
-        zmq.Context.instance().term()  # until all are closed; few fit at once
+        zmq.Context.instance().term()  # wait until all are closed; few fit at once
     return count
 
 

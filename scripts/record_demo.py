@@ -56,7 +56,7 @@ def browser() -> Iterator[Page]:
 
 
 class Film:
-    """Pictures of a page, each with its duration in milliseconds."""
+    """Screenshots of a page, each with its duration in milliseconds."""
 
     def __init__(self, page: Page) -> None:
         self.page = page

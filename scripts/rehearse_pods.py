@@ -7,8 +7,8 @@ and with the commands, probes, volumes and users of the manifests. tests/pods.py
 the parts that this does not test.
 
 The trainer waits for servers and trains. One server is killed and restarts at another
-address; the other one is evicted. The trainer is evicted, resumes with two of four
-servers, uses the others when they start, and continues while one of them is
+address; the other server is evicted. The trainer is evicted, resumes with two of four
+servers, uses the other two when they start, and continues while one of them is
 disconnected. Then it is killed, and resumes until its job is complete. Every valid row
 must follow from the previous one by CartPole's dynamics. Exits with 1 if a check fails.
 Linux only; requires root and iproute2.
@@ -36,7 +36,7 @@ SERVERS = pod_spec("StatefulSet", "envs")
 TRAINER = pod_spec("Job", "trainer")
 #: Timeout in seconds for starting TensorFlow and running some iterations.
 PATIENCE = 240
-#: Settings of a run, and of one that continues until it is stopped.
+#: Settings of a run, and of a run that continues until it is stopped.
 FEW = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
 ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *FEW)
 #: The trainer's callback, which aborts training at a wrong row.

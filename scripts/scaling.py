@@ -203,7 +203,7 @@ def attach(changes: int = 100, servers: int = 4) -> None:
         running: list[ServerProcess] = []
 
         def start() -> list[ServerProcess]:
-            """Start as many servers as the batch has, at the same time."""
+            """Start one replacement per server of the batch, all at the same time."""
             started = []
             for _ in range(servers):
                 place = Path(tempfile.mkdtemp(dir=folder))

@@ -4,10 +4,10 @@
     python scripts/train_under_fire.py --leave --servers 4
 
 With --leave, servers are not restarted: one is killed, another is drained, and a new
-one is added to the address file. Every row whose server runs must then be valid in each
-batch step, except for one lost row after a move. Prints the costs, and exits with 1 if
-the agent has not learned the task, or if a row was missing. Requires the extra `dev`
-(psutil).
+server is added to the address file. Every row whose server runs must then be valid in
+each batch step, except for one lost row after a move. Prints the costs, and exits with
+1 if the agent has not learned the task, or if a row was missing. Requires the extra
+`dev` (psutil).
 """
 
 import contextlib

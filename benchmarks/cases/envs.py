@@ -113,7 +113,7 @@ class RequestEnv(gymnasium.Env[Array, Array]):
     """Return the number of the last request and the number of steps so far.
 
     The action is int64 `[2]`: the number of the request, and its duration in
-    microseconds. The observation is int64 `[2]`: that number, and the count of steps.
+    microseconds. The observation is int64 `[2]`: the request number and the step count.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Cases of envserve: in-process, on a server over ipc or tcp, on two servers."""
+"""envserve cases: in-process, on a server over ipc or tcp, on two servers."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _memory_alone(name: str, load: Workload) -> float | None:
     """Return the memory in bytes, or None if the system does not report it."""
     if sys.platform != "linux":
         return None
-    # Not in turns, because processes of other cases would share pages with it.
+    # Measured alone, because processes of other cases would share pages with it.
     case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
     return measure_cases([case], 1).median(name, _MEMORY)
 

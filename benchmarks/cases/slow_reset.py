@@ -51,7 +51,7 @@ def slow_reset(
     quick = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
     steps = {
         "num_steps": episodes * episode_length,
-        # The first episode of each env is shorter, also for spare envs.
+        # The first episode of each env, including spare envs, is shorter.
         "first_steps": 2 * episode_length if staggered else 0,
     }
     spare = {"spare_envs": True}
@@ -84,7 +84,7 @@ def slow_reset(
 def episodes_of(
     load: Workload, num_steps: int, first_steps: int, spare_envs: bool = False
 ) -> Iterator[Measure]:
-    """Run `num_steps` batch steps per measurement, after `first_steps` at the start."""
+    """Run `first_steps` batch steps once, then `num_steps` per measurement."""
     actions = np.zeros(load.num_envs, np.int64)
     with batch_env(load, spare_envs=spare_envs) as batch:
         time_each(batch.step, [actions] * first_steps)

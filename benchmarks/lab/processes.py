@@ -26,7 +26,7 @@ class Vitals(NamedTuple):
     """Resources that a process uses.
 
     Attributes:
-      state: State as psutil names it. A zombie has ended, but its parent has not read
+      state: State, as named by psutil. A zombie has ended, but its parent has not read
         its exit status.
       resident_bytes: Resident memory, including shared pages.
     """
@@ -69,7 +69,7 @@ def is_running(pid: int) -> bool:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Kill processes; those that have ended are ignored."""
+    """Kill processes; ignore processes that have already ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

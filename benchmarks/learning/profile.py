@@ -132,7 +132,7 @@ def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
 
 
 def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
-    """Return the time of the slowest worker; more if workers outnumber cores.
+    """Return the time of the slowest worker, increased if workers outnumber cores.
 
     Args:
         spent: time of each env, by row.
@@ -144,7 +144,7 @@ def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
 
 
 def _parts(measured: Measurements, turn: int) -> dict[str, float]:
-    """Return the parts of a batch step in one turn; their sum is the rollout's time."""
+    """Return the parts of one measured batch step; their sum is the rollout's time."""
     value = {c: measured.values(c, MICROSECONDS)[turn] for c in measured.by_case}
     local_lane = _LOCAL_LANE if _LOCAL_LANE in value else _LANE
     local, client = value[local_lane], measured.values(local_lane, THREAD)[turn]

@@ -1,4 +1,4 @@
-"""Cases of rollouts: a complete rollout, its policy alone, and a loop in Python.
+"""Rollout cases: a complete rollout, its policy alone, and a loop in Python.
 
 All measure microseconds per batch step. The process of a case loads TensorFlow when the
 case is opened.

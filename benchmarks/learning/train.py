@@ -111,7 +111,7 @@ def train(
 
 @contextlib.contextmanager
 def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Measure]:
-    """Train with `ppo.train.train`, which waits between the measurements."""
+    """Train with `ppo.train.train`; training waits between the measurements."""
     load_tensorflow()
     from ppo.environments import env_maker
     from ppo.train import train

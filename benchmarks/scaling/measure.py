@@ -113,7 +113,7 @@ def measure_batch(
 
 
 def _stepping(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
-    """Return a function that steps all rows once, as a trainer with splits does."""
+    """Return a function that steps all rows once, split by split as a trainer does."""
     actions = np.zeros(batch.num_envs, np.int64)
     if num_splits == 1:
         return lambda: batch.step(actions)

@@ -147,7 +147,7 @@ def _serve(ours: Connection, count: int, env_seconds: float, insecure: bool) -> 
     while True:
         later = time.monotonic() + 1.0
         soon = min((s.due[0][0] for s in servers if s.due), default=later)
-        # Poll for whole milliseconds, and sleep for the rest.
+        # Poll for whole milliseconds, and sleep for the remaining fraction.
         milliseconds = max(0, int(1000 * (soon - time.monotonic())))
         for socket, _ in poller.poll(milliseconds):
             of_socket[socket].receive()

@@ -1,5 +1,6 @@
 """Scores of the named configs over several seeds, compared with published scores.
 
-`tasks` lists the runs, `run_one` runs one, `many` runs the missing ones, and `document`
-writes the tables and the plot. `scripts/benchmark_scores.py` is the command.
+`tasks` lists the runs, `run_one` performs one run, `many` performs all missing runs,
+and `document` writes the tables and the plot. The command is
+`scripts/benchmark_scores.py`.
 """

@@ -16,11 +16,11 @@ COLUMNS = (
     *("seeds", "lowest E", "largest KL", "reached", "seconds"),
 )
 NUM_TEXTS = 4
-"""Number of columns that hold text; they come first."""
+"""Number of text columns, which come first."""
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
-    """Return one number per seed; their mean is a measure of `Task`."""
+    """Return one number per seed; their mean is a measure described in `Task`."""
     if measure == "E":
         return [score.final for score in scores]
     if measure == "B":

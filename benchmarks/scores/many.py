@@ -93,7 +93,7 @@ def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Sco
 def _read(
     jobs: Iterable[tuple[Task, int, Path]], path: Path | None
 ) -> dict[str, list[Score]]:
-    """Return the scores of the runs, and the JSON file's scores of all other runs.
+    """Return the scores of the runs, and all other scores in the JSON file.
 
     If a task has scores with the current settings, its other scores are omitted.
     """

@@ -36,7 +36,7 @@ class Task:
       goal: Score to reach.
       anchors: Published scores by measure, starting with the goal's measure.
       changes: Settings that differ from the config, such as a different env name.
-      variant: Name for these changes, if there is a row without them.
+      variant: Name of these changes, if the table also has a row without them.
       episodes: Episodes of the final evaluation (E).
     """
 
@@ -52,7 +52,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Name such as `cheetah-1M` or `cheetah-1M-penalty`, also of the folder."""
+        """Name of the task and its folder: `cheetah-1M`, `cheetah-1M-penalty`, ..."""
         return "-".join(filter(None, (self.config, self.budget, self.variant)))
 
     @property
@@ -134,4 +134,4 @@ TASKS: tuple[Task, ...] = (
     Task("humanoid", 10 * _M, "E", 3, 5000, "E SF 5439 (v4)"),
     Task("pong", 3 * _M, "E", 1, 20, "E rl-zoo 20.99 at 10M", _PONG),
 )
-"""Tasks in the order of the table. TRPO is rl-zoo's; SF is Sample Factory."""
+"""Tasks in the order of the table. TRPO is from RL Zoo; SF is Sample Factory."""

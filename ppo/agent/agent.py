@@ -109,7 +109,7 @@ class Agent:
             snapshot: Result of `snapshot`.
             observation: Raw observation, rows `[N, ...]`.
             noise: N rows of `actions.noise`.
-            state: As for `act`.
+            state: State of the core; see `act`.
 
         Returns:
             Actions, as from `act`; the parameters of their distributions, for
@@ -133,8 +133,8 @@ class Agent:
     def mode(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
     ) -> tuple[tf.Tensor, ...]:
-        """Return the most likely action per row; arguments and results as in `act`."""
-        del seed  # only for the same signature as `act`
+        """Return the most likely action per row, like `act` but without sampling."""
+        del seed  # accepted only to match the signature of `act`
         distribution, state = self._policy_step(observation, state)
         action = distribution.mode()
         return action, distribution.log_prob(action), *state
@@ -181,7 +181,8 @@ class Agent:
 
         Args:
             features: Preprocessed rows `[N, ...]`.
-            count: 1 for the policy's core only, 2 to include the value function's core.
+            count: Number of cores: 1 for the policy's core only, 2 to include the value
+                function's core.
         """
         networks = self._networks
         inputs, _ = self.preprocess.inputs(features)

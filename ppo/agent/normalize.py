@@ -52,7 +52,7 @@ class RunningMoments:
         Args:
             values: Rows `[N, ...]` of any numeric dtype.
             mask: Bool `[N]`.
-            learners: The group of learners; the rows of all of them are added.
+            learners: The group of learners, whose rows are all added.
         """
         self._merge(tf.cast(values, tf.float64), mask, learners)
 
@@ -137,7 +137,7 @@ class ReturnScale:
             reward: float `[T, B]`.
             done: bool `[T, B]`; whether the episode ended.
             valid: bool `[T, B]`; invalid rows are ignored.
-            learners: The group of learners; the returns of all of them are added.
+            learners: The group of learners, whose returns are all added.
         """
         returns = np.where(valid, reward, 0.0)
         discounts = np.where(done | ~valid, 0.0, self._discount)

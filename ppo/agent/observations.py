@@ -98,7 +98,7 @@ class ObservationPreprocessor:
         return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
 
     def scales(self) -> list[tuple[tf.Tensor, ...]]:
-        """Return the `RunningMoments.scale` of each leaf, or () if it has none."""
+        """Return each leaf's `RunningMoments.scale`, or () if it is not normalised."""
         moments = [leaf.moments for leaf in self._leaves]
         return [() if part is None else part.scale for part in moments]
 

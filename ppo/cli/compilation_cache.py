@@ -1,8 +1,9 @@
 """Cache XLA-compiled code across runs, in the user's cache folder.
 
-TensorFlow writes entries atomically, so processes can share the folder. Other problems
-would abort a training run, so they are checked before TensorFlow uses the folder: a
-folder that is not writable, a full disk, and incomplete entries after a host crash.
+TensorFlow writes entries atomically, so processes can share the folder. The
+following problems would abort a training run, so they are checked before TensorFlow
+uses the folder: a folder that is not writable, a full disk, and incomplete entries
+after a host crash.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 _FLAG = "--tf_xla_persistent_cache_directory"
-_MAX_BYTES = 256 << 20  # of the whole cache; a compiled update has about 2 MB
+_MAX_BYTES = 256 << 20  # maximum cache size; an update takes about 2 MB
 _UNFINISHED_SECONDS = 3600.0  # older temporary files are from killed processes
 
 
@@ -56,7 +57,7 @@ def _machine_hash() -> str:
 def _clean_up(root: Path, now: float) -> None:
     """Remove incomplete entries, then the oldest ones until the cache fits its limit.
 
-    `now` is a time of the file system's clock.
+    `now` is the current time on the file system's clock.
     """
     found = []
     for path in root.glob("*/*"):

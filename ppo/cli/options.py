@@ -1,6 +1,6 @@
 """Shared parts of the commands: options, error reports, and the start of TensorFlow.
 
-TensorFlow is loaded only after the input has been checked, because that takes seconds.
+The input is checked before TensorFlow is loaded, because loading it takes seconds.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def sigterm_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_interrupts() -> Iterator[None]:
-    """Raise an interrupt again at the end if the code within suppressed it."""
+    """Re-raise an interrupt at the end of the block if its code suppressed it."""
     raised: list[KeyboardInterrupt] = []
 
     def interrupt(number: int, _: object) -> None:
@@ -163,7 +163,7 @@ def start_tensorflow(
     enable_compilation_cache(tf.__version__)
     tf.get_logger().setLevel("ERROR")
     logging.getLogger("absl").setLevel("ERROR")
-    for gpu in gpus:  # by default, TensorFlow allocates all GPU memory
+    for gpu in gpus:  # otherwise, TensorFlow allocates all GPU memory
         tf.config.experimental.set_memory_growth(gpu, True)
     if gpus and config is not None and not config.use_gpu:
         tf.config.set_visible_devices([], "GPU")
@@ -272,8 +272,8 @@ def report_errors(
 
     Args:
         log_format: with "text", warnings about envs are plain lines.
-        is_restartable: whether a supervisor repeats the command. An unknown address is
-            then not an input error, because the servers may start later.
+        is_restartable: whether a supervisor repeats the command. If so, an unknown
+            address is not an input error, because the servers may start later.
     """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():

@@ -96,7 +96,7 @@ class Screen:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        """Stop drawing; the lines of finished phases stay."""
+        """Stop drawing; the lines of finished phases stay on the screen."""
         self._end_phase(is_finished=exception_type is None)
         self._is_over.set()
         if self._is_live:
@@ -170,9 +170,9 @@ class Screen:
         return ", ".join((*timing, *results, time_left))
 
     def _cells(self, progress: "Progress") -> tuple[list[str], list[str]]:
-        """Return texts about time and steps, and about results; important ones first.
+        """Return texts about time and steps, and texts about results, by importance.
 
-        The first text is the time left, the second the env steps.
+        The first text is the time left, and the second is the number of env steps.
         """
         now, (start, first), (_, steps) = time.monotonic(), self._first, self._last
         time_left = "? left"
@@ -227,7 +227,7 @@ def _row(
 ) -> Table:
     """Lay out a row of at most `width` columns; drop the last cells if it is too long.
 
-    `graphic` draws a bar or a sparkline in the number of columns that remain.
+    `graphic` draws a bar or a sparkline, given the number of remaining columns.
     """
     shown = list(cells)
     available = width - lead_width - _GAP

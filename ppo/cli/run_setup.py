@@ -49,7 +49,7 @@ class Plan(NamedTuple):
         return self.earlier_config is not None
 
     def decay_warning(self, steps: int) -> str:
-        """Return a warning if decaying settings jump up because the run is longer now.
+        """Return a warning if decaying settings increase because the run was extended.
 
         Returns an empty string if there is nothing to warn about.
         """
@@ -90,7 +90,7 @@ class Plan(NamedTuple):
 
 
 def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
-    """Return all learners' addresses, HOST:PORT, and our index from TF_CONFIG."""
+    """Return all learners' addresses and this learner's index, given by TF_CONFIG."""
     text = os.environ.get("TF_CONFIG")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         values = json.loads(text or "")

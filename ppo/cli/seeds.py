@@ -34,7 +34,7 @@ def train_seeds(
     Args:
         screen: shows the progress.
         plan: plan of the first seed.
-        num_seeds: number of seeds; 0 means those in the folder of the study.
+        num_seeds: number of seeds; 0 means the seeds in the folder of the study.
         at_once: number of seeds to train at a time; by default, one per core.
         workers: worker processes per seed; by default, the seed's share of the cores.
 
@@ -91,7 +91,8 @@ def _train(
 ) -> bool:
     """Train the unfinished seeds, and return whether a seed failed.
 
-    The first signal makes all seeds stop after their iteration, the second one at once.
+    At the first signal, all seeds stop after their current iteration; at the second,
+    they stop immediately.
     """
     waiting = [seed for seed in runs if _mean_return(plan, runs[seed]) is None]
     running: dict[int, subprocess.Popen[bytes]] = {}

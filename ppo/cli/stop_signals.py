@@ -61,7 +61,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
-        """Read one byte per signal, its number, until the writer is closed."""
+        """Read signal numbers, one byte each, until the writer is closed."""
         count = 0
         while number := self._reader.recv(1):
             count += number[0] in self._previous
@@ -71,7 +71,8 @@ class StopSignals:
                 self._is_impatient = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # If two signals arrive during one TensorFlow call, Python calls this only once.
+        # If two signals arrive during one TensorFlow call, Python calls this handler
+        # only once.
         if self.received is not None or self._is_impatient:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

@@ -148,7 +148,7 @@ def train(
         try:
             if seeds is not None or _is_study(run_folder.path):
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
-            plan.config.per_learner(len(addresses))  # raises if it cannot be divided
+            plan.config.per_learner(len(addresses))  # raises if not divisible
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
@@ -348,7 +348,7 @@ class Monitors(contextlib.ExitStack):
             self._evaluated |= {k: v for k, v in new if k.startswith("evaluation_")}
             row = {**self._evaluated, **progress.metrics}
             self._metrics.update(progress.steps, row, self._env.stats())
-        self._screen.show(progress)  # last: the metrics must be current by then
+        self._screen.show(progress)  # last, when the metrics are up to date
 
 
 def _finish(screen: Screen, plan: Plan, has_film: bool) -> None:

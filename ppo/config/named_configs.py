@@ -48,7 +48,7 @@ def _atari(env_name: str) -> Config:
 
     The settings are those of Schulman et al. 2017, with two exceptions: rewards are
     scaled instead of clipped, and the loss of a life does not end an episode, so
-    returns are scores of the game. Published results usually use ten times as many
+    returns are game scores. Published results usually use ten times as many
     steps.
     """
     is_frameskip_in_env = env_name.startswith("ALE/")
@@ -82,8 +82,8 @@ _PIXELS: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Config] = {
-    # With two splits, a rollout takes two thirds of the time. This does not apply to
-    # HalfCheetah, whose envs keep all cores busy: its rollouts take longer.
+    # With two splits, a rollout takes two thirds of the time. HalfCheetah is an
+    # exception: its envs keep all cores busy, so two splits slow its rollouts down.
     "cartpole": Config(env_name="CartPole-v1", total_steps=100_000, num_splits=2),
     # Every step has the same reward until the end, so the differences between actions
     # are small after reward scaling. Normalised advantages enlarge them.
@@ -261,7 +261,7 @@ def _has_image(space: Any) -> bool:
     if parts is not None:
         parts = parts.values() if isinstance(parts, Mapping) else parts
         return any(map(_has_image, parts))
-    # Imported here, so that configs can be read without Gymnasium.
+    # Imported lazily, so that configs can be read without Gymnasium.
     from ppo.images import can_convolve
 
     return can_convolve(space)
@@ -295,9 +295,8 @@ def read_config(path: Path) -> Config:
 def apply_settings(config: Config, settings: Iterable[str]) -> Config:
     """Return a config with settings such as `learning_rate=1e-4` applied.
 
-    Numbers have the form of Python literals (`300_000`, `1e6`), layers the form
-    `64,64`, booleans are `true` and `false`, and mappings and wrappers are JSON or
-    TOML.
+    Numbers are written as Python literals (`300_000`, `1e6`), layers as `64,64`,
+    booleans as `true` or `false`, and mappings and wrappers as JSON or TOML.
 
     Raises:
         ConfigError: A setting has the wrong form, is unknown, or is out of range.

@@ -94,7 +94,7 @@ class PeriodicEvaluator:
     """Evaluate an agent repeatedly during training, on the same episodes each time.
 
     New envs are created for each evaluation and closed after it. All evaluations
-    therefore start from the same seeds, and env servers are free in between.
+    therefore start from the same seeds, and env servers are free between evaluations.
 
     Args:
         agent: agent to evaluate; it takes its most likely actions.
@@ -186,7 +186,7 @@ def evaluate_run(
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = Agent(env.observation_space, env.action_space, config)
-            # A run in progress may have written a newer one in the meantime.
+            # A run in progress may have written a newer checkpoint in the meantime.
             counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
         evaluation = evaluate(agent, env, episodes)._replace(steps=counters.steps)
     try:

@@ -265,8 +265,8 @@ def _make_actor(
 ) -> Callable[[], Callable[[Any], np.ndarray]]:
     """Return a function that starts an episode.
 
-    That function returns another one, which maps the observations of the episode to the
-    most likely env actions, and keeps the agent's recurrent state.
+    The returned function creates a function that maps the observations of the episode
+    to the most likely env actions, and keeps the agent's recurrent state.
     """
     graph_env = InGraphBatchEnv(env, agent.actions)
 

@@ -122,7 +122,7 @@ def explained_variance(
 ) -> tf.Tensor:
     """Return 1 - Var(target - value) / Var(target).
 
-    A perfect prediction has 1, a constant prediction 0.
+    The result is 1 for a perfect prediction, and 0 for a constant one.
     """
     error = target - value
     error_variance = mean(tf.square(error - mean(error, weight)), weight)

@@ -38,7 +38,7 @@ class StepSampler:
         return rollout.valid
 
     def recurrent_inputs(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the additional inputs of recurrent networks; here, none."""
+        """Return no inputs, because only recurrent networks have additional inputs."""
         return {}
 
     def minibatches(self, samples: Any, count: int, seed: tf.Tensor) -> Any:

@@ -322,7 +322,7 @@ class Updater:
             )
             if config.penalizes_kl:
                 kl = losses.masked_mean(old.kl(distribution), weight)
-                if "kl" in minibatch:  # value of all learners, gradient of this one
+                if "kl" in minibatch:  # all learners' value, this one's gradient
                     kl += tf.stop_gradient(minibatch["kl"] - kl)
                 policy_loss += losses.kl_penalty_loss(
                     kl,

@@ -121,7 +121,7 @@ class RunFolder:
         return run, read_config(run.config_path)
 
     def remove_if_unused(self) -> bool:
-        """Remove the folder if it contains no results, and return whether it is gone.
+        """Remove the folder if it contains no results; return whether it was removed.
 
         Results are metrics, checkpoints, and any files that a run does not write.
         """

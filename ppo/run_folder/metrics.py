@@ -157,7 +157,7 @@ class ReportWindow:
             self._values.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float]:
-        """Return the aggregated row, with throughputs, and start a new one."""
+        """Return the aggregated row, with throughputs, and start a new row."""
         row = {name: _aggregate(name, values) for name, values in self._values.items()}
         rollout, update = row["rollout_seconds"], row["update_seconds"]
         row["steps_per_second"] = _per_second(self._steps, rollout + update)

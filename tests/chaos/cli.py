@@ -30,7 +30,7 @@ from tests.chaos.cases.table import CASES
 from tests.chaos.isolated import DidNotEnd, run_isolated
 from tests.chaos.trial import ChaosCase, RowCorruption, run_case
 
-#: Seconds after its time limit until a hanging case is killed.
+#: Seconds between the time limit of a hanging case and its termination.
 _KILL_AFTER_SECONDS = 120.0
 
 

@@ -35,8 +35,8 @@ class NetworkFaults:
     stale_copy: float = 0.0
     #: Probability that the next message overtakes a message.
     reorder: float = 0.0
-    #: Probability that a second attempt at a request follows immediately, so that it
-    #: arrives while the first one runs.
+    #: Probability that a request is retried immediately, so that the retry arrives
+    #: while the first attempt runs.
     retry: float = 0.0
     #: Mean number of bytes between connection resets, which can occur anywhere in a
     #: message; 0 for no resets.

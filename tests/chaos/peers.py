@@ -119,8 +119,8 @@ class _Ours:
         return result.reward, result.valid
 
 
-#: A vector env with two methods: `step` returns rewards and validity, `[n]` each, and
-#: `step_within` also has a timeout.
+#: A vector env with two methods: `step` returns rewards and validity, `[n]` each;
+#: `step_within` does the same within a timeout.
 PeerBatch = _Async | _Ours
 
 

@@ -51,7 +51,7 @@ class _Connection:
         self._changed.set()
 
     async def run(self) -> None:
-        """Return when both streams are closed."""
+        """Forward data in both directions until the connection ends."""
         writers = self._client[1], self._server[1]
         try:
             async with asyncio.TaskGroup() as group:
@@ -216,7 +216,7 @@ class Proxy:
                 group.create_task(self._join(connection))
 
     async def _join(self, connection: socket.socket) -> None:
-        """Connect a client's connection to the server."""
+        """Connect a client to the server."""
         client = await asyncio.open_connection(sock=connection)
         with contextlib.closing(client[1]):
             try:

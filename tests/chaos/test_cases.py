@@ -38,7 +38,7 @@ def test_a_corrupted_row_is_detected_after_a_fault(name: str, random_seed: int) 
     assert result.verdict == "WRONG", result.error
     assert "expected reward" in result.error
     assert f"--seed {random_seed}" in result.error
-    # Killed trainers corrupt a row themselves.
+    # In trainer-kill, the killed trainers corrupt a row themselves.
     assert (result.faults and corruption.has_corrupted_row) or name == "trainer-kill"
 
 

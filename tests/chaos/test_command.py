@@ -40,7 +40,7 @@ def test_other_vector_envs_pair_results_with_the_wrong_actions() -> None:
     assert isinstance(found, peers.ProbeResult), found
     assert found.first == "TimeoutError"
     assert found.later == {"results of another action": 20}
-    # There are 4 rows in 20 steps; two random actions are rarely equal.
+    # The probe returns 4 rows in each of 20 steps; two random actions rarely match.
     assert found.num_wrong > 60
     assert not found.has_recovered
 

@@ -81,7 +81,7 @@ class Trial:
         return max(least, round(at_full_scale * self.scale))
 
     def seconds(self, at_full_scale: float, least: float) -> float:
-        """Return the full duration at scale 0.1 and above, otherwise a shorter one."""
+        """Return the full duration at scale 0.1 and above, and a shorter one below."""
         return min(at_full_scale, max(least, 10.0 * self.scale * at_full_scale))
 
     def corrupt(self, result: StepResult) -> StepResult:

@@ -34,7 +34,7 @@ def _hang(seconds: float) -> None:
 def _spin(seconds: float) -> None:
     libc = ctypes.PyDLL(None)  # unlike CDLL, it keeps the interpreter lock
     while seconds == math.inf:
-        libc.pause()  # returns after each signal, for example a request for a stack
+        libc.pause()  # returns after each signal, for example a stack dump request
     libc.usleep(int(seconds * 1e6))
 
 

@@ -331,8 +331,7 @@ class Ledger:
             if status != Status.OK and fits:
                 model.set_last_seen(row, fits[0])
                 continue
-            # An earlier loss may have been reported in a result that the caller
-            # discarded.
+            # An earlier result, which the caller discarded, may have reported a loss.
             incarnation = model.find_incarnation(row, seen[SEED])
             if incarnation is not None:
                 fresh = (seen[SEED], 0, 0, 0)

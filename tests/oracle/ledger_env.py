@@ -35,8 +35,8 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     reward equals the action. Episodes last `length` steps and end alternately by
     termination and truncation.
 
-    The env only knows its seed. `Ledger` derives the row and incarnation from it with
-    `env_seed`.
+    The env is given only its seed. `Ledger` derives the row and the incarnation from
+    the seed with `env_seed`.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012

@@ -17,7 +17,7 @@ from tests.oracle.journal import Array
 from tests.oracle.transitions import EPISODE, HASH, SEED, Transition, advance
 
 #: Maximum number of possible states of a row. It is reached only if results are
-#: discarded all the time.
+#: discarded continually.
 _MAX_STATES: Final = 1 << 12
 #: Usual maximum number of incarnations, and of leases, that an env skips.
 _FEW: Final = 16

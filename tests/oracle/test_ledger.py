@@ -1,4 +1,4 @@
-"""The oracle on constructed rows: which ones it accepts, and which ones it rejects."""
+"""The oracle on constructed rows: the rows that it accepts, and those it rejects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_lost_pending_and_late_rows_are_accepted_and_counted(
 ) -> None:
     run = CheckedRun(random_seed, autoreset=autoreset)
     ledger = run.ledger
-    for _ in range(5):  # over the end of episodes
+    for _ in range(5):  # past the end of an episode
         run.step()
         run.step(pending=[0], in_flight=[1])
         run.step(pending=[0, 1], lost={2: Status.ENV_ERROR})

@@ -1,4 +1,4 @@
-"""Load TensorFlow as `ppo train` does; imported by processes that tests fork from."""
+"""Load TensorFlow as `ppo train` does; imported by processes from which tests fork."""
 
 import os
 

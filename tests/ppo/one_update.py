@@ -29,7 +29,7 @@ from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, parameters
 
-#: Lost steps. The first learner has more of them than the second one, so averaging the
+#: Lost steps. The first learner has more lost steps than the second, so averaging the
 #: learners' means would be wrong.
 LOST = frozenset({(2, 0), (5, 1), (6, 1), (6, 0), (7, 0)})
 #: Enables all computations that involve the rows of several learners.
@@ -128,8 +128,8 @@ def main(folder: Path) -> None:
         results |= {"texts": texts, "broadcast": variable.numpy().tolist()}
         results["new_threads"] = num_threads() - before
         if index == 1:
-            # Stay alive without calling collectives until the other learner has given
-            # up.
+            # Stay alive without calling collectives until the other learner has timed
+            # out.
             (folder / "1.json").write_text(json.dumps(results))
             while not (folder / "0.json").exists():
                 time.sleep(0.1)

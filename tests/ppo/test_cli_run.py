@@ -134,7 +134,7 @@ def test_a_signal_saves_the_run_and_resuming_finishes_it(tmp_path: Path) -> None
     ):
         assert text in terminal.text
 
-    # A supervisor repeats the same command.
+    # Run the same command again, as a supervisor does.
     again = ("CartPole-v1", *SMALL, "--run-dir", folder, "--restartable")
     monitored = start("train", *again, "--page", "--metrics-port=0")
     lines = read_until("steps/s", monitored)

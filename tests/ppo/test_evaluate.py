@@ -144,7 +144,7 @@ def test_evaluation_metrics_are_in_the_rows_of_their_iterations(tmp_path: Path) 
     assert last["evaluation_length"] == pytest.approx(11 / 3)
     assert last["evaluation_seconds"] > 0
     assert all(env.is_closed for env in maker.made)
-    # All have the same seed, which differs from those of training and final evaluation.
+    # All have the same seed, which training and the final evaluation do not use.
     assert [num_envs for num_envs, _ in maker.asked] == [2, 2, 2, 2]
     assert maker.trained == [True, False, False, False]
     assert len({seed for _, seed in maker.asked[1:]}) == 1
@@ -205,7 +205,7 @@ def test_evaluation_time_does_not_count_as_training_time(
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     config = CONFIG.replace(total_steps=96, evaluate_every=16, checkpoints_to_keep=1)
-    lengths = [0, 4, 9, 5, 9, 2, 1]  # of the episodes of each evaluation
+    lengths = [0, 4, 9, 5, 9, 2, 1]  # of the episodes in each evaluation
     maker = evaluating(lambda number: CountingBatchEnv([lengths[number]] * 2))
     checkpoints = tmp_path / "checkpoints"
     result = run(tmp_path, config, maker)
@@ -214,7 +214,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["00000002", "00000006"]
     assert checkpoint.best_return(checkpoints) == 9.0
-    # A resumed run compares its evaluations with the best earlier one.
+    # A resumed run compares its evaluations with the best earlier evaluation.
     maker = evaluating(lambda number: CountingBatchEnv([8 + number] * 2))
     seen: list[float] = []
 

@@ -47,4 +47,4 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     assert evaluated == [3, 6, 9, 12]
     names = sorted(path.name for path in (tmp_path / "killed/checkpoints").iterdir())
     assert len(names) == 3
-    assert {"00000003", "00000012"} < set(names)  # the best, and the newest two
+    assert {"00000003", "00000012"} < set(names)  # the best, and the two newest

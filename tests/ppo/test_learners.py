@@ -182,7 +182,7 @@ def test_stop_by_one_learner_stops_all(tmp_path: Path) -> None:
     assert codes == [0, 0], pairs.outputs(tmp_path)
     assert json.loads((run / "evaluation.json").read_text())["steps"] == 128
 
-    # A finished run is only evaluated again.
+    # A finished run is not trained further, but evaluated again.
     first = (*COMMON, "--resume", str(run), "--set", "total_steps=128")
     with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
         codes = [*map(pairs.wait_for_exit, processes)]

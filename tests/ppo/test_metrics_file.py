@@ -30,7 +30,7 @@ def test_lines_that_are_not_rows_are_ignored(tmp_path: Path) -> None:
         ("", 2, 2),
         ("", 0, 0),
         ('{"iteration": 4, "ste', 3, 3),
-        ('{"iteration": 4, "steps": 64}', 9, 3),  # incomplete without a newline
+        ('{"iteration": 4, "steps": 64}', 9, 3),  # incomplete: no newline at the end
     ],
 )
 def test_rows_that_a_resumed_run_will_repeat_are_removed(

@@ -53,7 +53,7 @@ def test_snapshot_is_not_changed_by_an_update() -> None:
     action = first.action.copy()
     Updater(agent, SMALL).update(first, seed=(3, 4))
     agent.preprocess.update(first.observation[:-1].reshape(-1, 2), tf.ones([16], bool))
-    # The same env, noise and snapshot, but different arrays.
+    # Both use the same env, noise and snapshot, but different arrays.
     simulation.restart()
     again = simulation.run((0, 1), snapshot)
     np.testing.assert_array_equal(again.action, action)

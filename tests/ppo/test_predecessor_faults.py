@@ -251,7 +251,7 @@ def test_9_statistics_updated_after_the_update_do_not_change_ratio_and_kl() -> N
         assert metrics["ratio_deviation"] < 1e-5
         assert metrics["kl"] == pytest.approx(0.0, abs=1e-7)
         assert metrics["approximate_kl"] == pytest.approx(0.0, abs=1e-6)
-        # As in the training loop, first the update, then the statistics.
+        # As in the training loop, the agent is updated before the statistics.
         agent.preprocess.update(
             3.0 + rollout.observation[:-1, 0], tf.ones([50], tf.bool)
         )

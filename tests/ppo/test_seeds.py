@@ -84,7 +84,7 @@ def test_seeds_that_a_callback_ended_are_finished(
 ) -> None:
     folder = tmp_path / "study"
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0)")
-    assert ppo(*study(folder))[0] == 1  # evaluated, but not after a training run
+    assert ppo(*study(folder))[0] == 1  # has an evaluation, but not one after training
     monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0, total_steps=64)")
     (folder / "seed-7-kept").mkdir()
     for _ in range(2):

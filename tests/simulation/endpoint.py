@@ -139,7 +139,7 @@ class Endpoint(PausableProcess):
     def _wake(self, session: ClientSession, at: float) -> None:
         if (
             session is self.session and at == self._wake_at
-        ):  # otherwise a newer timer exists
+        ):  # otherwise, a newer timer exists
             self._wake_at = math.inf
             session.advance(self.clock.now)
             self._check_silence(session)

@@ -2,7 +2,7 @@
 
 It satisfies the contract of `envserve.lane.Lane`, never blocks, and uses every freedom
 that the contract allows: blocks finish in any order, are absent for any time, and are
-lost while idle or in flight, because of a worker or a server.
+lost while idle or in flight, because a worker or a server fails.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tests.simulation.random_client import RandomClient
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-#: A peer that is not a client but has the key of one.
+#: A peer that is not a client but has a client's key.
 STRAY: Final = (0, 0, OWNER)
 
 

@@ -1,4 +1,4 @@
-"""A second user, who knows all session numbers of the first and tries to use them."""
+"""A second user, who tries to use the session numbers of the first user."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Link:
         clock, profile = self._clock, self._profile
         draw, now = clock.random.random, clock.now
         while draw() >= profile.loss:
-            # Most messages are fast; a few are so late that many others overtake them.
+            # Most messages are fast; many overtake the few that are very late.
             at = now + profile.max_delay * draw() ** profile.delay_power
             if now < self._cut_until[direction]:
                 if draw() < 0.5:

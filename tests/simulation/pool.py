@@ -34,7 +34,7 @@ Operation = RunStep | Reset | Call
 
 
 def answers_to(call: Call) -> list[list[Any]]:
-    """Return results for the first rows of a call, as if the others did not fit."""
+    """Return results for the first rows of a call, as if other results did not fit."""
     arguments, _ = codec.decode(call.arguments, max_bytes=len(call.arguments))
     count = 1 + zlib.crc32(call.arguments) % len(call.env_indices)
     return [[row, *arguments] for row in call.env_indices[:count]]
@@ -213,7 +213,7 @@ class MemoryPool:
     def lose_worker(
         self, worker: int, status: Status, *, applied: bool
     ) -> list[Outcome]:
-        """Lose all episodes of a worker; return the outcomes of its calls, which fail.
+        """Lose all episodes of a worker; return its failed calls' outcomes.
 
         Args:
           applied: Whether the worker had applied its running step when it was lost.

@@ -130,8 +130,8 @@ def make_action_adapter(
             they are Gaussian.
 
     Raises:
-        UnsupportedSpaceError: The space is not supported, or not by the distribution in
-            the config.
+        UnsupportedSpaceError: The space is not supported, or the distribution in the
+            config does not support it.
     """
     if isinstance(space, gymnasium.spaces.Box):
         return _BoxActions(space, config)
@@ -148,9 +148,9 @@ def make_action_adapter(
 
 
 class _BoxActions(ActionAdapter):
-    """Real or integer vectors; -1 and 1 are mapped to finite bounds.
+    """Real or integer vectors; if the bounds are finite, [-1, 1] is mapped to them.
 
-    Values outside the bounds are clipped. A squashed Gaussian does not produce any.
+    Values outside the bounds are clipped. A squashed Gaussian never produces them.
     """
 
     distribution_type = DiagonalGaussian

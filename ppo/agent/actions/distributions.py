@@ -189,7 +189,7 @@ class MultiCategorical(Categorical):
     """D independent choices; choice d has `sizes[d]` options, numbered from 0.
 
     Attributes:
-        logits: float32 `[N, D, max(sizes)]`; the logits after each size are masked.
+        logits: float32 `[N, D, max(sizes)]`; logits beyond a choice's size are masked.
     """
 
     @classmethod
@@ -287,8 +287,8 @@ class Bernoulli:
 def masked_logits(logits: tf.Tensor, allowed: tf.Tensor) -> tf.Tensor:
     """Return logits `[..., K]` that give masked actions a probability of 0.
 
-    If no action of a row is allowed, all are. This happens at the end of an episode and
-    in padding rows, whose actions have no effect.
+    If a row allows no action, all its actions are treated as allowed. This happens at
+    the end of an episode and in padding rows, whose actions have no effect.
 
     Args:
         logits: float32 `[..., K]`.

@@ -38,11 +38,11 @@ class Networks(NamedTuple):
     value: Any
     """Maps the torso's output to values `[N]`."""
     cores: tuple[RecurrentCore, ...] = ()
-    """Recurrent cores of policy and value, between torso and network, or empty."""
+    """Recurrent cores between the torsos and the networks; empty if there are none."""
 
     @property
     def is_torso_shared(self) -> bool:
-        """Whether policy and value use the output of the same torso."""
+        """Whether the policy network and the value network share one torso."""
         return self.policy_torso is self.value_torso
 
     @property
@@ -102,7 +102,7 @@ def build_networks(
 
 
 def _layers(config: Config, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return keyword arguments for the hidden layers of the policy and of the value."""
+    """Return the hidden-layer arguments of the policy and value networks."""
     sizes = (config.policy_layers, config.value_layers)
     return [
         {"hidden_sizes": hidden_sizes, "activation": config.activation, "seed": seed}
@@ -113,7 +113,7 @@ def _layers(config: Config, seeds: Sequence[int]) -> list[dict[str, Any]]:
 def _torsos(
     preprocess: ObservationPreprocessor, config: Config, seeds: Sequence[int]
 ) -> tuple[tuple[Any, Any], int]:
-    """Return the torsos of policy and value, and the size of their output."""
+    """Return the torsos of the policy and value networks, and their output size."""
     spaces = preprocess.leaf_spaces
     has_image = any(map(can_convolve, spaces))
     if config.network == "mlp" or (config.network == "auto" and not has_image):

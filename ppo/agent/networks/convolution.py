@@ -26,7 +26,7 @@ _SMALL_FEATURES = 128
 def channels_last(images: tf.Tensor) -> tf.Tensor:
     """Transpose and reshape images to the layout of convolutions.
 
-    See `image_axes` for the axes of the channels. Stacked frames become channels.
+    `image_axes` determines the channel axis. Stacked frames become channels.
 
     Args:
         images: `[N, H, W]`, `[N, H, W, C]`, `[N, C, H, W]`, `[N, S, H, W, C]` or

@@ -17,7 +17,7 @@ from ppo.config.config import Config
 
 
 def flatten_observation(observation: Any) -> tf.Tensor:
-    """Concatenate float32 leaves `[N, ...]` to one vector per row, `[N, D]`.
+    """Concatenate float32 leaves `[N, ...]` into one vector per row, `[N, D]`.
 
     The leaves are in the order of `tf.nest.flatten`.
     """

@@ -96,7 +96,8 @@ class RecurrentCore(NetworkPart):
             pending: bool `[L, N]`; whether the row was padding, see `is_pending`.
 
         Returns:
-            The outputs of all steps, `[L, N, units]`, and the states after the last.
+            The outputs of all steps, `[L, N, units]`, and the states after the last
+            step.
         """
         length = embedding.shape[0]
         outputs = tf.TensorArray(tf.float32, length, element_shape=state.shape)
@@ -118,7 +119,7 @@ class RecurrentCore(NetworkPart):
 
 
 class States(NamedTuple):
-    """States of each recurrent core before and after the current step of some rows.
+    """States of each recurrent core, before and after the current step, of some rows.
 
     Both are kept until the result of the step is received, because a row that was
     padding continues from its state before the step.
@@ -143,7 +144,7 @@ class States(NamedTuple):
     def after_result(
         self, terminated: tf.Tensor, truncated: tf.Tensor, status: tf.Tensor
     ) -> Self:
-        """Return the states for the next step, given the step's result, `[n]` each."""
+        """Return the states for the next step, given this step's flags, `[n]` each."""
         if not self.after:
             return self
         ended, pending = terminated | truncated, is_pending(status)

@@ -20,7 +20,7 @@ from tests.oracle.journal import Array
 
 _NUM_LANES: Final = 4
 _LANE_ENVS: Final = 4
-#: Capacity of a server: twice its share, so that it can take over another's envs.
+#: Capacity of a server: twice its share, so that it can replace another server.
 _SERVER_ENVS: Final = 2 * _LANE_ENVS
 _MAX_DELAY_SECONDS: Final = 0.005
 
@@ -50,7 +50,7 @@ def elastic(trial: Trial) -> None:
             remote_driver(trial, addresses, num_envs, **options)
         )
         injector = stack.enter_context(FaultInjector())
-        for _ in range(trial.count(500)):  # two changes each
+        for _ in range(trial.count(500)):  # each iteration makes two changes
             add()
             leaving = servers.pop(trial.random.integers(len(servers)))
             if trial.random.random() < 0.5:  # otherwise it remains listed

@@ -67,7 +67,7 @@ class _Setup(NamedTuple):
     Attributes:
       local: Envs in local workers.
       remote: Envs at both servers.
-      servers: The first is only paused from time to time, the second is killed.
+      servers: The first server is only paused from time to time; the second is killed.
     """
 
     local: Driver

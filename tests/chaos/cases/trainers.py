@@ -180,7 +180,7 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
             for driver in second:
                 driver.step()
         for index, driver in enumerate(late):
-            if answers[index] is None:  # it reconnects; its envs are free now
+            if answers[index] is None:  # it can reconnect now: its envs are free
                 answers[index] = _is_refused(driver, MAX_CALL_SECONDS)
     return sum(map(bool, answers))
 

@@ -155,7 +155,7 @@ def kill(trial: Trial) -> None:
 @chaos_case("an env raises in 1 of 1,000 steps", "one lost row, with the traceback")
 def raise_(trial: Trial) -> None:
     num_rows = trial.count(1_000_000, 2000)
-    # In short runs, raise more often so that it happens at all.
+    # In short runs, raise more often so that an env raises at least once.
     probability = max(0.001, 20.0 / num_rows)
     kwargs = {"breakdowns": {"raise": {"probability": probability}}}
     with local_driver(trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs) as driver:
