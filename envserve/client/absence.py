@@ -36,7 +36,7 @@ class Absence:
     finished.
 
     Attributes:
-      late_steps: Positions of blocks whose step is late and not waited for.
+      late_steps: Positions of blocks whose step is late and that no caller waits for.
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
       padded: Positions of blocks that a caller waits for and that are now padding.
     """
@@ -63,7 +63,7 @@ class Absence:
         self.padded -= positions
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
-        """Record that a caller waits for late steps; return the blocks without one."""
+        """Record that a caller waits for late steps; return the other blocks."""
         found = self.late_steps & positions
         self.late_steps -= found
         self.awaited_late_steps |= found
@@ -190,7 +190,7 @@ def _results(rows: Rows) -> tuple[Array, ...]:
 def _write_padding(
     spec: EnvSpec, block: BatchBlock, part: slice, result: StepResult
 ) -> None:
-    """Write the last observation of a block, which its lane keeps, as padding."""
+    """Pad a block's rows with its last observation, which its lane keeps."""
     observation = flatten(spec.observation_space, result.observation)
     final = flatten(spec.observation_space, result.final_observation)
     last = block.lane.rows.final_observation

@@ -85,7 +85,7 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         return self[bisect_right(self, env_index, key=attrgetter("start")) - 1]
 
     def in_flight_error(self, positions: Iterable[int]) -> LocalProtocolError:
-        """Return the error to raise if blocks are in flight that must not be."""
+        """Return the error to raise if blocks that must be idle are in flight."""
         chosen = [self[at] for at in sorted(positions)]
         rows = [row for block in chosen for row in range(block.start, block.stop)]
         return LocalProtocolError(f"the rows {rows} are in flight; recv() them first")

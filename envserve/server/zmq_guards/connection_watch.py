@@ -29,8 +29,8 @@ _MAX_SHORTAGE_SECONDS: Final = 16.0
 class ConnectionWatch:
     """Checks memory and descriptors four times a second until it is stopped.
 
-    Shared memory, which holds the rows of leases, does not count. Copies of rows that
-    are being sent do.
+    Shared memory, which holds the rows of leases, is not counted. Copies of rows that
+    are being sent are counted.
     """
 
     def __init__(
