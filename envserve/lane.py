@@ -212,7 +212,7 @@ class Outcome(NamedTuple):
       faults: Faults of this operation; for a `Call`, one per row without a value.
       result: For a `Call`, the encoded list of values of the first rows, as many as fit
         into one answer. The other rows were not called.
-      error: Set if the whole operation failed.
+      error: Error if the whole operation failed; otherwise None.
       warnings: Warnings about the envs, each reported once and logged by their host.
       packed_infos: The infos in the worker's encoding, so that a server can forward
         them. Empty for outcomes that come from a server.

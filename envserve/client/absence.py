@@ -112,7 +112,7 @@ class Absence:
             self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
-        """Return when the next block becomes padding; infinity if none will."""
+        """Return the time at which the next block becomes padding; infinity if none."""
         waiting = self._since.keys() - self.padded if self._is_any_alive() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
 
@@ -121,7 +121,7 @@ class Absence:
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return when a block becomes padding: immediately if its step is late."""
+        """Return when a block becomes padding: without delay if its step is late."""
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 

@@ -1,4 +1,4 @@
-"""Sets of whole blocks, prepared for copying their rows from and to the lanes.
+"""Sets of whole blocks, prepared for copying their rows to and from the lanes.
 
 The index of a row in the batch is its index in the lane plus the lane's `offset`. The
 rows of a `RowSet` are in batch order, and are grouped by block and by lane.

@@ -104,8 +104,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Reset the envs.
 
         Args:
-          seed: An int, so that row i gets `seed + i`, or one seed or None per row. An
-            env with None continues its random number generator.
+          seed: An int (row i gets `seed + i`), or one seed or None per row. An env
+            whose seed is None continues its random number generator.
           options: Options to pass to each env: plain values. The key "reset_mask", bool
             `[num_envs]`, selects the rows to reset and is not passed to the envs; the
             other rows return their last observation again.

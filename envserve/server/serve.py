@@ -154,7 +154,7 @@ def _registry_of(config: HostSettings) -> Registry:
 
 
 def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
-    """Return the maximum growth of memory by buffers in bytes.
+    """Return the maximum memory growth caused by buffers, in bytes.
 
     The maximum is the setting plus legitimate growth: copies of replies, some of them
     encrypted, and cached results.

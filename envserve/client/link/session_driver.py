@@ -89,7 +89,7 @@ class SessionDriver:
         connection.waker.wake()
 
     def _check_connection(self, now: float) -> bool:
-        """Handle changes of the connection; return whether there is more to read."""
+        """Handle connection changes; return whether there is more to read."""
         is_readable, is_connected = self.connection.poll()
         if is_connected and not self._is_connected:
             self._on_connected(now)

@@ -129,35 +129,35 @@ class EnrolKey(NamedTuple):
 
 
 class StartPool(NamedTuple):
-    """Start the pool of a session; report `pool_ready` or `pool_failed`."""
+    """Start the pool of a session; then call `pool_ready` or `pool_failed`."""
 
     session: SessionId
     settings: PoolSettings
 
 
 class RunStep(NamedTuple):
-    """Step blocks of a session's pool; report `pool_finished`."""
+    """Step blocks of a session's pool; then call `pool_finished`."""
 
     session: SessionId
     blocks: Sequence[int]
 
 
 class RunReset(NamedTuple):
-    """Reset blocks of a session's pool; report `pool_finished`."""
+    """Reset blocks of a session's pool; then call `pool_finished`."""
 
     session: SessionId
     resets: Sequence[Reset]
 
 
 class RunCall(NamedTuple):
-    """Call envs of a session's pool; report `pool_finished`."""
+    """Call envs of a session's pool; then call `pool_finished`."""
 
     session: SessionId
     calls: Sequence[Call]
 
 
 class EndPool(NamedTuple):
-    """Close the pool of a session; report `pool_closed`."""
+    """Close the pool of a session; then call `pool_closed`."""
 
     session: SessionId
 
