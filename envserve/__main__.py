@@ -1,7 +1,8 @@
 """The `envserve` program.
 
-Containers run `envserve health` every 2 s. A simple health check runs here, because
-importing the other commands and their option parser would take longer than the check.
+Containers run `envserve health` every 2 s. This module runs simple health checks
+itself, because importing the other commands and their option parser would take longer
+than the check.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> None:
 
 
 def _answer_health(words: list[str]) -> None:
-    """Run a simple health check and exit; return if the arguments are not simple."""
+    """Run a simple health check and exit; return if the arguments need the parser."""
     from envserve.monitoring.health_probe import probe
 
     options = probe.__kwdefaults__ or {}

@@ -50,7 +50,7 @@ def cgroup_limits(
                 / path.lstrip("/")
             )
             for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # no limit here
+                with contextlib.suppress(OSError, ValueError):  # no limit is set
                     texts = [
                         (folder / f"{controller}.{name}").read_text() for name in files
                     ]

@@ -30,14 +30,14 @@ _U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class RenderedFrame(Struct, frozen=True, kw_only=True):
-    """A picture of an env after one of its steps.
+    """A rendered image of an env after one of its steps.
 
     Attributes:
       row: Row of the lease.
       serial: Number that increases with every frame of the row.
-      jpeg: The picture; empty if there is none.
-      text: Text to show instead of a picture: the text that the env renders, or the
-        reason why there is no picture.
+      jpeg: The image; empty if there is none.
+      text: Text to show instead of an image: the text that the env renders, or the
+        reason why there is no image.
       seed: Seed of the last seeded reset; None if the env cannot be reproduced from it.
       episode_steps: Number of steps in the current episode.
       episode_return: Sum of the episode's rewards; None if some were not recorded.
@@ -212,9 +212,9 @@ class Outcome(NamedTuple):
       faults: Faults of this operation; for a `Call`, one per row without a value.
       result: For a `Call`, the encoded list of values of the first rows, as many as fit
         into one answer. The other rows were not called.
-      error: Set if the whole operation failed.
+      error: Error if the whole operation failed; otherwise None.
       warnings: Warnings about the envs, each reported once and logged by their host.
-      packed_infos: The same infos, encoded by the worker, so that a server can forward
+      packed_infos: The infos in the worker's encoding, so that a server can forward
         them. Empty for outcomes that come from a server.
     """
 
@@ -239,7 +239,7 @@ def mark_harmless(error: BaseException) -> None:
 def pop_harmless_mark(error: BaseException) -> bool:
     """Remove the mark of `mark_harmless`; return whether the exception had it.
 
-    It is removed because a signal handler may raise the same object again.
+    The mark is removed because a signal handler may raise the same object again.
     """
     return bool(error.__dict__.pop(_HARMLESS, False))
 
@@ -313,7 +313,7 @@ class Lane(Protocol):
         """Start resets of different blocks."""
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Start attribute access on envs of different blocks."""
+        """Start to access attributes of envs in different blocks."""
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Wait until `min_finished` operations have finished, and return the outcomes.

@@ -77,7 +77,11 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
             raise ServerError(f"{address}: {text}") from None
 
     def addresses(self) -> list[str]:
-        """Return the addresses of the servers that are ready; raise AddressError."""
+        """Return the addresses of the servers that are ready.
+
+        Raises:
+          AddressError: No server is ready, or the cluster cannot be reached.
+        """
         return addresses(*self._place)
 
     def stop(self, timeout: float = 60.0) -> None:
@@ -190,7 +194,11 @@ def _find(namespace: str, name: str) -> list[str]:
 
 
 def parse(address: str) -> tuple[str, str]:
-    """Split ray://namespace/name into namespace and name; raise AddressError."""
+    """Split ray://namespace/name into namespace and name.
+
+    Raises:
+      AddressError: The address has a different form.
+    """
     namespace, _, name = address.removeprefix("ray://").partition("/")
     if not (address.startswith("ray://") and namespace and name):
         raise AddressError(f"expected ray://namespace/name, got {address!r:.200}")
@@ -198,7 +206,11 @@ def parse(address: str) -> tuple[str, str]:
 
 
 def connect_to_cluster(*, log_to_driver: bool = __name__ != "__main__") -> Any:
-    """Connect to a running cluster; return the `ray` module; raise AddressError."""
+    """Connect to a running cluster, and return the `ray` module.
+
+    Raises:
+      AddressError: Ray is not installed, or no cluster can be reached.
+    """
     # By default, Ray retries for a quarter of an hour if there is no cluster.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
     # Callers handle the errors of their tasks; Ray need not log them.

@@ -72,7 +72,7 @@ def did_you_mean(env_name: str, known: Iterable[str]) -> str:
 
 
 class LogThrottle:
-    """Admit one log line of each kind per second, and count the suppressed ones."""
+    """Admits one log line of each kind per second, and counts suppressed lines."""
 
     def __init__(self) -> None:
         self._kinds: dict[object, tuple[float, int]] = {}

@@ -97,7 +97,7 @@ class BatchVectorEnv(BaseVectorEnv):
         ends = (step.reward[order], step.terminated[order], step.truncated[order])
         stacked = self._stacked(step.observation, order)
         # Rows of lost episodes contain the first observation of the next episode, but
-        # Tianshou expects the last one of the episode that has ended.
+        # Tianshou expects the last observation of the lost episode.
         for place in step.lost[order].nonzero()[0]:
             stacked[place] = self._last_observations[rows[place]]
         return self._remember(rows, stacked), *ends, np.array(infos)

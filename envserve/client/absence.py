@@ -36,7 +36,7 @@ class Absence:
     finished.
 
     Attributes:
-      late_steps: Positions of blocks whose step is late and not waited for.
+      late_steps: Positions of blocks whose step is late and that no caller waits for.
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
       padded: Positions of blocks that a caller waits for and that are now padding.
     """
@@ -63,7 +63,7 @@ class Absence:
         self.padded -= positions
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
-        """Record that a caller waits for late steps; return the blocks without one."""
+        """Record that a caller waits for late steps; return the other blocks."""
         found = self.late_steps & positions
         self.late_steps -= found
         self.awaited_late_steps |= found
@@ -112,7 +112,7 @@ class Absence:
             self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
-        """Return when the next block becomes padding; infinity if none will."""
+        """Return the time at which the next block becomes padding; infinity if none."""
         waiting = self._since.keys() - self.padded if self._is_any_alive() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
 
@@ -121,7 +121,7 @@ class Absence:
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return when a block becomes padding: immediately if its step is late."""
+        """Return when a block becomes padding: without delay if its step is late."""
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
@@ -190,7 +190,7 @@ def _results(rows: Rows) -> tuple[Array, ...]:
 def _write_padding(
     spec: EnvSpec, block: BatchBlock, part: slice, result: StepResult
 ) -> None:
-    """Write the last observation of a block, which its lane keeps, as padding."""
+    """Pad a block's rows with its last observation, which its lane keeps."""
     observation = flatten(spec.observation_space, result.observation)
     final = flatten(spec.observation_space, result.final_observation)
     last = block.lane.rows.final_observation

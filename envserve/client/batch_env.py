@@ -176,8 +176,8 @@ class BatchEnv:
             default.
           seeded: Whether the first reset of each env uses its seed; True by default.
             If False, envs are reset with seed None, as Gymnasium does by default.
-          first_env_index: If this batch is part of a larger one, the index of its row 0
-            in the larger batch, whose seeds it then uses; 0 by default.
+          first_env_index: Index of this batch's row 0 in the larger batch that it is
+            part of. It determines the seeds of the envs; 0 by default.
           num_splits: Number of groups of blocks that are stepped independently; 1 by
             default.
           env_kwargs: Arguments of the env's constructor; none by default.
@@ -645,8 +645,8 @@ class BatchEnv:
     ) -> list[Any]:
         """Call a method of several envs, and return one value per env.
 
-        The envs run the call concurrently. This takes one round trip to each server, or
-        several if the values are larger than a few MiB.
+        The envs run the call concurrently. The call takes one round trip to each
+        server, or several if the values are larger than a few MiB.
 
         Args:
           name: As for `call`.
@@ -677,8 +677,9 @@ class BatchEnv:
     ) -> None:
         """Set an attribute of several envs, with one value per env.
 
-        If an env is replaced because it raised an exception, the new env gets the value
-        too. Vector envs, and envs whose worker or server was lost, do not.
+        If an env is replaced because it raised an exception, the new env also gets the
+        value. If a worker or server is lost, or the block is a vector env, the value is
+        not set in new envs.
 
         Args:
           name: Name of the attribute; servers allow only exposed attributes.

@@ -212,7 +212,7 @@ def _check_counts(num_envs: int, count: int, least: int, num_found: int) -> None
         )
     if least < 1:
         raise ValueError(f"min_servers: expected at least 1; got {least}")
-    if least > num_found:  # AddressError, because a later attempt may find more
+    if least > num_found:  # AddressError, because a later attempt may find more servers
         raise AddressError(
             f"min_servers: expected at most {num_found}, the number of servers that "
             f"have an address now; got {least}; reduce it, or pass more addresses"

@@ -109,7 +109,7 @@ class LaneGroup:
             raise interrupt
 
     def _send_rest(self, row_set: RowSet, actions: Sequence[Array]) -> None:
-        """Step the blocks without a late step; ignore the actions of the others."""
+        """Step the blocks without a late step; ignore the actions of other blocks."""
         chosen = self.absence.await_late_steps(row_set.positions)
         for block, part in row_set.block_parts:
             if block.position in chosen:
@@ -195,7 +195,7 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Start to reset some rows, with one seed per row if there are seeds.
+        """Start to reset some rows, with one seed per row if seeds are given.
 
         Returns:
           Positions of the blocks, for `finish_reset`.

@@ -45,8 +45,8 @@ def make_vec(
       autoreset_mode: "NextStep", "SameStep" or "Disabled", or a member of Gymnasium's
         `AutoresetMode`.
       seed: Root seed, from which an env's seed is derived if its first reset specifies
-        none. This includes envs that replace failed ones. By default, such envs are
-        reset with seed None.
+        none. Envs that replace failed ones also get their seeds from it. By default,
+        all these envs are reset with seed None.
       render_mode: As for `gymnasium.make`.
       copy: Whether each step returns new observation arrays. If False, each step
         overwrites the observations of an earlier step.

@@ -107,7 +107,7 @@ class OutcomeQueue:
                 for lane in self._first_position:
                     selector.register(lane, selectors.EVENT_READ)
                 self._selector = selector
-            self.is_updating = False  # from here on it only waits
+            self.is_updating = False  # from now on, the lane only waits
             self._selector.select(min(timeout_seconds, _POLL_SECONDS))
         return is_any_busy
 

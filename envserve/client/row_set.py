@@ -1,4 +1,4 @@
-"""Sets of whole blocks, prepared for copying their rows from and to the lanes.
+"""Sets of whole blocks, prepared for copying their rows to and from the lanes.
 
 The index of a row in the batch is its index in the lane plus the lane's `offset`. The
 rows of a `RowSet` are in batch order, and are grouped by block and by lane.
@@ -85,7 +85,7 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         return self[bisect_right(self, env_index, key=attrgetter("start")) - 1]
 
     def in_flight_error(self, positions: Iterable[int]) -> LocalProtocolError:
-        """Return the error to raise if blocks are in flight that must not be."""
+        """Return the error to raise if blocks that must be idle are in flight."""
         chosen = [self[at] for at in sorted(positions)]
         rows = [row for block in chosen for row in range(block.start, block.stop)]
         return LocalProtocolError(f"the rows {rows} are in flight; recv() them first")

@@ -29,9 +29,9 @@ class BatchStats:
       invalid_rows: Number of invalid rows for each status, by the status name (see
         `envserve.client.Status`).
       latency_seconds: Median ("p50"), 99th percentile ("p99") and maximum ("max")
-        duration of the last 1,024 calls of `step`; empty before the first call.
-      lanes: Counters of each lane, by lane name: "restarts" of workers; for servers
-        also "resends", "reattaches" and others.
+        duration of the last 1,024 calls to `step`; empty before the first call.
+      lanes: Counters of each lane, by lane name, such as "restarts" (of workers); for
+        servers also "resends" and "reattaches", for example.
     """
 
     steps: int
@@ -66,7 +66,7 @@ class StepRecorder:
     Attributes:
       steps: Number of steps.
       rows: Total number of rows.
-      latencies: Durations of the last calls of `step`, in seconds.
+      latencies: Durations of the last calls to `step`, in seconds.
     """
 
     def __init__(self) -> None:

@@ -227,9 +227,9 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
 def _zeros(like: Array) -> Array:
     """Return zeros; large arrays are mapped, so their pages cost time only if written.
 
-    Most steps end no episode and write nothing to them. With a separate mapping, the
-    allocator can also reuse the freed memory of earlier observations for the next step,
-    which avoids page faults.
+    Most steps end no episode and write nothing to these arrays. With a separate
+    mapping, the allocator can also reuse the freed memory of earlier observations for
+    the next step, which avoids page faults.
     """
     if like.nbytes < _LARGE_BYTES:
         return np.zeros(like.shape, like.dtype)
@@ -264,8 +264,8 @@ def add_infos(
 
     Returns:
       The error to raise, if any: the error of the whole block, or the first fault that
-      raises. With `raises_faults` each fault does; otherwise only those of envs that
-      returned a value outside their spaces.
+      is raised. With `raises_faults`, every fault is raised; otherwise, only faults of
+      envs that returned a value outside their spaces are raised.
     """
     error = outcome.error
     for row, info in outcome.infos.items():

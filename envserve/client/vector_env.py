@@ -43,7 +43,7 @@ class CallPending(AlreadyPendingCallError, LocalProtocolError):
 
 
 class NoCall(NoAsyncCallError, LocalProtocolError):
-    """`reset_wait` or `step_wait` was called, but no such call is pending."""
+    """`reset_wait` or `step_wait` was called, but no reset or step is pending."""
 
 
 class EnvsTimeout(EnvTimeout, multiprocessing.TimeoutError):
@@ -104,8 +104,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Reset the envs.
 
         Args:
-          seed: An int, so that row i gets `seed + i`, or one seed or None per row. An
-            env with None continues its random number generator.
+          seed: An int (row i gets `seed + i`), or one seed or None per row. An env
+            whose seed is None continues its random number generator.
           options: Options to pass to each env: plain values. The key "reset_mask", bool
             `[num_envs]`, selects the rows to reset and is not passed to the envs; the
             other rows return their last observation again.
@@ -320,7 +320,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         observations = np.full(self.num_envs, None, object)
         last = final_observations(self.observation_space, result, self._observation)
         if isinstance(self.single_observation_space, Discrete):
-            last = [each.item() for each in last]  # ints, which most envs return
+            last = [each.item() for each in last]  # most envs return ints
         for row in ended.nonzero()[0].tolist():
             observations[row] = copying.deepcopy(last[row])
             info = dict(infos.pop(row, {}))

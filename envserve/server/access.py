@@ -49,7 +49,7 @@ class Access:
         self.keys = folder.ensure_key("server")
         self.clients = folder.clients
         self.clients.read()
-        # Users and public keys.
+        # Admitted users and their public keys.
         self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
 

@@ -75,7 +75,7 @@ class AuditLog:
         fingerprint, address = described = self._describe(user)
         if fingerprint:
             self._described[user] = described
-        else:  # a key that was revoked
+        else:  # the key was revoked
             fingerprint, address = self._described.get(user, described)
         time = datetime.datetime.now(datetime.UTC)
         line = {

@@ -1,11 +1,11 @@
 """The server's event loop, which connects a Router, a ServerSession and the pools.
 
-Everything here runs in the thread of one asyncio loop, and no call blocks. The loop
-calls back on three events: messages have arrived (`_on_messages`), a pool has an event
-or its deadline has passed (`_on_pool_event`), or a lease expires (`_expire_leases`).
-Each event is passed to the session, which does no I/O and returns decisions.
-`_carry_out` carries out each decision before the next callback runs; a decision can
-lead to others, which are appended to the same queue.
+All code of this module runs in the thread of one asyncio loop, and no call blocks. The
+loop calls back on three events: messages have arrived (`_on_messages`), a pool has an
+event or its deadline has passed (`_on_pool_event`), or a lease expires
+(`_expire_leases`). Each event is passed to the session, which does no I/O and returns
+decisions. `_carry_out` carries out each decision before the next callback runs; a
+decision can lead to others, which are appended to the same queue.
 
 ZeroMQ's descriptor is edge-triggered, and a send may consume the edge. Therefore every
 callback that sends calls `_schedule_read` at its end, and `_on_messages` reads until
@@ -67,7 +67,7 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds for the workers of an ended lease to exit while the server runs.
+#: Maximum seconds for the workers of an ended lease to exit while the server runs.
 _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
@@ -138,8 +138,7 @@ class ServerLoop:
         """Grant no more leases, and wait until all leases have ended.
 
         Args:
-          grace_seconds: Seconds until the caller calls `stop`, which the clients are
-            notified of.
+          grace_seconds: Seconds until the caller calls `stop`; sent to the clients.
         """
         self._is_stopping = True
         self._carry_out(self._session.begin_drain(grace_seconds))
@@ -155,12 +154,13 @@ class ServerLoop:
 
         Args:
           timeout_seconds: Time limit; workers are killed after half of it.
-          reason: Why a drain was cut short, for the clients; "" without a drain.
+          reason: Reason for cutting a drain short, sent to the clients; "" without a
+            drain.
         """
         self._is_stopping = True
         self._close_seconds = timeout_seconds / 2
         self._carry_out(self._session.stop(reason))
-        for leased in self.pools.values():  # also those that are closing already
+        for leased in self.pools.values():  # including those already closing
             leased.begin_close(self._close_seconds)
         self._schedule_read()
         try:
@@ -193,9 +193,9 @@ class ServerLoop:
         self._carry_out(self._session.leases.close_users(users))
 
     def disconnect(self, users: Collection[str]) -> None:
-        """Close all connections, because ZeroMQ cannot close only those of some users.
+        """Close all connections, because ZeroMQ cannot close individual ones.
 
-        Sessions that the users started after `end_sessions` end as well.
+        Sessions that these users started after `end_sessions` also end.
         """
         if not self._is_stopping:
             self._carry_out(self._session.leases.close_users(users))
@@ -246,7 +246,7 @@ class ServerLoop:
                 self._schedule_read()
 
     def _end_turn(self, *, is_drained: bool) -> float:
-        """Limit users who use too much time of the loop; return seconds to pause."""
+        """Limit users who take too much of the loop's time; return seconds to pause."""
         shares = self._fair_share
         before = shares.throttled
         pause = shares.end_turn(is_drained)

@@ -35,8 +35,8 @@ _NEGLIGIBLE: Final = 1e-5
 _UPDATE_SECONDS: Final = 0.01
 #: Clients that wait for answers do not leave messages unread for this long.
 _BACKLOG_SECONDS: Final = 0.02
-#: Seconds, apart from steps, that every user may use within `_DECAY_SECONDS`. Clients
-#: seldom need more, because they mostly send steps.
+#: Seconds of loop time, excluding steps, that every user may use within
+#: `_DECAY_SECONDS`. Clients seldom need more, because most of their messages are steps.
 _FREE_SECONDS: Final = 0.05
 #: Above `_FREE_SECONDS`, a user may use this fraction of the other users' mean.
 _MAX_RELATIVE_SECONDS: Final = 0.5
@@ -66,7 +66,7 @@ class FairShare:
         self.flooder: str | None = None
         self._quotas = quotas
         # Decaying counts by user: loop time in seconds, loop time without steps, and
-        # the number of turns that ended with this user's message while others were
+        # the number of turns that ended with this user's message while messages were
         # unread.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._billed: defaultdict[str, float] = defaultdict(float)

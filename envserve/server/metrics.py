@@ -18,7 +18,7 @@ from envserve.slab import Status
 from envserve.wire.status import Histogram, ServerStatus
 
 _STATUSES: Final = tuple(s.name for s in Status if s <= Status.TIMEOUT)
-#: For each field that counts by key: the label, and the keys that are always reported.
+#: Label of each field that counts by key, and the keys that are always reported.
 _LABELLED_FIELDS: Final = {
     "rows": ("status", _STATUSES),
     "faults": ("kind", _STATUSES[1:]),
@@ -78,7 +78,7 @@ class ServerCollector:
         self._connection_counts = connection_counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, without user names, because reading them needs no key."""
+        """Yield all metrics, without user names, because scraping needs no key."""
         status, connections = self._get_status(), self._connection_counts()
         yield InfoMetricFamily(
             "envserve", "Version of the server.", {"version": status.version}

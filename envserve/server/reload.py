@@ -31,8 +31,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-#: The main function of a child: takes a function that sends an object to this process,
-#: and returns an exit code.
+#: Main function of a child, which returns an exit code. Its second argument is a
+#: function that sends an object to this process.
 _Work = Callable[[HostSettings, Callable[[Any], None]], int]
 _INSTALLED: Final = tuple(
     sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")

@@ -24,7 +24,7 @@ _MAX_DISCARDED: Final = 50_000
 
 
 class Router:
-    """Reads from a server's sockets in turn, and sends over the one of the peer."""
+    """Reads from a server's sockets in turn, and sends over the peer's socket."""
 
     def __init__(self, sockets: ServerSockets, budget: SendBudget) -> None:
         self.sockets = sockets

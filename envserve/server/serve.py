@@ -45,7 +45,8 @@ _NO_KEYS_WARNING_SECONDS: Final = 60.0
 _REVOCATION_NOTICE_SECONDS: Final = 0.25
 #: Maximum number of copies of one reply in memory before it is sent.
 _MAX_REPLY_COPIES: Final = 4
-#: Maximum number of descriptors to reserve for workers; a quarter if that is less.
+#: Maximum number of descriptors to reserve for workers; the limit is a quarter of all
+#: descriptors if that is less.
 _MAX_RESERVED_DESCRIPTORS: Final = 1024
 _PR_SET_DUMPABLE: Final = 4
 #: Seconds for `stop` after a drain that was cut short: the process should exit within a
@@ -153,9 +154,9 @@ def _registry_of(config: HostSettings) -> Registry:
 
 
 def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
-    """Return the maximum growth of memory by buffers in bytes.
+    """Return the maximum memory growth caused by buffers, in bytes.
 
-    This is the setting plus legitimate growth: copies of replies, some of them
+    The maximum is the setting plus legitimate growth: copies of replies, some of them
     encrypted, and cached results.
     """
     leases = [record.lease for record in session.leases.values() if record.lease]

@@ -1,6 +1,7 @@
 """Notifies systemd that a server is ready, alive or stopping.
 
-It implements the protocol of `Type=notify` and `WatchdogSec`; see sd_notify(3).
+This module implements the protocol for `Type=notify` and `WatchdogSec`; see
+sd_notify(3).
 """
 
 from __future__ import annotations

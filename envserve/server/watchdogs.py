@@ -13,9 +13,8 @@ _NUM_TICKS: Final = 20
 class LoopLag:
     """The lag of an event loop over the last 10 s.
 
-    A callback every 0.5 s records how late it was called. Occasional
-    requests could not measure the lag, because they are not answered while the loop
-    hangs.
+    A callback that is scheduled every 0.5 s records its own delay. Occasional requests
+    could not measure the lag, because they are not answered while the loop hangs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

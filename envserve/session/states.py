@@ -1,24 +1,25 @@
 """The protocol between a client and a server, and the states of its two halves.
 
-Guarantee: a step is applied at most once, and its result is never paired with another
-action. This holds even if messages are lost, duplicated, delayed or reordered, and even
-if client and server are suspended, killed or restarted at any moment.
+The protocol guarantees that a step is applied at most once, and that its result is
+never paired with another action. This holds even if messages are lost, duplicated,
+delayed or reordered, and even if client and server are suspended, killed or restarted
+at any moment.
 
 Five numbers in each message provide this guarantee. Each number is drawn at random or
 counted by one side only:
 
 * *session*, drawn by the client, identifies a lease from its ATTACH to its end. After a
-  loss the client continues under another session, so a reply to the old one cannot be
-  mistaken for a reply to the new one.
-* *boot*, drawn by the server, identifies a start of the server. A reply with another
-  boot shows that the server was restarted, and that its envs are gone.
+  loss the client continues under a new session number, so a reply to the old session
+  cannot be mistaken for a reply to the new one.
+* *boot*, drawn by the server, identifies a start of the server. A reply with a
+  different boot shows that the server was restarted, and that its envs are gone.
 * *epoch*, counted by the server, is the number of the lease. The server rejects
-  requests of another epoch.
+  requests with a different epoch.
 * *seq*, counted by the client, is the number of an operation (STEP, RESET or CALL) of a
-  block: 1, 2, 3 ... within a lease. A reply uses up its seq. A rejected request does
-  not, so the next request has the same seq.
-* *attempt*, counted by the client, numbers the copies of a request. Each copy is
-  answered once.
+  block: 1, 2, 3 ... within a lease. An answered request uses up its seq. If a request
+  is rejected, the next request has the same seq.
+* *attempt*, counted by the client, numbers the copies of a request. The server
+  answers each copy once.
 
 The client's part: a block has at most one operation in flight. The client sends the
 next one only after the reply, or after the lease is lost. Until then it resends the
@@ -28,10 +29,11 @@ row with status SERVER_LOST in place of its result. A lost reset is requested ag
 lost call fails, because the envs may have executed it already.
 
 The server's part: the server executes a request if it has the next seq of each of its
-blocks. While it runs, copies of it are not executed; later copies are answered with the
-same reply. Older requests are ignored, and requests that skip a seq are rejected. A
-reply can be repeated because it consists of the blocks' rows, which do not change until
-the blocks' next seq (docs/decisions.md: "The slab is the reply cache").
+blocks. While it runs, copies of it are not executed. Copies that arrive later are
+answered with the same reply. Older requests are ignored, and requests that skip a seq
+are rejected. A reply can be repeated because it consists of the blocks' rows, which do
+not change until the blocks' next seq (docs/decisions.md: "The slab is the reply
+cache").
 
 Absence: the envs of a block in flight may be absent, because their worker or their
 lease is lost, or because the server is unreachable. The client reports such blocks as
@@ -84,7 +86,7 @@ class Machine(Generic[State]):
         self.state = state
 
 
-# A client.
+# Client sessions.
 
 
 class ClientState(enum.Enum):
@@ -149,14 +151,14 @@ _CLIENT_MOVES: Final[_Moves] = {
 }
 
 
-# A lease, on the server.
+# Server side of a lease.
 
 
 class LeaseState(enum.Enum):
     """State of a lease, from the client's ATTACH until its envs are free."""
 
     BUILDING = enum.auto()
-    """Its envs are being built, or are queued."""
+    """Its envs are being built, or their build is queued."""
     GRANTED = enum.auto()
     """Its client can use the envs."""
     CLOSING = enum.auto()
@@ -178,7 +180,7 @@ _LEASE_MOVES: Final[_Moves] = {
 _MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_LEASE_MOVES}
 
 
-# A block of a lease, on the server.
+# Server side of a block.
 
 
 class BlockState(enum.IntEnum):  # hashed at every step, and hashing an int is faster

@@ -66,7 +66,7 @@ _MAX_UNREAD_BYTES: Final = 16 << 20
 class SharedContext:
     """A ZeroMQ context, with its I/O threads, for the connections of a batch.
 
-    It is terminated after its last connection was closed. docs/decisions.md: "The
+    It is terminated after its last connection has been closed. docs/decisions.md: "The
     connections of a batch share ZeroMQ's threads".
     """
 
@@ -95,7 +95,7 @@ class SharedContext:
             # Leave half of the cores to the learner.
             num_threads = max(1, min(count, num_cores() // 2))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_threads)
-        # Each connection may also have its previous socket, and one that lingers.
+        # Each connection may also have its previous socket, and a lingering one.
         context.set(zmq.MAX_SOCKETS, max(1023, 4 * count))
         return context
 
@@ -117,8 +117,9 @@ class Connection:
       max_row_bytes: Size of the largest expected frame, excluding results of attribute
         calls; it determines the length of the receive queue.
       waker: A `Waker` whose descriptor is readable when `receive` may return a message.
-      receive: Return the next message, or None.
-      receive_soon: Wait for the next message; return None after `SLICE_SECONDS`.
+      receive: Method that returns the next message, or None.
+      receive_soon: Method that waits for the next message, and returns None after
+        `SLICE_SECONDS`.
     """
 
     def __init__(
@@ -153,7 +154,12 @@ class Connection:
         self._open()
 
     def keys_for(self, address: str) -> CurveKeys | None:
-        """Return the keys for an address; raise the same errors as the constructor."""
+        """Return the keys for an address.
+
+        Raises:
+          ConnectError: The server's key is unknown.
+          KeyFileError: A key file cannot be read, or other users can read it.
+        """
         if address == NO_ADDRESS:
             return None
         return KeyFolder().keys_for(address, insecure=self._insecure)
@@ -215,7 +221,7 @@ class Connection:
         If there is no free file descriptor, nothing changes, and the caller can retry.
 
         Args:
-          max_frame_bytes: New minimum of the frame size limit. If it is given, the
+          max_frame_bytes: Minimum for the new frame size limit. If it is given, the
             previous socket is closed at once.
         """
         longest = self.max_frame_bytes

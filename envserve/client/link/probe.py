@@ -31,7 +31,8 @@ def request_welcome(
     """Request the WELCOME message of a server, which lists its envs and versions.
 
     Raises:
-      ConnectError: No server answered in time, or as for `Connection`.
+      ConnectError: No server answered in time, or the connection failed; see
+        `Connection`.
       ProtocolMismatch: The server speaks different protocol versions.
       RemoteProtocolError: The peer is not an envserve server.
     """
@@ -51,7 +52,7 @@ def request(
 ) -> Message:
     """Send a request that belongs to no session, and return its answer.
 
-    Answers with another request number are ignored.
+    Answers with a different request number are ignored.
 
     Raises:
       ConnectError: No server answered in time.

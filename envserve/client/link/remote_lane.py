@@ -94,7 +94,8 @@ class RemoteLane:
             blocks are used until a server is found.
 
         Raises:
-          EnvserveError: As for `Connection` and `attach_of`.
+          EnvserveError: The connection or the request is invalid; see `Connection` and
+            `attach_of`.
         """
         self.num_envs = request.num_envs
         self._env_name = request.env_name
@@ -199,7 +200,7 @@ class RemoteLane:
         self._submit(self._session.submit_reset, resets)
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Send attribute access on envs of different blocks."""
+        """Send requests to access attributes of envs in different blocks."""
         self._submit(self._session.submit_call, calls, MAX_ANSWER_BYTES)
 
     def _submit(
@@ -255,7 +256,7 @@ class RemoteLane:
                     else:
                         frames = self._connection.receive_soon()
                 except BaseException as error:
-                    # If a received message is lost here, the session requests it again.
+                    # The session requests again any message that the interrupt lost.
                     self._is_updating = False
                     mark_harmless(error)
                     raise

@@ -122,7 +122,7 @@ class ServerPool:
             return address
 
     def leave(self, user: object, until: float) -> None:
-        """Remove a user; after the last, wait for a running poll until `until`."""
+        """Remove a user; after the last one, wait for a running poll until `until`."""
         with self._lock:
             self.locations.pop(user, None)
         if self._thread is not None and not self.locations:
@@ -209,7 +209,7 @@ def query_servers(
 
 
 def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
-    """Return the servers that answer and are not draining, or all if there are none."""
+    """Return servers that answer and are not draining; if none do, all servers."""
     welcomes = query_servers(sources, 2 * _ANSWER_SECONDS, insecure=insecure).welcomes
     alive = [at for at, found in welcomes.items() if found and not found.is_draining]
     return alive or list(welcomes)

@@ -24,7 +24,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds without a connection after which a new socket is opened. libzmq reconnects
 #: automatically, except after an error: a rejected key or a frame that is too long.
 _RENEW_SECONDS: Final = 2.0
-#: If a new socket connects within this time, there was probably such an error.
+#: If a new socket connects within this time, such an error has probably occurred.
 _AT_ONCE_SECONDS: Final = 0.75
 #: This many errors within `_ERRORS_SECONDS` end the session.
 _MAX_ERRORS: Final = 3
@@ -40,7 +40,7 @@ class SessionDriver:
       session: The session.
       connection: The connection to its server.
       server_pool: Servers for failover; None if there are no others.
-      due_at: Latest `time.monotonic()` at which `run` must be called.
+      due_at: Time by which `run` must be called, as a value of `time.monotonic()`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SessionDriver:
         connection.waker.wake()
 
     def _check_connection(self, now: float) -> bool:
-        """Handle changes of the connection; return whether there is more to read."""
+        """Handle connection changes; return whether there is more to read."""
         is_readable, is_connected = self.connection.poll()
         if is_connected and not self._is_connected:
             self._on_connected(now)
@@ -158,7 +158,7 @@ class SessionDriver:
         )
 
     def _fail_over(self, server_pool: ServerPool, now: float) -> bool:
-        """Move to another server if one is needed and found; return whether it was."""
+        """Move to another server if one is needed and found; return whether it did."""
         attachment = self.session.attachment
         since = attachment.needs_server_since(now)
         attachment.awaits_poll = since is not None and server_pool.polled_at < since

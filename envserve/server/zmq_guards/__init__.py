@@ -1,1 +1,1 @@
-"""Bounds, closes and authenticates connections, which libzmq alone cannot do."""
+"""Limits, closes and authenticates connections where libzmq alone cannot."""

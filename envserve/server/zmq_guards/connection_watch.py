@@ -29,8 +29,8 @@ _MAX_SHORTAGE_SECONDS: Final = 16.0
 class ConnectionWatch:
     """Checks memory and descriptors four times a second until it is stopped.
 
-    Shared memory, which holds the rows of leases, does not count. Copies of rows that
-    are being sent do.
+    Shared memory, which holds the rows of leases, is not counted. Copies of rows that
+    are being sent are counted.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class ConnectionWatch:
           loop: Event loop.
           sockets: The sockets whose connections are closed.
           zap: Counts the connections of each user; None without keys.
-          max_growth_bytes: Returns the maximum growth of memory above its minimum since
-            connections were last closed.
+          max_growth_bytes: Function that returns the maximum growth of memory, relative
+            to its minimum since connections were last closed.
           min_connections: Minimum number of new connections for a user to be blamed
             when no descriptor is free.
         """

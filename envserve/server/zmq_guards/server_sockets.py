@@ -45,8 +45,8 @@ _HANDSHAKE_MS: Final = 2000
 #: Time limit for sending the last replies.
 _LINGER_MS: Final = 100
 _RETRY_SECONDS: Final = 0.001
-#: A user who causes this many closures within `_BLAMED_SECONDS` is shut out until they
-#: are older than that.
+#: A user who causes this many closures within `_BLAMED_SECONDS` is shut out until
+#: these closures are older than that.
 _MAX_BLAMED: Final = 3
 _BLAMED_SECONDS: Final = 60.0
 #: User of all peers of a socket without keys, by scheme.
@@ -213,7 +213,7 @@ class ServerSockets:
 
     @property
     def discarding_user(self) -> str | None:
-        """The user whose message is being discarded for its length; None if none."""
+        """The user whose message is discarded because it is too long, or None."""
         sockets = (s for s in self.rotation if s.receiver.is_discarding)
         return next((socket.sender for socket in sockets), None)
 
@@ -227,7 +227,8 @@ class ServerSockets:
 
         Args:
           reason: The reason, for the log.
-          user: The user who caused it, if known; shut out after `_MAX_BLAMED` times.
+          user: The user who caused the closure, if known. After `_MAX_BLAMED` closures,
+            the user is shut out.
           shut_out: Whether to shut out the user immediately.
         """
         if user:
@@ -275,8 +276,8 @@ class ServerSockets:
 def _seed_routes() -> None:
     """Make the route that ZeroMQ gives to the first peer unpredictable.
 
-    libzmq 4.3.5 draws it from `rand()`, which it does not seed, and counts up from
-    there. If a peer announces the next route as its routing id, an assertion in libzmq
+    libzmq 4.3.5 draws it from `rand()`, which it does not seed, and counts up from this
+    value. If a peer announces the next route as its routing id, an assertion in libzmq
     (`routing_socket_base_t::add_out_pipe`) aborts this process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))

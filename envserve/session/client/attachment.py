@@ -1,7 +1,7 @@
-"""Acquires a client's lease with HELLO and ATTACH, and another one after each loss.
+"""Acquires a client's lease with HELLO and ATTACH, and a new one after each loss.
 
 A later lease must have the same spaces and blocks as the first, because the caller
-already has the rows; its envs get other seeds. After a loss, the client changes its
+already has the rows; its envs get new seeds. After a loss, the client changes its
 session number, sends HELLO and ATTACH again (to the same server, or to another one
 after `move_to`), and resets the lost blocks.
 
@@ -65,7 +65,7 @@ class Attachment:
     """The state of a client's lease, across losses and changes of server.
 
     Attributes:
-      address: Address of the current server, for messages.
+      address: Address of the current server, for error messages and logs.
       attach: Arguments of the ATTACH requests.
       machine: State of the session, see `ClientState`.
       error: Reason why the session is LOST; None otherwise.
@@ -194,7 +194,7 @@ class Attachment:
     def lose_lease(
         self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
     ) -> None:
-        """Mark all envs as lost, and request a new lease under another session.
+        """Mark all envs as lost, and request a new lease under a new session number.
 
         Args:
           error: Reason for the loss.
@@ -221,7 +221,7 @@ class Attachment:
         requests.send_detach(loss.detach_frames)
 
     def handle_restart(self, now: float) -> None:
-        """Handle a message with another boot: the server was restarted."""
+        """Handle a message with a new boot number: the server was restarted."""
         if self.machine.state is ClientState.CLOSING:
             self.close()
         elif self.client_blocks is None:  # there was no lease to lose
@@ -273,7 +273,7 @@ class Attachment:
 
         Retrying helps after a restart, when other clients may have attached first, and
         while a server drains, because another one may replace it. If the lease expired
-        because this client was silent, the clients that have the envs now keep them.
+        because this client was silent, the clients that now have the envs keep them.
         """
         is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
         if (
@@ -294,7 +294,7 @@ class Attachment:
 
     @property
     def give_up_at(self) -> float:
-        """When to call `give_up`, in monotonic seconds."""
+        """Time at which to call `give_up`, in monotonic seconds."""
         if self.awaits_poll:
             return math.inf
         since, loss = self._requests.liveness.silent_since, self.lost_lease
@@ -351,10 +351,10 @@ class Attachment:
     # Other servers. Blocks, rows and operations in flight survive the change.
 
     def start_vacant(self, like: Lane, now: float) -> None:
-        """Start without a server, with all envs lost.
+        """Start without a server; all envs count as lost.
 
         Args:
-          like: Lane whose spaces and number of blocks per split to expect.
+          like: Lane with the expected spaces and number of blocks per split.
           now: Monotonic seconds.
         """
         each = sum(block.split == 0 for block in like.blocks)
@@ -366,7 +366,7 @@ class Attachment:
         self.lost_lease = LostLease(error, now, give_up_error=error)
 
     def needs_server_since(self, now: float) -> float | None:
-        """Return since when another server is needed; None if none is needed."""
+        """Return the time since which another server is needed; None if none is."""
         liveness, loss = self._requests.liveness, self.lost_lease
         since = min(liveness.silent_since, liveness.disconnected_since)
         is_alone = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
@@ -378,7 +378,7 @@ class Attachment:
         return min(since, loss.lost_at) if is_refused or is_silent else None
 
     def move_to(self, address: str, now: float) -> list[Buffer]:
-        """Change to another server, under another session number.
+        """Change to another server, under a new session number.
 
         Returns:
           The DETACH to send to the previous server, which may still hold the lease.
@@ -418,7 +418,7 @@ class Attachment:
             self.machine.move(ClientState.CLOSED)
 
     def close(self) -> None:
-        """Become CLOSED, because the server has the envs back."""
+        """Become CLOSED, because the envs were returned to the server."""
         self._requests.clear()
         self.machine.move(ClientState.CLOSED)
 
@@ -434,8 +434,8 @@ class Attachment:
     def abort(self, error: EnvserveError) -> None:
         """Become LOST, and send a DETACH, because the server may hold a lease.
 
-        If the session was moving to this server from another one, it is not over: the
-        server is only marked as rejected.
+        If the session was moving to this server from another one, the session does not
+        end: the server is only marked as rejected.
         """
         detach_frames = self._requests.pack(MessageType.DETACH)
         if self.lost_lease is not None and self.address != self.granted_by:
@@ -470,7 +470,7 @@ def _check_same_envs(
 
 
 def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
-    """Return an ATTACH for the same envs, with other seeds than earlier leases."""
+    """Return an ATTACH for the same envs, with seeds that no earlier lease used."""
     first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
     return replace(attach, first_incarnation=first & 0xFFFFFFFF)
 

@@ -5,7 +5,7 @@ Replies may arrive at any time, even while the caller reads the rows, because a 
 background thread also receives. Therefore `accept_result` only stores the message.
 
 Losses: `mark_lost` marks all blocks when their lease is lost. The first operation on a
-lost block sends a RESET. If the caller asked for a step, the block's rows then contain
+lost block sends a RESET. If the caller requested a step, the block's rows then contain
 the new episode's first observation, the old episode's last one as the final
 observation, and status SERVER_LOST.
 """
@@ -29,7 +29,7 @@ from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Number of distinct warnings of a server that are logged, once each.
+#: Maximum number of distinct warnings from a server that are logged, each once.
 _MAX_WARNED: Final = 16
 
 #: Outcomes of a reply; if it contains rows, also its request and the message.
@@ -75,8 +75,8 @@ class _RowWriter:
         elif request.is_step:
             self._write_lost(outcomes[0], part, message)
         else:
-            # If only some rows of a lost block are reset, the others keep their last
-            # observation, because the message contains none for them.
+            # If only some rows of a lost block are reset, the other rows keep their
+            # last observation, because the message contains no observation for them.
             blocks = [self._blocks[o.block] for o in outcomes if o.block in lost]
             others = [
                 row for block in blocks for row in _rows_not_reset(request, block)
@@ -129,7 +129,7 @@ class ClientBlocks:
           address: Address of the server, for messages.
           spec: Spaces of every env.
           blocks: The granted blocks.
-          liveness: Liveness of the server; it decides which blocks are absent.
+          liveness: Liveness of the server; it determines which blocks are absent.
         """
         self.spec = spec
         self.blocks = blocks
@@ -149,7 +149,7 @@ class ClientBlocks:
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
-        self._reported_absent: set[int] = set()  # by the server
+        self._reported_absent: set[int] = set()  # reported by the server
         self._warned: set[str] = set()
 
     # Submitting. A method that raises has changed nothing.
@@ -248,8 +248,8 @@ class ClientBlocks:
         """Store a RESULT or CALL_RESULT, for all blocks of a request or one of them.
 
         Raises:
-          RemoteProtocolError: Its report is malformed, or about other rows. Nothing
-            has been changed.
+          RemoteProtocolError: The report is malformed, or is about other rows.
+            Nothing has been changed.
         """
         reported: Mapping[int, Outcome] = {}
         if message.report:
@@ -283,7 +283,7 @@ class ClientBlocks:
     def _outcome(
         self, index: int, request: Request, message: Message, reported: Outcome | None
     ) -> Outcome:
-        """Return the outcome of a block, which recovers if all its envs were reset."""
+        """Return the outcome of a block; clear its loss if all its envs were reset."""
         if reported is not None and reported.error is not None:
             return Outcome(index, error=reported.error)
         if request.type is MessageType.CALL:
@@ -303,7 +303,7 @@ class ClientBlocks:
     def fail(
         self, request: Request, error: EnvserveError, *, uses_seq: bool = True
     ) -> None:
-        """End a request with an error, on all its blocks that have no reply yet.
+        """End a request with an error for all its blocks that have no reply yet.
 
         Args:
           request: The request.
@@ -342,8 +342,8 @@ class ClientBlocks:
         fail, because the envs may have executed them.
 
         Args:
-          text: Reason for the loss, for the infos of lost rows.
-          error: Reason for the loss, for calls.
+          text: Reason for the loss, shown in the infos of lost rows.
+          error: Error with which lost calls fail.
         """
         self._seqs = [0] * len(self.blocks)  # the next lease counts from 1
         self._reported_absent.clear()
@@ -351,7 +351,7 @@ class ClientBlocks:
             self.lost.setdefault(block, text)
         for block, request in sorted(self.in_flight.items()):
             if request.type is MessageType.CALL:
-                if request.id:  # it was sent
+                if request.id:  # the call was sent
                     self._fail_block(block, error)
             elif request.is_step:
                 self._reset((Reset(block),), is_step=True)
@@ -396,7 +396,7 @@ class ClientBlocks:
     def is_ready(self, min_ended: int) -> bool:
         """Return whether the caller should collect now.
 
-        That is the case if a block has become absent, if at least `min_ended` blocks
+        This is the case if a block has become absent, if at least `min_ended` blocks
         have ended, or if no block is in flight.
         """
         if self.absent_is_stale and self.refresh_absent():
@@ -406,7 +406,7 @@ class ClientBlocks:
     def refresh_absent(self) -> bool:
         """Update `absent`; return whether a block was added.
 
-        If such a block is being stepped, its observations are copied to its final
+        If an added block is being stepped, its observations are copied to its final
         observations, because its episode may be lost.
         """
         self.absent_is_stale = False

@@ -38,7 +38,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: A tuple, because a property call for each message would be slower.
 _FINAL_STATES: Final = tuple(state for state in ClientState if state.is_over)
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
-#: Messages that answer no operation, but are not late replies either.
+#: Messages that answer no operation, but do not count as late replies.
 _NOTICES: Final = frozenset(
     {MessageType.BUILDING, MessageType.PONG, MessageType.DRAIN, MessageType.ABSENT}
 )
@@ -52,10 +52,10 @@ class ClientSession:
     Only `collect` and `client_blocks.is_ready` write rows.
 
     Attributes:
-      requests: Requests without a reply, and the numbers of the session.
+      requests: Requests without a reply, and the session, boot and epoch numbers.
       outbox: Frames to send, by key, in sending order. The transport deletes entries
         that it has sent.
-      attachment: The lease.
+      attachment: State of the lease that this client holds on the server.
       num_late_messages: Number of messages that answered no request.
     """
 
@@ -105,7 +105,7 @@ class ClientSession:
     def give_up_error(self) -> EnvserveError | None:
         """Reason why callers should stop waiting; None if they should not.
 
-        The session still requests a lease, see `Timeouts.pads_lost_rows`.
+        The session continues to request a lease, see `Timeouts.pads_lost_rows`.
         """
         loss = self.attachment.lost_lease
         return None if loss is None else loss.give_up_error
@@ -197,7 +197,7 @@ class ClientSession:
             self.attachment.lose_lease(error, now)
 
     def begin_close(self, now: float) -> None:
-        """Return the envs; the state becomes CLOSED when the server confirms."""
+        """Return the envs to the server; become CLOSED when the server confirms."""
         if not self.state.is_over and self.state is not ClientState.CLOSING:
             self.attachment.detach(now)
 
@@ -238,8 +238,8 @@ class ClientSession:
             liveness.record_message(now)
         else:  # the usual case, inlined because it runs at every step
             liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
-        # A WELCOME with another boot is ignored unless a HELLO waits for it, because
-        # it may be a delayed one from before a restart.
+        # A WELCOME with a new boot number is ignored unless a HELLO waits for it,
+        # because it may be a delayed message from before a restart.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
             return self.attachment.handle_restart(now)
@@ -324,7 +324,7 @@ def _on_granted(session: ClientSession, message: Message, now: float) -> bool:
 
 
 def _on_result(session: ClientSession, message: Message, now: float) -> bool:
-    """Handle a RESULT or CALL_RESULT, of a whole request or of one of its blocks."""
+    """Handle a RESULT or CALL_RESULT for a whole request or one of its blocks."""
     requests, attachment = session.requests, session.attachment
     request = requests.answered_by(message)
     if request is None or attachment.client_blocks is None:

@@ -19,11 +19,12 @@ PING_SECONDS: Final = 1.0
 _UNREACHABLE_SECONDS: Final = 3.5
 #: Seconds without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
-#: Minimum gap between two calls of `advance` that shows that the client was suspended;
-#: it is longer than the client ever waits.
+#: Minimum gap between two calls of `advance` that shows that the client was suspended.
+#: The client never waits for this long.
 _SUSPENDED_SECONDS: Final = 5.0
-#: Maximum number of unsolicited messages per second, plus copies of each piece of a
-#: reply, because a server that was suspended for a minute sends many copies at once.
+#: Maximum number of unsolicited messages per second. It is increased by `_MAX_COPIES`
+#: for each piece of the longest reply, because a server that was suspended for a minute
+#: sends many copies at once.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -130,8 +131,8 @@ class Liveness:
 class UnsolicitedLimit:
     """Limits the number of messages per second that answer no request.
 
-    These are signs of life, notices about the lease, and late replies. An envserve
-    server sends few of them.
+    These messages are signs of life, notices about the lease, and late replies. An
+    envserve server sends few of them.
     """
 
     def __init__(self) -> None:

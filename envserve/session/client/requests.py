@@ -77,7 +77,7 @@ class Requests:
 
     Attributes:
       session: Number of the session.
-      boot: Boot number of the server; 0 until its WELCOME.
+      boot: Boot number of the server; 0 until its WELCOME arrives.
       epoch: Number of the lease; 0 until it is granted.
       outbox: Frames to send, by request id, in sending order; the transport deletes
         entries that it has sent.
@@ -163,7 +163,7 @@ class Requests:
                 self.liveness.expect_answer(now)
 
     def resend_all(self, now: float) -> None:
-        """Send copies of all sent requests, which the last connection may have lost."""
+        """Resend all requests, because the last connection may have lost them."""
         for request in self.unanswered.values():
             if request.id not in self.outbox:
                 request.resend_delay = _FIRST_RESEND_SECONDS

@@ -19,7 +19,7 @@ from envserve.wire.message import Buffer, Message, Peer
 #: A user and the session number that its client drew. The user is part of the key, so
 #: a client cannot reach the session of another user, even if it knows the number.
 SessionId = tuple[str, int]
-#: Minimum seconds between two copies of a reply: at first, and after
+#: Minimum seconds between two copies of a reply. The longer interval applies after
 #: `_MAX_FREQUENT_COPIES` copies.
 _FREQUENT_SECONDS: Final = 1.0
 _RARE_SECONDS: Final = 60.0
@@ -38,10 +38,11 @@ class ResendLimiter:
     sent_at: float = -math.inf
 
     def allow(self, now: float) -> bool:
-        """Return whether to send a copy now: one per second, then one per minute.
+        """Return whether to send a copy now.
 
-        The number of copies is unlimited, because a client whose replies were all lost
-        must not wait for ever.
+        At first, one copy per second is allowed, and later one per minute. The number
+        of copies is unlimited, because a client whose replies were all lost must not
+        wait for ever.
         """
         wait = (
             _FREQUENT_SECONDS
@@ -110,7 +111,7 @@ class ReplyStatus(NamedTuple):
 
 
 class ReplyFrame(NamedTuple):
-    """Answer a FRAME with pictures or the flight record from the pool of a session."""
+    """Answer a FRAME with rendered frames or the flight record of a session's pool."""
 
     request: Message
     session: SessionId
@@ -128,35 +129,35 @@ class EnrolKey(NamedTuple):
 
 
 class StartPool(NamedTuple):
-    """Start the pool of a session; report `pool_ready` or `pool_failed`."""
+    """Start the pool of a session; then call `pool_ready` or `pool_failed`."""
 
     session: SessionId
     settings: PoolSettings
 
 
 class RunStep(NamedTuple):
-    """Step blocks of a session's pool; report `pool_finished`."""
+    """Step blocks of a session's pool; then call `pool_finished`."""
 
     session: SessionId
     blocks: Sequence[int]
 
 
 class RunReset(NamedTuple):
-    """Reset blocks of a session's pool; report `pool_finished`."""
+    """Reset blocks of a session's pool; then call `pool_finished`."""
 
     session: SessionId
     resets: Sequence[Reset]
 
 
 class RunCall(NamedTuple):
-    """Call envs of a session's pool; report `pool_finished`."""
+    """Call envs of a session's pool; then call `pool_finished`."""
 
     session: SessionId
     calls: Sequence[Call]
 
 
 class EndPool(NamedTuple):
-    """Close the pool of a session; report `pool_closed`."""
+    """Close the pool of a session; then call `pool_closed`."""
 
     session: SessionId
 

@@ -1,7 +1,8 @@
 """Executes the operations of a granted lease at most once.
 
 Each operation of a block has a sequence number, the seq, which the client counts. A
-request runs if it has the next seq of each of its blocks, and none of them is busy.
+request runs if it has the next seq of each of its blocks, and none of these blocks is
+busy.
 Otherwise:
 
 * A copy of the latest request is not executed again. If the request is done, its reply
@@ -71,8 +72,8 @@ from envserve.wire.rows import BlockParts, RowCodec
 _BLOCK_OF: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 
-#: Number of separate replies that fit into the send queue of a client even while it is
-#: not reading. Each repetition starts this many replies later.
+#: Number of separate replies that fit into a client's send queue even while the client
+#: is not reading. Each repetition of the replies starts this many blocks later.
 _REPLIES_PER_ROUND: Final = 32
 
 
@@ -112,7 +113,7 @@ class ResultCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Start empty; a single result may exceed `max_bytes`."""
+        """Create an empty cache; a single result may exceed `max_bytes`."""
         self._max_bytes = max_bytes
         self._outcomes: dict[int, MutableMapping[int, Outcome]] = {}  # oldest first
         self.num_bytes = 0
@@ -230,7 +231,7 @@ class Lease:
             first = calls[0]
             check_call(self._settings, first.kind, first.name, first.env_indices[0])
             decision = RunCall(self._session, calls)
-        message.body = message.payload = message.report = b""  # not needed any more
+        message.body = message.payload = message.report = b""  # no longer needed
         request = _BlockRequest(message, blocks, now, resets)
         request.is_split = message.type is MessageType.CALL
         for block, seq in message.entries:
@@ -241,12 +242,12 @@ class Lease:
         return [decision]
 
     def _handle_repeat(self, message: Message, now: float) -> list[Decision]:
-        """Handle a request that is a copy, late, or skips a seq."""
+        """Handle a request that is a copy, that is late, or that skips a seq."""
         request = self._find_request(message)
         if request is None:
             if all(seq > self._last_seq[block] for block, seq in message.entries):
                 raise self._gap_refusal(message)
-            # It is late; or it was refused, and another request has used its seq since.
+            # It is late, or it was refused and another request has since used its seq.
             self.num_late_messages += 1
             return []
         if message.attempt <= request.message.attempt:
@@ -273,7 +274,7 @@ class Lease:
         return [*replies[:-1], *last]
 
     def _find_request(self, message: Message) -> _BlockRequest | None:
-        """Return the latest request of a block that the message is a copy of."""
+        """Return the request that the message is a copy of; None if there is none."""
         candidates = dict.fromkeys(
             self._requests[block] for block, _ in message.entries
         )
@@ -295,7 +296,7 @@ class Lease:
         return Refusal(ErrorCode.GAP, where)
 
     def _raise_if_invalid(self, start: int, stop: int) -> None:
-        """Raise Refusal if an action is invalid, after the quick check has failed."""
+        """Raise Refusal for an invalid action; called if the quick check has failed."""
         try:
             check_action_rows(self._spec, self._rows.action, start, stop)
         except ActionError as error:
@@ -354,7 +355,7 @@ class Lease:
             self._states[block] = to
 
     def ended_rows(self, outcome: Outcome) -> Sequence[int]:
-        """Return the rows whose episode an outcome has ended, by a step or a reset."""
+        """Return the rows whose episode ended in a step or reset with this outcome."""
         request = self._requests[outcome.block]
         assert request is not None, "only a request has an outcome"
         if outcome.error is not None or request.message.type is MessageType.CALL:
@@ -380,14 +381,15 @@ class Lease:
     # Replies.
 
     def _split_replies(self, request: _BlockRequest) -> list[Reply]:
-        """Return a reply for each done block, and an ABSENT for the absent ones.
+        """Return one reply per finished block, and an ABSENT for all absent blocks.
 
-        Blocks that have a later request are left out.
+        Blocks that have a later request are omitted.
         """
         held = [block for block in request.blocks if self._requests[block] is request]
         absent = [block for block in held if self._states[block] is BlockState.ABSENT]
         done = [block for block in held if self._states[block] is BlockState.DONE]
-        # The last of many replies may be dropped, so start each round at others.
+        # If there are many replies, the last ones may be dropped, so each round starts
+        # at a different block.
         first = _REPLIES_PER_ROUND * request.num_rounds % max(1, len(done))
         request.num_rounds += 1
         done = done[first:] + done[:first]
@@ -395,7 +397,7 @@ class Lease:
         return [self._absent_reply(request, absent), *replies] if absent else replies
 
     def _result_reply(self, request: _BlockRequest, blocks: tuple[int, ...]) -> Reply:
-        """Return the reply for some blocks of a request, which are done."""
+        """Return the reply for some finished blocks of a request."""
         report = b""
         for block in blocks:
             outcome = request.outcomes[block]

@@ -49,12 +49,13 @@ from envserve.wrappers.specs import check_wrappers
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-#: Maximum number of sessions without a lease whose name or end is remembered, per user.
+#: Maximum number of sessions per user whose client name or end is remembered while they
+#: have no lease.
 _MAX_RECENT_SESSIONS: Final = 256
 _MAX_LOGGED_NAME: Final = 64
 #: Maximum length of a refusal's text in the log.
 _MAX_LOGGED_TEXT: Final = 300
-#: Maximum number of leases per user whose envs are built concurrently; others wait.
+#: Maximum number of leases per user whose envs are built concurrently.
 _MAX_CONCURRENT_BUILDS: Final = 4
 
 
@@ -64,7 +65,7 @@ class LeaseRecord:
 
     Attributes:
       session: User, and the session number that the client drew, which is secret.
-      number: Sequence number of the lease since the server started; its epoch.
+      number: Sequence number of the lease since the server started; also its epoch.
       settings: Settings of the server, restricted to the user's grant.
       usage: Number of its envs and processes.
       attach: Arguments of its ATTACH.
@@ -78,7 +79,7 @@ class LeaseRecord:
       lease: Operations on its envs; None unless GRANTED.
       granted_body: Body of its GRANTED message; empty before it is granted.
       row_mib: Memory of its rows in MiB.
-      reason: Why it is CLOSING; None after a DETACH.
+      reason: Reason why it is CLOSING; None after a DETACH.
       grant_limiter: Limiter of copies of its GRANTED message.
       unfinished_rows: Rows that have not ended an episode since the drain began; None
         unless the server is draining.
@@ -231,7 +232,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         return self[session].name if session in self else "a lease that has ended"
 
     def visible_to(self, user: str) -> list[LeaseRecord]:
-        """Return the granted leases of a user; all leases if the user has no key."""
+        """Return a user's granted leases; those of all users if the user has no key."""
         sees_all = user in KEYLESS_USERS
         granted = (record for record in self.values() if record.lease is not None)
         return [record for record in granted if sees_all or record.user == user]
@@ -242,7 +243,9 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         self._client_names.add(session, shown or "unnamed")
 
     def audit_refusal(self, refusal: Refusal, user: str, now: float) -> Audit:
-        """Log a refusal, at most one per second and error code; return its audit event.
+        """Log a refusal, and return its event for the audit log.
+
+        At most one refusal per second is logged for each error code.
 
         Args:
           refusal: The refusal.
@@ -305,8 +308,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 settings = replace(
                     settings, max_row_mib=max(0, settings.max_row_mib - used)
                 )
-            # If row memory is limited, build one lease at a time, because the size of
-            # its rows is only known afterwards.
+            # If row memory is limited, build the envs of one lease at a time, because
+            # the size of their rows is known only after the build.
             max_builds = _MAX_CONCURRENT_BUILDS if settings.max_row_mib is None else 1
             if record.is_queued and count[record.user] < max_builds:
                 record.is_queued = False
@@ -332,7 +335,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     ) -> None:
         """Raise Refusal if there are too few free envs, or the user's quota is used up.
 
-        For other users' leases, the error only shows the total number of envs.
+        The error shows only the total number of envs that other users have leased.
         """
         free = self.num_free_envs
         if attach.num_hosted <= free:
@@ -411,11 +414,11 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     # Ends.
 
     def close(self, record: LeaseRecord, reason: ErrorBody | None) -> list[Decision]:
-        """Begin to end a lease; its client is notified when the workers have exited.
+        """Start to close a lease; its client is notified when the workers have exited.
 
         Args:
-          record: The lease; nothing happens if it is CLOSING already.
-          reason: Reason for the client; None after its DETACH.
+          record: The lease; nothing happens if it is already CLOSING.
+          reason: Reason to send to the client; None after its DETACH.
         """
         if record.state is LeaseState.CLOSING:
             return []

@@ -1,6 +1,6 @@
 """Checks clients' env arguments and attribute names against the server's rules.
 
-Everything is refused unless a rule allows it, either of this module or of the operator.
+Everything is refused unless a rule of this module or of the operator allows it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Refusal(Exception):
     Attributes:
       body: Body of the ERROR.
       event: Name of the event in the audit log.
-      requested: Name and number of the requested envs; "" and 0 unless it was an
-        ATTACH.
+      requested: Name and number of the requested envs; "" and 0 unless the request
+        was an ATTACH.
     """
 
     event = "refused"
@@ -56,7 +56,8 @@ class RateLimited(OverQuota):
 def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> None:
     """Raise Refusal unless the rules allow all keyword arguments of an env.
 
-    A string could be the path of any file on the server, so a rule must list it.
+    A string could be the path of any file on the server, so it is allowed only if a
+    rule lists it.
     """
     for name, value in kwargs.items():
         if name == "render_mode" and isinstance(value, str) and value == "rgb_array":

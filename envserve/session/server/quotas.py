@@ -32,7 +32,7 @@ _MAX_ATTACH_BURST: Final = 8
 
 
 class Usage(NamedTuple):
-    """Number of envs, worker processes and leases of a lease, a user or a server."""
+    """Numbers of envs, worker processes and leases of a lease, a user or a server."""
 
     envs: int = 0
     processes: int = 0
@@ -73,7 +73,7 @@ class Quota:
 
     @property
     def limits(self) -> Usage:
-        """Limits of the user; each key leaves a quarter of all processes to others."""
+        """Limits of the user; a quarter of all processes is reserved for other keys."""
         most = Usage.limit_of(self.host)
         if self.grant is None:
             return most
@@ -152,7 +152,7 @@ class Quotas:
     def __init__(
         self, host: HostSettings, grant_of: Callable[[str], Grant | None] | None
     ) -> None:
-        """Start without users.
+        """Create the quotas of a server.
 
         Args:
           host: Settings of the server.
@@ -184,7 +184,7 @@ class Quotas:
         return Quota(user, self._host, grant)
 
     def weight_of(self, user: str) -> float:
-        """Return the user's weight in the fair sharing of the server's event loop."""
+        """Return the weight that sets the user's share of the event loop's time."""
         try:
             grant = self.of(user).grant
         except Refusal:

@@ -22,14 +22,14 @@ from envserve.wire.message import Buffer, Message, pack
 
 
 class ReplyBuilder:
-    """Builds replies, which repeat the numbers of their requests.
+    """Builds replies, which repeat the session and request numbers of their requests.
 
     Attributes:
-      refusals: Number of ERRORs built, by the name of their code.
+      refusals: Number of ERRORs built, by name of the error code.
     """
 
     def __init__(self, boot: int, *, shows_paths: bool = False) -> None:
-        """Start without replies.
+        """Create a builder.
 
         Args:
           boot: Boot number of the server.
@@ -75,7 +75,7 @@ class ReplyBuilder:
         return Reply(request.peer, frames)
 
     def building(self, request: Message, seconds: float = 0.0) -> Reply:
-        """Return a BUILDING, with the seconds since the build was requested."""
+        """Return a BUILDING message with the seconds since the build was requested."""
         body = Building(elapsed_ms=int(1000 * seconds)).encode()
         return self.reply(request, MessageType.BUILDING, body)
 
@@ -98,7 +98,8 @@ class ReplyBuilder:
         """Return an ERROR for a request that was not executed.
 
         If the request is a copy, an earlier copy may have been executed under a lease
-        that has since ended. The ERROR then reports that this is unknown.
+        that has since ended. In that case, the ERROR reports that it is unknown whether
+        the request was executed.
         """
         executed = Executed.UNKNOWN if request.attempt else Executed.NO
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
@@ -118,11 +119,11 @@ class ReplyBuilder:
 
         Args:
           request: Request or notice header of the session.
-          reason: Why the session has ended; None after a DETACH.
+          reason: Reason why the session has ended; None after a DETACH.
         """
         is_about_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:
-            # Any other code would look like the failure of this request only.
+            # With any other code, only this request would appear to have failed.
             if not is_about_session:
                 reason = replace(reason, code=ErrorCode.LEASE_LOST)
             return self.error(request, reason)

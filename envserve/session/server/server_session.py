@@ -60,7 +60,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 #: Lowest message type that is sent by servers, not by clients.
 _FIRST_SERVER_TYPE: Final = 128
-#: Requests that envs execute.
+#: Types of requests that the envs execute.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
 #: Types of the replies to the requests of a `RequestDecision`.
 _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
@@ -74,14 +74,14 @@ _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
 class ServerSession:
     """All sessions of one server.
 
-    Decisions that a method returns have to be carried out in their order.
+    The caller must carry out the decisions that a method returns, in order.
 
     Attributes:
-      boot: Boot number: drawn at each start of the server, to detect restarts.
+      boot: Boot number, drawn at each start of the server to detect restarts.
       leases: The leases, from ATTACH until their envs are free.
       quotas: User quotas.
       num_dropped_messages: Number of messages that could not be answered.
-      refusals: Number of ERRORs sent, by the name of their code.
+      refusals: Number of ERRORs sent, by name of the error code.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class ServerSession:
         return [] if header is None else self.request_failed(header)
 
     def request_failed(self, request: Message) -> list[Decision]:
-        """Answer a request that caused an exception, as in `receive_failed`."""
+        """Answer a request that caused an exception, as `receive_failed` does."""
         body = ErrorBody(
             code=ErrorCode.INTERNAL,
             executed=Executed.UNKNOWN,
@@ -350,7 +350,7 @@ class ServerSession:
     def pool_failed(
         self, session_id: SessionId, error: EnvserveError
     ) -> list[Decision]:
-        """End a session whose envs could not be built, or are lost for good."""
+        """End a session whose envs could not be built, or are permanently lost."""
         record = self.leases[session_id]
         body = error_body_of(error, Executed.UNKNOWN)
         if record.lease is None and body.code is ErrorCode.INTERNAL:
@@ -394,7 +394,7 @@ class ServerSession:
         """Free the envs of a session whose workers have exited; notify its client."""
         return self.leases.remove(session_id)
 
-    # The ends of leases, and of the server.
+    # Ends of leases, and of the server.
 
     def expire_leases(self, now: float) -> list[Decision]:
         """End the leases of clients that were silent for too long."""
@@ -418,7 +418,7 @@ class ServerSession:
         """Stop granting leases, and end each lease when all its envs ended an episode.
 
         Args:
-          grace_seconds: Seconds until the event loop calls `stop`, for the clients.
+          grace_seconds: Seconds until the event loop calls `stop`; sent to the clients.
         """
         self.leases.is_ending = True
         body = Drain(grace_ms=int(1000 * grace_seconds)).encode()
@@ -440,13 +440,13 @@ class ServerSession:
         """End all sessions, because the server is about to stop.
 
         Args:
-          why: Reason for ending a drain early, for the clients; "" without a drain.
+          why: Reason for ending a drain early, sent to the clients; "" without a drain.
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
         leases, decisions = self.leases, list[Decision]()
         leases.is_ending = True
         for record in leases.values():
-            if record.reason is not None:  # CLOSING already
+            if record.reason is not None:  # already CLOSING
                 leases.unnotified.add(record.session)
             decisions += leases.close(record, lease_lost(text))
         return decisions

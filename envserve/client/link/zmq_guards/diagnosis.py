@@ -39,8 +39,8 @@ _GREETING_BYTES: Final = 64
 _MECHANISM: Final = slice(12, 32)
 _SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
 #: Number of consecutive failed handshakes that shows that the server has another key. A
-#: server that is closing fails one handshake, an overloaded server a quarter of them,
-#: and a server with another key all of them, each within 0.2 s.
+#: server that is closing fails one handshake, and an overloaded server fails a quarter
+#: of them. A server with another key fails every handshake, each within 0.2 s.
 _MIN_FAILURES: Final = 5
 
 
@@ -64,7 +64,7 @@ class Finding(enum.Enum):
     UNKNOWN_HOST = enum.auto()
     """The name of the host cannot be resolved."""
     NOT_A_SERVER = enum.auto()
-    """The peer is a ZeroMQ socket, but not one of an envserve server."""
+    """The peer is a ZeroMQ socket, but does not belong to an envserve server."""
     REFUSED = enum.auto()
     """The host refuses connections, because nothing is listening on the port."""
     SILENT = enum.auto()
@@ -229,8 +229,9 @@ class Diagnosis:
     """Repeated diagnosis in a background thread, so that the caller never blocks.
 
     Attributes:
-      is_final: Whether the last finding is permanent. An unknown client can still be
-        invited, and an unknown host or an unresponsive server may just be starting.
+      is_final: Whether the last finding is permanent. Some findings are not: an unknown
+        client can still be invited, and an unknown host or an unresponsive server may
+        just be starting.
     """
 
     def __init__(

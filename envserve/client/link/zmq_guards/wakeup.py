@@ -29,7 +29,7 @@ class ByteCounter:
     """Counts the bytes received since the last message; only for TCP on Linux."""
 
     def __init__(self, receiver: FrameReceiver, address: str) -> None:
-        """Count for the socket of `receiver`, which connects to `address`."""
+        """Count bytes for the socket of `receiver`, which connects to `address`."""
         self._receiver = receiver
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
