@@ -1,8 +1,9 @@
 """A folder of repro files with limited size.
 
 Files are private to the user and written atomically. To make room for new files, the
-oldest file of the owner that uses the most room is deleted, so that one client's
-crashes do not displace another's. File system errors are logged and otherwise ignored.
+oldest file of the owner that uses the most space is deleted, so that one client's
+crashes do not displace another client's files. File system errors are logged and
+otherwise ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Final
 _LOGGER: Final = logging.getLogger(__name__)
 
 SUFFIX: Final = ".repro"
-#: Suffix of a file that is being written; ".part" alone could be another program's
-#: file.
+#: Suffix of a file that is being written; a file that ends only with ".part" could
+#: belong to another program.
 _PART: Final = f"{SUFFIX}.part"
 _MAX_FILES: Final = 50
 _MAX_BYTES: Final = 64 << 20
@@ -94,7 +95,8 @@ class CrashFolder:
         return path
 
     def _ensure_folder(self) -> Path:
-        # Not in the constructor: gettempdir raises if no folder is writable.
+        # Not done in the constructor, because gettempdir raises if no folder is
+        # writable.
         folder = self._folder or default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder:

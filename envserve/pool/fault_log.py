@@ -96,8 +96,8 @@ class FaultLog:
     def log_reset_error(self, error: EnvError, num_faults: int, now: float) -> None:
         """Log that some rows of a block rejected the seeds or options of a reset.
 
-        This is usually a mistake of the caller, who receives the error. Therefore at
-        most one line per second is logged, and no repro file is written.
+        This is usually the caller's mistake, and the caller receives the error.
+        Therefore, at most one line per second is logged, and no repro file is written.
         """
         more = self._throttle.admit("reset", now)
         if more is not None:

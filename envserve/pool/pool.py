@@ -150,7 +150,8 @@ class Pool:
         return self._workers.selector.fileno()
 
     def next_deadline(self) -> float | None:
-        """Return when to call `collect` even if nothing is readable; None for never."""
+        """Return the time at which `collect` is due even if nothing is readable, or
+        None."""
         watch_at = self._workers.watch_at
         return None if watch_at == math.inf else watch_at
 
@@ -186,7 +187,11 @@ class Pool:
         self._submit(MessageKind.STEP, blocks, ())
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Start resets of different blocks; raises the errors of `Reset.check`."""
+        """Start resets of different blocks.
+
+        Raises:
+          LocalProtocolError: The rows or seeds are not valid, see `Reset.check`.
+        """
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
@@ -259,9 +264,9 @@ class Pool:
 
         If the caller needs all workers and each worker has its own core, do not wake up
         for every worker, because waking up takes a core from a worker that is still
-        running. Instead, wait for the worker that answered last before, and will
-        probably do so again. With several workers per core, it is faster to read
-        answers while other workers run.
+        running. Instead, wait for the worker that answered last the previous time,
+        because it will probably be last again. With several workers per core, it is
+        faster to read answers while other workers run.
         """
         workers, operations = self._workers, self._operations
         timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))

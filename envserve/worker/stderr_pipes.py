@@ -17,7 +17,7 @@ import stat
 import time
 from typing import Final
 
-#: Number of bytes that are kept of the end of each worker's output.
+#: Number of bytes to keep from the end of each worker's output.
 TAIL_BYTES: Final = 4096
 _READ_BYTES: Final = 1 << 16
 #: First bytes of a stack. The fault handler writes a stack in small parts, which are
@@ -82,7 +82,7 @@ class StderrPipes:
         return self._workers.get(fd)
 
     def handle(self, fd: int) -> bool:
-        """Handle a ready descriptor; return False if it is not one of the pipes'."""
+        """Handle a ready descriptor; return False if it does not belong to a pipe."""
         if fd in self._workers:
             self._read(fd)
         elif fd == self._out_fd:
