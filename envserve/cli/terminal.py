@@ -64,7 +64,8 @@ def write(stream: TextIO, text: str = "") -> bool:
     except OSError as error:
         # Otherwise the interpreter would flush again on exit, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        # A closed pipe is not an error: `head`, for example, reads only a part.
+        # A closed pipe is not an error: `head`, for example, reads only part of the
+        # output.
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             show_error(f"cannot write to stdout: {error.strerror}")
         return False

@@ -146,7 +146,7 @@ def _import_module(module: str) -> ModuleType:
 
 
 def _import_file(file: str) -> ModuleType:
-    """Import a file as a module named like it, with its folder on `sys.path`."""
+    """Import a file as a module of the same name; add its folder to `sys.path`."""
     path = Path(os.path.abspath(file))
     folder = str(path.parent)
     if not re.fullmatch(r"[\w-]+", path.stem):

@@ -126,7 +126,7 @@ def _not_importable(name: str) -> UnknownEnv:
 
 
 def writable_by_others(path: str) -> str:
-    """Return a path at which other users can change a file or folder, or "".
+    """Return the path through which other users can change a file or folder, or "".
 
     The result is the path itself, the target of a link, or a parent folder, up to the
     home folder. Sticky parent folders are skipped, because users cannot replace each

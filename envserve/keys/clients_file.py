@@ -32,7 +32,7 @@ class ClientsFile:
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
-        """Open the file lazily; nothing is read yet.
+        """Store the arguments; the file is read when it is first needed.
 
         Args:
           path: The file, which need not exist.

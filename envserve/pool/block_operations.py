@@ -9,7 +9,7 @@ follows:
   no longer lost. Each loss therefore costs each row exactly one transition, whenever
   the loss happens.
 - A reset is resent. If it resets the whole block, the block is no longer lost
-  afterwards and no lost transition is reported, because the caller has abandoned the
+  afterwards, and no lost transition is reported, because the caller has abandoned the
   episodes anyway.
 - A call in flight fails, because the worker may already have executed it.
 
@@ -47,7 +47,7 @@ from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_me
 from envserve.worker.worker_report import decode_report
 
 # Plain ints, because every step compares them, and enum members compare more slowly.
-_IDLE: Final = 0  # value of `kind` without an operation
+_IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
 _PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
@@ -359,7 +359,7 @@ class BlockOperations:
             block = slot.block
             for row in block.rows:
                 self._workers.incarnations[row] += 1
-            if block.index not in self._losses:  # otherwise it was already lost
+            if block.index not in self._losses:  # the block was not lost before
                 self._losses[block.index] = loss
                 self.has_new_absent |= slot.kind != _IDLE
                 slot.started_at = now

@@ -321,8 +321,7 @@ class Launcher:
     def _send(
         self, message: dict[str, Any], theirs: socket.socket | None = None
     ) -> None:
-        """Send a request, with a socket if one is given, unless the same one is
-        queued."""
+        """Send a request, with a socket if one is given; drop duplicate requests."""
         self._is_updating = True
         data = pack_message(MessageKind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:

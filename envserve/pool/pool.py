@@ -150,8 +150,7 @@ class Pool:
         return self._workers.selector.fileno()
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `collect` is due even if nothing is readable, or
-        None."""
+        """Return the latest time at which to call `collect`; None if there is none."""
         watch_at = self._workers.watch_at
         return None if watch_at == math.inf else watch_at
 

@@ -192,8 +192,8 @@ class PoolMetrics:
         """Return the counters as the status of a lease.
 
         Args:
-          max_episodes: Maximum number of recent episodes to include, and of recent
-              recoveries.
+          max_episodes: Maximum number of recent episodes and of recent recoveries to
+            include.
           **fields: Additional fields of the status.
         """
         found = status_fields(self.counts)

@@ -1,5 +1,4 @@
-"""Replay a repro file in a worker process, and compare how it ends with the recorded
-end.
+"""Replay a repro file in a worker process, and check whether it ends as recorded.
 
 The env is built from the worker's registry. The file contains no code.
 """

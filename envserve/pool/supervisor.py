@@ -2,7 +2,7 @@
 
 The pool calls the methods of a `SupervisedWorker`, which return events
 (`worker_states.Event`). Only `kill_and_wait` blocks. `block_operations` handles the
-consequences of a loss for the blocks.
+consequences that a loss has for the blocks.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _SPACE_BYTES: Final = 1 << 18
 _BOUNDS_COPIES: Final = 16
 _MAX_TEXT_LENGTH: Final = 500
 #: Exceptions that Gymnasium's spaces raise for invalid arguments, in addition to
-#: ValueError and other common ones.
+#: ValueError and other common exceptions.
 _GYMNASIUM_ERRORS: Final = (AssertionError, MemoryError, OverflowError)
 
 

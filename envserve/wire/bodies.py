@@ -194,7 +194,7 @@ class Pong(Body, frozen=True, kw_only=True):
     """Answer to a PING (PONG).
 
     Attributes:
-      running: For each busy block, how long its operation has been running.
+      running: For each busy block, the time for which its operation has been running.
     """
 
     running: Annotated[Mapping[U32, Milliseconds], Meta(max_length=MAX_ENTRIES)]
@@ -299,17 +299,17 @@ class CallBody(Body, frozen=True, kw_only=True):
 
 
 class FrameRequest(Body, frozen=True, kw_only=True):
-    """Request for pictures of rows, or for the flight record of one row (FRAME).
+    """Request for rendered images of rows, or for the flight record of one row (FRAME).
 
-    The server's workers render the rows for some seconds after a request for pictures.
+    The server's workers render the rows for a few seconds after a request for images.
 
     Attributes:
       lease: Number of the lease; see `LeaseStatus`.
       rows: Rows of the lease.
-      width: Maximum width of a picture in pixels.
-      after: Serial number of the latest picture that the client has of each row, or 0;
+      width: Maximum width of an image in pixels.
+      after: Serial number of the latest image that the client has of each row, or 0;
         may be shorter than `rows`.
-      record: Whether to send the flight record of the first row instead of pictures.
+      record: Whether to send the flight record of the first row instead of images.
     """
 
     lease: U63
@@ -320,10 +320,10 @@ class FrameRequest(Body, frozen=True, kw_only=True):
 
 
 class FrameResult(Body, frozen=True, kw_only=True):
-    """New pictures, in the order of the request (FRAME_RESULT).
+    """New rendered images, in the order of the request (FRAME_RESULT).
 
     Attributes:
-      pictures: Pictures that are newer than the client's, as many as fit.
+      pictures: Images that are newer than the client's, as many as fit.
     """
 
     pictures: Annotated[tuple[RenderedFrame, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()

@@ -126,8 +126,8 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
     """Status of a server since it started, and of its leases.
 
-    `leases` contains as many of the leases that the client may see as fit; `num_leases`
-    is the number of such leases. Fields that `Welcome` also has apply to the client. An
+    `num_leases` is the number of leases that the client may see; `leases` contains as
+    many of them as fit. Fields that `Welcome` also has are specific to the client. An
     empty `version` represents a server that does not support STATUS.
     """
 

@@ -61,7 +61,7 @@ class MessageKind(enum.IntEnum):
     BUILT = 7  # one more env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
-    FAILED = 10  # traceback; the worker exits. If block is 1, so would a restart
+    FAILED = 10  # traceback; the worker exits. Block 1 means a restart would fail too
     VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
     UNKNOWN_ENV = 11  # error message; the worker exits
     BAD_WRAPPER = 15  # error message; the worker exits
