@@ -1,4 +1,4 @@
-"""Ways to step the same envs: context managers that yield a `Measure` function."""
+"""The ways to step envs: context managers that yield a `Measure` function."""
 
 from __future__ import annotations
 

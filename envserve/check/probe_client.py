@@ -195,7 +195,7 @@ class ProbeClient:
         return self.request(hello, MessageType.WELCOME)
 
     def receive_all(self) -> list[Message]:
-        """Return the messages that the server sends in response to all earlier ones.
+        """Return all messages that the server sends in response to earlier messages.
 
         The server reads in order, so it has read all of them once it answers a HELLO.
         """

@@ -93,7 +93,7 @@ def styled(text: str, code: int, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for key presses, and returns the keys.
+    """Yield a function that waits a given time for key presses, and returns the keys.
 
     If stdin is not a terminal, the function waits for the whole time and
     returns an empty string.

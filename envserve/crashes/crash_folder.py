@@ -118,7 +118,7 @@ class CrashFolder:
 
 
 def _prune(folder: Path) -> None:
-    """Delete files above the limits; another process may do so at the same time."""
+    """Delete files above the limits; other processes may delete files, too."""
     files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
     num_files = num_bytes = 0
     for path in folder.iterdir():

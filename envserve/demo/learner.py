@@ -25,7 +25,7 @@ _NUM_SCALED: Final = 4096
 
 
 class Learner:
-    """Searches for a linear policy, by drawing new ones around the best so far.
+    """Searches for a linear policy, by drawing new policies around the best ones.
 
     Attributes:
       returns: Returns of the last `num_envs` episodes.

@@ -18,8 +18,8 @@ from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import ServerError
 from envserve.worker.orphans import child_processes
 
-#: Modules that envs render with. The server imports them once, so that new workers do
-#: not import them for their first frame.
+#: Modules that envs render with. The server imports these modules once, so that new
+#: workers do not import them for their first frame.
 _RENDERING_MODULES: Final = ("PIL.Image", "pygame")
 
 

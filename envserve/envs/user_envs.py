@@ -81,7 +81,8 @@ def name_and_imports(
       TypeError: The env has the wrong type, or `import_modules` is a single string.
       UnknownEnv: Workers cannot import the env.
     """
-    # Otherwise, each worker would import the module and start workers, without end.
+    # Otherwise, each worker would import the module and start further workers,
+    # endlessly.
     if modules_being_imported:
         raise EnvStartError(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "

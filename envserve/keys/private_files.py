@@ -126,7 +126,7 @@ def write_private(path: Path, text: str) -> None:
     Raises:
       KeyFileError: The file cannot be written; the old file is kept.
     """
-    import tempfile  # lazily, because a health probe does not need it
+    import tempfile  # imported lazily: a health probe does not need it
 
     with _as_key_file_error(path, "written"), contextlib.ExitStack() as cleaning:
         fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600

@@ -42,7 +42,7 @@ class MetricsPort(socketserver.TCPServer):
     collector: Any = None
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Listen on a port, or on any free one if `port` is 0.
+        """Listen on a port, or on any free port if `port` is 0.
 
         Raises:
           ServerError: The address cannot be bound, or the extra `metrics` is not

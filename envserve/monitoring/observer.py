@@ -31,7 +31,7 @@ class Observer:
 
         Raises:
           ConnectError: No server answered in time.
-          ProtocolMismatch: The server speaks other versions of the protocol, or a
+          ProtocolMismatch: The server supports only other protocol versions, or a
             version without STATUS.
           EnvStartError: The server no longer accepts this key.
           RemoteProtocolError: The peer is not an envserve server.

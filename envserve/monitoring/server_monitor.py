@@ -118,7 +118,7 @@ def poll_servers(
     """Poll all servers concurrently, once or twice.
 
     Args:
-      servers: The servers; unresolved ones are skipped.
+      servers: The servers; unresolved servers are skipped.
       timeout_seconds: Maximum time to wait for each answer.
       gap_seconds: Pause before servers that answered are polled again, to measure
         their speed; None to poll only once.

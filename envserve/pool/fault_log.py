@@ -182,7 +182,7 @@ class FaultLog:
         )
 
     def _log(self, head: str, parts: list[str], detail: str) -> None:
-        """Log a line, followed by its details unless they equal the previous ones."""
+        """Log a line, followed by its details unless these equal the last details."""
         below = "" if detail == self._last_detail else f"\n{printable(detail)}".rstrip()
         self._last_detail = detail
         line = "; ".join([head, *parts])

@@ -55,8 +55,8 @@ class PoolMetrics:
       num_episodes: Number of tracked episodes.
       num_recoveries: Number of times a row recovered after a loss.
       is_watched: Whether episodes are tracked.
-      episodes: The last tracked episodes; see `LeaseStatus`.
-      recoveries: The last recoveries of rows; see `LeaseStatus`.
+      episodes: The most recent tracked episodes; see `LeaseStatus`.
+      recoveries: The most recent recoveries of rows; see `LeaseStatus`.
       slab: The pool's slab, or None.
     """
 

@@ -276,7 +276,7 @@ class SupervisedWorker:
         return []
 
     def next_watch(self, now: float) -> float:
-        """Return when to call `watch` and `start` next if no event occurs before."""
+        """Return the time of the next `watch` and `start` if no event occurs before."""
         if self.is_ending:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:

@@ -2,7 +2,7 @@
 
 The format is msgpack with one extension type for arrays, whose dtype is a number from a
 fixed table. Decoding never executes code. Both ends first validate the bytes with
-`check`, so that a value that is nested too deep, too large or truncated is rejected
+`check`, so that a value that is nested too deeply, too large or truncated is rejected
 before any object is created.
 """
 
@@ -105,7 +105,7 @@ def decode(
       max_values: Maximum number of values; see `check`.
 
     Raises:
-      CodecError: The input is too long or too deep, or not a valid encoding.
+      CodecError: The input is too long, nested too deeply, or not a valid encoding.
     """
     if len(data) > max_bytes:
         raise CodecError(f"expected at most {max_bytes} bytes; got {len(data)}")
@@ -136,8 +136,8 @@ def check(data: _Buffer, max_values: int | None = None) -> int:
       The number of values.
 
     Raises:
-      CodecError: There are too many values, they are nested too deep, or the bytes are
-        not a valid encoding.
+      CodecError: There are too many values, they are nested too deeply, or the bytes
+        are not a valid encoding.
     """
     at, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
     array_cost = 0 if max_values is None else _VALUES_PER_ARRAY - 1

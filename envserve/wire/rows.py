@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 #: First row, and row after the last.
 Range = tuple[int, int]
 
-#: Status values that a server may send; clients set the others themselves.
+#: Status values that a server may send; clients set all other values themselves.
 _WIRE_STATUSES: Final = bytes(
     [Status.OK, Status.ENV_ERROR, Status.WORKER_DIED, Status.TIMEOUT]
 )

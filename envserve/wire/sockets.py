@@ -115,7 +115,7 @@ class FrameReceiver:
         """Return the next message, or None if there is none yet.
 
         An oversized message is returned with the allowed number of frames. Its other
-        frames are discarded gradually, in this call and the next ones.
+        frames are discarded gradually, in this call and later calls.
 
         Args:
           wait: Whether to wait for a message, at most for the socket's RCVTIMEO.

@@ -60,7 +60,7 @@ class FrameBoard:
             slot = slots.pop(row, len(slots))
             if slot == len(wanted):
                 slot = slots.pop(next(iter(slots)))
-            slots[row] = slot  # now the most recently requested one
+            slots[row] = slot  # now the most recently requested slot
             wanted[slot] = row, until, width
         self.watched_until[0] = until
 

@@ -150,8 +150,8 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
     """Encode a frame as JPEG; return b"" if it is not an image.
 
     Args:
-      frame: uint8 `[height, width, 3]`. Greyscale and RGBA are also accepted, and lists
-        of frames, of which the last one is encoded.
+      frame: uint8 `[height, width, 3]`. Greyscale and RGBA frames are also accepted. If
+        a list of frames is given, the last frame is encoded.
       width: Maximum width in pixels; narrower frames are not scaled.
     """
     if isinstance(frame, list) and frame:

@@ -4,8 +4,8 @@ Output is forwarded in whole lines, and a Python stack as one piece, so that the
 of several workers does not mix. The stack of a crashed worker is withheld, because the
 report of its exit contains the stack.
 
-A slow reader of our stderr (a stopped terminal, for example) does not block workers:
-their pipes are always read, and output that exceeds the buffer is dropped.
+A slow reader of the template's stderr (a stopped terminal, for example) does not block
+workers: their pipes are always read, and output that exceeds the buffer is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READ_BYTES: Final = 1 << 16
 #: buffered.
 _STACK_STARTS: Final = (b"Fatal Python error: ", b"Stack (most recent call first):")
 _MAX_BUFFER_BYTES: Final = 1 << 14
-#: Maximum amount of output that is buffered for a slow reader of our stderr.
+#: Maximum amount of output to buffer for a slow reader of the template's stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
 #: Maximum number of reads after a worker's end, because its children may keep writing
 #: to the pipe.

@@ -73,7 +73,7 @@ class Subscriber:
         self._has_unsent.set()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield queued events, and wait for further ones; never ends."""
+        """Yield queued events, and wait for further events; never ends."""
         while await self._has_unsent.wait():
             self._has_unsent.clear()
             while self._unsent:
