@@ -124,7 +124,11 @@ class Option:
         panel.add_argument(self.flag, **kwargs)
 
     def convert(self, value: Any) -> Any:
-        """Convert a value to the option's type; raise ValueError if it is invalid."""
+        """Convert a value to the option's type.
+
+        Raises:
+          ValueError: The value is invalid.
+        """
         from envserve.settings import convert_field
 
         if self.kind is dict and isinstance(value, str):

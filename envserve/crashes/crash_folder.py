@@ -52,7 +52,11 @@ class CrashFolder:
         self._has_warned = False
 
     def check(self) -> None:
-        """Create the folder if necessary; raise OSError if it is not writable."""
+        """Create the folder if necessary.
+
+        Raises:
+          OSError: The folder is not writable.
+        """
         folder = self._ensure_folder()
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} is not writable")

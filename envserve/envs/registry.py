@@ -122,7 +122,11 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
 
 
 def _import_module(module: str) -> ModuleType:
-    """Import a module, or a file `PATH.py`; raise EnvStartError if that fails."""
+    """Import a module, or a file `PATH.py`.
+
+    Raises:
+      EnvStartError: The module or file cannot be imported.
+    """
     user_envs.check_files_exist([module])
     user_envs.modules_being_imported.append(module)
     try:

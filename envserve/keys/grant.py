@@ -114,7 +114,11 @@ def parse_words(words: Sequence[str]) -> Grant:
 
 
 def _convert_option(option: str, text: str) -> Any:
-    """Convert the text of an option, or of the name; raise CodecError."""
+    """Convert the text of an option, or of the name.
+
+    Raises:
+      CodecError: The text is not valid.
+    """
     if option in ("expires", "until"):
         return _parse_time(option, text)
     value: Any = text

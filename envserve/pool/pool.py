@@ -103,14 +103,22 @@ class Pool:
 
     @property
     def spec(self) -> EnvSpec:
-        """Spaces of the envs; raises LocalProtocolError before the pool is ready."""
+        """Spaces of the envs.
+
+        Raises:
+          LocalProtocolError: The pool is not ready yet.
+        """
         if self._workers.spec is None:
             raise LocalProtocolError("the pool is still starting; wait for is_ready")
         return self._workers.spec
 
     @property
     def rows(self) -> Rows:
-        """The slab's rows; raises LocalProtocolError unless the pool is ready."""
+        """The slab's rows.
+
+        Raises:
+          LocalProtocolError: The pool is not ready.
+        """
         if self._workers.slab is None:
             raise LocalProtocolError(f"{self!r} has no rows; wait for is_ready")
         return self._workers.slab.rows

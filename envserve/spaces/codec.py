@@ -63,7 +63,11 @@ _Buffer = bytes | bytearray | memoryview
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """Return the wire code of a dtype; raise CodecError if it has none."""
+    """Return the wire code of a dtype.
+
+    Raises:
+      CodecError: The dtype has no wire code.
+    """
     code = _CODES.get(dtype.newbyteorder("="))
     if code is None:
         names = ", ".join(str(d) for d in DTYPES)
@@ -72,7 +76,11 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def dtype_from_code(code: object) -> np.dtype[Any]:
-    """Return the dtype for a wire code; raise CodecError if the code is unknown."""
+    """Return the dtype for a wire code.
+
+    Raises:
+      CodecError: The code is unknown.
+    """
     if type(code) is not int or not 0 <= code < len(DTYPES):
         raise CodecError(f"expected a dtype code below {len(DTYPES)}; got {code!r}")
     return DTYPES[code]
@@ -114,7 +122,11 @@ def decode(
 
 
 def unpack(data: _Buffer) -> Any:
-    """Decode bytes that `check` has accepted; raise CodecError as `decode` does."""
+    """Decode bytes that `check` has accepted.
+
+    Raises:
+      CodecError: The bytes contain an invalid string or array.
+    """
     try:
         return msgpack.unpackb(data, ext_hook=_decode_extension, strict_map_key=False)
     except CodecError:

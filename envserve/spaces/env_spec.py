@@ -170,7 +170,11 @@ class _SpaceBudget:
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Charge `times` arrays of a shape; raise SpaceError above the budget."""
+        """Charge the memory of `times` arrays of a shape.
+
+        Raises:
+          SpaceError: The arrays exceed the budget.
+        """
         shape = tuple(int(size) for size in sizes)
         total = math.prod(max(size, 1) for size in shape) * num_bytes
         self._left[0] -= total * times * self._copies

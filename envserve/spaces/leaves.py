@@ -137,7 +137,11 @@ EMPTY_LEAF: Final = Leaf("", (0,), np.dtype(np.uint8), spaces.Box(0, 1, (0,), np
 
 
 def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
-    """Return the leaves of a space; raise SpaceError if it is not supported."""
+    """Return the leaves of a space.
+
+    Raises:
+      SpaceError: The space is not supported.
+    """
     return tuple(_iter_leaves(space, "", MAX_DEPTH))
 
 

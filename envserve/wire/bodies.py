@@ -73,7 +73,11 @@ def decode_values(
 
 
 def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> bytes:
-    """Return an encoded body; raise CodecError if the peer would reject its size."""
+    """Check the size of an encoded body, and return the body.
+
+    Raises:
+      CodecError: The peer would reject a body of this size.
+    """
     if len(body) > max_bytes:
         raise codec.CodecError(
             f"{part}: expected at most {max_bytes} bytes, including the other fields; "
@@ -93,7 +97,11 @@ class Attach(EnvRequest):
     """Request for envs (ATTACH)."""
 
     def encode(self) -> bytes:
-        """Return the body; raise CodecError if an argument cannot be sent."""
+        """Return the encoded body.
+
+        Raises:
+          CodecError: An argument cannot be sent.
+        """
         wrappers = wrappers_to_plain(self.wrappers)
         body = codec.encode({**vars(self), "wrappers": wrappers})
         part = "env_kwargs and wrappers"
@@ -101,7 +109,11 @@ class Attach(EnvRequest):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Decode a body; raise RemoteProtocolError if it is not valid."""
+        """Decode a body.
+
+        Raises:
+          RemoteProtocolError: The body is not valid.
+        """
         return decode_values(body, cls, "Attach", MAX_ATTACH_VALUES)
 
 
@@ -133,7 +145,11 @@ class Granted:
     blocks: tuple[Block, ...]
 
     def encode(self) -> bytes:
-        """Return the body; raise CodecError if the spaces are too large to send."""
+        """Return the encoded body.
+
+        Raises:
+          CodecError: The spaces are too large to send.
+        """
         body = _Granted(
             epoch=self.epoch,
             lease_seconds=self.lease_seconds,
@@ -284,7 +300,11 @@ class CallBody(Body, frozen=True, kw_only=True):
         return cls(kind=calls[0].kind, name=calls[0].name, calls=tuple(entries))
 
     def encode(self) -> bytes:
-        """Return the body; raise CodecError if the arguments cannot be sent."""
+        """Return the encoded body.
+
+        Raises:
+          CodecError: The arguments cannot be sent.
+        """
         body = super().encode()
         return _check_size(body, "arguments", MAX_CALL_BYTES, MAX_CALL_VALUES)
 

@@ -131,7 +131,11 @@ class MessageDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[ChannelMessage]:
-        """Return the completed messages; raise WorkerError for invalid bytes."""
+        """Return the completed messages.
+
+        Raises:
+          WorkerError: The received bytes are not a valid message.
+        """
         buffer = self._buffer
         if not buffer and len(data) == HEADER.size:
             code, block, sequence, length = HEADER.unpack(data)

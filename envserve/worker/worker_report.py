@@ -47,7 +47,11 @@ _MAX_SPACES_VALUES: Final = 1 << 14
 
 
 def encode_spaces(spec: EnvSpec) -> bytes:
-    """Encode the payload of READY; raise SpaceError if it is too large."""
+    """Encode the payload of READY.
+
+    Raises:
+      SpaceError: The payload is too large.
+    """
     observation = describe(spec.observation_space)
     action = describe(spec.action_space)
     payload = codec.encode({"observation": observation, "action": action})
@@ -60,7 +64,11 @@ def encode_spaces(spec: EnvSpec) -> bytes:
 
 
 def decode_spaces(payload: bytes, env_name: str) -> EnvSpec:
-    """Decode the payload of READY; raise ValueError if it is not valid."""
+    """Decode the payload of READY.
+
+    Raises:
+      ValueError: The payload is not valid.
+    """
     try:
         spaces = codec.decode(
             payload, max_bytes=_MAX_SPACES_BYTES, max_values=_MAX_SPACES_VALUES

@@ -32,7 +32,11 @@ class Argument:
     required: bool
 
     def convert(self, value: Any) -> Any:
-        """Convert a value to the argument's type; raise ValueError if it is invalid."""
+        """Convert a value to the argument's type.
+
+        Raises:
+          ValueError: The value is invalid.
+        """
         return msgspec.convert(value, self.kind)
 
 
