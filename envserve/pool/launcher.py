@@ -110,7 +110,8 @@ class WorkerProcess:
         return self.exit
 
     def wait_exit(self, timeout_seconds: float) -> Exit | None:
-        """Wait until the process has ended; return None after the timeout."""
+        """Return how the process has ended, or None if it is running after the
+        timeout."""
         deadline = time.monotonic() + timeout_seconds
         while (
             self.poll_exit() is None and (remaining := deadline - time.monotonic()) > 0
@@ -258,7 +259,8 @@ class Launcher:
         return self._has_imported
 
     def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
-        """Request to kill a worker and the processes that its envs have started.
+        """Ask the template to kill a worker and the processes that its envs have
+        started.
 
         Only the template can do this safely, because a process id may be reused once
         its parent has reaped it. A worker that has already ended is ignored.
@@ -292,7 +294,7 @@ class Launcher:
             self._channel.wait(timeout_seconds)
 
     def _read(self) -> bool:
-        """Process received reports; return whether there may be more."""
+        """Process received reports; return whether more reports may follow."""
         messages = self._channel.read()
         if self._channel.is_at_eof:
             self._stop_template("", is_exiting=True)
@@ -361,7 +363,7 @@ class Launcher:
         for _ in range(2):
             try:
                 exit_code = self._process.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:  # it may be in an import
+            except subprocess.TimeoutExpired:  # the template may be importing a module
                 self._process.kill()
             else:
                 end = str(Exit(self._process.pid, exit_code))
