@@ -74,8 +74,7 @@ class _Row:
         self._next: _Step | None = None
 
     def find_incarnation(self, first: bytes) -> bool:
-        """Reset the twin to the incarnation that starts with this observation, if
-        any."""
+        """Reset the twin to the incarnation with this first observation, if any."""
         self._last, self._pending, self._next = first, None, None
         for incarnation in self._next_incarnations():
             seed = env_seed(self._root_seed, self._index, incarnation)

@@ -110,8 +110,7 @@ class WorkerProcess:
         return self.exit
 
     def wait_exit(self, timeout_seconds: float) -> Exit | None:
-        """Return how the process has ended, or None if it is running after the
-        timeout."""
+        """Return how the process has ended; wait for its end until the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while (
             self.poll_exit() is None and (remaining := deadline - time.monotonic()) > 0
@@ -259,8 +258,7 @@ class Launcher:
         return self._has_imported
 
     def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
-        """Ask the template to kill a worker and the processes that its envs have
-        started.
+        """Ask the template to kill a worker and all processes that its envs started.
 
         Only the template can do this safely, because a process id may be reused once
         its parent has reaped it. A worker that has already ended is ignored.
