@@ -1,4 +1,4 @@
-"""Ways to step the same envs: context managers that yield a `Measure` function."""
+"""The ways to step envs: context managers that yield a `Measure` function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
     """Measure the upper limit: one process per worker that only steps its envs.
 
     Each process steps its share of the envs in a loop, with the same actions as the
-    other cases. One round over all envs of a process counts as a batch step.
+    other cases. One pass over all envs of a process counts as a batch step.
     """
     load.check()
     context = multiprocessing.get_context("spawn")
@@ -65,7 +65,8 @@ def _measure_all(connections: Sequence[Connection]) -> Mapping[str, float]:
 def _step_in_process(load: Workload, rows: list[int], connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     import_env_modules(load.import_modules)
-    # Omit Gymnasium's wrappers, as workers do; otherwise workers could be faster.
+    # Omit Gymnasium's wrappers, as workers do; otherwise, workers could be faster than
+    # the bare loops.
     envs = [make_env(load.env_name, load.env_kwargs) for _ in rows]
     for row, env in zip(rows, envs, strict=True):
         env.reset(seed=row)
@@ -157,7 +158,8 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
             *(f"--allow-kwarg={name}:any" for name in load.env_kwargs),
             *options,
         ]
-        # The server must find the `--import` modules in the same places as we do.
+        # The server must find the `--import` modules in the same places as this
+        # process.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         stack.enter_context(server)

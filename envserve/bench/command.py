@@ -90,7 +90,7 @@ def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
     """Return sentences about the parts of a batch step's time."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
-        # Time that processes which only step envs need for this number of steps.
+        # Time that the bare loops need for this number of steps.
         "envs": 1e6 * num_envs / measured.median(_LIMIT, SPEED),
         "client": measured.median(_IN_PROCESS, THREAD),
     }

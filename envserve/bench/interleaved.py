@@ -1,6 +1,6 @@
-"""Measure cases in turns, so that changes in the machine's speed affect all of them.
+"""Measure cases alternately, so that changes in the machine's speed affect all cases.
 
-A ratio compares two cases within the same turn; results are medians over the turns.
+A ratio compares two cases within the same round; results are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 Measure = Callable[[], Mapping[str, float]]
 """Function that takes one measurement, and returns its results by name."""
 Metric = str | Callable[[Mapping[str, float]], float]
-"""The name of a result, or a function that computes it from all results of a turn."""
+"""The name of a result, or a function that computes it from all results of a round."""
 
 #: Names of results: env steps per second, mean microseconds per batch step, and CPU
 #: time of the stepping thread in microseconds per batch step.
@@ -31,10 +31,10 @@ _WARM_UP_SECONDS: Final = 0.1
 
 @dataclass(frozen=True)
 class Measurements:
-    """The results of all cases and turns.
+    """The results of all cases and rounds.
 
     Attributes:
-      by_case: For each case, a list with the results of each turn.
+      by_case: For each case, a list with the results of each round.
       skipped: For each case that could not run, the reason.
     """
 
@@ -42,16 +42,16 @@ class Measurements:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def values(self, case: str, metric: Metric) -> list[float]:
-        """Return a metric of a case, one value per turn."""
+        """Return a metric of a case, one value per round."""
         turns = self.by_case[case]
         return [t[metric] if isinstance(metric, str) else metric(t) for t in turns]
 
     def median(self, case: str, metric: Metric) -> float:
-        """Return the median of a metric over the turns."""
+        """Return the median of a metric over the rounds."""
         return statistics.median(self.values(case, metric))
 
     def ratio(self, case: str, base: str, metric: Metric) -> float | None:
-        """Return the median over the turns of the ratio of two cases.
+        """Return the median, over the rounds, of the ratio of two cases.
 
         Returns None if either case was not measured.
         """
@@ -64,7 +64,7 @@ class Measurements:
 def interleave(
     cases: Mapping[str, Measure], num_turns: int, report: Callable[[str], None]
 ) -> Measurements:
-    """Measure every case once per turn; call `report` with lines of progress."""
+    """Measure every case once per round; call `report` with progress messages."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(num_turns):
         # Alternate the direction, so that no case always follows the same other case.

@@ -121,7 +121,7 @@ class ServerUnderTest:
 
 
 class ProbeResult(NamedTuple):
-    """A RESULT as raw bytes, which equal leases have in common, and as decoded rows."""
+    """A RESULT as raw bytes, identical for equal leases, and as decoded rows."""
 
     raw: bytes
     rows: Rows
@@ -195,7 +195,7 @@ class ProbeClient:
         return self.request(hello, MessageType.WELCOME)
 
     def receive_all(self) -> list[Message]:
-        """Return the messages that the server sends in response to all earlier ones.
+        """Return all messages that the server sends in response to earlier messages.
 
         The server reads in order, so it has read all of them once it answers a HELLO.
         """
@@ -272,7 +272,7 @@ class ProbeClient:
         return ProbeResult(raw, rows.at(np.arange(len(rows.reward))))
 
     def reset(self, resets: Mapping[int, Any]) -> ProbeResult:
-        """Reset blocks; each value is a pair of rows and seeds, either may be None."""
+        """Reset blocks; each value is a (rows, seeds) pair, and both may be None."""
         body = ResetBody(resets=tuple(resets.values())).encode()
         return self.execute(self.operation(MessageType.RESET, [*resets], body))
 

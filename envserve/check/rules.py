@@ -331,8 +331,8 @@ def given_seeds(c: ProbeClient) -> None:
 def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
     """Step until an episode ends; return its row and the next first observation.
 
-    A lease with same_step provides the expected observations: there, an ended row shows
-    both the final observation of its episode and the first one of the next.
+    A lease with same_step provides the expected observations: in its results, an ended
+    row shows both the final observation of its episode and the first one of the next.
     """
     _ = c.subject.reference
     for client, mode in ((c.subject.client(), "same_step"), (c, autoreset)):

@@ -34,7 +34,7 @@ def check(
     address = address_of(address)
     out, counts = console(), dict.fromkeys(_COLOURS, 0)
     try:
-        # If no server answers, this raises an error that explains the reason.
+        # If no server answers, this call raises an error that explains the reason.
         request_welcome(address, 5.0, insecure=insecure)
         subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
         for result in check_rules(subject):

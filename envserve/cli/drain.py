@@ -11,8 +11,8 @@ from envserve.cli.terminal import fail
 from envserve.errors import ConnectError, EnvserveError
 
 _STILL_RUNNING: Final = 3
-#: Maximum time to wait for the first answer. Servers answer at once, even while envs
-#: step.
+#: Maximum time to wait for the first answer. Servers answer immediately, even while
+#: envs are being stepped.
 _ANSWER_SECONDS: Final = 5.0
 
 

@@ -125,7 +125,11 @@ class Option:
         panel.add_argument(self.flag, **kwargs)
 
     def convert(self, value: Any) -> Any:
-        """Convert a value to the option's type; raise ValueError if it is invalid."""
+        """Convert a value to the option's type.
+
+        Raises:
+          ValueError: The value is invalid.
+        """
         from envserve.settings import convert_field
 
         if self.kind is dict and isinstance(value, str):
@@ -241,7 +245,7 @@ def _option(
     name: str, hint: Any, default: Any, annotation: Option, docs: Mapping[str, str]
 ) -> Option:
     if get_origin(_without_annotations(hint)) in (Union, UnionType):
-        hint = get_args(_without_annotations(hint))[0]  # the other one is None
+        hint = get_args(_without_annotations(hint))[0]  # the other type is None
     bare = _without_annotations(hint)
     kind = get_origin(bare) or bare
     metavar = "|".join(get_args(bare)) if kind is Literal else _METAVARS.get(kind)
@@ -474,7 +478,7 @@ class Program:
     def _overview(self, first: str) -> _Parser:
         """Return a parser that prints the help of all commands.
 
-        If `first` is not empty, it lists only the commands with this first word.
+        If `first` is not empty, the help lists only the commands with this first word.
         """
         name = f"{self.name} {first}".rstrip()
         parser = _Parser(name, "COMMAND ...", "" if first else self.help)

@@ -64,7 +64,8 @@ def write(stream: TextIO, text: str = "") -> bool:
     except OSError as error:
         # Otherwise the interpreter would flush again on exit, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        # A closed pipe is not an error: `head`, for example, reads only a part.
+        # A closed pipe is not an error: `head`, for example, reads only part of the
+        # output.
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             show_error(f"cannot write to stdout: {error.strerror}")
         return False
@@ -92,7 +93,7 @@ def styled(text: str, code: int, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for key presses, and returns the keys.
+    """Yield a function that waits a given time for key presses, and returns the keys.
 
     If stdin is not a terminal, the function waits for the whole time and
     returns an empty string.

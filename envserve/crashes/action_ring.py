@@ -27,7 +27,7 @@ from envserve.spaces.env_spec import EnvSpec
 
 Array = np.ndarray[Any, Any]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-#: Number of at least 0; below 2**64, because a record cannot store larger numbers.
+#: Non-negative int below 2**64, because a record cannot store larger numbers.
 _Uint64 = Annotated[int, Meta(ge=0)]
 #: State of a PCG64: high and low half of the state, high and low half of the increment,
 #: has_uint32, uinteger.
@@ -65,7 +65,7 @@ _PRESENT, _FAILED = range(2)
 
 _RNG_KIND: Final = "PCG64"
 _LOW: Final = (1 << 64) - 1
-#: Gymnasium's `np_random_seed` if the env has assigned its generator itself.
+#: Value of Gymnasium's `np_random_seed` if the env has assigned its own generator.
 _ASSIGNED_BY_ENV: Final = -1
 
 

@@ -1,8 +1,9 @@
 """A folder of repro files with limited size.
 
 Files are private to the user and written atomically. To make room for new files, the
-oldest file of the owner that uses the most room is deleted, so that one client's
-crashes do not displace another's. File system errors are logged and otherwise ignored.
+oldest file of the owner that uses the most space is deleted, so that one client's
+crashes do not displace another client's files. File system errors are logged and
+otherwise ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Final
 _LOGGER: Final = logging.getLogger(__name__)
 
 SUFFIX: Final = ".repro"
-#: Suffix of a file that is being written; ".part" alone could be another program's
-#: file.
+#: Suffix of a file that is being written; a file that ends only with ".part" could
+#: belong to another program.
 _PART: Final = f"{SUFFIX}.part"
 _MAX_FILES: Final = 50
 _MAX_BYTES: Final = 64 << 20
@@ -51,7 +52,11 @@ class CrashFolder:
         self._has_warned = False
 
     def check(self) -> None:
-        """Create the folder if necessary; raise OSError if it is not writable."""
+        """Create the folder if necessary.
+
+        Raises:
+          OSError: The folder is not writable.
+        """
         folder = self._ensure_folder()
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} is not writable")
@@ -94,7 +99,8 @@ class CrashFolder:
         return path
 
     def _ensure_folder(self) -> Path:
-        # Not in the constructor: gettempdir raises if no folder is writable.
+        # Not done in the constructor, because gettempdir raises if no folder is
+        # writable.
         folder = self._folder or default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder:
@@ -116,7 +122,7 @@ class CrashFolder:
 
 
 def _prune(folder: Path) -> None:
-    """Delete files above the limits; another process may do so at the same time."""
+    """Delete files above the limits; other processes may delete files, too."""
     files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
     num_files = num_bytes = 0
     for path in folder.iterdir():

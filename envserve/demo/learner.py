@@ -25,7 +25,7 @@ _NUM_SCALED: Final = 4096
 
 
 class Learner:
-    """Searches for a linear policy, by drawing new ones around the best so far.
+    """Searches for a linear policy, by drawing new policies around the best ones.
 
     Attributes:
       returns: Returns of the last `num_envs` episodes.
@@ -34,7 +34,11 @@ class Learner:
     def __init__(
         self, name: str, env: gymnasium.Env[Any, Any], num_envs: int, seed: int
     ) -> None:
-        """Draw the first policies; raise SpaceError if the spaces are not supported."""
+        """Draw the first policies.
+
+        Raises:
+          SpaceError: The spaces are not supported.
+        """
         space, actions = env.observation_space, env.action_space
         if not isinstance(space, Box) or not isinstance(actions, Discrete | Box):
             raise SpaceError(

@@ -69,7 +69,8 @@ class _Row:
         self._incarnation = -1
         #: The action whose result is missing while the row is padding, otherwise None.
         self._pending: Any = None
-        #: The twin's result of the next action, if the twin has taken it already.
+        #: The twin's result for the next action, if the twin has already taken this
+        #: action.
         self._next: _Step | None = None
 
     def find_incarnation(self, first: bytes) -> bool:
@@ -98,7 +99,7 @@ class _Row:
         return self.find_incarnation(shown) and is_idle and truncated and is_last
 
     def _is_current(self, shown: bytes) -> bool:
-        """Return whether this is the last observation or that of the pending action."""
+        """Return whether this is the last observation or follows the pending action."""
         return shown == self._last or shown == self._step_twin(self._pending)[0]
 
     def _step_twin(self, action: Any) -> _Step:
@@ -121,7 +122,7 @@ class _Row:
     def _next_incarnations(self) -> Iterator[int]:
         above, stride = self._incarnation + 1, INCARNATIONS_PER_LEASE
         leases = range(above // stride + 1, above // stride + 1 + _MAX_SKIPPED)
-        yield from (above, leases[0] * stride)  # the most likely ones
+        yield from (above, leases[0] * stride)  # the most likely candidates
         yield from range(above + 1, above + _MAX_SKIPPED)
         for lease in leases:
             yield from range(lease * stride, lease * stride + _MAX_SKIPPED)

@@ -142,8 +142,9 @@ class Demo:
         batch.send(actions)
         began, num_valid = time.monotonic(), 0
         while not self.has_ended.is_set():
-            # Receive half of the rows, so as not to wait for a silent server, but more
-            # rows than are padding, because padding is returned immediately.
+            # Receive half of the rows, so that a silent server causes no delay. But
+            # receive more rows than there is padding, because padding is returned
+            # immediately.
             num_padding = int((self._status == Status.PENDING).sum())
             min_rows = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
             with contextlib.suppress(EnvTimeout):  # the next call returns these rows

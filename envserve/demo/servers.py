@@ -18,8 +18,8 @@ from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import ServerError
 from envserve.worker.orphans import child_processes
 
-#: Modules that envs render with. The server imports them once, so that new workers do
-#: not import them for their first frame.
+#: Modules that envs render with. The server imports these modules once, so that new
+#: workers do not import them for their first frame.
 _RENDERING_MODULES: Final = ("PIL.Image", "pygame")
 
 
@@ -53,7 +53,11 @@ class DemoServer:
             )
 
     def wait_until_ready(self) -> int:
-        """Return the port; raise ServerError with the log if the server exits."""
+        """Wait until the server is ready, and return its port.
+
+        Raises:
+          ServerError: The server exited; the message contains its log.
+        """
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             log = self._log.read_text(errors="replace")[-2000:]

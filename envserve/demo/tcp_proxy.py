@@ -27,7 +27,7 @@ class TcpProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, seconds: float) -> None:
-        """Pause forwarding for some seconds; data is delayed, not lost."""
+        """Pause forwarding for a number of seconds; data is delayed, not lost."""
         self._is_connected.clear()
         timer = threading.Timer(seconds, self._is_connected.set)
         timer.daemon = True

@@ -122,7 +122,11 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
 
 
 def _import_module(module: str) -> ModuleType:
-    """Import a module, or a file `PATH.py`; raise EnvStartError if that fails."""
+    """Import a module, or a file `PATH.py`.
+
+    Raises:
+      EnvStartError: The module or file cannot be imported.
+    """
     user_envs.check_files_exist([module])
     user_envs.modules_being_imported.append(module)
     try:
@@ -146,7 +150,7 @@ def _import_module(module: str) -> ModuleType:
 
 
 def _import_file(file: str) -> ModuleType:
-    """Import a file as a module named like it, with its folder on `sys.path`."""
+    """Import a file as a module of the same name; add its folder to `sys.path`."""
     path = Path(os.path.abspath(file))
     folder = str(path.parent)
     if not re.fullmatch(r"[\w-]+", path.stem):

@@ -81,7 +81,8 @@ def name_and_imports(
       TypeError: The env has the wrong type, or `import_modules` is a single string.
       UnknownEnv: Workers cannot import the env.
     """
-    # Otherwise, each worker would import the module and start workers, without end.
+    # Otherwise, each worker would import the module and start further workers,
+    # endlessly.
     if modules_being_imported:
         raise EnvStartError(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "
@@ -126,7 +127,7 @@ def _not_importable(name: str) -> UnknownEnv:
 
 
 def writable_by_others(path: str) -> str:
-    """Return a path at which other users can change a file or folder, or "".
+    """Return the path through which other users can change a file or folder, or "".
 
     The result is the path itself, the target of a link, or a parent folder, up to the
     home folder. Sticky parent folders are skipped, because users cannot replace each

@@ -32,7 +32,7 @@ class ClientsFile:
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
-        """Open the file lazily; nothing is read yet.
+        """Store the arguments; the file is read when it is first needed.
 
         Args:
           path: The file, which need not exist.
@@ -58,7 +58,7 @@ class ClientsFile:
         return next((g for g in self.grants(now) if g.public == public), None)
 
     def grants(self, now: float = -float("inf")) -> list[Grant]:
-        """Return the valid grants.
+        """Return the grants that have not expired at a given time.
 
         Args:
           now: Time in seconds since 1970; by default, expired grants are also returned.

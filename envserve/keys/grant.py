@@ -24,7 +24,7 @@ _Count = Annotated[int, Meta(ge=1)]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _Pattern = Annotated[str, Meta(min_length=1)]
 
-#: Names that no client in `clients` can have.
+#: Reserved names, which no client in `clients` can have.
 _RESERVED_NAMES: Final = ("local", "server")
 
 
@@ -86,7 +86,11 @@ def parse_line(line: str) -> Grant | None:
 
 
 def parse_words(words: Sequence[str]) -> Grant:
-    """Parse the name, public key and options of a client; raise CodecError."""
+    """Parse the name, public key and options of a client.
+
+    Raises:
+      CodecError: One of these words is not valid.
+    """
     if len(words) < 2:
         raise CodecError("expected a name, a public key and options; got one word")
     name, key, *options = words
@@ -110,7 +114,11 @@ def parse_words(words: Sequence[str]) -> Grant:
 
 
 def _convert_option(option: str, text: str) -> Any:
-    """Convert the text of an option, or of the name; raise CodecError."""
+    """Convert the text of an option, or of the name.
+
+    Raises:
+      CodecError: The text is not valid.
+    """
     if option in ("expires", "until"):
         return _parse_time(option, text)
     value: Any = text

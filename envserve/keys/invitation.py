@@ -41,7 +41,12 @@ class Invitation:
 
     @classmethod
     def parse(cls, line: str) -> Self:
-        """Parse a line; raise CodecError, whose message does not repeat the line."""
+        """Parse a line.
+
+        Raises:
+          CodecError: The line is not valid. The message does not repeat it, because it
+            may be a secret.
+        """
         found = _LINE.fullmatch(line.strip())
         if found is None:
             raise CodecError(

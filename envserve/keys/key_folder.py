@@ -92,7 +92,11 @@ class KeyFolder:
         return pair
 
     def new_key(self, role: Role) -> KeyPair:
-        """Write a new key pair, replacing the old one; raise KeyFileError."""
+        """Write a new key pair, replacing the old one.
+
+        Raises:
+          KeyFileError: The file cannot be written.
+        """
         private_files.make_folder(self.path)
         pair = KeyPair.generate()
         today = datetime.datetime.now(datetime.UTC).date()
@@ -109,7 +113,7 @@ class KeyFolder:
 
         They include this user, whose key is `client.key`.
         """
-        # Imported here, because a health probe does not need it.
+        # Imported lazily, because a health probe does not need this module.
         from envserve.keys.clients_file import ClientsFile
 
         pair = self.key("client")
@@ -153,11 +157,19 @@ class KeyFolder:
 
     @property
     def pinned_addresses(self) -> list[str]:
-        """Addresses of the servers whose keys are pinned; raises KeyFileError."""
+        """Addresses of the servers whose keys are pinned.
+
+        Raises:
+          KeyFileError: The file cannot be read or is not valid.
+        """
         return list(self._pins())
 
     def pinned_key(self, address: str) -> bytes | None:
-        """Return the pinned public key of a server, or None; raise KeyFileError."""
+        """Return the pinned public key of a server, or None.
+
+        Raises:
+          KeyFileError: The file cannot be read or is not valid.
+        """
         pins = self._pins()
         patterns = (p for p in pins if "*" in p and fnmatchcase(address, p))
         pin = pins.get(address) or pins.get(next(patterns, ""))
@@ -183,7 +195,7 @@ class KeyFolder:
             private_files.write_private(self.path / "servers", "".join(lines))
 
     def _pins(self) -> dict[str, tuple[bytes, str]]:
-        """Return the public key and the rest of the line, by address."""
+        """Return the public key and the options of each pin, by address."""
         path = self.path / "servers"
         pins: dict[str, tuple[bytes, str]] = {}
         lines = (private_files.read_private(path) or "").splitlines()

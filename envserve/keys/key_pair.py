@@ -28,7 +28,7 @@ class KeyPair:
         Raises:
           KeyFileError: The installed ZeroMQ does not support CURVE.
         """
-        # Imported here, because commands without keys start faster.
+        # Imported lazily, so that commands that do not use keys start faster.
         import zmq
         from zmq.utils import z85
 

@@ -25,13 +25,13 @@ def read_private(path: Path, remedy: str = "") -> str | None:
     """Return the text of a private file, or None if it does not exist.
 
     Args:
-      path: The file. It and its folder must belong to this user, and others
+      path: The file. The file and its folder must belong to this user, and other users
         must not have access to them.
       remedy: Advice for errors, after chmod, if other users can read the file.
 
     Raises:
-      KeyFileError: Other users can read or own the file or folder, or it cannot be
-        read.
+      KeyFileError: Other users own the file or folder or can read it, or the file
+        cannot be read.
     """
     with _as_key_file_error(path, "read"):
         try:
@@ -79,7 +79,11 @@ def _check_owner_and_mode(path: Path, found: os.stat_result, remedy: str) -> Non
 
 
 def make_folder(folder: Path) -> None:
-    """Create a private folder if it does not exist; raise KeyFileError."""
+    """Create a private folder if it does not exist.
+
+    Raises:
+      KeyFileError: The folder cannot be created.
+    """
     with _as_key_file_error(folder, "created"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner_and_mode(folder, os.stat(folder), "chmod 700")
@@ -117,8 +121,12 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file atomically; if that fails, keep it and raise KeyFileError."""
-    import tempfile  # here, because a health probe does not need it
+    """Replace a file atomically.
+
+    Raises:
+      KeyFileError: The file cannot be written; the old file is kept.
+    """
+    import tempfile  # imported lazily: a health probe does not need it
 
     with _as_key_file_error(path, "written"), contextlib.ExitStack() as cleaning:
         fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600

@@ -39,7 +39,7 @@ class HealthProblem(enum.IntEnum):
 def diagnose(
     welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
 ) -> tuple[HealthProblem, str] | None:
-    """Return the first problem that the enabled probes find, described, or None."""
+    """Return the first problem that the enabled probes find, with a text, or None."""
     if (startup or ready) and welcome.is_starting:
         return HealthProblem.STARTING, "workers cannot be started yet"
     if live and welcome.loop_lag_ms > _MAX_LAG_MS:

@@ -48,7 +48,7 @@ class LocalStatusServer:
     """
 
     def __init__(self, batch: BatchEnv) -> None:
-        """Start the thread. It reports only local lanes; servers report theirs."""
+        """Start the thread. It reports only local lanes; servers report their own."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
         self._replies = ReplyBuilder(secrets.randbits(63) | 1, shows_paths=True)
         self._started_at = time.monotonic()

@@ -30,7 +30,7 @@ _MAX_HEAD_BYTES: Final = 8192
 # connection without limit or timeout (200 idle connections occupy 200 threads), does
 # not limit the CPU time of scrapes, and prints a traceback when a collector raises.
 class MetricsPort(socketserver.TCPServer):
-    """Listens when constructed, and answers requests after `start_serving`.
+    """Server that listens once constructed, and answers requests after `start_serving`.
 
     Attributes:
       address: URL of the metrics.
@@ -42,7 +42,7 @@ class MetricsPort(socketserver.TCPServer):
     collector: Any = None
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Listen on a port, or on any free one if `port` is 0.
+        """Listen on a port, or on any free port if `port` is 0.
 
         Raises:
           ServerError: The address cannot be bound, or the extra `metrics` is not

@@ -31,7 +31,7 @@ class Observer:
 
         Raises:
           ConnectError: No server answered in time.
-          ProtocolMismatch: The server speaks other versions of the protocol, or a
+          ProtocolMismatch: The server supports only other protocol versions, or a
             version without STATUS.
           EnvStartError: The server no longer accepts this key.
           RemoteProtocolError: The peer is not an envserve server.
@@ -47,7 +47,7 @@ class Observer:
         timeout_seconds: float = 2.0,
         after: Sequence[int] = (),
     ) -> list[RenderedFrame]:
-        """Render envs for the next 3 s, and return the frames rendered so far.
+        """Return the frames rendered so far, and keep rendering enabled for 3 s.
 
         Args:
           lease: Number of the lease, from `LeaseStatus`.
@@ -59,7 +59,7 @@ class Observer:
 
         Raises:
           LeaseLost: There is no such lease, or it belongs to another user.
-          EnvserveError: As for `status`.
+          EnvserveError: The request failed; see `status`.
         """
         from envserve.wire.bodies import FrameResult
 
@@ -72,7 +72,7 @@ class Observer:
 
         Raises:
           LocalProtocolError: There is no such row, or its env was never reset.
-          EnvserveError: As for `frames`.
+          EnvserveError: The request failed; see `status`.
         """
         if self._connection.max_frame_bytes < MAX_RECORD_BYTES:
             self._connection.renew(MAX_RECORD_BYTES)

@@ -44,7 +44,7 @@ class MonitoredServer:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Env steps per second since the previous poll; None after the first one."""
+        """Env steps per second since the previous poll; None after the first poll."""
         now, before = self.status, self._previous
         if not (now and before and now.version and now.seconds > before.seconds):
             return None
@@ -52,7 +52,7 @@ class MonitoredServer:
 
     @property
     def env_step_seconds(self) -> Histogram:
-        """Durations of the env steps since the previous poll; if none, of all steps."""
+        """Durations of env steps since the previous poll, or of all steps if none."""
         total = (self.status or ServerStatus()).env_step_seconds
         recent = total - (self._previous or ServerStatus()).env_step_seconds
         return recent if recent.count else total
@@ -118,7 +118,7 @@ def poll_servers(
     """Poll all servers concurrently, once or twice.
 
     Args:
-      servers: The servers; unresolved ones are skipped.
+      servers: The servers; unresolved servers are skipped.
       timeout_seconds: Maximum time to wait for each answer.
       gap_seconds: Pause before servers that answered are polled again, to measure
         their speed; None to poll only once.

@@ -54,7 +54,7 @@ class VideoWriter:
     """
 
     def __init__(self, path: Path, frames_per_second: float = 30.0) -> None:
-        """Find ffmpeg, which starts with the first frame; existing files are replaced.
+        """Find ffmpeg; it is started for the first frame, and replaces existing files.
 
         Raises:
           VideoError: The suffix is not .mp4 or .gif, or ffmpeg was not found.

@@ -5,10 +5,11 @@ worker is lost, all its blocks are lost, idle or not, and its operations are han
 follows:
 
 - A step of a lost block is sent to the worker's successor as a reset. Its outcome is
-  one lost transition per row (truncated, with the status of the loss), and the block
-  is no longer lost. So each loss costs each row one transition, whenever it happens.
+  one lost transition per row (truncated, with the status of the loss), and the block is
+  no longer lost. Each loss therefore costs each row exactly one transition, whenever
+  the loss happens.
 - A reset is resent. If it resets the whole block, the block is no longer lost
-  afterwards and no lost transition is reported, because the caller has abandoned the
+  afterwards, and no lost transition is reported, because the caller has abandoned the
   episodes anyway.
 - A call in flight fails, because the worker may already have executed it.
 
@@ -46,7 +47,7 @@ from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_me
 from envserve.worker.worker_report import decode_report
 
 # Plain ints, because every step compares them, and enum members compare more slowly.
-_IDLE: Final = 0  # instead of the kind of an operation
+_IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
 _PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
@@ -118,11 +119,11 @@ class BlockOperations:
 
     Attributes:
       num_in_flight: Number of blocks in flight.
-      has_new_absent: Whether a block has become absent since the flag was cleared.
-      outcomes: Outcomes of finished operations, to be collected.
+      has_new_absent: Whether a block has become absent since the flag was last cleared.
+      outcomes: Outcomes of finished operations that were not collected yet.
       metrics: Counters of these operations.
-      likely_last: The worker that answered last, and will probably do so again; None if
-        waiting for this worker alone is not safe.
+      likely_last: The worker whose answer arrived last the previous time, and will
+        probably be last again; None if waiting for this worker alone is not safe.
       state: "ready", or the reason why nothing can be submitted.
     """
 
@@ -332,7 +333,8 @@ class BlockOperations:
                 warnings=self._fault_log.warn_once(outcome.warnings)
             )
         if faults and not is_step:
-            # All envs were reset anyway: those that failed, without seed and options.
+            # Every env was reset in any case; envs that failed were reset without seed
+            # and options.
             failure = self._fault_log.reset_error(faults[0])
             if has_arguments:
                 self._fault_log.log_reset_error(failure, len(faults), now)
@@ -357,7 +359,7 @@ class BlockOperations:
             block = slot.block
             for row in block.rows:
                 self._workers.incarnations[row] += 1
-            if block.index not in self._losses:  # otherwise it was already lost
+            if block.index not in self._losses:  # the block was not lost before
                 self._losses[block.index] = loss
                 self.has_new_absent |= slot.kind != _IDLE
                 slot.started_at = now

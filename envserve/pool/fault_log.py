@@ -96,8 +96,8 @@ class FaultLog:
     def log_reset_error(self, error: EnvError, num_faults: int, now: float) -> None:
         """Log that some rows of a block rejected the seeds or options of a reset.
 
-        This is usually a mistake of the caller, who receives the error. Therefore at
-        most one line per second is logged, and no repro file is written.
+        This is usually the caller's mistake, and the caller receives the error.
+        Therefore, at most one line per second is logged, and no repro file is written.
         """
         more = self._throttle.admit("reset", now)
         if more is not None:
@@ -182,7 +182,7 @@ class FaultLog:
         )
 
     def _log(self, head: str, parts: list[str], detail: str) -> None:
-        """Log a line, followed by its details unless they equal the previous ones."""
+        """Log a line, followed by its details unless these equal the last details."""
         below = "" if detail == self._last_detail else f"\n{printable(detail)}".rstrip()
         self._last_detail = detail
         line = "; ".join([head, *parts])

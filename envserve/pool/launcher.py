@@ -38,14 +38,14 @@ _START: Final = (
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
 _RESERVED_AT_ONCE: Final = 8
-#: Maximum time without a report while a fork is pending, including imports; then the
-#: template is killed.
+#: Maximum time without a report while a fork is pending, including the time for
+#: imports. After this time, the template is killed.
 _FORK_TIMEOUT_SECONDS: Final = 120.0
-#: Maximum number of queued requests, in addition to some hundreds in the socket's
+#: Maximum number of queued requests, in addition to a few hundred in the socket's
 #: buffer.
 _MAX_UNSENT: Final = 1024
-#: An exit causes an exit status and an end of file. If only one of them has arrived
-#: after this time, the other is considered missing.
+#: Each exit produces an exit status and an end of file. If only one of the two has
+#: arrived after this time, the other one is considered missing.
 _EXIT_STATUS_GRACE_SECONDS: Final = 0.2
 #: Time for a killed process to end. A process that is blocked in the kernel may take
 #: longer.
@@ -53,7 +53,7 @@ KILL_SECONDS: Final = 5.0
 
 
 class DescriptorReserve:
-    """Reserve of open descriptors, of which some can be freed when needed.
+    """Open descriptors held in reserve, some of which can be freed when needed.
 
     Inside the context, a few descriptors are free even if the process is at its limit.
     """
@@ -110,7 +110,7 @@ class WorkerProcess:
         return self.exit
 
     def wait_exit(self, timeout_seconds: float) -> Exit | None:
-        """Wait until the process has ended; return None after the timeout."""
+        """Return how the process has ended; wait for its end until the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while (
             self.poll_exit() is None and (remaining := deadline - time.monotonic()) > 0
@@ -258,14 +258,14 @@ class Launcher:
         return self._has_imported
 
     def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
-        """Request to kill a worker and the processes that its envs have started.
+        """Ask the template to kill a worker and all processes that its envs started.
 
         Only the template can do this safely, because a process id may be reused once
         its parent has reaped it. A worker that has already ended is ignored.
 
         Args:
           process: The worker process.
-          has_stack: Whether it may first write its Python stack to stderr.
+          has_stack: Whether the worker may first write its Python stack to stderr.
         """
         self.poll()  # kills the template if an earlier call was interrupted
         self._send({"kill": process.fork_number, "stack": has_stack})
@@ -292,7 +292,7 @@ class Launcher:
             self._channel.wait(timeout_seconds)
 
     def _read(self) -> bool:
-        """Process received reports; return whether there may be more."""
+        """Process received reports; return whether more reports may follow."""
         messages = self._channel.read()
         if self._channel.is_at_eof:
             self._stop_template("", is_exiting=True)
@@ -321,7 +321,7 @@ class Launcher:
     def _send(
         self, message: dict[str, Any], theirs: socket.socket | None = None
     ) -> None:
-        """Send a request, and pass a socket with it if given; drop duplicates."""
+        """Send a request, with a socket if one is given; drop duplicate requests."""
         self._is_updating = True
         data = pack_message(MessageKind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
@@ -361,7 +361,7 @@ class Launcher:
         for _ in range(2):
             try:
                 exit_code = self._process.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:  # it may be in an import
+            except subprocess.TimeoutExpired:  # the template may be importing a module
                 self._process.kill()
             else:
                 end = str(Exit(self._process.pid, exit_code))

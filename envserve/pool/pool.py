@@ -6,7 +6,7 @@ transition.
 
 An interrupt (Ctrl-C) while the pool waits has no effect on it. After an interrupt at
 any other point, the caller must call `invalidate`, which replaces all workers.
-Therefore the rest of the code need not be safe against interrupts.
+Therefore, no other code of the pool has to be safe against interrupts.
 """
 
 from __future__ import annotations
@@ -103,14 +103,22 @@ class Pool:
 
     @property
     def spec(self) -> EnvSpec:
-        """Spaces of the envs; raises LocalProtocolError before the pool is ready."""
+        """Spaces of the envs.
+
+        Raises:
+          LocalProtocolError: The pool is not ready yet.
+        """
         if self._workers.spec is None:
             raise LocalProtocolError("the pool is still starting; wait for is_ready")
         return self._workers.spec
 
     @property
     def rows(self) -> Rows:
-        """The slab's rows; raises LocalProtocolError unless the pool is ready."""
+        """The slab's rows.
+
+        Raises:
+          LocalProtocolError: The pool is not ready.
+        """
         if self._workers.slab is None:
             raise LocalProtocolError(f"{self!r} has no rows; wait for is_ready")
         return self._workers.slab.rows
@@ -150,7 +158,7 @@ class Pool:
         return self._workers.selector.fileno()
 
     def next_deadline(self) -> float | None:
-        """Return when to call `collect` even if nothing is readable; None for never."""
+        """Return the latest time at which to call `collect`; None if there is none."""
         watch_at = self._workers.watch_at
         return None if watch_at == math.inf else watch_at
 
@@ -186,7 +194,11 @@ class Pool:
         self._submit(MessageKind.STEP, blocks, ())
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Start resets of different blocks; raises the errors of `Reset.check`."""
+        """Start resets of different blocks.
+
+        Raises:
+          LocalProtocolError: The rows or seeds are not valid, see `Reset.check`.
+        """
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
@@ -259,9 +271,9 @@ class Pool:
 
         If the caller needs all workers and each worker has its own core, do not wake up
         for every worker, because waking up takes a core from a worker that is still
-        running. Instead, wait for the worker that answered last before, and will
-        probably do so again. With several workers per core, it is faster to read
-        answers while other workers run.
+        running. Instead, wait for the worker that answered last the previous time,
+        because it will probably be last again. With several workers per core, it is
+        faster to read answers while other workers run.
         """
         workers, operations = self._workers, self._operations
         timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))

@@ -21,7 +21,8 @@ from envserve.wire.status import Histogram, LeaseStatus
 from envserve.worker.step_timings import BOUNDS, NUM_CELLS, RESET_CELL, STEP_CELL
 
 Array = np.ndarray[Any, Any]
-#: All counters of a pool or server as one vector, so that pools can be added up.
+#: All counters of a pool or server as one vector, so that the counters of several pools
+#: can be added.
 Counts = Array
 
 #: How long episodes are tracked after a request.
@@ -31,8 +32,9 @@ MAX_DURATIONS: Final = 1000
 _NAMES: Final = [status.name for status in Status]
 _KINDS: Final = len(_NAMES)
 _OK: Final = int(Status.OK)
-#: Maximum value of a worker's cells, to which an env may have written any number: nine
-#: years in nanoseconds, so that the sum of a histogram's cells still fits into 63 bits.
+#: Limit for values read from a worker's cells, because an env may have overwritten
+#: them. It is nine years in nanoseconds, so that the sum of a histogram's cells still
+#: fits into 63 bits.
 _MAX_CELL: Final = 1 << 58
 #: Offsets in `Counts` of restarts, rows and faults by status, and three histograms.
 _COUNT_OFFSETS: Final = (
@@ -53,8 +55,8 @@ class PoolMetrics:
       num_episodes: Number of tracked episodes.
       num_recoveries: Number of times a row recovered after a loss.
       is_watched: Whether episodes are tracked.
-      episodes: The last tracked episodes; see `LeaseStatus`.
-      recoveries: The last recoveries of rows; see `LeaseStatus`.
+      episodes: The most recent tracked episodes; see `LeaseStatus`.
+      recoveries: The most recent recoveries of rows; see `LeaseStatus`.
       slab: The pool's slab, or None.
     """
 
@@ -131,7 +133,7 @@ class PoolMetrics:
         reward, terminated, truncated, status, returns = self._views[index]
         returns += reward
         ended = (terminated | truncated).tobytes()
-        # Few calls, because each is expensive while the caches are cold.
+        # Make few calls, because each call is expensive while the caches are cold.
         place, steps = ended.find(1), self.steps[index]
         start = self._blocks[index].start
         while place >= 0:
@@ -190,7 +192,8 @@ class PoolMetrics:
         """Return the counters as the status of a lease.
 
         Args:
-          max_episodes: Maximum number of last episodes, and of last recoveries.
+          max_episodes: Maximum number of recent episodes and of recent recoveries to
+            include.
           **fields: Additional fields of the status.
         """
         found = status_fields(self.counts)

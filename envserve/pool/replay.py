@@ -1,4 +1,4 @@
-"""Replay a repro file in a worker process, and compare its end with the recorded end.
+"""Replay a repro file in a worker process, and check whether it ends as recorded.
 
 The env is built from the worker's registry. The file contains no code.
 """
@@ -50,7 +50,11 @@ class ReplayResult:
 
 
 def load_repro(path: Path) -> Repro:
-    """Read a repro file; raise ReproError if it cannot be read."""
+    """Read a repro file.
+
+    Raises:
+      ReproError: The file cannot be read or is not valid.
+    """
     try:
         with path.open("rb") as file:
             return decode_repro(file.read(MAX_REPRO_BYTES + 1))

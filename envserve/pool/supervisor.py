@@ -1,8 +1,8 @@
 """Supervise one worker across process restarts: start, watch, kill and restart it.
 
-The pool calls methods, which return events (`worker_states.Event`). Only
-`kill_and_wait` blocks. `block_operations` handles the consequences of a loss for the
-blocks.
+The pool calls the methods of a `SupervisedWorker`, which return events
+(`worker_states.Event`). Only `kill_and_wait` blocks. `block_operations` handles the
+consequences that a loss has for the blocks.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ class SupervisedWorker:
     def kill_and_wait(self, reason: str, now: float) -> None:
         """Kill the process, wait until it has ended, and do not restart it.
 
-        Allowed in any state, because an interrupted call may leave any state.
+        Allowed in any state, because an interrupted call may leave the worker in any
+        state.
         """
         if self.process is not None:
             self.process.kill(reason, now)
@@ -275,7 +276,7 @@ class SupervisedWorker:
         return []
 
     def next_watch(self, now: float) -> float:
-        """Return when to call `watch` and `start` next if no event occurs before."""
+        """Return the time of the next `watch` and `start` if no event occurs before."""
         if self.is_ending:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:

@@ -158,7 +158,8 @@ class WorkerSet:
     def replace_all(self, reason: str, now: float) -> list[SupervisedWorker]:
         """Kill all processes and replace their workers with new ones.
 
-        Allowed in any state, because an interrupted call may leave any state.
+        Allowed in any state, because an interrupted call may leave a worker in any
+        state.
 
         Returns:
           The old workers. Workers that could not be killed are not replaced.

@@ -5,11 +5,11 @@ one process at a time. Its states are
 
     BACKOFF -> STARTING -> SERVING -> BACKOFF -> ...
 
-In BACKOFF, the worker waits for the next start; in STARTING, for the READY message of
-the new process; in SERVING, the process executes operations until it ends. A process
-that misbehaves (hangs, or sends invalid messages) is KILLED. Its messages are then
-ignored, and the worker waits for its exit: until the exit is known, the process may
-still write to its rows, so no successor may be started. In CLOSING, the process was
+In BACKOFF, the worker waits for the next start. In STARTING, it waits for the READY
+message of the new process. In SERVING, the process executes operations until it ends. A
+process that misbehaves (hangs, or sends invalid messages) is KILLED. Its messages are
+then ignored, and the worker waits for its exit: until the exit is known, the process
+may still write to its rows, so no successor may be started. In CLOSING, the process was
 asked to exit. ENDED is final: the worker was closed, its process could not be killed,
 or the worker has failed too often.
 
@@ -35,8 +35,8 @@ from envserve.worker.channel import ChannelMessage
 #: First line of the fault handler's output, and first line of a Python stack.
 _FATAL: Final = "Fatal Python error: "
 _STACK: Final = "Stack (most recent call first):"
-#: The first frame that begins with this text and all frames below it belong to
-#: envserve, not to the env.
+#: The first frame that begins with this text, and all frames below that frame, belong
+#: to envserve, not to the env.
 _OUR_FRAME: Final = f'  File "{Path(worker.__file__).parent}{os.sep}'
 _EXCERPT_LINES: Final = 10
 _EXCERPT_WIDTH: Final = 200
@@ -79,7 +79,7 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The process has ended unexpectedly; the worker will restart unless ENDED."""
+    """The process has ended unexpectedly; a new one will be started unless ENDED."""
 
     status: Status
     text: str

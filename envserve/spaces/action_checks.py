@@ -1,6 +1,6 @@
 """Check actions: structure, shape, dtype, bounds and finiteness.
 
-Actions are checked once, where they enter a batch or a server. Every error names the
+Actions are checked once, when they enter a batch or a server. Every error names the
 first env whose action is invalid.
 """
 
@@ -48,8 +48,8 @@ class ActionBounds:
         """Return whether rows `start` to `stop` (exclusive) are within bounds."""
         for array, low, high in self._leaves:
             part = array[start:stop]
-            # Reduce over rows only if the bounds differ by element. minimum and maximum
-            # propagate NaN, so that NaN fails both comparisons.
+            # If the bounds differ by element, reduce over rows only. minimum and
+            # maximum propagate NaN, so that NaN fails both comparisons.
             axis = 0 if isinstance(low, np.ndarray) else None
             is_good = (_minimum(part, axis) >= low) & (_maximum(part, axis) <= high)
             if not (is_good if axis is None else is_good.all()):
@@ -119,9 +119,9 @@ def check_action_rows(
 ) -> None:
     """Check the actions in rows `start` to `stop` (exclusive) of a server or pool.
 
-    Shapes and dtypes are correct by construction. Encoded actions are not checked here:
-    the worker decodes them, and an invalid one fails only the block of the client that
-    sent it.
+    Shapes and dtypes are correct by construction. Encoded actions are not checked by
+    this function: the worker decodes them, and an invalid action fails only the block
+    of the client that sent it.
 
     Args:
       spec: Spec of the envs.
@@ -177,7 +177,7 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
         )
     if leaf.dtype.kind == "f":
         # A finite float64 may overflow in float32, so convert before the bounds check,
-        # which must see the stored values.
+        # which must apply to the stored values.
         with np.errstate(over="ignore"):
             return array.astype(leaf.dtype, copy=False)
     return array

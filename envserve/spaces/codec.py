@@ -2,7 +2,7 @@
 
 The format is msgpack with one extension type for arrays, whose dtype is a number from a
 fixed table. Decoding never executes code. Both ends first validate the bytes with
-`check`, so that a value that is nested too deep, too large or truncated is rejected
+`check`, so that a value that is nested too deeply, too large or truncated is rejected
 before any object is created.
 """
 
@@ -63,7 +63,11 @@ _Buffer = bytes | bytearray | memoryview
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """Return the wire code of a dtype; raise CodecError if it has none."""
+    """Return the wire code of a dtype.
+
+    Raises:
+      CodecError: The dtype has no wire code.
+    """
     code = _CODES.get(dtype.newbyteorder("="))
     if code is None:
         names = ", ".join(str(d) for d in DTYPES)
@@ -72,7 +76,11 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def dtype_from_code(code: object) -> np.dtype[Any]:
-    """Return the dtype for a wire code; raise CodecError if the code is unknown."""
+    """Return the dtype for a wire code.
+
+    Raises:
+      CodecError: The code is unknown.
+    """
     if type(code) is not int or not 0 <= code < len(DTYPES):
         raise CodecError(f"expected a dtype code below {len(DTYPES)}; got {code!r}")
     return DTYPES[code]
@@ -105,7 +113,7 @@ def decode(
       max_values: Maximum number of values; see `check`.
 
     Raises:
-      CodecError: The input is too long or too deep, or not a valid encoding.
+      CodecError: The input is too long, nested too deeply, or not a valid encoding.
     """
     if len(data) > max_bytes:
         raise CodecError(f"expected at most {max_bytes} bytes; got {len(data)}")
@@ -114,7 +122,11 @@ def decode(
 
 
 def unpack(data: _Buffer) -> Any:
-    """Decode bytes that `check` has accepted; raise CodecError as `decode` does."""
+    """Decode bytes that `check` has accepted.
+
+    Raises:
+      CodecError: The bytes contain an invalid string or array.
+    """
     try:
         return msgpack.unpackb(data, ext_hook=_decode_extension, strict_map_key=False)
     except CodecError:
@@ -136,8 +148,8 @@ def check(data: _Buffer, max_values: int | None = None) -> int:
       The number of values.
 
     Raises:
-      CodecError: There are too many values, they are nested too deep, or the bytes are
-        not a valid encoding.
+      CodecError: There are too many values, they are nested too deeply, or the bytes
+        are not a valid encoding.
     """
     at, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
     array_cost = 0 if max_values is None else _VALUES_PER_ARRAY - 1

@@ -40,7 +40,7 @@ _SPACE_BYTES: Final = 1 << 18
 _BOUNDS_COPIES: Final = 16
 _MAX_TEXT_LENGTH: Final = 500
 #: Exceptions that Gymnasium's spaces raise for invalid arguments, in addition to
-#: ValueError and other common ones.
+#: ValueError and other common exceptions.
 _GYMNASIUM_ERRORS: Final = (AssertionError, MemoryError, OverflowError)
 
 
@@ -170,7 +170,11 @@ class _SpaceBudget:
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Charge `times` arrays of a shape; raise SpaceError above the budget."""
+        """Charge the memory of `times` arrays of a shape.
+
+        Raises:
+          SpaceError: The arrays exceed the budget.
+        """
         shape = tuple(int(size) for size in sizes)
         total = math.prod(max(size, 1) for size in shape) * num_bytes
         self._left[0] -= total * times * self._copies

@@ -24,8 +24,8 @@ _ROW_OVERHEAD_VALUES: Final = 4
 _UNLIMITED: Final = 1 << 60
 #: Upper bound for the size of an encoded row number.
 _ROW_KEY_BYTES: Final = 9
-#: Maximum number of values for which `join_infos` omits single pairs, which takes a few
-#: milliseconds.
+#: Maximum number of values for which `join_infos` omits individual pairs, which takes a
+#: few milliseconds.
 _MAX_VALUES_BY_PAIR: Final = 1 << 13
 #: Placeholder for an info that is omitted as a whole, and its number of values.
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
@@ -82,7 +82,8 @@ class _EncodedInfo:
         self.pairs: dict[Any, tuple[bytes, int]] = {}
         for key, value in info.items():
             try:
-                # Nest it as deep as in a report, so that the same depth limit applies.
+                # Nest the value as deeply as in a report, so that the same depth limit
+                # applies.
                 encoded = codec.encode([[{key: value}]])
             except codec.CodecError:
                 self._add_omitted(key)
@@ -211,8 +212,8 @@ def _omit_largest(infos: Collection[_EncodedInfo], budget: InfoBudget) -> None:
 def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a copy of an info, including its nested containers and arrays.
 
-    A copy is necessary because the env may change its info later, for example clear it
-    in the next reset.
+    A copy is necessary because the env may change its info later, for example by
+    clearing it in the next reset.
     """
     try:
         copied: Mapping[str, Any] = _copy(info, {})

@@ -1,4 +1,4 @@
-"""Flatten a space into leaves, each of which is one array in every batch.
+"""Flatten a space into leaves, each of which becomes one array in a batch.
 
 Box, Discrete, MultiBinary and MultiDiscrete are leaves. So are Text, Sequence, Graph
 and OneOf, whose values `variable_length` encodes as rows of bytes. Dict and Tuple are
@@ -112,8 +112,8 @@ class Leaf:
     def limits(self) -> tuple[Any, Any]:
         """Lowest and highest finite values within `bounds`, inclusive.
 
-        Numbers if all elements have the same bounds, otherwise arrays of the leaf's
-        shape.
+        The limits are numbers if all elements have the same bounds; otherwise, they are
+        arrays of the leaf's shape.
         """
         low, high = self.bounds
         is_one = low.size and is_uniform(low) and is_uniform(high)
@@ -137,7 +137,11 @@ EMPTY_LEAF: Final = Leaf("", (0,), np.dtype(np.uint8), spaces.Box(0, 1, (0,), np
 
 
 def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
-    """Return the leaves of a space; raise SpaceError if it is not supported."""
+    """Return the leaves of a space.
+
+    Raises:
+      SpaceError: The space is not supported.
+    """
     return tuple(_iter_leaves(space, "", MAX_DEPTH))
 
 
@@ -223,8 +227,8 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
 def _max_row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> int:
     """Return the row size in bytes of an encoded leaf.
 
-    If the length of values is limited, the row fits the longest value. Otherwise it
-    fits `_NUM_ITEMS` items, and has at least 4 KiB.
+    If the length of values is limited, the row fits the longest value. Otherwise, the
+    row fits `_NUM_ITEMS` items and takes at least 4 KiB.
     """
     sizes = [
         sum(_HEADER_BYTES + len(x.path) + 8 * len(x.shape) + x.nbytes for x in part)
@@ -256,7 +260,7 @@ def flatten(space: Space[Any], value: Any) -> list[Any]:
     """Return the leaf values of a value or batch of a space, in leaf order.
 
     Raises:
-      SpaceError: The value is not nested like the space.
+      SpaceError: The value is not nested in the same way as the space.
     """
     if isinstance(space, spaces.Dict):
         if not isinstance(value, dict) or set(value) != set(space.spaces):
@@ -283,7 +287,7 @@ def flatten(space: Space[Any], value: Any) -> list[Any]:
 
 
 def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
-    """Nest leaf values like the space; the inverse of `flatten`."""
+    """Rebuild a nested value of the space from its leaves; the inverse of `flatten`."""
     return _unflatten(space, iter(leaves))
 
 

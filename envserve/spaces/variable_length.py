@@ -68,7 +68,11 @@ def encode_row(leaf: Leaf, value: Any, *, is_strict: bool = False) -> Array:
 
 
 def decode_row(leaf: Leaf, row: Array) -> Any:
-    """Decode the value of a row; raise CodecError if the row is not valid."""
+    """Decode the value of a row.
+
+    Raises:
+      CodecError: The row is not valid.
+    """
     return _decode_and_count(leaf, row)[0]
 
 

@@ -73,7 +73,11 @@ def decode_values(
 
 
 def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> bytes:
-    """Return an encoded body; raise CodecError if the peer would reject its size."""
+    """Check the size of an encoded body, and return the body.
+
+    Raises:
+      CodecError: The peer would reject a body of this size.
+    """
     if len(body) > max_bytes:
         raise codec.CodecError(
             f"{part}: expected at most {max_bytes} bytes, including the other fields; "
@@ -93,7 +97,11 @@ class Attach(EnvRequest):
     """Request for envs (ATTACH)."""
 
     def encode(self) -> bytes:
-        """Return the body; raise CodecError if an argument cannot be sent."""
+        """Return the encoded body.
+
+        Raises:
+          CodecError: An argument cannot be sent.
+        """
         wrappers = wrappers_to_plain(self.wrappers)
         body = codec.encode({**vars(self), "wrappers": wrappers})
         part = "env_kwargs and wrappers"
@@ -101,7 +109,11 @@ class Attach(EnvRequest):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Decode a body; raise RemoteProtocolError if it is not valid."""
+        """Decode a body.
+
+        Raises:
+          RemoteProtocolError: The body is not valid.
+        """
         return decode_values(body, cls, "Attach", MAX_ATTACH_VALUES)
 
 
@@ -133,7 +145,11 @@ class Granted:
     blocks: tuple[Block, ...]
 
     def encode(self) -> bytes:
-        """Return the body; raise CodecError if the spaces are too large to send."""
+        """Return the encoded body.
+
+        Raises:
+          CodecError: The spaces are too large to send.
+        """
         body = _Granted(
             epoch=self.epoch,
             lease_seconds=self.lease_seconds,
@@ -194,7 +210,7 @@ class Pong(Body, frozen=True, kw_only=True):
     """Answer to a PING (PONG).
 
     Attributes:
-      running: For each busy block, how long its operation has been running.
+      running: For each busy block, the time for which its operation has been running.
     """
 
     running: Annotated[Mapping[U32, Milliseconds], Meta(max_length=MAX_ENTRIES)]
@@ -284,7 +300,11 @@ class CallBody(Body, frozen=True, kw_only=True):
         return cls(kind=calls[0].kind, name=calls[0].name, calls=tuple(entries))
 
     def encode(self) -> bytes:
-        """Return the body; raise CodecError if the arguments cannot be sent."""
+        """Return the encoded body.
+
+        Raises:
+          CodecError: The arguments cannot be sent.
+        """
         body = super().encode()
         return _check_size(body, "arguments", MAX_CALL_BYTES, MAX_CALL_VALUES)
 
@@ -299,17 +319,17 @@ class CallBody(Body, frozen=True, kw_only=True):
 
 
 class FrameRequest(Body, frozen=True, kw_only=True):
-    """Request for pictures of rows, or for the flight record of one row (FRAME).
+    """Request for rendered images of rows, or for the flight record of one row (FRAME).
 
-    The server's workers render the rows for some seconds after a request for pictures.
+    The server's workers render the rows for a few seconds after a request for images.
 
     Attributes:
       lease: Number of the lease; see `LeaseStatus`.
       rows: Rows of the lease.
-      width: Maximum width of a picture in pixels.
-      after: Serial number of the latest picture that the client has of each row, or 0;
+      width: Maximum width of an image in pixels.
+      after: Serial number of the latest image that the client has of each row, or 0;
         may be shorter than `rows`.
-      record: Whether to send the flight record of the first row instead of pictures.
+      record: Whether to send the flight record of the first row instead of images.
     """
 
     lease: U63
@@ -320,10 +340,10 @@ class FrameRequest(Body, frozen=True, kw_only=True):
 
 
 class FrameResult(Body, frozen=True, kw_only=True):
-    """New pictures, in the order of the request (FRAME_RESULT).
+    """New rendered images, in the order of the request (FRAME_RESULT).
 
     Attributes:
-      pictures: Pictures that are newer than the client's, as many as fit.
+      pictures: Images that are newer than the client's, as many as fit.
     """
 
     pictures: Annotated[tuple[RenderedFrame, ...], Meta(max_length=MAX_FRAME_ROWS)] = ()

@@ -18,8 +18,8 @@ MIN_VERSION: Final = 2
 MAX_FRAMES: Final = 3
 #: Maximum number of blocks in one message.
 MAX_ENTRIES: Final = 4096
-#: With prefix and entries, a message stays below the 1 MiB that servers accept by
-#: default.
+#: Maximum size of a body. Together with the prefix and the entries, it stays below the
+#: 1 MiB that servers accept by default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
 #: Limits of ATTACH and CALL. The time to decode Python values depends on their number
 #: rather than on their bytes, so both are limited (docs/decisions.md: "No message
@@ -49,7 +49,7 @@ MAX_REPORT_VALUES: Final = 1 << 17
 #: accept.
 MAX_RESULT_BYTES: Final = 1 << 30
 MAX_STATUS_BYTES: Final = 64 << 10
-#: Limits of a FRAME_RESULT: bytes of its pictures (in addition to 64 texts), rows, and
+#: Limits of a FRAME_RESULT: bytes of its images (in addition to 64 texts), rows, and
 #: bytes of a flight record.
 MAX_FRAMES_BYTES: Final = 640 << 10
 MAX_FRAME_ROWS: Final = 64
@@ -66,7 +66,7 @@ DRAIN_WORD: Final = b"drain"
 
 
 class MessageType(enum.IntEnum):
-    """Type of a message; servers send types above 127, and clients the others."""
+    """Type of a message; servers send types above 127, clients send all others."""
 
     HELLO = 1
     ATTACH = 2

@@ -59,7 +59,11 @@ _DECODE_LOCK: Final = threading.Lock()
 def decode_struct(
     data: bytes | bytearray | memoryview, kind: type[Type], where: str
 ) -> Type:
-    """Decode msgpack as a type; raise RemoteProtocolError, which names `where`."""
+    """Decode msgpack as a type.
+
+    Raises:
+      RemoteProtocolError: The data is not valid; the message contains `where`.
+    """
     try:
         with _DECODE_LOCK:
             return msgspec.msgpack.decode(data, type=kind)
@@ -76,7 +80,11 @@ class Body(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Decode a body; raise RemoteProtocolError if it is not valid."""
+        """Decode a body.
+
+        Raises:
+          RemoteProtocolError: The body is not valid.
+        """
         return decode_struct(body, cls, cls.__name__)
 
 

@@ -94,7 +94,7 @@ def pack(
 
     Args:
       type_: Type of the message.
-      numbers: Session, boot and epoch; see `Message`.
+      numbers: The session, boot and epoch numbers; see `Message`.
       request: Number of the request.
       entries: Pairs (block, seq).
       body: End of frame 0.
@@ -131,16 +131,17 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def set_attempt(frame: Buffer, attempt: int) -> bytes:
-    """Return frame 0 with another attempt, the only field that a resend changes."""
+    """Return frame 0 with another attempt number; a resend changes nothing else."""
     end = _ATTEMPT_OFFSET + _ATTEMPT.size
     patched = _ATTEMPT.pack(min(attempt, 0xFFFF))
     return bytes(frame[:_ATTEMPT_OFFSET]) + patched + bytes(frame[end:])
 
 
 def session_and_block(frame: Buffer) -> tuple[bytes, bytes]:
-    """Return the encoded numbers of a message's session and first block.
+    """Return the encoded session number and first block number of a message.
 
-    For flow control, they and the user identify the destination of an answer.
+    For flow control, these two numbers and the user identify the destination of an
+    answer.
     """
     return bytes(frame[8:16]), bytes(frame[_PREFIX_BYTES : _PREFIX_BYTES + 4])
 

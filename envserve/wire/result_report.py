@@ -1,9 +1,9 @@
 """Encode the report of a result: infos, faults, and errors of individual blocks.
 
 If a report exceeds its limit, it is shortened in this order. First, the largest info
-values are omitted and their keys listed. Then texts are truncated. Finally, only one
-text of each kind of fault and only one error are kept. The rows and blocks that failed
-are always listed.
+values are omitted, and their keys are listed. Then texts are truncated. Finally, only
+one text of each kind of fault and only one error are kept. The rows and blocks that
+failed are always listed.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _pack(
 
 
 def _merge_faults(faults: _Faults) -> _Faults:
-    """Keep one text, the first, for each kind of fault."""
+    """Keep only the first text for each kind of fault."""
     merged: dict[tuple[Status, bool], tuple[str, list[int]]] = {}
     for (status, is_violation, text), rows in faults.items():
         kind = (status, is_violation and status is Status.ENV_ERROR)

@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 #: First row, and row after the last.
 Range = tuple[int, int]
 
-#: Status values that a server may send; clients set the others themselves.
+#: Status values that a server may send; clients set all other values themselves.
 _WIRE_STATUSES: Final = bytes(
     [Status.OK, Status.ENV_ERROR, Status.WORKER_DIED, Status.TIMEOUT]
 )
@@ -51,8 +51,9 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
     """Return the bytes for a message's body, and those for a separate frame.
 
-    Short rows go into the body. If rows are too long for it, only the first fields do.
-    If a single field is left, it is sent without a copy.
+    Short rows are placed in the body. If the rows are too long for the body, it
+    contains only their first fields, and a separate frame contains the remaining
+    fields. A single remaining field is sent without a copy.
     """
     if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
         return b"".join(buffers), b""
@@ -291,7 +292,7 @@ class BlockParts(dict[tuple[int, ...], RowPart]):
         self._blocks = blocks
 
     def __missing__(self, indexes: tuple[int, ...]) -> RowPart:
-        """Create the part of a set that is not cached."""
+        """Create the `RowPart` for a set of blocks that is not cached."""
         blocks = [self._blocks[index] for index in indexes]
         ranges = merge_ranges((block.start, block.stop) for block in blocks)
         if len(self) == _MAX_PARTS:

@@ -25,7 +25,7 @@ _POLLIN: Final = int(zmq.POLLIN)
 CURVE_OVERHEAD_BYTES: Final = 64
 
 #: ZAP status code for an unknown key. ZeroMQ stops connecting after this code, and
-#: retries after others.
+#: retries after all other codes.
 UNKNOWN_KEY: Final = 400
 
 Frames = list[bytes | memoryview]
@@ -84,7 +84,8 @@ class FrameReceiver:
     frames.
 
     Attributes:
-      is_discarding: Whether the rest of an oversized message is being discarded.
+      is_discarding: Whether the remaining frames of an oversized message are being
+        discarded.
       first_frame: First frame of the latest message; it carries ZeroMQ's metadata about
         the sender.
       num_discarded: Number of discarded frames of the last oversized message.
@@ -98,7 +99,7 @@ class FrameReceiver:
 
         Args:
           socket: Socket to read from.
-          max_frames: Maximum number of frames to return of a message.
+          max_frames: Maximum number of frames of a message to return.
           num_small_frames: Number of leading frames that are copied, because they are
             short. Later frames are returned as views of ZeroMQ's memory.
         """
@@ -114,7 +115,7 @@ class FrameReceiver:
         """Return the next message, or None if there is none yet.
 
         An oversized message is returned with the allowed number of frames. Its other
-        frames are discarded gradually, in this call and the next ones.
+        frames are discarded gradually, in this call and later calls.
 
         Args:
           wait: Whether to wait for a message, at most for the socket's RCVTIMEO.

@@ -100,10 +100,10 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
       absent: Rows whose envs are absent, at most 1,024.
       num_episodes: Number of complete episodes that ended while a client observed the
         lease.
-      episodes: The last episodes: (serial number from 1, row, return, length).
+      episodes: The most recent episodes: (serial number from 1, row, return, length).
       num_recoveries: Number of times a row recovered after its env was lost.
-      recoveries: The last recoveries: (serial number from 1, row, milliseconds of
-        absence).
+      recoveries: The most recent recoveries: (serial number from 1, row, milliseconds
+        of absence).
     """
 
     number: U63
@@ -126,8 +126,8 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
     """Status of a server since it started, and of its leases.
 
-    `leases` contains as many of the leases that the client may see as fit; `num_leases`
-    is the number of such leases. Fields that `Welcome` also has apply to the client. An
+    `num_leases` is the number of leases that the client may see; `leases` contains as
+    many of them as fit. Fields that `Welcome` also has are specific to the client. An
     empty `version` represents a server that does not support STATUS.
     """
 

@@ -12,11 +12,12 @@ Messages. The pool and each worker exchange short messages over a socket pair
 call results are part of the answer (`worker_report`).
 
 Shared memory. The arrays are in the slab (`envserve.slab`), which the pool and all its
-workers map. The rows of a block belong to one side at a time. While the block is idle,
-the pool may write its actions and read its results. From the message that starts an
-operation until the DONE that answers it, the worker writes the block's observations,
-rewards, flags and statuses. No lock is needed, because the messages order these
-accesses. All other data has a single writer, and readers that tolerate any content:
+workers map. At any time, the rows of a block belong either to the pool or to the
+worker. While the block is idle, the pool may write its actions and read its results.
+From the message that starts an operation until the DONE that answers it, the worker
+writes the block's observations, rewards, flags and statuses. No lock is needed, because
+the messages order these accesses. All other data has a single writer, and readers that
+tolerate any content:
 
 - the worker's heartbeat changes with every env call, so that the pool detects hangs;
 - `step_timings` counts durations;

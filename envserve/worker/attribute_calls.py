@@ -1,8 +1,8 @@
 """Attribute access on the envs of a block: request, execution and answer.
 
-The answer contains the values of the first rows: as many as fit, and at least one. The
-other rows were not called, and the caller requests them again. A row whose call failed
-has a fault and no value.
+The answer contains the values of the first rows: as many as fit, and at least one. No
+call was made on the remaining rows, and the caller requests them again. A row whose
+call failed has a fault and no value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _LENGTH: Final = struct.Struct("<I")
 _SOFT_LIMIT_BYTES: Final = 4 << 20
 _POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
 #: Maximum number of values in a row's result, counted as in `codec.check`, because each
-#: value takes time to decode. All rows of an answer have less than twice as many.
+#: value takes time to decode. All rows of an answer together have less than twice this
+#: number.
 MAX_RESULT_VALUES: Final = 1 << 17
 _NONE: Final = codec.encode(None)
 #: First byte of a list; followed by its length.

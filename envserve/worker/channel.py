@@ -33,7 +33,8 @@ from envserve.settings import EnvRequest
 
 #: Kind, block, sequence number, number of payload bytes.
 HEADER: Final = struct.Struct("<BxHII")
-#: Larger than any report of the template. Other messages may need several reads.
+#: Size of a read in bytes; larger than any report of the template. Other messages may
+#: need several reads.
 _MAX_READ_BYTES: Final = 1 << 18
 #: Errors after which a send can be retried, because the receiver is only slow.
 _BUSY_ERRNOS: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
@@ -60,12 +61,12 @@ class MessageKind(enum.IntEnum):
     BUILT = 7  # one more env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
-    FAILED = 10  # traceback; the worker exits. Block 1: a restart would also fail
+    FAILED = 10  # traceback; the worker exits. Block 1 means a restart would fail too
     VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
     UNKNOWN_ENV = 11  # error message; the worker exits
     BAD_WRAPPER = 15  # error message; the worker exits
     # Between launcher and template, in both directions.
-    FORK = 16  # request to import modules, or to fork or kill a worker; its result
+    FORK = 16  # request to import modules, or to fork or kill a worker; or its result
 
 
 #: Exceptions for invalid requests, which no restart can fix, by message kind.
@@ -130,7 +131,11 @@ class MessageDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[ChannelMessage]:
-        """Return the completed messages; raise WorkerError for invalid bytes."""
+        """Return the completed messages.
+
+        Raises:
+          WorkerError: The received bytes are not a valid message.
+        """
         buffer = self._buffer
         if not buffer and len(data) == HEADER.size:
             code, block, sequence, length = HEADER.unpack(data)

@@ -235,6 +235,6 @@ class EnvBlock:
         return self._envs[row - self.rows.start].render()
 
     def close(self) -> None:
-        """Close the envs, even if some of them raise."""
+        """Close all envs, even if closing some of them raises an exception."""
         for env in self._envs:
             env.close()

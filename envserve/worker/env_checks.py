@@ -25,8 +25,8 @@ class SpaceViolation(Exception):
     """An env returned a value that violates its spaces or Gymnasium's API.
 
     Attributes:
-      is_masked: Whether the row is masked, as set by `nonfinite="mask"`, instead of
-        raising an error.
+      is_masked: Whether the row is masked, because of `nonfinite="mask"`, instead of
+        failing.
       is_permanent: Whether a new env would violate its spaces in the same way.
     """
 
@@ -45,7 +45,7 @@ class EnvChecks:
     Attributes:
       nonfinite: See `settings.NonFinite`.
       strict_spaces: Whether the dtypes of observations must match the space's dtypes.
-      warnings: Warning by name of the env's class; "" once it is taken.
+      warnings: Warnings by name of the env's class; "" once a warning was returned.
     """
 
     nonfinite: NonFinite = "raise"
@@ -94,8 +94,8 @@ def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> 
     Gymnasium's vector envs copy values into arrays of the space's dtype.
     `SyncVectorEnv` casts what NumPy calls "same_kind" (float64 to float32, integers to
     floats). `AsyncVectorEnv` casts anything, so that 300 becomes 44 as uint8, and 0.9
-    becomes 0. Here, values of the same kind are cast, and integers are cast to any
-    integer type that can represent them. Floats are never cast to integers.
+    becomes 0. This function casts values of the same kind, and casts integers to any
+    integer type that can represent them. It never casts floats to integers.
 
     Args:
       leaf: A leaf of the observation space.

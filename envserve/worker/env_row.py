@@ -52,7 +52,7 @@ class EnvRow:
       incarnation: Number of times the env was rebuilt, including in other processes.
       record: The row's record in the action ring, after `attach`.
       inner_env: The env without its wrappers, after `build`.
-      is_fresh: Whether this incarnation was never reset.
+      is_fresh: Whether this incarnation has never been reset.
       attributes: Attributes that a caller has set; they are set on rebuilt envs too.
       autoreset: See `settings.Autoreset`.
     """
@@ -182,8 +182,8 @@ class EnvRow:
     ) -> Mapping[str, Any]:
         """Write the last observation, reset the env if necessary; return the info."""
         self._write(self._final_observation, observation)
-        # Check it before the next episode begins, while the record still describes
-        # this episode.
+        # Check the observation before the next episode begins, while the record still
+        # describes this episode.
         self.check_finite(reward, self._final_observation)
         if self.autoreset != "same_step":
             self._needs_reset = True
@@ -191,7 +191,7 @@ class EnvRow:
             return info
         info = copy_info(info)
         reset_info = self._begin_episode(is_autoreset=True)
-        if reset_info or "reset_info" in info:  # the key is ours, not the env's
+        if reset_info or "reset_info" in info:  # envserve sets this key, not the env
             return {**info, "reset_info": reset_info}
         return info
 

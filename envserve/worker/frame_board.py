@@ -1,8 +1,8 @@
 """Rendered frames of watched envs, in shared memory behind the rows of a pool.
 
-The pool writes which rows to render, their width, and until when. Workers render these
-rows between operations and write each frame to a slot. If no row is watched, the only
-cost is that each operation reads a single number (`watched_until`).
+The pool writes which rows to render, at which width, and until when. Workers render
+these rows between operations and write each frame to a slot. If no row is watched, the
+only cost is that each operation reads a single number (`watched_until`).
 
 There are no locks. A slot contains one encoded `RenderedFrame` and its checksum, so the
 pool ignores a frame that is overwritten while it is read, or that an env has corrupted.
@@ -26,7 +26,8 @@ from envserve.slab import Layout, arrays_nbytes, map_arrays
 #: Number of rows of a pool that can be watched at the same time.
 MAX_WATCHED: Final = 256
 _SLOT_BYTES: Final = 56 << 10
-#: Serial, length and checksum of the encoded frame that follows.
+#: Header of a slot: serial number, length and checksum of the encoded frame that
+#: follows.
 _HEAD: Final = struct.Struct("<qII")
 
 
@@ -59,7 +60,7 @@ class FrameBoard:
             slot = slots.pop(row, len(slots))
             if slot == len(wanted):
                 slot = slots.pop(next(iter(slots)))
-            slots[row] = slot  # now the most recently requested one
+            slots[row] = slot  # now the most recently requested slot
             wanted[slot] = row, until, width
         self.watched_until[0] = until
 

@@ -52,8 +52,8 @@ from envserve.wrappers.specs import wrappers_from_plain
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Time to poll for the next message, about as long as a policy takes to compute
-#: actions. A sleeping core takes longer to wake up than a light env takes to step. Used
-#: only if every worker has its own core.
+#: actions. Polling is worthwhile because waking up a sleeping core takes longer than a
+#: step of a light env. It is used only if every worker has its own core.
 _SPIN_SECONDS: Final = 400e-6
 #: Time to wait for running resets before closing. The pool waits twice as long.
 _CLOSE_SECONDS: Final = 0.5

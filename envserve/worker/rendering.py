@@ -31,7 +31,8 @@ from envserve.worker.frame_board import FrameBoard
 #: row also loads libraries, so its pause has an upper limit.
 _PAUSE_FACTOR: Final = 59
 _MAX_FIRST_PAUSE_NS: Final = 1_000_000_000
-#: A worker stops rendering after this number of its processes have ended in a render.
+#: A worker stops rendering after this number of its processes have ended while they
+#: rendered.
 _MAX_RENDER_CRASHES: Final = 2
 _QUALITIES: Final = (75, 50, 25)
 #: Colour codes in frames that are rendered as text for terminals.
@@ -146,11 +147,11 @@ def _configure_headless() -> None:
 
 
 def encode_jpeg(frame: Any, width: int) -> bytes:
-    """Encode a frame as JPEG; return b"" if it is not a picture.
+    """Encode a frame as JPEG; return b"" if it is not an image.
 
     Args:
-      frame: uint8 `[height, width, 3]`. Greyscale and RGBA are also accepted, and lists
-        of frames, of which the last one is encoded.
+      frame: uint8 `[height, width, 3]`. Greyscale and RGBA frames are also accepted. If
+        a list of frames is given, the last frame is encoded.
       width: Maximum width in pixels; narrower frames are not scaled.
     """
     if isinstance(frame, list) and frame:

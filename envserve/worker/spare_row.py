@@ -1,4 +1,4 @@
-"""A row with two envs that take turns: one is stepped while the other is reset.
+"""A row with two envs that alternate: one is stepped while the other is reset.
 
 At the end of an episode, the row switches to the spare env, which a thread has already
 reset, and a thread resets the env that was active before. A step therefore does not
@@ -50,13 +50,13 @@ class ResetThreads(ThreadPoolExecutor):
         return reset
 
     def close(self, timeout_seconds: float) -> None:
-        """Cancel resets that have not started, and wait for the others."""
+        """Cancel resets that have not started, and wait for running ones."""
         self.shutdown(wait=False, cancel_futures=True)
         wait([*self._resets], timeout_seconds)
 
 
 class SpareRow:
-    """Two envs that take turns in one row; has the interface of `EnvRow`.
+    """Two envs that alternate in one row; has the interface of `EnvRow`.
 
     Attributes:
       row: Row of the pool.
@@ -86,7 +86,7 @@ class SpareRow:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the active env was never reset."""
+        """Whether the active env has never been reset."""
         return self._active.is_fresh
 
     def drop_initial_seed(self) -> None:
@@ -139,7 +139,7 @@ class SpareRow:
         """Begin an episode, write its first observation, and return the info.
 
         Without seed and options, the row switches to the prepared spare, unless the
-        active env was never reset. With a seed or options, the prepared episode is
+        active env has never been reset. With a seed or options, the prepared episode is
         discarded.
 
         Args:

@@ -4,8 +4,8 @@ Output is forwarded in whole lines, and a Python stack as one piece, so that the
 of several workers does not mix. The stack of a crashed worker is withheld, because the
 report of its exit contains the stack.
 
-A slow reader of our stderr (a stopped terminal, for example) does not block workers:
-their pipes are always read, and output that exceeds the buffer is dropped.
+A slow reader of the template's stderr (a stopped terminal, for example) does not block
+workers: their pipes are always read, and output that exceeds the buffer is dropped.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import stat
 import time
 from typing import Final
 
-#: Number of bytes that are kept of the end of each worker's output.
+#: Number of bytes to keep from the end of each worker's output.
 TAIL_BYTES: Final = 4096
 _READ_BYTES: Final = 1 << 16
 #: First bytes of a stack. The fault handler writes a stack in small parts, which are
 #: buffered.
 _STACK_STARTS: Final = (b"Fatal Python error: ", b"Stack (most recent call first):")
 _MAX_BUFFER_BYTES: Final = 1 << 14
-#: Maximum amount of output that is buffered for a slow reader of our stderr.
+#: Maximum amount of output to buffer for a slow reader of the template's stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
 #: Maximum number of reads after a worker's end, because its children may keep writing
 #: to the pipe.
@@ -82,7 +82,7 @@ class StderrPipes:
         return self._workers.get(fd)
 
     def handle(self, fd: int) -> bool:
-        """Handle a ready descriptor; return False if it is not one of the pipes'."""
+        """Handle a ready descriptor; return False if it does not belong to a pipe."""
         if fd in self._workers:
             self._read(fd)
         elif fd == self._out_fd:

@@ -44,10 +44,11 @@ from envserve.worker.stderr_pipes import StderrPipes
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-#: Makes a worker write its Python stack to stderr. An env may change its handler.
+#: Signal that makes a worker write its Python stack to stderr. An env may replace the
+#: handler of this signal.
 _STACK_SIGNAL: Final = signal.SIGUSR2
-#: Maximum time to write a stack before the kill, and maximum time after its first
-#: output.
+#: Maximum time for a worker to write its stack before it is killed, and maximum time
+#: after the first output of the stack.
 _STACK_SECONDS: Final = 0.08
 _STACK_REST_SECONDS: Final = 0.005
 #: Delay between the end of a child and the search for orphans; many children may end at
@@ -70,7 +71,7 @@ def main(fd: int) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Otherwise a killed worker would lose buffered output.
         sys.stdout.reconfigure(line_buffering=True)
-    # Imported here, because importing this module must not load gymnasium.
+    # Imported lazily, because importing this module must not load gymnasium.
     from envserve.worker import process  # noqa: F401
 
     _Template(owner).run()
@@ -206,7 +207,8 @@ class _Template:
         self._report({"imported": not self._import_error})
 
     def _fork(self, request: int, fd: int) -> None:
-        # Do not import anything here: it would delay kills and forks of other pools.
+        # Do not import anything at this point: it would delay kills and forks of other
+        # pools.
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]

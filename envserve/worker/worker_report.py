@@ -35,19 +35,23 @@ _MAX_WARNING_CHARS: Final = 400
 _ROW_BYTES: Final = 64 + _MIN_TRACEBACK_BYTES
 #: Maximum number of rebuilds per row in one operation: 2 if a reset fails twice.
 _MAX_REBUILDS_PER_ROW: Final = 2
-#: Maximum number of values per KiB of a row's infos, and additional number per row;
-#: limited because even short values take time to decode.
+#: Maximum number of values per KiB of a row's infos, and a fixed number per row in
+#: addition. The number is limited because even short values take time to decode.
 _VALUES_PER_KIB: Final = 256
 _VALUES_PER_ROW: Final = 64
-#: A block's infos have room for this number of rows of maximum size, but at most for
-#: this number of bytes.
+#: The infos of a block may take as much space as this number of rows of maximum size,
+#: but not more than this number of bytes.
 _NUM_FULL_ROWS: Final = 16
 _MAX_INFOS_BYTES: Final = 32 << 20
 _MAX_SPACES_VALUES: Final = 1 << 14
 
 
 def encode_spaces(spec: EnvSpec) -> bytes:
-    """Encode the payload of READY; raise SpaceError if it is too large."""
+    """Encode the payload of READY.
+
+    Raises:
+      SpaceError: The payload is too large.
+    """
     observation = describe(spec.observation_space)
     action = describe(spec.action_space)
     payload = codec.encode({"observation": observation, "action": action})
@@ -60,7 +64,11 @@ def encode_spaces(spec: EnvSpec) -> bytes:
 
 
 def decode_spaces(payload: bytes, env_name: str) -> EnvSpec:
-    """Decode the payload of READY; raise ValueError if it is not valid."""
+    """Decode the payload of READY.
+
+    Raises:
+      ValueError: The payload is not valid.
+    """
     try:
         spaces = codec.decode(
             payload, max_bytes=_MAX_SPACES_BYTES, max_values=_MAX_SPACES_VALUES

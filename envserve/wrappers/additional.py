@@ -28,7 +28,8 @@ def ActionRepeat(env: Env, amount: int) -> Env:
     return RepeatAction(env, num_repeats=amount)
 
 
-#: Number of episodes that may end during the random actions; the next has none.
+#: Number of episodes that may end during the random actions; the next episode starts
+#: without random actions.
 _MAX_ATTEMPTS: Final = 10
 #: Value of `np_random_seed` in Gymnasium if the env assigned its own generator.
 _ASSIGNED_BY_ENV: Final = -1
@@ -37,9 +38,9 @@ _ASSIGNED_BY_ENV: Final = -1
 class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Take 0 to `max_steps` random actions after each reset.
 
-    The number and the actions are drawn from the env's own generator, `np_random`. The
-    same seed therefore leads to the same episodes, the envs of a batch differ, and an
-    episode can be replayed from the state of that generator.
+    Both the number of actions and the actions are drawn from the env's own generator,
+    `np_random`. Therefore, the same seed leads to the same episodes, the envs of a
+    batch differ, and an episode can be replayed from the state of that generator.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], max_steps: int) -> None:
@@ -197,7 +198,7 @@ def RangeNormalize(env: Env, observation: bool = True, action: bool = True) -> E
       action: Whether to scale actions.
 
     Raises:
-      SpaceError: A space is not a Box, actions are not floats, or bounds are equal or
+      SpaceError: A space is not a Box, actions are not floats, or bounds are equal,
         infinite, or so large that their range is infinite.
     """
     if observation:

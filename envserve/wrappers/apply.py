@@ -67,7 +67,7 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
         pkgutil.resolve_name(registered) if isinstance(registered, str) else registered
     )
     with warnings.catch_warnings():
-        # The user requested the cast by adding the wrapper.
+        # The user has requested this cast by adding the wrapper.
         warnings.filterwarnings("ignore", ".*precision lowered by casting")
         return make(env, **arguments)
 

@@ -32,18 +32,22 @@ class Argument:
     required: bool
 
     def convert(self, value: Any) -> Any:
-        """Convert a value to the argument's type; raise ValueError if it is invalid."""
+        """Convert a value to the argument's type.
+
+        Raises:
+          ValueError: The value is invalid.
+        """
         return msgspec.convert(value, self.kind)
 
 
 def Integer(low: int, high: int, *, required: bool = False) -> Argument:
-    """Return an argument that is an int in [low, high]."""
+    """Declare a wrapper argument that is an int in [low, high]."""
     kind = Annotated[int, Meta(ge=low, le=high)]
     return Argument(kind, f"an int from {low} to {high}", required)
 
 
 def Number(low: float, high: float, *, required: bool = False) -> Argument:
-    """Return an argument that is an int or float in [low, high].
+    """Declare a wrapper argument that is an int or float in [low, high].
 
     The wrapper receives a float.
     """
@@ -52,19 +56,19 @@ def Number(low: float, high: float, *, required: bool = False) -> Argument:
 
 
 def Boolean(*, required: bool = False) -> Argument:
-    """Return an argument that is true or false."""
+    """Declare a wrapper argument that is true or false."""
     return Argument(bool, "true or false", required)
 
 
 def Choice(words: tuple[str, ...], *, required: bool = False) -> Argument:
-    """Return an argument that is one of some words."""
+    """Declare a wrapper argument that must be one of the given words."""
     return Argument(Literal[words], f"one of {', '.join(words)}", required)
 
 
 def Integers(
     low: int, high: int, min_length: int, max_length: int, *, required: bool = False
 ) -> Argument:
-    """Return an argument that is a list of ints in [low, high].
+    """Declare a wrapper argument that is a list of ints in [low, high].
 
     The wrapper receives a tuple.
     """
@@ -76,7 +80,7 @@ def Integers(
 
 
 def Keys(*, required: bool = False) -> Argument:
-    """Return an argument that lists keys of a Dict or positions in a Tuple.
+    """Declare a wrapper argument that lists keys of a Dict or positions in a Tuple.
 
     The wrapper receives a tuple.
     """
@@ -172,7 +176,7 @@ WRAPPERS: dict[str, RegisteredWrapper] = {
     for name, arguments in wrappers.items()
 }
 
-#: Hints for users of batch-ppo's wrappers that have another name here, or none.
+#: Hints about wrappers of batch-ppo that envserve names differently or does not need.
 _BATCH_PPO: Final = {
     "AutoReset": "workers reset envs by themselves: see autoreset",
     "CacheSpaces": "not needed: spaces are read only once",

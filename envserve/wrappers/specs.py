@@ -1,6 +1,6 @@
 """The wrappers in a request for an env: names and arguments, as plain data.
 
-They are checked before the env is built. In a config, a wrapper is a table with a
+Wrappers are checked before the env is built. In a config, a wrapper is a table with a
 `name`, such as `{name = "ActionRepeat", amount = 4}`; on the wire it is the pair [name,
 arguments].
 """

@@ -1,8 +1,8 @@
 """The page's web application, and its access control.
 
-A browser needs the token: once in the URL, afterwards in a cookie. Requests for other
-host names are rejected, which prevents DNS rebinding. POST requests from other sites
-are rejected, which prevents cross-site request forgery.
+A browser must present the token: first in the URL, afterwards in a cookie. Requests for
+other host names are rejected, which prevents DNS rebinding. POST requests from other
+sites are rejected, which prevents cross-site request forgery.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def build_app(
       feed: Source of the events that the page shows.
       token: Token that browsers must present.
       buttons: Buttons of the page, by their name in the URL.
-      host: Host name or address of the page. Requests can be for it, for localhost or
-        for the name of this host.
+      host: Host name or address of the page. Requests must name this host, localhost,
+        or the machine's own host name.
     """
 
     @contextlib.asynccontextmanager
@@ -119,7 +119,8 @@ class _AccessControl:
             return await self._app(scope, receive, send)
         request = Request(scope)
         host = request.headers.get("host", "")
-        # Browsers share cookies among all ports of a host, so its name has the port.
+        # Browsers share cookies among all ports of a host, so the cookie's name has the
+        # port.
         cookie = f"envserve_page{''.join(filter(str.isdigit, host))}"
         in_url = request.query_params.get("token") if scope["path"] == "/" else None
         token = in_url or request.cookies.get(cookie, "")

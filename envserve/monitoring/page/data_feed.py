@@ -3,8 +3,8 @@
 Observers block, so each server has a polling thread, and another thread reads the
 metrics. The threads pass encoded events to the event loop, which owns the subscribers
 and queues the events for them. Frames are requested only for tiles that a browser
-shows, once for all browsers. A slow browser does not delay others and its queue is
-bounded, because an event replaces an unsent one with the same key.
+shows, once for all browsers. A slow browser does not delay other browsers, and its
+queue is bounded, because an event replaces an unsent one with the same key.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from envserve.monitoring.observer import Observer
 _STATUS_SECONDS: Final = 0.25
 _FRAME_SECONDS: Final = 0.2
 _CURVE_SECONDS: Final = 0.5
-#: Polling interval without browsers. It must be short enough that servers continue to
-#: record episodes for this observer.
+#: Polling interval while no browser is connected. It must be short enough that servers
+#: continue to record episodes for this observer.
 _IDLE_SECONDS: Final = 4.0
 _TIMEOUT_SECONDS: Final = 1.5
 _RETRY_SECONDS: Final = 0.5
@@ -73,7 +73,7 @@ class Subscriber:
         self._has_unsent.set()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield queued events, and wait for further ones; never ends."""
+        """Yield queued events, and wait for further events; never ends."""
         while await self._has_unsent.wait():
             self._has_unsent.clear()
             while self._unsent:
@@ -194,7 +194,7 @@ class _ServerPoller:
     Attributes:
       observer: Function that returns an observer of the server.
       tiles: Tiles of this server that browsers show, with widths in pixels.
-      has_subscribers: Whether there is any browser.
+      has_subscribers: Whether any browser is connected.
       has_ended: Whether the thread must end.
       wake: Event that ends the pause between two polls.
     """
@@ -258,7 +258,7 @@ class _ServerPoller:
             for start in range(0, len(group), _MAX_ROWS):
                 part = group[start : start + _MAX_ROWS]
                 rows, after = [each[2] for each in part], [latest[e] for e in part]
-                with contextlib.suppress(LeaseLost):  # the next status lacks the lease
+                with contextlib.suppress(LeaseLost):  # the next status will not list it
                     for frame in observer.frames(
                         lease, rows, width, _TIMEOUT_SECONDS, after
                     ):

@@ -52,7 +52,7 @@ def page_server(
     Args:
       build: Function that returns the application for a token.
       host: Address to listen on.
-      port: Port; if it is in use, the next free one is used. 0 chooses any free port.
+      port: Port; if it is in use, the next free port is used. 0 chooses any free port.
 
     Raises:
       ServerError: The address cannot be used, or all ports that were tried are in use.
