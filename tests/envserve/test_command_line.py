@@ -94,7 +94,8 @@ def test_help_shows_defaults(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     text = " ".join(run("envserve", "start", "--help")[1].split())
     settings = HostSettings()
-    assert f"[default: {settings.num_workers}]" in text
+    assert "one per core. --step-timeout" in text  # not the number of this host
+    assert f"[default: {settings.lease_seconds}]" in text
     assert f"[default: {settings.binds[0]}]" in text
 
 

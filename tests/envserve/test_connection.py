@@ -82,7 +82,7 @@ def test_only_sockets_that_do_not_reconnect_count_as_errors(
                 driver.run(now)
     assert session.state.is_over is not tries_again
     if not tries_again:
-        with pytest.raises(RemoteProtocolError, match="expected ZeroMQ messages"):
+        with pytest.raises(RemoteProtocolError, match="Expected ZeroMQ messages"):
             raise session.error or AssertionError
 
 
