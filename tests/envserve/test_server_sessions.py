@@ -44,7 +44,10 @@ def test_two_sessions_have_separate_envs(serve: Serve, attach: Attach) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("CartPole-v7", "did you mean CartPole-v1"), ("Pendulum-v1", "there is only CartPole-v1")],
+    [
+        ("CartPole-v7", "did you mean CartPole-v1"),
+        ("Pendulum-v1", "there is only CartPole-v1"),
+    ],
 )
 def test_an_env_that_is_not_offered_is_an_error_with_similar_names(
     serve: Serve, attach: Attach, name: str, text: str
