@@ -170,10 +170,10 @@ def nested(levels: int) -> Space:
 
 def test_nesting_has_the_same_limit_on_both_sides() -> None:
     assert encode_and_restore(nested(7)) == nested(7)
-    with pytest.raises(SpaceError, match="at most 8 deep"):
+    with pytest.raises(SpaceError, match="at most 8 levels deep"):
         describe(nested(8))
     description = {"kind": "tuple", "spaces": [describe(nested(7))]}
-    with pytest.raises(SpaceError, match="at most 8 deep"):
+    with pytest.raises(SpaceError, match="at most 8 levels deep"):
         restore(description)
 
 
