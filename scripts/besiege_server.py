@@ -166,7 +166,7 @@ def run(
         with strangers(server, counts, cores):
             absence = kill_a_worker(server)
             meanwhile = measure(server, client, seconds)
-        print(server.log.count("all connections are closed"), "times all were closed")
+        print(server.log.count("closed all connections"), "times all were closed")
     return before, meanwhile, absence
 
 

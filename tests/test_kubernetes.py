@@ -136,7 +136,7 @@ def test_the_job_restarts_stopped_trainers_and_fails_on_wrong_configurations() -
     assert evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
     codes = (ROOT / "docs" / "exit-codes.md").read_text()
     assert re.search(r"^\| ppo train \| 3 \| with `--restartable`", codes, re.M)
-    assert re.search(r"^\| all \| 2 \| the request is not possible", codes, re.M)
+    assert re.search(r"^\| all \| 2 \| the request is invalid", codes, re.M)
     assert "also exits with 1 if its addresses resolve to no server" in codes
     for rule, action, code in ((stopped, "Ignore", 3), (refused, "FailJob", 2)):
         assert rule["action"] == action

@@ -54,7 +54,7 @@ class Board:
             self.server.session.leases.welcome_for,
             self.loop,
         )
-        patch.setattr(self.server, "report", self.board.report)
+        patch.setattr(self.server, "status_body", self.board.report)
 
     def attach(self, user: str, number: int) -> PoolMetrics:
         peer = (b"route", user)

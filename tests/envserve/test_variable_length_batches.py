@@ -141,7 +141,7 @@ def test_uniform_bounds_of_a_box_of_80_mib_take_no_memory() -> None:
     assert describe(space) == describe(box)
     for side in sides.values():
         side["shape"] = [2**31]
-    with pytest.raises(SpaceError, match="below 1024 MiB"):
+    with pytest.raises(SpaceError, match="at most 1024 MiB"):
         restore({**describe(box), **sides})
 
 

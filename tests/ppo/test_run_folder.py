@@ -44,7 +44,7 @@ def test_a_run_that_never_started_can_be_created_again(tmp_path: Path) -> None:
     ("file", "text", "message"),
     [
         ("nowhere/thesis.tex", "", "expected a run folder, found none"),
-        ("run/thesis.tex", "", r"found no config\.json"),
+        ("run/thesis.tex", "", r"contains no config\.json"),
         (
             "run/config.json",
             '{"env_name": "X", "hue": 3}',

@@ -117,7 +117,7 @@ def test_only_the_epoch_that_exceeds_max_kl_is_rolled_back() -> None:
 
 
 def test_a_shared_torso_ends_the_update_at_the_first_rollback() -> None:
-    subject = learner_with_rollback(network="tests/ppo/custom_networks.py:plain")
+    subject = learner_with_rollback(network="tests/ppo/custom_networks.py:plain_object")
     before = parameters(subject.agent)
     assert subject.update()["epochs_run"] == 0.0
     np.testing.assert_array_equal(before, parameters(subject.agent))

@@ -161,7 +161,7 @@ def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
     frames = [[(episode, step) for step in range(6)] for episode in range(2)]
     assert films(tmp_path / "run" / "films") == frames
     assert other_code == 2
-    assert "env argument 'length' is not allowed" in other_error
+    assert "env argument 'length' may not be" in other_error
     assert "expected an env that accepts" not in other_error
 
 
@@ -173,7 +173,7 @@ def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
         ("pygame", r"pip install 'envserve\[video\]' where the envs run"),
         ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),
         ("none", "got NoneType; the env must support render_mode='rgb_array'"),
-        ("grows", "expected frames of one size"),
+        ("grows", "render all frames at one size"),
     ],
 )
 def test_an_env_that_cannot_be_recorded_is_a_one_line_error(
@@ -201,5 +201,5 @@ def test_checkpoint_and_ffmpeg_are_checked_before_an_env_starts(
         visualize(tmp_path / "run", which=7)
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(VideoError, match="videos need ffmpeg"):
+    with pytest.raises(VideoError, match="ffmpeg is needed to write videos"):
         visualize(tmp_path / "run")
