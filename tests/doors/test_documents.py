@@ -138,7 +138,11 @@ def places(folder: Path) -> Iterator[dict[str, str]]:
             start(ServerProcess(folder / name, *args, *more)).address
             for name in ("sim1", "sim2")
         )
+        (client,) = blocks(ROOT / "docs" / "first-server.md", "python")
+        client = client.replace("tcp://127.0.0.1:5555", one)
+        (folder / "client.py").write_text(client)
         yield {
+            "tcp://127.0.0.1:5555": one,
             "tcp://sim1:5555": one,
             "tcp://sim2:5555": two,
             '"sim1"': f'"{one}"',
