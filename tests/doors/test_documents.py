@@ -36,6 +36,8 @@ ELSEWHERE = {
     r"python scripts/scaling\.py": "tests/benchmarks/test_scaling.py",
     r"ppo train my_atari\.toml": "tests/ppo/test_convolution.py",
     r"envserve demo": "tests/doors/test_demo.py",
+    r"envserve (status|top) 127": "tests/envserve/test_status_command.py",
+    r"python client\.py": "tests/doors/test_documents.py",  # a code block of the page
     r"envserve (join|invite)": "tests/test_three_commands.py",
     r".*(ray start|--on ray|ray://)": "tests/doors/test_ray.py",
     r"ppo train .*dns://": "scripts/rehearse_pods.py",
@@ -138,9 +140,6 @@ def places(folder: Path) -> Iterator[dict[str, str]]:
             start(ServerProcess(folder / name, *args, *more)).address
             for name in ("sim1", "sim2")
         )
-        (client,) = blocks(ROOT / "docs" / "first-server.md", "python")
-        client = client.replace("tcp://127.0.0.1:5555", one)
-        (folder / "client.py").write_text(client)
         yield {
             "tcp://127.0.0.1:5555": one,
             "tcp://sim1:5555": one,
