@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from envserve.cli.program import options_of
+from envserve.cli.program import Option, options_of
 from envserve.cli.start import start
 from envserve.settings import EnvOptions, LocalOptions, field_docs
 from ppo.config import Config
@@ -58,13 +58,12 @@ def _lines() -> Iterator[str]:
     for option in options_of(start):
         name = option.flag or option.metavar
         value = "none" if option.kind is bool else f"`{option.metavar}`"
-        meaning = option.help + _default(option.help, option.default)
-        yield _row(f"`{name}`", value, meaning)
+        yield _row(f"`{name}`", value, _meaning(option))
     yield _PPO
     yield from _table("setting", "type", "meaning")
     docs, hints = field_docs(Config), get_type_hints(Config)
     for each in dataclasses.fields(Config):
-        meaning = docs[each.name] + _default(docs[each.name], each.default)
+        meaning = _meaning(Option(docs[each.name], default=each.default))
         yield _row(f"`{each.name}`", _type(hints[each.name]), meaning)
 
 
@@ -78,15 +77,10 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(text: str, value: Any) -> str:
-    """Return a sentence about a default, unless it is empty or the text mentions it."""
-    if "by default" in text.lower() or isinstance(value, type) or callable(value):
-        return ""
-    if isinstance(value, tuple | frozenset):
-        value = " ".join(map(str, value))
-    if value in (dataclasses.MISSING, None, ""):
-        return ""
-    return f" Default: `{str(value).lower() if isinstance(value, bool) else value}`."
+def _meaning(option: Option) -> str:
+    """Return the help of an option, with its default."""
+    default = option.shown_default
+    return option.help + (f" Default: `{default}`." if default else "")
 
 
 def _type(hint: Any) -> str:

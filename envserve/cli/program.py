@@ -101,16 +101,29 @@ class Option:
         """Whether a value must be given."""
         return self.default is inspect.Parameter.empty
 
+    @property
+    def shown_default(self) -> str:
+        """The default as help shows it; "" for flags, or if the help describes it."""
+        shown = self.default
+        if isinstance(shown, tuple):
+            shown = " ".join(map(str, shown))
+        is_described = "by default" in self.help.lower()
+        if (
+            self.kind is bool
+            or is_described
+            or not isinstance(shown, str | int | float)
+        ):
+            return ""
+        return str(shown).lower() if isinstance(shown, bool) else str(shown)
+
     def add_to(self, panel: argparse._ArgumentGroup) -> None:
         """Add the option to an argument group of a parser.
 
         The parser gets no default, so that it returns only options that are given.
         """
-        text, default = self.help, self.default
-        shown = " ".join(default) if isinstance(default, tuple) else default
-        is_shown = isinstance(shown, str | int | float) and shown not in (False, "")
-        if is_shown and "by default" not in text.lower():
-            text += f" [default: {shown}]"
+        text = self.help
+        if self.shown_default:
+            text += f" [default: {self.shown_default}]"
         kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": self.metavar}
         kwargs["help"] = text.replace("%", "%%") if text else argparse.SUPPRESS
         if not self.flag:
@@ -119,8 +132,9 @@ class Option:
             return
         if self.kind is bool:
             del kwargs["metavar"]
-        kwargs["action"] = {bool: "store_true"}.get(self.kind, "store")
-        kwargs["action"] = "append" if self.is_list else kwargs["action"]
+            kwargs["action"] = "store_true"
+        elif self.is_list:
+            kwargs["action"] = "append"
         kwargs |= {"dest": self.name, "required": self.is_required}
         panel.add_argument(self.flag, **kwargs)
 

@@ -36,8 +36,8 @@ class ClientsFile:
 
         Args:
           path: The file, which need not exist.
-          local_public: Public key of the user who runs the server; it is authorised
-            without limits, under the name "local".
+          local_public: Public key of the server's user; it is authorised without
+            limits, under the name "local".
         """
         self._path = path
         self._local_public = local_public

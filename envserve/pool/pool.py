@@ -6,7 +6,7 @@ transition.
 
 An interrupt (Ctrl-C) while the pool waits has no effect on it. After an interrupt at
 any other point, the caller must call `invalidate`, which replaces all workers.
-Therefore, no other code of the pool has to be safe against interrupts.
+Therefore, the rest of the pool need not be safe against interrupts.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ owner, for SIGCHLD (through a wakeup socket) and for the stderr pipes. The templ
 not block, because several pools share it.
 
 Only the template can kill a worker safely, because it is the parent: a process id is
-not reused until the parent has reaped the process. A worker is the leader of its own
-session and is killed with its process group. Grandchildren that have left the group are
-adopted by the template (as a subreaper, on Linux) and also killed.
+not reused until the parent has reaped the process. A worker leads a separate session
+and is killed with its process group. Grandchildren that have left the group are adopted
+by the template (as a subreaper, on Linux) and also killed.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
 kills everything and exits. If the template is killed, the kernel kills the workers
@@ -239,7 +239,7 @@ class _Template:
                 # sending steps to other workers. The system may not permit this call.
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            os.setsid()  # a group of its own, which can be killed as a whole
+            os.setsid()  # a separate process group, to be killed together
             if sys.platform == "linux":
                 self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:

@@ -1,8 +1,8 @@
 """A block that is one `gymnasium.vector.VectorEnv`, stepped in a single call.
 
 The `vector_entry_point` of a registered env builds the vector env. Values are checked
-as in `env_block`, but for the whole block at once. A fault therefore ends the episodes
-of all rows of the block, and the vector env is rebuilt.
+as in `env_block`; the whole block is checked at once. A fault therefore ends the
+episodes of all rows of the block, and the vector env is rebuilt.
 """
 
 from __future__ import annotations

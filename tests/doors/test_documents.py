@@ -36,14 +36,13 @@ ELSEWHERE = {
     r"python scripts/scaling\.py": "tests/benchmarks/test_scaling.py",
     r"ppo train my_atari\.toml": "tests/ppo/test_convolution.py",
     r"envserve demo": "tests/doors/test_demo.py",
-    r"envserve (status|top) 127": "tests/envserve/test_status_command.py",
-    r"python client\.py": "tests/doors/test_documents.py",  # a code block of the page
     r"envserve (join|invite)": "tests/test_three_commands.py",
     r".*(ray start|--on ray|ray://)": "tests/doors/test_ray.py",
     r"ppo train .*dns://": "scripts/rehearse_pods.py",
     r"export TF_CONFIG|ppo train .*--distribute": "tests/ppo/test_learners.py",
 }
-#: Commands that serve until they are interrupted; they print an address when ready.
+#: Commands that run until they are interrupted. They print an address when ready;
+#: only `top` prints a table instead.
 SERVES = re.compile(r"envserve (start|page|top)\b|ppo train .*--page|tensorboard ")
 
 OFFERED = ("CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "envpool/Pong-v5")
@@ -140,6 +139,9 @@ def places(folder: Path) -> Iterator[dict[str, str]]:
             start(ServerProcess(folder / name, *args, *more)).address
             for name in ("sim1", "sim2")
         )
+        (client,) = blocks(ROOT / "docs" / "first-server.md", "python")
+        client = client.replace("tcp://127.0.0.1:5555", one)
+        (folder / "client.py").write_text(client)
         yield {
             "tcp://127.0.0.1:5555": one,
             "tcp://sim1:5555": one,
@@ -226,7 +228,7 @@ def run(line: str, folder: Path) -> None:
     try:
         if SERVES.search(line):
             for text in process.stdout:
-                if "://" in text:
+                if "://" in text or line.startswith("envserve top"):
                     break
             process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=200)
