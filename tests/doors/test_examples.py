@@ -36,7 +36,7 @@ def servers() -> Iterator[list[ServerProcess]]:
 
 def test_every_training_example_has_a_target_return() -> None:
     files = (ROOT / "examples").glob("*.py")
-    assert {f.stem for f in files if "mean return" in f.read_text()} == GOALS.keys()
+    assert {f.stem for f in files if "mean return:" in f.read_text()} == GOALS.keys()
 
 
 @pytest.mark.parametrize("name", GOALS)

@@ -256,9 +256,9 @@ def test_servers_end_with_the_process_that_started_them(start: Start) -> None:
 
 def test_a_failed_start_prints_a_one_line_error(start: Start) -> None:
     started = start("--servers", "2", "--step-timeout", "0")
-    assert started.end() == 1
-    text = "--step-timeout: expected a number > 0.0; got 0.0"
-    assert started.error == f"Error: {WORD}: {text}"
+    assert started.end() == 2
+    text = "--step-timeout: expected a number > 0.0; got '0'"
+    assert started.error == f"Error: {text}; see envserve start --help"
     code = "from envserve.ray import EnvServers\n"
     code += "EnvServers(1, resources={'CPU': 99}, start_timeout=1)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -382,7 +382,7 @@ def test_learners_continue_when_one_is_killed_and_when_its_node_dies(
         wait_until(lambda: not training.others(), "the other learner has ended")
     iterations = [row["iteration"] for row in training.rows()]
     assert iterations == list(range(1, len(iterations) + 1))
-    again = training.log().rpartition("Go on with: ppo train ")[2].splitlines()[0]
+    again = training.log().rpartition("Resume with: ppo train ")[2].splitlines()[0]
     args = (*shlex.split(again), "--set", "total_steps=64")
     assert args[1:5] == ("--on", "ray", "--learners", "2")
     with Training(tmp_path / "run", *args) as training:
@@ -398,5 +398,5 @@ def test_the_error_about_missing_capacity_lists_the_free_resources(
         assert training.process.wait(LONG) == 1
     (error,) = (x for x in training.log().splitlines() if x.startswith("Error: "))
     assert error.startswith("Error: --learners 2: expected {'CPU': 2.0, 'licence': 1.0")
-    assert "got {'CPU': 6.0, 'licence': 0} free in the cluster" in error
+    assert "{'CPU': 6.0, 'licence': 0} is free in the cluster" in error
     assert not (tmp_path / "run").exists()
