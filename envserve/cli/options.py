@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
@@ -12,7 +13,7 @@ from msgspec import Meta
 from envserve.cli.program import Option
 from envserve.cli.terminal import fail
 from envserve.envs.user_envs import is_user_env, writable_by_others
-from envserve.errors import AddressError
+from envserve.errors import AddressError, EnvStartError
 
 _ADDRESS: Final = (
     "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, dns://NAME, file://PATH or "
@@ -78,23 +79,54 @@ def address_of(word: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Add the working directory to `sys.path`, as `python -m` does, if needed.
+    """Find modules in the working directory too, if the words name one that is there.
 
-    Registered envs and file paths do not need it. If other users can write to the
-    directory, print an error and exit.
+    Print an error and exit if other users may have planted it.
 
     Args:
       modules: Values of --import.
       envs: Registered names, FILE.py:CLASS or MODULE:NAME.
     """
-    here, words = os.getcwd(), [*(modules or ()), *filter(is_user_env, envs)]
-    if all(word.partition(":")[0].endswith(".py") for word in words):
+    words = [*(modules or ()), *filter(is_user_env, envs)]
+    try:
+        # Files do not need the working directory, because their folder is searched.
+        add_working_directory(w for w in words if not _module_of(w).endswith(".py"))
+    except EnvStartError as error:
+        fail(error, 2)
+
+
+def add_working_directory(words: Iterable[str]) -> None:
+    """Add the working directory to `sys.path` if the user's code may be there.
+
+    Nothing is added if all modules are found elsewhere, or if other users can write to
+    the working directory.
+
+    Args:
+      words: Modules, or files that may import other modules: MODULE, MODULE:NAME,
+        FILE.py or FILE.py:NAME.
+
+    Raises:
+      EnvStartError: Other users can write to the working directory, and a module is not
+        found elsewhere.
+    """
+    names = [name for name in map(_module_of, words) if not _is_found(name)]
+    if not names:
         return
-    if place := writable_by_others(here):
-        fail(
+    if not (place := writable_by_others(os.getcwd())):
+        sys.path.append(os.getcwd())  # last, so that its files shadow no other module
+    elif modules := [name for name in names if not name.endswith(".py")]:
+        raise EnvStartError(
             f"--import: other users can write to the working directory ({place}) and "
-            f"may have planted modules there; run the command in a folder that only "
-            f"you can write to",
-            2,
+            f"may have planted {modules[0]} there, which is not found elsewhere; run "
+            f"the command in a folder that only you can write to"
         )
-    sys.path.append(here)  # last, so that its files shadow no other module
+
+
+def _module_of(word: str) -> str:
+    return word.partition(":")[0]
+
+
+def _is_found(module: str) -> bool:
+    package = module.partition(".")[0]
+    is_known = package in sys.modules or not package  # "" is an error elsewhere
+    return not module.endswith(".py") and (is_known or find_spec(package) is not None)

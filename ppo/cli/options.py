@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from msgspec import Meta
 
-from envserve.cli.options import Count
+from envserve.cli.options import Count, add_working_directory
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
-from envserve.envs.user_envs import with_absolute_path
+from envserve.envs.user_envs import is_user_env, with_absolute_path
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -196,6 +196,7 @@ def open_run(
             )
         config = config.replace(min_servers=0, num_servers=0)
         source = resolve_env_source(run_folder.env_source(), connect, import_modules)
+        find_user_code(config, source)
         if source.addresses and connect is None:
             print(f"Env servers of the run: {', '.join(source.addresses)}")
         with Screen(console()) as screen:
@@ -226,6 +227,22 @@ def resolve_env_source(
     except AddressError as error:
         raise AddressError(f"--connect: {error}") from error
     return source
+
+
+def find_user_code(config: Config, source: EnvSource) -> None:
+    """Find modules that a run names in the working directory too.
+
+    Raises:
+        EnvStartError: other users can write to the working directory, and a module is
+            not found elsewhere.
+    """
+    words = [config.network, config.objective, *config.callbacks]
+    words = [*filter(is_user_env, words)]
+    if not source.addresses:  # otherwise, the servers import the modules of envs
+        envs = [config.env_name] * is_user_env(config.env_name)
+        envs += [*config.import_modules, *source.import_modules]
+        words += [word for word in envs if ".py" not in word]
+    add_working_directory(words)
 
 
 def parse_checkpoint(text: str | None) -> "CheckpointId":
