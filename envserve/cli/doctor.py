@@ -210,6 +210,7 @@ def _renderer(name: str) -> _Finding:
         return _finding(name, "not installed")
     env_name, remedy = _RENDERERS[name]
     variables = {**os.environ, **headless_variables(os.environ)}
+    variables["PYTHONSAFEPATH"] = "1"  # glfw runs Python with -c
     try:
         subprocess.run(
             python_command(_RENDER_SCRIPT, env_name),
