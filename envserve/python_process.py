@@ -16,31 +16,21 @@ from envserve.envs.user_envs import writable_by_others
 
 #: Folder from which this process imports envserve; its children must do the same.
 _ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-#: Options of Python that restrict where modules are found, by their name in sys.flags.
-_INHERITED: Final = {
-    "isolated": "-I",
-    "ignore_environment": "-E",
-    "no_user_site": "-s",
-    "no_site": "-S",
-}
 
 
 def python_command(
     code: str, *arguments: str, path: Sequence[str] | None = None
 ) -> list[str]:
-    """Return a command line that runs code in a new interpreter.
+    """Return a command line that runs Python statements in a new interpreter.
 
-    Args:
-      code: Python statements.
-      arguments: The interpreter's `sys.argv[1:]`.
-      path: Folders in which to look for modules, such as `search_path`; by default,
-        those of a new interpreter, and the folder of this package.
+    Its `sys.path` is `path`; by default, that of a new interpreter and this package.
     """
     default = f"{_ROOT!r} in sys.path or sys.path.insert(0, {_ROOT!r})"
     set_path = default if path is None else f"sys.path[:] = {[*path]!r}"
-    options = [o for name, o in _INHERITED.items() if getattr(sys.flags, name)]
+    flags = [("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment)]
+    options = ["-P", *(option for option, is_set in flags if is_set)]
     code = f"import sys; {set_path}\n{code}"
-    return [sys.executable, "-P", *options, "-c", code, *arguments]
+    return [sys.executable, *options, "-c", code, *arguments]
 
 
 def main_command(
@@ -49,18 +39,14 @@ def main_command(
     path: Sequence[str] | None = None,
     ends_with_parent: bool = False,
 ) -> list[str]:
-    """Return a command line that calls a module's `main` in a new interpreter.
+    """Return a command line that calls a module's `main`; see `python_command`.
 
-    Args:
-      module: Name of the module.
-      arguments: The interpreter's `sys.argv[1:]`.
-      path: As for `python_command`.
-      ends_with_parent: Whether the process receives SIGTERM when the thread that starts
-        it ends. This works only on Linux.
+    If `ends_with_parent`, the process receives SIGTERM when the thread that starts it
+    ends; this works only on Linux.
     """
+    tie = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', max)(1, 15)"
     code = f"from {module} import main; main()"
-    if ends_with_parent:  # PR_SET_PDEATHSIG, SIGTERM
-        code = f"import ctypes; getattr(ctypes.CDLL(None), 'prctl', max)(1, 15); {code}"
+    code = f"{tie}; {code}" if ends_with_parent else code
     return python_command(code, *arguments, path=path)
 
 
@@ -94,5 +80,4 @@ def restart_with_safe_path(module: str) -> None:
     """
     if not sys.flags.safe_path:
         python, *rest = main_command(module, *sys.argv[1:], path=search_path())
-        warnings = [f"-W{option}" for option in sys.warnoptions]
-        os.execv(python, [python, *warnings, *rest])
+        os.execv(python, [python, *(f"-W{each}" for each in sys.warnoptions), *rest])

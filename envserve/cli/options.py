@@ -79,54 +79,42 @@ def address_of(word: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Find modules in the working directory too, if the words name one that is there.
-
-    Print an error and exit if other users may have planted it.
+    """Find modules in the working directory too; exit if others may have planted one.
 
     Args:
       modules: Values of --import.
       envs: Registered names, FILE.py:CLASS or MODULE:NAME.
     """
-    words = [*(modules or ()), *filter(is_user_env, envs)]
     try:
-        # Files do not need the working directory, because their folder is searched.
-        add_working_directory(w for w in words if not _module_of(w).endswith(".py"))
+        add_working_directory([*(modules or ()), *filter(is_user_env, envs)])
     except EnvStartError as error:
         fail(error, 2)
 
 
-def add_working_directory(words: Iterable[str]) -> None:
-    """Add the working directory to `sys.path` if the user's code may be there.
-
-    Nothing is added if all modules are found elsewhere, or if other users can write to
-    the working directory.
+def add_working_directory(words: Iterable[str], *, always: bool = False) -> None:
+    """Add the working directory to `sys.path`, if only this user can write to it.
 
     Args:
-      words: Modules, or files that may import other modules: MODULE, MODULE:NAME,
-        FILE.py or FILE.py:NAME.
+      words: Modules and files; see `import_from_here`.
+      always: Whether to add it even if all modules are found elsewhere.
 
     Raises:
-      EnvStartError: Other users can write to the working directory, and a module is not
-        found elsewhere.
+      EnvStartError: Others can write to it, and a module is not found elsewhere.
     """
-    names = [name for name in map(_module_of, words) if not _is_found(name)]
-    if not names:
+    modules = [word.partition(":")[0] for word in words]
+    missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]
+    if not missing and not always:
         return
     if not (place := writable_by_others(os.getcwd())):
         sys.path.append(os.getcwd())  # last, so that its files shadow no other module
-    elif modules := [name for name in names if not name.endswith(".py")]:
+    elif missing:
         raise EnvStartError(
             f"--import: other users can write to the working directory ({place}) and "
-            f"may have planted {modules[0]} there, which is not found elsewhere; run "
+            f"may have planted {missing[0]} there, which is not found elsewhere; run "
             f"the command in a folder that only you can write to"
         )
 
 
-def _module_of(word: str) -> str:
-    return word.partition(":")[0]
-
-
 def _is_found(module: str) -> bool:
     package = module.partition(".")[0]
-    is_known = package in sys.modules or not package  # "" is an error elsewhere
-    return not module.endswith(".py") and (is_known or find_spec(package) is not None)
+    return package in {"", *sys.modules} or find_spec(package) is not None

@@ -236,13 +236,11 @@ def find_user_code(config: Config, source: EnvSource) -> None:
         EnvStartError: other users can write to the working directory, and a module is
             not found elsewhere.
     """
-    words = [config.network, config.objective, *config.callbacks]
-    words = [*filter(is_user_env, words)]
-    if not source.addresses:  # otherwise, the servers import the modules of envs
-        envs = [config.env_name] * is_user_env(config.env_name)
-        envs += [*config.import_modules, *source.import_modules]
-        words += [word for word in envs if ".py" not in word]
-    add_working_directory(words)
+    code = [config.network, config.objective, *config.callbacks]
+    envs = [] if source.addresses else [config.env_name]  # servers import their envs
+    modules = [] if source.addresses else config.import_modules + source.import_modules
+    words = [*modules, *filter(is_user_env, code + envs)]
+    add_working_directory(words, always=any(".py:" in name for name in code))
 
 
 def parse_checkpoint(text: str | None) -> "CheckpointId":
