@@ -143,7 +143,7 @@ def test_ppo_runs_no_file_of_the_working_directory(filled: Path) -> None:
     assert "Page: http://" in output
     commands = [
         ["evaluate", runs, "--num-workers=1"],
-        ["plot", runs],
+        ["plot", runs, "--metric=entropy"],
         [*train, "--seeds=1", "--run-dir", str(filled.parent / "study")],
         ["visualize", runs, "--episodes=1"],
     ]
