@@ -17,6 +17,10 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["health"]:
             _answer_health(sys.argv[2:])
+        if sys.argv[1:2] == ["bench"]:  # compares envs in processes of multiprocessing
+            from envserve.python_process import restart_with_safe_path
+
+            restart_with_safe_path("envserve.__main__")
         from envserve.cli.app import main as run
 
         run()

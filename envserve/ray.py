@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from envserve.errors import AddressError, ServerError
-from envserve.worker.orphans import code_tied_to_parent
+from envserve.python_process import main_command
 
 __all__ = ["EnvServers"]
 
-#: Python code of a server process, which exits with its actor.
-_RUN: Final = code_tied_to_parent("envserve.__main__")
 _READY: Final = "envserve: ready on "
 
 
@@ -112,7 +110,10 @@ class _Server:
         # Started in the main thread, because the kernel signals the child when the
         # thread that started it exits, and the main thread lives as long as the actor.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, "start", "--bind", bind, *options],
+            main_command(
+                *("envserve.__main__", "start", "--bind", bind, *options),
+                ends_with_parent=True,
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -165,7 +166,7 @@ def addresses(namespace: str, name: str) -> list[str]:
     """
     if getattr(sys.modules.get("ray"), "is_initialized", bool)():
         return _find(namespace, name)
-    command = [sys.executable, "-m", "envserve.ray", namespace, name]
+    command = main_command(__name__, namespace, name)
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
@@ -205,7 +206,7 @@ def parse(address: str) -> tuple[str, str]:
     return namespace, name
 
 
-def connect_to_cluster(*, log_to_driver: bool = __name__ != "__main__") -> Any:
+def connect_to_cluster(*, log_to_driver: bool = True) -> Any:
     """Connect to a running cluster, and return the `ray` module.
 
     Raises:
@@ -236,8 +237,10 @@ def last_line(error: object) -> str:
     return str(error).strip().rpartition("\n")[2]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the addresses of the servers at a namespace and name, the arguments."""
     try:
+        connect_to_cluster(log_to_driver=False)
         print(*_find(*sys.argv[1:]))
     except AddressError as error:
         sys.exit(print(error) or 1)

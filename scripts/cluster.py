@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.network_hosts import Hosts  # noqa: E402
 
-BIN = Path(sys.executable).parent
+BIN = Path(sysconfig.get_path("scripts"))
 FETCH = """
 import sys, urllib.request
 print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
@@ -92,7 +93,7 @@ class Cluster:
 
     def fetch(self, host: str, url: str) -> str:
         """Fetch a URL from a host; return the contents, or "" on failure."""
-        return self.run("sim", host, ["python", "-c", FETCH, url])
+        return self.run("sim", host, ["python", "-P", "-c", FETCH, url])
 
     def log(self, host: str) -> str:
         return (self.folder / f"{host}.log").read_text()

@@ -34,6 +34,7 @@ from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.lane import Call
+from envserve.python_process import python_command
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach, CallBody, ResetBody
 from envserve.wire.constants import MessageType
@@ -155,7 +156,8 @@ def _flood(kind: str, address: str, num_connections: int) -> None:
 
 @contextlib.contextmanager
 def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
-    command = [sys.executable, __file__, "--flood", kind, address, str(count)]
+    script = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    command = python_command(script, "--flood", kind, address, str(count))
     environment = os.environ | {"FLOOD_KEY": key}
     with subprocess.Popen(
         command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, env=environment

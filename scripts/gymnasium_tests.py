@@ -29,9 +29,13 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
+from envserve.python_process import python_command
+
 HERE = Path(__file__).resolve().parent
 SELF = Path(__file__).stem
 ENV = "envserve/Pickled-v0"
+#: Python code that runs this file as a script.
+RUN = f"import runpy; runpy.run_module({SELF!r}, run_name='__main__', alter_sys=True)"
 #: The classes that envserve's class replaces, by folder of tests.
 PARTS = {
     "tests/vector": ("AsyncVectorEnv",),
@@ -166,9 +170,10 @@ def main() -> int:
     source = given.source.resolve()
     path = [str(HERE), str(HERE.parent), str(source), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    environ["PYTHONDONTWRITEBYTECODE"] = "1"
     codes = [
         subprocess.run(
-            [sys.executable, "-B", "-m", SELF, "--part", part, *arguments],
+            python_command(RUN, "--part", part, *arguments),
             cwd=source,
             env=environ,
         ).returncode

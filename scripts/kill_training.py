@@ -14,7 +14,6 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from envserve.python_process import main_command
 from ppo.run_folder.checkpoint import read_counters
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import last_iteration
@@ -47,7 +47,7 @@ def start(
     settings = [f"--set={k}={v}" for k, v in _SETTINGS.items()]
     is_begun = (folder / "config.json").exists()
     where = ["--resume", str(folder)] if is_begun else ["--run-dir", str(folder)]
-    command = [sys.executable, "-m", "ppo", "train", *where, *settings]
+    command = main_command("ppo.__main__", "train", *where, *settings)
     command += [f"--set={setting}" for setting in more]
     if not is_begun:
         command += [config]

@@ -11,7 +11,9 @@ import threading
 import time
 
 SECONDS_BETWEEN_LINES = 5.0
-COMMAND = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
+#: -P: no file of the working directory is imported. envserve may not be installed yet.
+PYTHON = (sys.executable, "-P")  # noqa: TID251
+COMMAND = (*PYTHON, "-m", "pip", "--disable-pip-version-check", "install")
 
 
 def main() -> int:

@@ -12,13 +12,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+
+from envserve.python_process import main_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH, HEIGHT = 1280, 960
@@ -30,7 +31,7 @@ NUM_COLORS = 64
 @contextlib.contextmanager
 def running_demo(*options: str) -> Iterator[str]:
     """Run a demo; yield the URL of its page."""
-    command = [sys.executable, "-m", "envserve", "demo", "--no-open", "--port", "0"]
+    command = main_command("envserve.__main__", "demo", "--no-open", "--port", "0")
     with subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, text=True
     ) as demo:

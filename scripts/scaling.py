@@ -29,6 +29,7 @@ import numpy as np
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
+SELF = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cases import envs  # noqa: E402
@@ -37,6 +38,7 @@ from benchmarks.lab.processes import own_keys  # noqa: E402
 from benchmarks.scaling.document import write_document  # noqa: E402
 from benchmarks.scaling.measure import Point, measure, measure_batch  # noqa: E402
 from envserve.client import BatchEnv  # noqa: E402
+from envserve.python_process import main_command, python_command  # noqa: E402
 from tests.chaos.network_faults import NetworkFaults  # noqa: E402
 from tests.chaos.proxy import Proxy  # noqa: E402
 from tests.envserve.server_process import ServerProcess  # noqa: E402
@@ -116,8 +118,8 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make = ("keys", "make", folder, "server", "trainer", "--at", "tcp://*:5555")
-        program = [sys.executable, "-m", "envserve"]
-        subprocess.run([*program, *make], check=True, stdout=sys.stderr)
+        command = main_command("envserve.__main__", *map(str, make))
+        subprocess.run(command, check=True, stdout=sys.stderr)
         # One folder for both ends, because the relay is on loopback.
         home = {"ENVSERVE_HOME": str(folder / "server")}
         stack.callback(hosts.remove)
@@ -145,7 +147,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
             for env_us in (0.0, 1000.0, 10000.0):
                 point = Point(servers, 16, 16, True, 1, env_us, float(delay), "real")
                 targets = [f"tcp://{hosts.addresses[name]}:5555" for name in sims]
-                command = [sys.executable, __file__, "beyond", json.dumps(point)]
+                command = python_command(SELF, "beyond", json.dumps(point))
                 said = subprocess.run(
                     hosts.command("trainer", *command, *targets),
                     env=os.environ | home,

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from envserve.client import BatchEnv
 from envserve.monitoring.page.serve import page_process
+from envserve.python_process import main_command
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 NUM_ENVS, SECONDS = 16, 25.0
@@ -36,7 +36,8 @@ def main() -> None:
         run = Path(folder) / "cartpole"
         run.mkdir()
         told = Path(folder) / "address"
-        command = ["-m", "envserve", "start", "CartPole-v1", "--crash-dir", "none"]
+        command = main_command("envserve.__main__", "start", "CartPole-v1")
+        command += ["--crash-dir", "none"]
         command += [
             "--bind",
             "tcp://127.0.0.1:0",
@@ -45,7 +46,7 @@ def main() -> None:
             "4",
         ]
         command += ["--address-file", str(told), "--log-level", "error"]
-        server = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
+        server = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert server.stdout is not None
         server.stdout.readline()
         address = told.read_text().strip()

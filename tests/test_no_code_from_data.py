@@ -32,6 +32,7 @@ ATTRIBUTES = frozenset(
 #: Files that import modules by name, and where the names come from.
 IMPORTS = {
     "envserve/__init__.py": "a table of the exported names in that file",
+    "envserve/cli/options.py": "searches modules that the operator names",
     "envserve/cli/program.py": "the names of a program's commands, which it lists",
     "envserve/demo/servers.py": "a list of rendering modules in that file",
     "envserve/envs/registry.py": "import_modules of the operator; Gymnasium's plugins",

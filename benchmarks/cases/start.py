@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -13,10 +12,12 @@ from benchmarks.command import EnvName, NumEnvs, Repetitions, Run, Workers, sub_
 from benchmarks.harness import Case
 from benchmarks.result import median, spread
 from envserve.bench.interleaved import Measure
+from envserve.python_process import main_command, python_command
 
 _SECONDS: Final = "seconds"
 _TIMED: Final = """
-import time
+import time, warnings
+warnings.simplefilter("ignore")
 began = time.perf_counter()
 {code}
 print(time.perf_counter() - began)
@@ -79,7 +80,7 @@ def start(
 def fresh_script(code: str, after: str) -> Iterator[Measure]:
     """Run a script in a new interpreter, and time it from its first line."""
     script = _TIMED.format(code=code, after=after)
-    command = [sys.executable, "-W", "ignore", "-c", script]
+    command = python_command(script)
 
     def measure() -> Mapping[str, float]:
         finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
@@ -91,7 +92,7 @@ def fresh_script(code: str, after: str) -> Iterator[Measure]:
 @contextlib.contextmanager
 def ready_line() -> Iterator[Measure]:
     """Start a server, and stop it once it is ready."""
-    command = [sys.executable, "-m", "envserve", "start", "--log-level", "warning"]
+    command = main_command("envserve.__main__", "start", "--log-level", "warning")
     command += ["--bind", "tcp://127.0.0.1:0"]
 
     def measure() -> Mapping[str, float]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -22,8 +20,8 @@ from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from envserve.envs.registry import import_env_modules, make_env
 from envserve.errors import ServerError
+from envserve.python_process import main_command, search_path
 from envserve.wire.sockets import socket_folder
-from envserve.worker.orphans import code_tied_to_parent
 
 #: Addresses on which servers listen, by transport; "{folder}" is a temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
@@ -148,8 +146,8 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
     """Run a server, and yield its address once it is ready."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(socket_folder())
-        command = [
-            *(sys.executable, "-c", code_tied_to_parent("envserve.__main__")),
+        command = main_command(
+            "envserve.__main__",
             *("start", "--env", load.env_name),
             *("--workers", str(load.num_workers), "--bind", bind.format(folder=folder)),
             *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),
@@ -157,11 +155,10 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
             *(part for name in load.import_modules for part in ("--import", name)),
             *(f"--allow-kwarg={name}:any" for name in load.env_kwargs),
             *options,
-        ]
-        # The server must find the `--import` modules in the same places as this
-        # process.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+            path=search_path(),  # where this process finds the `--import` modules
+            ends_with_parent=True,
+        )
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         stack.enter_context(server)
         stack.callback(server.terminate)
         assert server.stdout is not None

@@ -22,6 +22,7 @@ from envserve.cli.options import Insecure, Timeout
 from envserve.cli.program import Option
 from envserve.cli.terminal import styled
 from envserve.errors import EnvserveError, KeyFileError
+from envserve.python_process import python_command
 
 _COLOURS: Final = {"ok": 32, "warn": 33, "fail": 31}
 _RENDER_TIMEOUT_SECONDS: Final = 20.0
@@ -116,7 +117,8 @@ def _is_extra_installed(lines: Sequence[str]) -> bool:
 def _versions() -> Iterator[_Finding]:
     import zmq
 
-    yield _finding("Python", f"{sys.version.split()[0]}, {sys.executable}")
+    interpreter = sys.executable  # noqa: TID251
+    yield _finding("Python", f"{sys.version.split()[0]}, {interpreter}")
     names = ("envserve", "gymnasium", "numpy", "pyzmq", "tensorflow", "tensorflow-cpu")
     found = [f"{name} {_version(name)}" for name in names if _version(name)]
     yield _finding("packages", ", ".join([*found, f"libzmq {zmq.zmq_version()}"]))
@@ -208,10 +210,10 @@ def _renderer(name: str) -> _Finding:
         return _finding(name, "not installed")
     env_name, remedy = _RENDERERS[name]
     variables = {**os.environ, **headless_variables(os.environ)}
-    command = [sys.executable, "-W", "ignore", "-c", _RENDER_SCRIPT, env_name]
+    variables["PYTHONSAFEPATH"] = "1"  # glfw runs Python with -c
     try:
         subprocess.run(
-            command,
+            python_command(_RENDER_SCRIPT, env_name),
             env=variables,
             capture_output=True,
             check=True,

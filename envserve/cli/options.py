@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
@@ -12,7 +13,7 @@ from msgspec import Meta
 from envserve.cli.program import Option
 from envserve.cli.terminal import fail
 from envserve.envs.user_envs import is_user_env, writable_by_others
-from envserve.errors import AddressError
+from envserve.errors import AddressError, EnvStartError
 
 _ADDRESS: Final = (
     "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, dns://NAME, file://PATH or "
@@ -78,23 +79,42 @@ def address_of(word: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Add the working directory to `sys.path`, as `python -m` does, if needed.
-
-    Registered envs and file paths do not need it. If other users can write to the
-    directory, print an error and exit.
+    """Find modules in the working directory too; exit if others may have planted one.
 
     Args:
       modules: Values of --import.
       envs: Registered names, FILE.py:CLASS or MODULE:NAME.
     """
-    here, words = os.getcwd(), [*(modules or ()), *filter(is_user_env, envs)]
-    if all(word.partition(":")[0].endswith(".py") for word in words):
+    try:
+        add_working_directory([*(modules or ()), *filter(is_user_env, envs)])
+    except EnvStartError as error:
+        fail(error, 2)
+
+
+def add_working_directory(words: Iterable[str], *, always: bool = False) -> None:
+    """Add the working directory to `sys.path`, if only this user can write to it.
+
+    Args:
+      words: Modules and files; see `import_from_here`.
+      always: Whether to add it even if all modules are found elsewhere.
+
+    Raises:
+      EnvStartError: Others can write to it, and a module is not found elsewhere.
+    """
+    modules = [word.partition(":")[0] for word in words]
+    missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]
+    if not missing and not always:
         return
-    if place := writable_by_others(here):
-        fail(
+    if not (place := writable_by_others(os.getcwd())):
+        sys.path.append(os.getcwd())  # last, so that its files shadow no other module
+    elif missing:
+        raise EnvStartError(
             f"--import: other users can write to the working directory ({place}) and "
-            f"may have planted modules there; run the command in a folder that only "
-            f"you can write to",
-            2,
+            f"may have planted {missing[0]} there, which is not found elsewhere; run "
+            f"the command in a folder that only you can write to"
         )
-    sys.path.append(here)  # last, so that its files shadow no other module
+
+
+def _is_found(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in {"", *sys.modules} or find_spec(package) is not None

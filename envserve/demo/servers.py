@@ -6,21 +6,25 @@ import importlib.util
 import os
 import random
 import re
-import runpy
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Final
 
 from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import ServerError
+from envserve.python_process import python_command
 from envserve.worker.orphans import child_processes
 
 #: Modules that envs render with. The server imports these modules once, so that new
 #: workers do not import them for their first frame.
 _RENDERING_MODULES: Final = ("PIL.Image", "pygame")
+#: Python code of a server process.
+_RUN: Final = (
+    "from envserve.demo.servers import end_with_stdin; end_with_stdin()\n"
+    "from envserve.__main__ import main; main()"
+)
 
 
 class DemoServer:
@@ -33,7 +37,7 @@ class DemoServer:
         """Start the server with additional options; create a folder for its files."""
         folder.mkdir(parents=True)
         self._log, self._address = folder / "log", folder / "address"
-        self._command = [sys.executable, "-m", __name__, "start", *options]
+        self._command = python_command(_RUN, "start", *options)
         self._command += ["--bind", "tcp://127.0.0.1:0", "--crash-dir", str(folder)]
         self._command += ["--address-file", str(self._address)]
         for module in _RENDERING_MODULES:
@@ -96,6 +100,6 @@ def _exit_with_parent() -> None:
     os._exit(1)  # the template process then ends the workers
 
 
-if __name__ == "__main__":
+def end_with_stdin() -> None:
+    """End this process when its stdin is closed."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    runpy.run_module("envserve", run_name="__main__", alter_sys=True)

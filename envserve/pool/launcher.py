@@ -27,14 +27,15 @@ from typing import Any, Final
 from envserve.errors import WorkerError
 from envserve.pool.privileges import popen_options, resource_limits
 from envserve.pool.worker_states import Exit
+from envserve.python_process import python_command, search_path
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.worker.channel import Channel, MessageKind, pack_message
 from envserve.worker.template import kill_group
 
 _START: Final = (
-    "import json, resource, sys; sys.path[:], limits = json.loads(sys.argv[2]); "
-    "[resource.setrlimit(*limit) for limit in limits]; "
+    "import json, resource; "
+    "[resource.setrlimit(*limit) for limit in json.loads(sys.argv[2])]; "
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
 _RESERVED_AT_ONCE: Final = 8
@@ -198,11 +199,11 @@ class Launcher:
         with theirs:
             # Send this first: it cannot fail before the template exists.
             self._send({"import": self._import_modules, "preload": self._preload})
-            path = [os.path.abspath(entry) for entry in sys.path]
-            start = json.dumps([path, self._limits])
+            arguments = str(theirs.fileno()), json.dumps(self._limits)
+            command = python_command(_START, *arguments, path=search_path())
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START, str(theirs.fileno()), start],
+                    command,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if sys.stderr is None else None,
@@ -212,7 +213,7 @@ class Launcher:
             except OSError as error:
                 self._channel.close()
                 self._template_error = f"cannot run: {error}"
-                raise WorkerError(f"{sys.executable} {self._template_error}") from None
+                raise WorkerError(f"{command[0]} {self._template_error}") from None
 
     def launch(
         self,

@@ -1,4 +1,4 @@
-"""Child processes: list them, reap adopted ones, and tie them to their parent.
+"""Child processes: list them, and reap adopted ones.
 
 A worker adopts the processes that its envs leave behind (see `template`), and must reap
 them. It must not reap an env's direct children, because an exit code can be read only
@@ -55,16 +55,6 @@ def _has_zombie_child() -> bool:
         return os.waitid(os.P_ALL, 0, flags) is not None
     except ChildProcessError:
         return False
-
-
-def code_tied_to_parent(module: str) -> str:
-    """Return code that runs a module's `main`, in a process that ends with its parent.
-
-    The process receives SIGTERM when its parent ends; this works only on Linux.
-    """
-    # PR_SET_PDEATHSIG (the parent is the thread that starts the process), SIGTERM.
-    return f"""import ctypes; getattr(ctypes.CDLL(None), "prctl", max)(1, 15)
-from {module} import main; main()"""
 
 
 def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:

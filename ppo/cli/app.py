@@ -4,8 +4,6 @@ Exit codes: 0 after success or a first SIGINT or SIGTERM, 130 after a second sig
 if a run failed, 2 for invalid input. docs/exit-codes.md lists those of --restartable.
 """
 
-import os
-import sys
 from collections.abc import Sequence
 
 from envserve.cli.program import Program
@@ -20,7 +18,4 @@ PROGRAM = Program(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line; by default, the arguments of the process."""
-    # --import also finds modules in the working directory, as with `python -m`. It is
-    # last in the path so that its files do not shadow other modules.
-    sys.path.append(os.getcwd())
     PROGRAM.main(arguments)

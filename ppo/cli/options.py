@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from msgspec import Meta
 
-from envserve.cli.options import Count
+from envserve.cli.options import Count, add_working_directory
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
-from envserve.envs.user_envs import with_absolute_path
+from envserve.envs.user_envs import is_user_env, with_absolute_path
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -196,6 +196,7 @@ def open_run(
             )
         config = config.replace(min_servers=0, num_servers=0)
         source = resolve_env_source(run_folder.env_source(), connect, import_modules)
+        find_user_code(config, source)
         if source.addresses and connect is None:
             print(f"Env servers of the run: {', '.join(source.addresses)}")
         with Screen(console()) as screen:
@@ -226,6 +227,20 @@ def resolve_env_source(
     except AddressError as error:
         raise AddressError(f"--connect: {error}") from error
     return source
+
+
+def find_user_code(config: Config, source: EnvSource) -> None:
+    """Find modules that a run names in the working directory too.
+
+    Raises:
+        EnvStartError: other users can write to the working directory, and a module is
+            not found elsewhere.
+    """
+    code = [config.network, config.objective, *config.callbacks]
+    envs = [] if source.addresses else [config.env_name]  # servers import their envs
+    modules = [] if source.addresses else config.import_modules + source.import_modules
+    words = [*modules, *filter(is_user_env, code + envs)]
+    add_working_directory(words, always=any(".py:" in name for name in code))
 
 
 def parse_checkpoint(text: str | None) -> "CheckpointId":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from envserve.envs.user_envs import env_name_of, with_absolute_path
 from envserve.host_resources import num_cores
-from ppo.cli.options import resolve_env_source
+from ppo.cli.options import find_user_code, resolve_env_source
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.config.named_configs import (
@@ -127,6 +127,7 @@ def plan_resumed_run(
         )
     source = resolve_env_source(run_folder.env_source(), connect, import_modules)
     config = apply_settings(earlier, changes)
+    find_user_code(config, source)
     run_folder.save_env_source(source)
     return Plan(run_folder, config, "of the run", source, earlier)
 
@@ -147,6 +148,7 @@ def plan_new_run(
         raise ConfigError(f"Expected {CONFIG_FORMS}.")
     base = load_config(name)
     config = _with_absolute_paths(apply_settings(base, changes))
+    find_user_code(config, source)
     screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker
 

@@ -7,14 +7,13 @@ is a process, `ppo train --resume`, so it can fail, stop and resume like any oth
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from envserve.host_resources import num_cores
-from envserve.worker.orphans import code_tied_to_parent
+from envserve.python_process import main_command
 from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import Plan
@@ -22,8 +21,6 @@ from ppo.cli.stop_signals import StopSignals
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
-
-_RUN = code_tied_to_parent("ppo.cli.app")  # stops gracefully if this process ends
 
 
 def train_seeds(
@@ -137,7 +134,7 @@ def start_training(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
 
     It runs in a new session, so Ctrl-C does not reach it; the caller forwards signals.
     """
-    command = [sys.executable, "-P", "-c", _RUN, "train", *words]
+    command = main_command("ppo.cli.app", "train", *words, ends_with_parent=True)
     options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
     return subprocess.Popen(command, **options)
 

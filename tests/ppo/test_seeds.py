@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from envserve.python_process import python_command
 from ppo.cli.stop_signals import StopSignals
 from tests.ppo.runs import ppo
 
@@ -48,10 +49,18 @@ def study(folder: Path, *arguments: str) -> Sequence[object]:
     return ("train", "CartPole-v1", *seeds, *SETTINGS, "--run-dir", folder, *arguments)
 
 
+def run_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Run code instead of `ppo train` for each seed."""
+    monkeypatch.setattr(
+        "ppo.cli.seeds.main_command",
+        lambda _, *words, **__: python_command(code, *words),
+    )
+
+
 def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo.cli.seeds._RUN", ALL_BUT_ONE)
+    run_instead(monkeypatch, ALL_BUT_ONE)
     folder = tmp_path / "my study"
     code, output, _ = ppo(*study(folder))
     assert code == 1
@@ -62,7 +71,7 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     assert "interval 70.0 to 90.0, lowest 70.0\n" in output
     assert f"Resume with: ppo train --resume '{folder}'\n" in output
     assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(10.0 * seed)")
+    run_instead(monkeypatch, RUN + "end(10.0 * seed)")
     code, output, _ = ppo("train", "--resume", folder)
     assert code == 0
     assert "Mean return 80.0 over 3 of 3 seeds, std 10.0" in output
@@ -83,9 +92,9 @@ def test_seeds_that_a_callback_ended_are_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "study"
-    monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0)")
+    run_instead(monkeypatch, RUN + "end(5.0, 0)")
     assert ppo(*study(folder))[0] == 1  # has an evaluation, but not one after training
-    monkeypatch.setattr("ppo.cli.seeds._RUN", RUN + "end(5.0, 0, total_steps=64)")
+    run_instead(monkeypatch, RUN + "end(5.0, 0, total_steps=64)")
     (folder / "seed-7-kept").mkdir()
     for _ in range(2):
         code, output, _ = ppo("train", "--resume", folder)
@@ -105,7 +114,7 @@ def test_the_first_signal_stops_all_seeds_and_the_second_one_at_once(
     count: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = RUN + STOPPED.replace("COUNT", str(count))
-    monkeypatch.setattr("ppo.cli.seeds._RUN", stopped)
+    run_instead(monkeypatch, stopped)
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == expected, error
     assert "failed" not in output

@@ -8,7 +8,6 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from envserve.errors import ServerError
+from envserve.python_process import main_command
 
 _NUM_PORTS: Final = 50
 _START_SECONDS: Final = 60.0
@@ -106,7 +106,7 @@ def page_process(
     Raises:
       ServerError: The page did not start; the process has printed the error to stderr.
     """
-    command = [sys.executable, "-m", "envserve", "page", *addresses]
+    command = main_command("envserve.__main__", "page", *addresses)
     command += ["--run", str(run), "--end-with-stdin"]
     process = subprocess.Popen(
         command + ["--insecure"] * insecure,

@@ -1,0 +1,83 @@
+"""Command lines that run Python in a child process.
+
+Python looks for modules in the working directory first when it runs `-c` or `-m`. Any
+file there whose name is that of a module would then run in the child. `-P` prevents
+this, and is not inherited by the processes that envs start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from envserve.envs.user_envs import writable_by_others
+
+#: Folder from which this process imports envserve; its children must do the same.
+_ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def python_command(
+    code: str, *arguments: str, path: Sequence[str] | None = None
+) -> list[str]:
+    """Return a command line that runs Python statements in a new interpreter.
+
+    Its `sys.path` is `path`; by default, that of a new interpreter and this package.
+    """
+    default = f"{_ROOT!r} in sys.path or sys.path.insert(0, {_ROOT!r})"
+    set_path = default if path is None else f"sys.path[:] = {[*path]!r}"
+    flags = [("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment)]
+    options = ["-P", *(option for option, is_set in flags if is_set)]
+    code = f"import sys; {set_path}\n{code}"
+    return [sys.executable, *options, "-c", code, *arguments]
+
+
+def main_command(
+    module: str,
+    *arguments: str,
+    path: Sequence[str] | None = None,
+    ends_with_parent: bool = False,
+) -> list[str]:
+    """Return a command line that calls a module's `main`; see `python_command`.
+
+    If `ends_with_parent`, the process receives SIGTERM when the thread that starts it
+    ends; this works only on Linux.
+    """
+    tie = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', max)(1, 15)"
+    code = f"from {module} import main; main()"
+    code = f"{tie}; {code}" if ends_with_parent else code
+    return python_command(code, *arguments, path=path)
+
+
+def search_path() -> list[str]:
+    """Return the folders in which this process looks for modules, as absolute paths.
+
+    Python adds the working directory in front when it runs `-c`, `-m`, a prompt or a
+    notebook. Here it comes last, so that its files shadow no other module, and it is
+    left out if other users can write to it.
+    """
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # the folder was deleted
+        here = ""
+    path, main = [*sys.path], sys.modules.get("__main__")
+    is_script = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
+    is_added = "" in path or not (is_script or sys.flags.safe_path)
+    if is_added and here != _ROOT:
+        path = [entry for entry in path if entry]
+        if len(path) == len(sys.path) and here in path:
+            path.remove(here)  # the first one: PYTHONPATH may also contain it
+        if here and not writable_by_others(here):
+            path.append(here)
+    return [os.path.normpath(os.path.join(here, entry)) for entry in path]
+
+
+def restart_with_safe_path(module: str) -> None:
+    """Replace this process by one that runs a module's `main` with `-P`.
+
+    multiprocessing passes `-P` on to the processes that it starts.
+    """
+    if not sys.flags.safe_path:
+        python, *rest = main_command(module, *sys.argv[1:], path=search_path())
+        os.execv(python, [python, *(f"-W{each}" for each in sys.warnoptions), *rest])
