@@ -73,7 +73,7 @@ def test_an_invitation_admits_one_client_until_it_is_removed(
     wait_until(lambda: "joined" in (tmp_path / "audit").read_text())
     (event,) = (json.loads(t) for t in (tmp_path / "audit").read_text().splitlines())
     assert (event["event"], event["name"]) == ("joined", "trainer-1")
-    assert event["fingerprint"] == prints[0]
+    assert (event["fingerprint"], event["address"]) == (prints[0], "127.0.0.1")
     again = run_at("another", "join", input=line)
     assert (again.exit_code, again.stdout) == (1, "")
     assert again.stderr == (
