@@ -175,18 +175,43 @@ class KeyFolder:
         pin = pins.get(address) or pins.get(next(patterns, ""))
         return pin[0] if pin else None
 
-    def add_pin(self, addresses: Sequence[str], public: bytes, name: str) -> None:
-        """Pin a server's key, replacing the pins of these addresses.
+    def check_pins(self, addresses: Sequence[str], public: bytes) -> None:
+        """Raise KeyFileError if another key is pinned for one of these addresses."""
+        for address in addresses:
+            pinned = self.pinned_key(address)
+            if pinned is not None and pinned != public:
+                raise KeyFileError(
+                    f"{address}: the key of another server "
+                    f"({formats.fingerprint(pinned)}) is recorded for this address in "
+                    f"{display_path(self.path / 'servers')}; expected that of the "
+                    f"invitation ({formats.fingerprint(public)}). Nothing was changed, "
+                    f"and the invitation is still valid. If the server was set up "
+                    f"again, run: envserve join --replace"
+                )
+
+    def add_pin(
+        self,
+        addresses: Sequence[str],
+        public: bytes,
+        name: str,
+        *,
+        may_replace: bool = True,
+    ) -> None:
+        """Pin a server's key.
 
         Args:
           addresses: Addresses of the server.
           public: Raw public key of the server.
           name: Name of this client on the server.
+          may_replace: Whether to replace other pins of these addresses.
 
         Raises:
-          KeyFileError: The file cannot be read or changed.
+          KeyFileError: The file cannot be read or changed, or another key is pinned
+            for one of the addresses, see `may_replace`.
         """
         with private_files.locked(self.path):
+            if not may_replace:
+                self.check_pins(addresses, public)
             pins = self._pins() | dict.fromkeys(addresses, (public, f"as={name}"))
             lines = (
                 f"{address} {formats.encode(formats.PUBLIC, public)} {rest}\n"
