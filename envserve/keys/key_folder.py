@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from envserve.address import NamedAddress, is_local_address
+from envserve.address import NamedAddress, is_local_address, is_own_address
 from envserve.errors import CodecError, ConnectError, KeyFileError
 from envserve.keys import formats, private_files
 from envserve.keys.key_pair import CurveKeys, KeyPair
@@ -97,15 +97,19 @@ class KeyFolder:
         Raises:
           KeyFileError: The file cannot be written.
         """
-        private_files.make_folder(self.path)
         pair = KeyPair.generate()
+        self.write_key(role, pair)
+        return pair
+
+    def write_key(self, role: Role, pair: KeyPair) -> None:
+        """Write a key pair, replacing the old one; see `new_key` for the errors."""
+        private_files.make_folder(self.path)
         today = datetime.datetime.now(datetime.UTC).date()
         private_files.write_private(
             self.path / f"{role}.key",
             f"# envserve key, {today}; keep it secret: it identifies you\n"
             f"{formats.encode(formats.SECRET, pair.secret)}\n",
         )
-        return pair
 
     @cached_property
     def clients(self) -> ClientsFile:
@@ -123,8 +127,8 @@ class KeyFolder:
         """Return the server's public key and the client's key pair, for a connection.
 
         Returns None for ipc, where the operating system identifies users. If no key is
-        pinned for a loopback address, the server is assumed to be this user's own. If
-        this user has no keys yet, they are created.
+        pinned for an address of this host, the server is assumed to be this user's own.
+        On loopback, keys that this user does not have yet are created.
 
         Args:
           address: Address of the server; the key of a `NamedAddress` may be pinned
@@ -149,6 +153,8 @@ class KeyFolder:
         try:
             if pin is None and is_local_address(address):
                 pin = self.ensure_key("server").public
+            elif pin is None and (own := self.key("server")) is not None:
+                pin = own.public if is_own_address(address) else None
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:
