@@ -91,7 +91,8 @@ def new(
     if role == "server":
         print(
             "Restart the servers that use the old key. Clients refuse the new key "
-            "until they join again: envserve invite NAME"
+            "until they join again: envserve invite NAME, and on each client: envserve "
+            "join --replace"
         )
     else:
         print(

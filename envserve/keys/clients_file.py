@@ -58,6 +58,8 @@ class ClientsFile:
             limits, under the name "local".
         """
         self._path = path
+        # As texts, because these files are checked at each lookup.
+        self._folder, self._name = os.fspath(path.parent), os.fspath(path)
         self._local_public = local_public
         # Replaced as a whole, because another thread may read the file.
         self._contents = _Contents([], {}, {})
@@ -231,8 +233,8 @@ class ClientsFile:
     def _stat(self) -> tuple[object, ...]:
         """Return what changes with the file's contents or access rights."""
         try:
-            folder = os.stat(self._path.parent)
-            file = os.stat(self._path, follow_symlinks=False)
+            folder = os.stat(self._folder)
+            file = os.stat(self._name, follow_symlinks=False)
         except OSError as error:
             return (error.errno,)
         times = file.st_mtime_ns, file.st_ctime_ns

@@ -236,7 +236,8 @@ def connection_error(
         f'"envserve invite NAME" there and "envserve join" here',
         Finding.OTHER_SERVER: f"the server does not have the key that it had when you "
         f"joined (expected {server}): it is another server, has a new key, or is a man "
-        f"in the middle; nothing was sent; if it was set up again, join again",
+        f"in the middle; nothing was sent; if it was set up again, join again: "
+        f"envserve join --replace",
     }
     text = texts.get(finding)
     return None if text is None else ConnectError(f"{address}: {text}")
