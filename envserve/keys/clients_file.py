@@ -42,7 +42,6 @@ class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      is_current: Whether the last attempt to read the file succeeded.
       run_refresh: How to call the function that reads a changed file: at once by
         default. A server calls it in a thread and uses the old contents meanwhile.
     """
@@ -68,8 +67,12 @@ class ClientsFile:
         self._last_error = ""
         self._is_refreshing = False
         self._lock = threading.Lock()  # held while the file is read
-        self.is_current = True
         self.run_refresh = lambda refresh: refresh()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the last attempt to read the file succeeded, and none is running."""
+        return not (self._last_error or self._is_refreshing)
 
     def find(self, public: bytes, now: float) -> Grant | None:
         """Return the grant of a public key, or None if the key is not authorised.
@@ -127,8 +130,7 @@ class ClientsFile:
         with self._lock:
             found = self._stat()
             self._contents = self._parse(private_files.read_private(self._path))
-            self._file_state, self._retry_at = found, math.inf
-            self._last_error, self.is_current = "", True
+            self._file_state, self._retry_at, self._last_error = found, math.inf, ""
 
     def _parse(self, text: str | None) -> _Contents:
         before = self._contents.lines
@@ -250,8 +252,7 @@ class ClientsFile:
                     "%s; the clients from the last successful read stay authorised",
                     error,
                 )
-            self._last_error, self.is_current = str(error), False
-            self._file_state = found
+            self._file_state, self._last_error = found, str(error)
             self._retry_at = time.monotonic() + _RETRY_SECONDS
         finally:
             self._is_refreshing = False

@@ -123,10 +123,10 @@ class Zap:
         self._scheduled, delay = None, 0.0
         turn_ends_at = time.monotonic() + _TURN_SECONDS
         try:
+            if not self._is_ready():
+                delay = _WAIT_SECONDS
+                return
             while time.monotonic() < turn_ends_at:
-                if not self._is_ready():
-                    delay = _WAIT_SECONDS
-                    return
                 try:
                     frames = self._socket.recv_multipart(NOBLOCK)
                 except zmq.Again:
