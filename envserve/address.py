@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-import socket
 from collections.abc import Collection
 from typing import Final, Self
 
@@ -74,25 +73,6 @@ def is_local_address(address: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False  # a host name, an interface or *, which other hosts may reach
-
-
-def is_own_address(address: str) -> bool:
-    """Return whether an address leads to this host, by any of its names or IPs.
-
-    A host name is looked up, which may block until the name server answers.
-
-    Args:
-      address: A tcp:// address.
-    """
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        for family, kind, *_, place in found:
-            with socket.socket(family, kind) as probe:
-                probe.bind(place)  # fails for an IP address of another host
-    except (OSError, UnicodeError):  # UnicodeError: an empty or long label
-        return False
-    return True
 
 
 def is_known_host(header: str, names: Collection[str]) -> bool:

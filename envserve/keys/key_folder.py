@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from envserve.address import NamedAddress, is_local_address, is_own_address
+from envserve.address import NamedAddress, is_local_address
 from envserve.errors import CodecError, ConnectError, KeyFileError
 from envserve.keys import formats, private_files
 from envserve.keys.key_pair import CurveKeys, KeyPair
@@ -262,3 +263,22 @@ def _check_socket_owner(path: str) -> None:
             f"ipc://{path}: expected a socket of this user (uid {os.geteuid()}); got "
             f"one of uid {owner}; use tcp:// for other users' servers"
         )
+
+
+def is_own_address(address: str) -> bool:
+    """Return whether an address leads to this host, by any of its names or IPs.
+
+    A host name is looked up, which may block until the name server answers.
+
+    Args:
+      address: A tcp:// address.
+    """
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        for family, kind, *_, place in found:
+            with socket.socket(family, kind) as probe:
+                probe.bind(place)  # fails for an IP address of another host
+    except (OSError, UnicodeError):  # UnicodeError: an empty or long label
+        return False
+    return True

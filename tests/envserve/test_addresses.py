@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import envserve.ray
-from envserve.address import complete_address, is_own_address
+from envserve.address import complete_address
 from envserve.cli.health import health
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.errors import AddressError, ConnectError
-from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder, is_own_address
 from envserve.keys.key_pair import KeyPair
 from envserve.monitoring.health_probe import probe
 
