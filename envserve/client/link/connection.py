@@ -121,10 +121,10 @@ class Connection:
         calls; it determines the length of the receive queue.
       waker: A `Waker` whose descriptor is readable when `receive` may return a message.
       receive: Method that returns the next message, or None.
-      resolved: The addresses that the host name in `address` resolves to; empty if the
-        host is unknown or `address` contains no name.
       receive_soon: Method that waits for the next message, and returns None after
         `SLICE_SECONDS`.
+      resolved: The addresses that the host name in `address` resolves to; empty if the
+        host is unknown or `address` contains no name.
     """
 
     def __init__(
