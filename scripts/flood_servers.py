@@ -222,10 +222,10 @@ def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
     return count / seconds, longest
 
 
-def _num_refused(server: ServerProcess) -> float:
-    """Return the number of keys that a server has refused."""
+def _metric(server: ServerProcess, name: str) -> float:
+    """Return a metric of a server."""
     address = server.log.rpartition("metrics are at ")[2].split()[0]
-    return samples(read_with_retries(address))["envserve_refused_keys_total"]
+    return samples(read_with_retries(address))[f"envserve_{name}"]
 
 
 def _compare(
@@ -240,7 +240,7 @@ def _compare(
     """Measure without a flood, then while each of the two servers is flooded."""
     own, other = (server.address for server in servers)
     kind, num_connections = flood
-    refused_before = _num_refused(servers[0])
+    refused_before = _metric(servers[0], "refused_keys_total")
     runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}
     alone, _ = _measure(batch, given.seconds)
     for _ in range(given.rounds):
@@ -259,7 +259,9 @@ def _compare(
         f"during a flood of its server"
     )
     if kind == "strangers":
-        count = _num_refused(servers[0]) - refused_before
+        lag = 1e3 * _metric(servers[0], "loop_lag_seconds")
+        goals.at_most("strangers: delay of the event loop (ms)", lag, _MAX_STEP_MS)
+        count = _metric(servers[0], "refused_keys_total") - refused_before
         print(f"refused {count:.0f} handshakes in {given.rounds * given.seconds:.1f} s")
     name = f"{kind}, {num_connections} connections: "
     goals.at_least(f"{name}ratio of steps/s", flooded / control, _MIN_RATIO)
