@@ -14,7 +14,7 @@ LABEL org.opencontainers.image.title="envserve" \
 RUN useradd --create-home --home-dir /srv/envserve --uid 10001 envserve \
     && install --directory --owner envserve --group envserve /srv/envserve/runs \
     && install --directory --owner envserve --group envserve --mode 700 \
-       /keys/server /keys/trainer
+       /keys/server /keys/trainer /keys/local
 WORKDIR /opt/envserve
 # Dependencies are installed before the source is copied, so that a change of the source
 # does not download them again.

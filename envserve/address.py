@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
+from collections.abc import Collection
 from typing import Final, Self
 
 from envserve.errors import AddressError
@@ -71,3 +73,19 @@ def is_local_address(address: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False  # a host name, an interface or *, which other hosts may reach
+
+
+def is_known_host(header: str, names: Collection[str]) -> bool:
+    """Return whether the Host header of an HTTP request contains a known name or an IP.
+
+    Another site can make its own name resolve to this host (DNS rebinding), but it
+    cannot do that with an IP address, so all IP addresses are allowed.
+
+    Args:
+      header: Value of the header: a host, and possibly a port.
+      names: Known names, in lower case.
+    """
+    name = re.sub(r":\d+$", "", header).strip("[]").lower()
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return name in names

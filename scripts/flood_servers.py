@@ -4,13 +4,15 @@
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
 The honest client steps 8 CartPole envs: alone, while another server on the same CPUs is
-flooded, and while its own server is flooded. The goal is the ratio of the last two
-speeds. Exits with 1 if a goal is missed.
+flooded, and while its own server is flooded. The goals are the ratio of the last two
+speeds, and the longest step. The flood `strangers` consists of 500 handshakes a second
+with unknown keys; the file `clients` has 5,000 lines. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import itertools
 import os
@@ -29,26 +31,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab.siege import Cores, Goals
 from envserve.client import BatchEnv
-from envserve.keys import formats
-from envserve.keys.grant import Grant
+from envserve.keys import formats, private_files
+from envserve.keys.grant import Grant, format_line
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.lane import Call
 from envserve.python_process import python_command
 from envserve.spaces import codec
-from envserve.wire.bodies import Attach, CallBody, ResetBody
+from envserve.wire.bodies import Attach, CallBody, FrameRequest, ResetBody
 from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Hello
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.sockets import use_keys
+from envserve.wire.status import ServerStatus
 from tests.envserve.server_process import ServerProcess
+from tests.envserve.test_metrics_port import read_with_retries, samples
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NUM_ENVS = 8
 _MIN_RATIO = 0.9
 _MAX_STEP_MS = 100.0
 _GOING = "going"
-_OPTIONS = ("--log-level", "error", "--drain-grace", "0", "--max-processes", "16")
+_OPTIONS = ("--drain-grace", "0", "--max-processes", "16", "--metrics-port", "0")
+#: Number of lines in the file `clients`.
+_NUM_CLIENTS = 5_000
+#: Handshakes of strangers per second, and number of sockets that stay open.
+_STRANGERS_PER_SECOND = 500
+_NUM_OPEN = 100
 _ATTACH_LOOPS = {"attach": ("CartPole-v1", 1), "attach-cheetah": ("HalfCheetah-v5", 8)}
 #: Bodies of the flood messages, by type.
 _BODIES: dict[str, tuple[MessageType, bytes]] = {
@@ -75,7 +84,7 @@ _BODIES: dict[str, tuple[MessageType, bytes]] = {
         ).encode(),
     ),
 }
-_KINDS = (*_BODIES, "bytes", *_ATTACH_LOOPS)
+_KINDS = (*_BODIES, "record", "bytes", *_ATTACH_LOOPS, "strangers")
 
 
 class _Peer:
@@ -126,6 +135,15 @@ class _Peer:
         self.epoch = answer.epoch
         return answer.type is MessageType.GRANTED
 
+    def record_request(self) -> tuple[MessageType, bytes]:
+        """Attach and reset envs; return a request for the flight record of one."""
+        assert self.attach("CartPole-v1", _NUM_ENVS), "expected envs"
+        self.ask(*_BODIES["reset"])
+        status = ServerStatus.decode(self.ask(MessageType.STATUS).body)
+        lease = status.leases[0].number
+        body = FrameRequest(lease=lease, rows=(0,), record=True).encode()
+        return MessageType.FRAME, body
+
     def send_many(self, kind: str) -> None:
         """Send as many messages as possible, and read all answers."""
         with contextlib.suppress(zmq.Again):
@@ -142,7 +160,11 @@ class _Peer:
 def _flood(kind: str, address: str, num_connections: int) -> None:
     """Flood a server until this process is killed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    if kind == "strangers":
+        _connect_strangers(context, address)
     peers = [_Peer(context, address) for _ in range(num_connections)]
+    if kind == "record":
+        _BODIES[kind] = peers[0].record_request()
     if kind in ("reset", "call"):
         for peer in peers[:4]:
             peer.attach("CartPole-v1", 8)
@@ -152,6 +174,24 @@ def _flood(kind: str, address: str, num_connections: int) -> None:
             peer.send_many(kind)
         elif peer.attach(*_ATTACH_LOOPS[kind]):
             peer.ask(MessageType.DETACH)
+
+
+def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    """Connect with an unknown key at a constant rate until this process is killed."""
+    server, unknown = KeyFolder().key("server"), KeyPair.generate()
+    assert server is not None
+    sockets: collections.deque[zmq.Socket[bytes]] = collections.deque()
+    print(_GOING, flush=True)
+    due = time.monotonic()
+    while True:
+        sockets.append(socket := context.socket(zmq.DEALER))
+        use_keys(socket, server.public, unknown)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.connect(address)
+        if len(sockets) > _NUM_OPEN:
+            sockets.popleft().close(linger=0)
+        due += 1.0 / _STRANGERS_PER_SECOND
+        time.sleep(max(0.0, due - time.monotonic()))
 
 
 @contextlib.contextmanager
@@ -184,9 +224,15 @@ def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
     return count / seconds, longest
 
 
+def _metric(server: ServerProcess, name: str) -> float:
+    """Return a metric of a server."""
+    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    return samples(read_with_retries(address))[f"envserve_{name}"]
+
+
 def _compare(
     batch: BatchEnv,
-    addresses: tuple[str, str],
+    servers: tuple[ServerProcess, ServerProcess],
     flood: tuple[str, int],
     keys: Iterator[str],
     given: argparse.Namespace,
@@ -194,8 +240,9 @@ def _compare(
     goals: Goals,
 ) -> None:
     """Measure without a flood, then while each of the two servers is flooded."""
-    own, other = addresses
+    own, other = (server.address for server in servers)
     kind, num_connections = flood
+    refused_before = _metric(servers[0], "refused_keys_total")
     runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}
     alone, _ = _measure(batch, given.seconds)
     for _ in range(given.rounds):
@@ -213,6 +260,11 @@ def _compare(
         f"{1e3 * max(longest for _, longest in runs[other]):.0f} ms), {flooded:.0f} "
         f"during a flood of its server"
     )
+    if kind == "strangers":
+        lag = 1e3 * _metric(servers[0], "loop_lag_seconds")
+        goals.at_most("strangers: delay of the event loop (ms)", lag, _MAX_STEP_MS)
+        count = _metric(servers[0], "refused_keys_total") - refused_before
+        print(f"refused {count:.0f} handshakes in {given.rounds * given.seconds:.1f} s")
     name = f"{kind}, {num_connections} connections: "
     goals.at_least(f"{name}ratio of steps/s", flooded / control, _MIN_RATIO)
     longest = 1e3 * max(longest for _, longest in runs[own])
@@ -242,21 +294,28 @@ def main() -> int:
         folder.ensure_key("client")
         folder.ensure_key("server")
         floods = list(itertools.product(given.kinds, given.connections))
+        # The number of connections has no meaning for strangers.
+        for connections in given.connections[1:]:
+            if "strangers" in given.kinds:
+                floods.remove(("strangers", connections))
         # Each flood has its own key, because a blocked user stays blocked for a minute.
         pairs = [KeyPair.generate() for _ in range(2 * given.rounds * len(floods))]
-        for number, pair in enumerate(pairs):
-            grant = Grant(name=f"mallory-{number}", public=pair.public)
-            folder.clients.add(grant, time.time())
+        publics = [pair.public for pair in pairs]
+        publics += [os.urandom(32) for _ in range(_NUM_CLIENTS - len(pairs))]
+        grants = [Grant(name=f"mallory-{n}", public=p) for n, p in enumerate(publics)]
+        text = "".join(f"{format_line(grant)}\n" for grant in grants)
+        private_files.write_private(folder.path / "clients", text)
         keys = iter([formats.encode(formats.SECRET, pair.secret) for pair in pairs])
-        addresses = []
+        servers: list[ServerProcess] = []
         for side in ("server", "control"):
             (root / side).mkdir()
             with cores.of(side):
                 server = ServerProcess(root / side, *_OPTIONS, imports=())
-            addresses.append(stack.enter_context(server).address)
+            servers.append(stack.enter_context(server))
         stack.enter_context(cores.of("client"))
-        own, other = addresses
-        with BatchEnv.connect("CartPole-v1", [own], _NUM_ENVS, seed=0) as batch:
+        own, other = servers
+        address = own.address
+        with BatchEnv.connect("CartPole-v1", [address], _NUM_ENVS, seed=0) as batch:
             batch.reset()
             for flood in floods:
                 _compare(batch, (own, other), flood, keys, given, cores, goals)

@@ -32,7 +32,7 @@ STAMPS = {
     "tests/chaos/case_tables.py:_save: datetime.now",
     "ppo/cli/run_setup.py:create_folder: time.strftime",
     "ppo/run_folder/metrics.py:_truncate_events: time.time",
-    "envserve/keys/key_folder.py:new_key: datetime.now",
+    "envserve/keys/key_folder.py:write_key: datetime.now",
     "envserve/server/audit.py:write: datetime.now",
 }
 
@@ -45,7 +45,6 @@ DATES = {
     "envserve/cli/keys.py:make: time.time",
     "scripts/fill_server.py:let_in: time.time",
     "scripts/flood_frames.py:main: time.time",
-    "scripts/flood_servers.py:main: time.time",
     "scripts/knock_server.py:use_up_keys: time.time",
 }
 

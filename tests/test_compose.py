@@ -96,15 +96,16 @@ def test_all_services_have_limits_of_memory_and_processes() -> None:
 
 def test_keys_are_created_first_and_each_role_can_read_only_its_own() -> None:
     keys = SERVICES["keys"]
-    words = ["keys", "make", "/keys", "server", "trainer", "--at", "tcp://*:5555"]
+    roles = ("server", "trainer", "local")
+    words = ["keys", "make", "/keys", *roles, "--at", "tcp://*:5555"]
     assert keys["command"] == words
-    roles = ("server", "trainer")
     assert keys["volumes"] == [f"{role}-keys:/keys/{role}" for role in roles]
     done = {"condition": "service_completed_successfully"}
     assert SERVICES["sim"]["depends_on"] == {"keys": done}
     for name in WITH_OUR_COMMAND[1:]:
         service = SERVICES[name]
-        role = "trainer" if name == "trainer" else "server"
+        # Only the servers can read their secret key.
+        role = {"sim": "server", "trainer": "trainer", "page": "local"}[name]
         assert service["environment"] == {"ENVSERVE_HOME": f"/keys/{role}"}
         mounted = [v for v in service["volumes"] if "keys" in v]
         assert mounted == [f"{role}-keys:/keys/{role}:ro"]

@@ -14,7 +14,11 @@ from envserve.keys.key_folder import KeyFolder
 
 
 def join(
-    line: list[str] | None = None, *, timeout: Seconds = 10.0, home: Home = None
+    line: list[str] | None = None,
+    *,
+    timeout: Seconds = 10.0,
+    replace: bool = False,
+    home: Home = None,
 ) -> None:
     """Register this client with a server, with the invitation printed on its host.
 
@@ -22,6 +26,8 @@ def join(
 
     Args:
       timeout: Seconds to wait for the server's answer.
+      replace: Replace the keys of other servers that are recorded for the addresses of
+        the invitation, if the server was set up again.
     """
     with key_errors():
         if line:
@@ -36,18 +42,26 @@ def join(
         invitation = Invitation.parse(text)
         from envserve.client.link.join import join as enrol
 
-        folder = KeyFolder(home)
+        folder, server = KeyFolder(home), invitation.server_public
+        if not replace:
+            folder.check_pins(invitation.addresses, server)
         pair = folder.ensure_key("client")
-        enrol(invitation, pair, timeout)
-        addresses, server = invitation.addresses, invitation.server_public
-        before = {address: folder.pinned_key(address) for address in addresses}
-        folder.add_pin(addresses, server, invitation.name)
+        answered = enrol(invitation, pair, timeout)
+        before = {address: folder.pinned_key(address) for address in answered}
+        folder.add_pin(answered, server, invitation.name, may_replace=replace)
     for address, public in before.items():
         if public not in (None, server):
             old = formats.fingerprint(public)
             print(f"{address}: the server's previous key, {old}, was replaced")
     print(
-        f"joined {', '.join(addresses)} as {invitation.name}; this client's key is "
+        f"joined {', '.join(answered)} as {invitation.name}; this client's key is "
         f"{formats.fingerprint(pair.public)}, "
         f"the server's {formats.fingerprint(server)}"
     )
+    for address in invitation.addresses:
+        if address not in answered:
+            print(
+                f"{address}: no server with this key answered, so this client cannot "
+                f"use this address; check it, and join again once the server answers "
+                f"there: envserve invite {invitation.name} --at {address}"
+            )

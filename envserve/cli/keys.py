@@ -36,24 +36,31 @@ def make(
 
     Mount each folder where its role runs, and set ENVSERVE_HOME to it. The server's
     folder contains its keys and the list of its clients; a client's folder contains its
-    own key and the server's public key. If several servers share a key folder,
-    `--at 'tcp://*:5555'` matches all their addresses.
+    own key and the server's public key. The folder of the role `local` is for programs
+    that act as the server's user, such as the web page; it does not contain the
+    server's secret key. If several servers share a key folder, `--at 'tcp://*:5555'`
+    matches all their addresses.
 
     Args:
       dir_: Folder to create the key folders in; it need not exist.
-      roles: Role: server, or the name of a client.
+      roles: Role: server, local, or the name of a client.
     """
     with key_errors():
         at = complete_addresses(at, may_be_any=True)
-        names = [role for role in roles if role != "server"]
+        names = [role for role in roles if role not in ("server", "local")]
         any_key = formats.encode(formats.PUBLIC, bytes(32))
         for name in names:
             parse_words([name, any_key])  # rejects invalid names, such as paths
         server = KeyFolder(dir_ / "server")
         key = server.ensure_key("server")
-        server.ensure_key("client")  # for probes on the server's host
+        own = server.ensure_key("client")  # for probes on the server's host
         server.clients.read()
         server.add_pin(at, key.public, "server")  # for servers on other hosts
+        if "local" in roles:
+            local = KeyFolder(dir_ / "local")
+            if local.key("client") != own:
+                local.write_key("client", own)
+            local.add_pin(at, key.public, "local")
         for name in names:
             client = KeyFolder(dir_ / name)
             # The pin is written last, so a client with a pin is complete. Its line in
@@ -84,7 +91,8 @@ def new(
     if role == "server":
         print(
             "Restart the servers that use the old key. Clients refuse the new key "
-            "until they join again: envserve invite NAME"
+            "until they join again: envserve invite NAME, and on each client: envserve "
+            "join --replace"
         )
     else:
         print(

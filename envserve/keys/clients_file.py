@@ -8,11 +8,14 @@ preserved.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from envserve.errors import CodecError, KeyFileError, RemoteProtocolError
 from envserve.keys import private_files
@@ -21,15 +24,29 @@ from envserve.keys.private_files import display_path
 
 _LOGGER: Final = logging.getLogger(__name__)
 
+#: Interval at which a file that cannot be read is tried again. The cause may be outside
+#: the file, such as the mode of a parent folder or a lack of descriptors.
+_RETRY_SECONDS: Final = 1.0
 _HEADER: Final = "# name       public key        limits: see docs/security.md"
+
+
+class _Contents(NamedTuple):
+    """The parsed file: its lines, and its grants by public key and by unique id."""
+
+    lines: list[tuple[str, Grant | None]]
+    by_key: Mapping[bytes, Grant]
+    by_id: Mapping[tuple[str, bool], Grant]
 
 
 class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      is_current: Whether the last attempt to read the file succeeded.
+      run_refresh: How to call the function that reads a changed file: at once by
+        default. A server calls it in a thread and uses the old contents meanwhile.
     """
+
+    run_refresh: Callable[[Callable[[], None]], object]
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
         """Store the arguments; the file is read when it is first needed.
@@ -40,11 +57,22 @@ class ClientsFile:
             limits, under the name "local".
         """
         self._path = path
+        # As texts, because these files are checked at each lookup.
+        self._folder, self._name = os.fspath(path.parent), os.fspath(path)
         self._local_public = local_public
-        self._lines: list[tuple[str, Grant | None]] = []
-        self._file_state = (0, 0, 0, 0)
+        # Replaced as a whole, because another thread may read the file.
+        self._contents = _Contents([], {}, {})
+        self._file_state: tuple[object, ...] = ()
+        self._retry_at = math.inf
         self._last_error = ""
-        self.is_current = True
+        self._is_refreshing = False
+        self._lock = threading.Lock()  # held while the file is read
+        self.run_refresh = lambda refresh: refresh()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the last attempt to read the file succeeded, and none is running."""
+        return not (self._last_error or self._is_refreshing)
 
     def find(self, public: bytes, now: float) -> Grant | None:
         """Return the grant of a public key, or None if the key is not authorised.
@@ -55,7 +83,20 @@ class ClientsFile:
         """
         if public == self._local_public:
             return Grant(name="local", public=public)
-        return next((g for g in self.grants(now) if g.public == public), None)
+        self.refresh()
+        grant = self._contents.by_key.get(public)
+        return grant if grant and grant.is_valid(now) else None
+
+    def find_name(self, name: str, now: float) -> Grant | None:
+        """Return the grant of a client; None if its key has expired or there is none.
+
+        Args:
+          name: Name of the client.
+          now: Time in seconds since 1970.
+        """
+        self.refresh()
+        grant = self._contents.by_id.get((name, False))
+        return grant if grant and grant.is_valid(now) else None
 
     def grants(self, now: float = -float("inf")) -> list[Grant]:
         """Return the grants that have not expired at a given time.
@@ -63,8 +104,21 @@ class ClientsFile:
         Args:
           now: Time in seconds since 1970; by default, expired grants are also returned.
         """
-        self._read_if_changed()
-        return [grant for _, grant in self._lines if grant and grant.is_valid(now)]
+        self.refresh()
+        grants = self._contents.by_key.values()
+        return [grant for grant in grants if grant.is_valid(now)]
+
+    def refresh(self) -> bool:
+        """Read the file if it has changed; return whether the contents are up to date.
+
+        They are not up to date while `run_refresh` reads the file in a thread.
+        """
+        if not self._is_refreshing and (
+            self._stat() != self._file_state or time.monotonic() >= self._retry_at
+        ):
+            self._is_refreshing = True
+            self.run_refresh(self._refresh)
+        return not self._is_refreshing
 
     def read(self) -> None:
         """Read the file.
@@ -73,27 +127,37 @@ class ClientsFile:
           KeyFileError: The file cannot be read or is not valid; the grants do not
             change.
         """
-        text = private_files.read_private(self._path)
-        if text is None and self._lines:
+        with self._lock:
+            found = self._stat()
+            self._contents = self._parse(private_files.read_private(self._path))
+            self._file_state, self._retry_at, self._last_error = found, math.inf, ""
+
+    def _parse(self, text: str | None) -> _Contents:
+        before = self._contents.lines
+        if text is None and before:
             raise KeyFileError(f"{display_path(self._path)} no longer exists")
-        if self._lines and not (text or "").endswith("\n"):
+        if before and not (text or "").endswith("\n"):
             raise KeyFileError(
                 f"{display_path(self._path)} is empty, or its last line is incomplete; "
                 "if another process is writing it, wait until it is done"
             )
+        # Most lines have not changed, and parsing is by far the slowest part.
+        parsed = dict(before)
         lines: list[tuple[str, Grant | None]] = []
-        found: set[object] = set()
+        by_key: dict[bytes, Grant] = {}
+        by_id: dict[tuple[str, bool], Grant] = {}
         for number, line in enumerate((text or "").splitlines(), 1):
             try:
-                grant = parse_line(line)
-                if grant and found & (ids := {grant.public, _unique_id(grant)}):
-                    raise CodecError("expected each name and each key only once")
+                grant = parsed[line] if line in parsed else parse_line(line)
+                if grant:
+                    if grant.public in by_key or _unique_id(grant) in by_id:
+                        raise CodecError("expected each name and each key only once")
+                    by_key[grant.public] = by_id[_unique_id(grant)] = grant
             except CodecError as error:
                 where = f"{display_path(self._path)}, line {number}"
                 raise KeyFileError(f"{where}: {error}") from None
             lines.append((line, grant))
-            found |= ids if grant else set()
-        self._lines = lines
+        return _Contents(lines, by_key, by_id)
 
     def add(self, grant: Grant, now: float) -> None:
         """Add a client or an invitation, replacing one with the same name.
@@ -121,7 +185,7 @@ class ClientsFile:
         """
         with private_files.locked(self._path.parent):
             self.read()
-            if not any(grant and grant.name == name for _, grant in self._lines):
+            if not any(grant.name == name for grant in self.grants()):
                 return False
             self._rewrite(lambda old: old.name == name)
             return True
@@ -160,35 +224,38 @@ class ClientsFile:
     def _rewrite(
         self, is_replaced: Callable[[Grant], bool], new: Grant | None = None
     ) -> None:
-        lines = [
-            line for line, old in self._lines if old is None or not is_replaced(old)
-        ]
+        before = self._contents.lines
+        lines = [line for line, old in before if old is None or not is_replaced(old)]
         lines = lines or [_HEADER]
         if new is not None:
             lines.append(format_line(new))
         private_files.write_private(self._path, "".join(f"{line}\n" for line in lines))
         self.read()
 
-    def _read_if_changed(self) -> None:
+    def _stat(self) -> tuple[object, ...]:
+        """Return what changes with the file's contents or access rights."""
         try:
-            found = os.stat(self._path, follow_symlinks=False)
-            seen = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            folder = os.stat(self._folder)
+            file = os.stat(self._name, follow_symlinks=False)
         except OSError as error:
-            seen = (error.errno or 0, 0, 0, 0)
-        if seen == self._file_state:
-            return
+            return (error.errno,)
+        times = file.st_mtime_ns, file.st_ctime_ns
+        return file.st_ino, file.st_size, *times, folder.st_mode, folder.st_uid
+
+    def _refresh(self) -> None:
+        found = self._stat()
         try:
             self.read()
-            self._file_state, self._last_error, self.is_current = seen, "", True
-        # The cause may be outside the file, such as the mode of its folder, so do not
-        # store the file state: the next call tries again.
         except KeyFileError as error:
             if str(error) != self._last_error:
                 _LOGGER.error(
                     "%s; the clients from the last successful read stay authorised",
                     error,
                 )
-            self._last_error, self.is_current = str(error), False
+            self._file_state, self._last_error = found, str(error)
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+        finally:
+            self._is_refreshing = False
 
 
 def _unique_id(grant: Grant) -> tuple[str, bool]:

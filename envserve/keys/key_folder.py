@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -97,15 +98,19 @@ class KeyFolder:
         Raises:
           KeyFileError: The file cannot be written.
         """
-        private_files.make_folder(self.path)
         pair = KeyPair.generate()
+        self.write_key(role, pair)
+        return pair
+
+    def write_key(self, role: Role, pair: KeyPair) -> None:
+        """Write a key pair, replacing the old one; see `new_key` for the errors."""
+        private_files.make_folder(self.path)
         today = datetime.datetime.now(datetime.UTC).date()
         private_files.write_private(
             self.path / f"{role}.key",
             f"# envserve key, {today}; keep it secret: it identifies you\n"
             f"{formats.encode(formats.SECRET, pair.secret)}\n",
         )
-        return pair
 
     @cached_property
     def clients(self) -> ClientsFile:
@@ -123,8 +128,8 @@ class KeyFolder:
         """Return the server's public key and the client's key pair, for a connection.
 
         Returns None for ipc, where the operating system identifies users. If no key is
-        pinned for a loopback address, the server is assumed to be this user's own. If
-        this user has no keys yet, they are created.
+        pinned for an address of this host, the server is assumed to be this user's own.
+        On loopback, keys that this user does not have yet are created.
 
         Args:
           address: Address of the server; the key of a `NamedAddress` may be pinned
@@ -149,6 +154,8 @@ class KeyFolder:
         try:
             if pin is None and is_local_address(address):
                 pin = self.ensure_key("server").public
+            elif pin is None and (own := self.key("server")) is not None:
+                pin = own.public if is_own_address(address) else None
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:
@@ -175,18 +182,43 @@ class KeyFolder:
         pin = pins.get(address) or pins.get(next(patterns, ""))
         return pin[0] if pin else None
 
-    def add_pin(self, addresses: Sequence[str], public: bytes, name: str) -> None:
-        """Pin a server's key, replacing the pins of these addresses.
+    def check_pins(self, addresses: Sequence[str], public: bytes) -> None:
+        """Raise KeyFileError if another key is pinned for one of these addresses."""
+        for address in addresses:
+            pinned = self.pinned_key(address)
+            if pinned is not None and pinned != public:
+                raise KeyFileError(
+                    f"{address}: the key of another server "
+                    f"({formats.fingerprint(pinned)}) is recorded for this address in "
+                    f"{display_path(self.path / 'servers')}; expected that of the "
+                    f"invitation ({formats.fingerprint(public)}). Nothing was changed, "
+                    f"and the invitation is still valid. If the server was set up "
+                    f"again, run: envserve join --replace"
+                )
+
+    def add_pin(
+        self,
+        addresses: Sequence[str],
+        public: bytes,
+        name: str,
+        *,
+        may_replace: bool = True,
+    ) -> None:
+        """Pin a server's key.
 
         Args:
           addresses: Addresses of the server.
           public: Raw public key of the server.
           name: Name of this client on the server.
+          may_replace: Whether to replace other pins of these addresses.
 
         Raises:
-          KeyFileError: The file cannot be read or changed.
+          KeyFileError: The file cannot be read or changed, or another key is pinned
+            for one of the addresses, see `may_replace`.
         """
         with private_files.locked(self.path):
+            if not may_replace:
+                self.check_pins(addresses, public)
             pins = self._pins() | dict.fromkeys(addresses, (public, f"as={name}"))
             lines = (
                 f"{address} {formats.encode(formats.PUBLIC, public)} {rest}\n"
@@ -231,3 +263,22 @@ def _check_socket_owner(path: str) -> None:
             f"ipc://{path}: expected a socket of this user (uid {os.geteuid()}); got "
             f"one of uid {owner}; use tcp:// for other users' servers"
         )
+
+
+def is_own_address(address: str) -> bool:
+    """Return whether an address leads to this host, by any of its names or IPs.
+
+    A host name is looked up, which may block until the name server answers.
+
+    Args:
+      address: A tcp:// address.
+    """
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        for family, kind, *_, place in found:
+            with socket.socket(family, kind) as probe:
+                probe.bind(place)  # fails for an IP address of another host
+    except (OSError, UnicodeError):  # UnicodeError: an empty or long label
+        return False
+    return True

@@ -3,19 +3,23 @@
 One thread serves one connection at a time, with a timeout of one second for the request
 and one for the response, so a stalled client delays only other scrapes. The thread
 shares the interpreter with serving or training, so it pauses after each response and
-uses at most 10 % of a core.
+uses at most 10 % of a core. Requests for other host names are rejected, which prevents
+DNS rebinding.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import socket
 import socketserver
 import threading
 import time
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Final
 
+from envserve.address import is_known_host
 from envserve.errors import EnvserveError, ServerError
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -54,6 +58,7 @@ class MetricsPort(socketserver.TCPServer):
             text = "--metrics-port needs the package prometheus-client; pip install "
             raise ServerError(f"{text}'envserve[metrics]'") from None
         self._is_closing = threading.Event()
+        self._names = {socket.gethostname().lower(), host.lower()}
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -76,6 +81,19 @@ class MetricsPort(socketserver.TCPServer):
         if self.collector is not None:
             self.shutdown()
         super().server_close()
+
+    def accepts_host(self, header: str) -> bool:
+        """Return whether a request's Host header names this host.
+
+        A name without a dot is accepted, because only the local network can define it.
+        """
+        is_known = "." not in header or is_known_host(header, self._names)
+        return is_known or is_known_host(header, self._full_names)
+
+    @cached_property
+    def _full_names(self) -> set[str]:
+        """Full name of this host, which is looked up only when a request needs it."""
+        return {socket.getfqdn().lower()}
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve one connection, then pause."""
@@ -108,6 +126,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Respond with the metrics, at any path."""
         from prometheus_client import generate_latest
 
+        if not self.server.accepts_host(self.headers.get("Host", "")):
+            self.send_error(
+                403,
+                "expected an IP address or a name of this host in the URL",
+                "Use an IP address, or pass this host name as --metrics-host.",
+            )
+            return
         try:
             text = generate_latest(self.server.collector)
         except (EnvserveError, TimeoutError) as error:

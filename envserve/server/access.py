@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -53,6 +53,17 @@ class Access:
         self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
 
+    def read_in_threads(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read changed files in threads from now on, because parsing takes long."""
+
+        def run(refresh: Callable[[], None]) -> None:
+            try:
+                loop.run_in_executor(None, refresh)
+            except RuntimeError:  # the system is out of threads
+                refresh()
+
+        self.clients.run_refresh = run
+
     def check_binds(self, binds: Sequence[str]) -> None:
         """Raise KeyFileError if an address is not local and no client has a key."""
         for address in binds:
@@ -82,10 +93,7 @@ class Access:
 
     def grant_of(self, user: str) -> Grant | None:
         """Return the grant of a user; None if its key has expired or was revoked."""
-        for grant in self.clients.grants(self._now()):
-            if grant.name == user and not grant.is_invitation:
-                return grant
-        return None
+        return self.clients.find_name(user, self._now())
 
     def enrol(self, user: str, public: bytes) -> str:
         """Replace an invitation with the invited client's public key.

@@ -72,7 +72,8 @@ class AuditLog:
     def write(self, event: Audit) -> None:
         """Append an event, or only count it if it is repeated within a second."""
         user = event.user
-        fingerprint, address = described = self._describe(user)
+        described = self._describe(user) if user else ("", "")
+        fingerprint, address = described
         if fingerprint:
             self._described[user] = described
         else:  # the key was revoked
@@ -82,8 +83,8 @@ class AuditLog:
             "time": time.isoformat(timespec="milliseconds"),
             "event": event.event,
             "name": user,
-            "fingerprint": fingerprint,
-            "address": address,
+            "fingerprint": event.fingerprint or fingerprint,
+            "address": event.address or address,
             "env": event.env_name[:_MAX_TEXT_CHARS],
             "count": event.num_envs,
             "reason": event.reason[:_MAX_TEXT_CHARS],

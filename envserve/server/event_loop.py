@@ -330,8 +330,11 @@ class ServerLoop:
                 body = result.encode()
             else:
                 assert self._access is not None, "a session without keys refuses JOIN"
+                # The event's address is that of the message, because several clients
+                # may be connected with the same invitation.
+                address = self._router.sockets.by_number[request.peer[0]].sender_address
                 name, body = self._access.enrol(user, decision.public_key), b""
-                self._audit(Audit("joined", name))
+                self._audit(Audit("joined", name, address=address))
             return self._session.answer(request, body, payload)
         except (Refusal, RemoteProtocolError) as error:
             return self._session.refuse(request, error, now)

@@ -186,6 +186,7 @@ async def _open_sockets(
     if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
         access = Access(KeyFolder())
         access.check_binds(config.binds)
+        access.read_in_threads(loop)
 
     def describe(user: str) -> tuple[str, str]:
         grant = None if access is None else access.grant_of(user)
@@ -201,7 +202,14 @@ async def _open_sockets(
     sockets = ServerSockets(config.binds, config.max_message_bytes, loop, secret, audit)
     stack.callback(sockets.close)
     if access is not None:
-        zap = Zap(sockets.context, access.find_grant, loop, sockets.is_shut_out, audit)
+        zap = Zap(
+            sockets.context,
+            access.find_grant,
+            loop,
+            sockets.is_shut_out,
+            audit,
+            access.clients.refresh,
+        )
         stack.callback(zap.close)
         await run_self_test(sockets, zap, access.keys.public)
     sockets.listen()

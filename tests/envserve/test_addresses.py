@@ -16,7 +16,7 @@ from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.errors import AddressError, ConnectError
-from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder, is_own_address
 from envserve.keys.key_pair import KeyPair
 from envserve.monitoring.health_probe import probe
 
@@ -29,7 +29,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     def look_up(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
         if host not in hosts:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(0, 0, 0, "", (ip, 0)) for ip in hosts[host]]
+        kinds = socket.AF_INET, socket.SOCK_STREAM
+        return [(*kinds, 6, "", (ip, 0)) for ip in hosts[host]]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     return hosts
@@ -52,6 +53,33 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 @pytest.mark.usefixtures("known")
 def test_short_addresses_are_completed(source: str, address: str) -> None:
     assert resolve(source) == (address,)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:5555",
+        "tcp://127.9.9.9:5555",
+        "tcp://localhost:5555",
+        "tcp://[::1]:5555",
+        f"tcp://{socket.gethostname()}:5555",
+        f"tcp://{socket.getfqdn()}:5555",
+        f"tcp://{socket.gethostbyname(socket.gethostname())}:5555",
+    ],
+)
+def test_this_host_is_recognised_by_any_of_its_names_and_addresses(
+    address: str,
+) -> None:
+    assert is_own_address(address)
+
+
+def test_a_name_with_an_address_of_another_host_is_not_of_this_host(
+    known: dict[str, list[str]],
+) -> None:
+    known |= {"both": ["127.0.0.1", "192.0.2.7"], "mine": ["127.0.0.1", "127.0.0.2"]}
+    assert is_own_address("tcp://mine:5555")
+    for host in ("both", "sim1", "unknown"):
+        assert not is_own_address(f"tcp://{host}:5555")
 
 
 @pytest.mark.usefixtures("known")

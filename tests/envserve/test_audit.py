@@ -59,6 +59,17 @@ async def test_each_event_is_a_line_that_only_this_user_can_read(
     assert (second["event"], second["reason"]) == ("ended", "detached")
 
 
+async def test_key_and_address_of_a_client_without_a_name_are_fields(
+    audit: AuditLog, tmp_path: Path
+) -> None:
+    audit.write(Audit("refused", reason="unknown key", fingerprint="R3TD", address="x"))
+    audit.write(Audit("joined", "ann", address="10.0.0.8"))
+    stranger, joined = lines_of(tmp_path / "audit")
+    fields = ("name", "fingerprint", "address", "reason")
+    assert [stranger[f] for f in fields] == ["", "R3TD", "x", "unknown key"]
+    assert [joined[f] for f in fields] == ["ann", "7QK2", "10.0.0.8", ""]
+
+
 async def test_repeated_refusals_within_a_second_take_two_lines(tmp_path: Path) -> None:
     audit = AuditLog(str(tmp_path / "audit"), describe, asyncio.get_running_loop())
     for index in range(100):
@@ -87,7 +98,8 @@ def test_a_timer_writes_the_line_with_the_count(tmp_path: Path) -> None:
 async def test_texts_of_peers_are_printable_and_short(
     audit: AuditLog, tmp_path: Path
 ) -> None:
-    audit.write(Audit("refused", "", "\x1b]0;\u202eevil\n" + "x" * 9000))
+    text = "\x1b]0;\u202eevil\n" + "x" * 9000
+    audit.write(Audit("refused", "", text, address="\x1b]0;\u202e"))
     (line,) = (tmp_path / "audit").read_text().splitlines()
     assert line.isascii()
     assert line.isprintable()

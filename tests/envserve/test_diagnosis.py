@@ -204,7 +204,8 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
         Finding.OTHER_SERVER,
         "the server does not have the key that it had when you joined (expected "
         f"{fingerprint(SERVER.public)}): it is another server, has a new key, or is a "
-        "man in the middle; nothing was sent; if it was set up again, join again",
+        "man in the middle; nothing was sent; if it was set up again, join again: "
+        "envserve join --replace",
     ),
     "echo": ((Tcp, echo), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web": ((Tcp, web), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),

@@ -13,6 +13,7 @@ import pytest
 
 from envserve.cli.app import PROGRAM
 from envserve.client.link.connection import Connection
+from envserve.errors import KeyFileError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
 from envserve.keys.key_folder import KeyFolder, Role
@@ -73,7 +74,7 @@ def test_an_invitation_admits_one_client_until_it_is_removed(
     wait_until(lambda: "joined" in (tmp_path / "audit").read_text())
     (event,) = (json.loads(t) for t in (tmp_path / "audit").read_text().splitlines())
     assert (event["event"], event["name"]) == ("joined", "trainer-1")
-    assert event["fingerprint"] == prints[0]
+    assert (event["fingerprint"], event["address"]) == (prints[0], "127.0.0.1")
     again = run_at("another", "join", input=line)
     assert (again.exit_code, again.stdout) == (1, "")
     assert again.stderr == (
@@ -179,5 +180,74 @@ def test_no_key_is_pinned_for_a_server_that_does_not_answer(
     assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is None
     # The invitation was not used, so it is still valid at the server's second address.
     both = line.replace(f":{port}", f":1,127.0.0.1:{port}")
-    assert run_at("client", "join", "--timeout", "8", input=both).exit_code == 0
-    assert KeyFolder(tmp_path / "client").pinned_key(f"{host}:1") is not None
+    result = run_at("client", "join", "--timeout", "20", input=both)
+    assert result.exit_code == 0, result.stderr
+    joined, missing = result.stdout.splitlines()
+    assert joined.startswith(f"joined {server.address} as trainer-1; ")
+    assert missing == (
+        f"{host}:1: no server with this key answered, so this client cannot use this "
+        f"address; check it, and join again once the server answers there: envserve "
+        f"invite trainer-1 --at {host}:1"
+    )
+    assert KeyFolder(tmp_path / "client").pinned_addresses == [server.address]
+
+
+def test_an_invitation_does_not_replace_the_key_of_another_server(
+    run_at: RunAt, server: ServerProcess, serve: Serve, tmp_path: Path
+) -> None:
+    assert run_at("client", "join", input=invite(run_at, server)).exit_code == 0
+    home = {"ENVSERVE_HOME": str(tmp_path / "other")}
+    other = serve(environment=home)
+    both = ("--at", other.address, "--at", server.address)
+    line = run_at("other", "invite", "x", *both, "--stdout").stdout
+    file = tmp_path / "client" / "servers"
+    before = file.read_text()
+    result = run_at("client", "join", input=line)
+    assert (result.exit_code, result.stdout) == (2, "")
+    keys = [KeyFolder(tmp_path / home).key("server") for home in ("server", "other")]
+    prints = [formats.fingerprint(key.public) for key in keys if key]
+    assert result.stderr == (
+        f"Error: {server.address}: the key of another server ({prints[0]}) is recorded "
+        f"for this address in {file}; expected that of the invitation ({prints[1]}). "
+        f"Nothing was changed, and the invitation is still valid. If the server was "
+        f"set up again, run: envserve join --replace\n"
+    )
+    assert file.read_text() == before
+    # Even with --replace, only an address that answers with the new key is replaced.
+    result = run_at("client", "join", "--timeout", "20", "--replace", input=line)
+    assert result.exit_code == 0, result.stderr
+    joined, missing = result.stdout.splitlines()
+    assert joined.startswith(f"joined {other.address} as x; ")
+    assert missing.startswith(f"{server.address}: no server with this key answered")
+    for each in (server, other):
+        patient = ("--timeout", str(PATIENCE))
+        health = run_at("client", "health", each.address, *patient)
+        assert health.exit_code == 0, health.stderr
+
+
+def test_a_server_that_was_set_up_again_can_be_joined_with_replace(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path
+) -> None:
+    old = KeyPair.generate().public
+    KeyFolder(tmp_path / "client").add_pin([server.address], old, "trainer-1")
+    line = invite(run_at, server)
+    assert run_at("client", "join", input=line).exit_code == 2
+    result = run_at("client", "join", "--replace", input=line)
+    assert result.exit_code == 0, result.stderr
+    replaced, joined = result.stdout.splitlines()
+    assert replaced == (
+        f"{server.address}: the server's previous key, {formats.fingerprint(old)}, was "
+        f"replaced"
+    )
+    assert joined.startswith(f"joined {server.address}")
+
+
+def test_a_pin_that_appears_during_a_join_is_not_replaced(tmp_path: Path) -> None:
+    folder, (old, new) = KeyFolder(tmp_path / "keys"), (b"o" * 32, b"n" * 32)
+    folder.add_pin(["tcp://sim1:5555"], old, "ann")
+    addresses = ["tcp://sim2:5555", "tcp://sim1:5555"]
+    with pytest.raises(KeyFileError, match="tcp://sim1:5555: the key of another"):
+        folder.add_pin(addresses, new, "ann", may_replace=False)
+    assert folder.pinned_addresses == ["tcp://sim1:5555"]
+    folder.add_pin(addresses, old, "ann", may_replace=False)
+    assert folder.pinned_addresses == ["tcp://sim1:5555", "tcp://sim2:5555"]

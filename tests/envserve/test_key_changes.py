@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from envserve.errors import ConnectError, KeyFileError
-from envserve.keys.grant import Grant
+from envserve.keys import clients_file, private_files
+from envserve.keys.clients_file import ClientsFile
+from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.key_folder import KeyFolder
 from envserve.server.access import Access
 
 NOW = 1_800_000_000.0
+#: Seconds after which a test fails, even on a busy machine.
+PATIENCE = 60.0
 KEY = bytes(32)
 
 
@@ -63,6 +73,140 @@ def test_a_new_key_of_a_name_is_accepted_once_the_old_one_is_forgotten(
     access.forget_revoked()
     assert access.find_grant(new)
     assert access.find_revoked() == set()
+
+
+def with_clients(folder: KeyFolder, count: int) -> ClientsFile:
+    """Write a file of many clients, and read it."""
+    grants = [
+        Grant(name=f"client-{index}", public=index.to_bytes(32))
+        for index in range(count)
+    ]
+    text = "".join(f"{format_line(grant)}\n" for grant in grants)
+    private_files.write_private(folder.path / "clients", text)
+    folder.clients.read()
+    return folder.clients
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Return the number of Python and C functions that a function calls."""
+    count = 0
+
+    def profile(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_lookup_costs_the_same_with_few_and_many_clients(folder: KeyFolder) -> None:
+    def lookups(file: ClientsFile) -> list[int]:
+        last = file.grants()[-1]
+        return [
+            num_calls(lambda: file.find(last.public, NOW)),
+            num_calls(lambda: file.find(b"?" * 32, NOW)),
+            num_calls(lambda: file.find_name(last.name, NOW)),
+            num_calls(lambda: file.find_name("nobody", NOW)),
+        ]
+
+    assert lookups(with_clients(folder, 5)) == lookups(with_clients(folder, 5000))
+
+
+def test_only_changed_lines_are_parsed_again(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = with_clients(folder, 100)
+    parsed: list[str] = []
+
+    def parse(line: str) -> Grant | None:
+        parsed.append(line)
+        return parse_line(line)
+
+    monkeypatch.setattr(clients_file, "parse_line", parse)
+    invited = Grant(name="ann", public=b"i" * 32, until=NOW + 9)
+    with (folder.path / "clients").open("a") as file:
+        file.write(f"{format_line(invited)}\n")
+    assert clients.enrol(invited.public, b"a" * 32, NOW)
+    assert clients.find_name("ann", NOW)
+    assert len(parsed) == 2  # the invitation, and the line that has replaced it
+
+
+async def test_lookups_use_the_old_clients_while_a_thread_reads_the_file(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access, may_read = Access(folder), threading.Event()
+    access.read_in_threads(asyncio.get_running_loop())
+    read_private = private_files.read_private
+
+    def read_late(*arguments: Any) -> str | None:
+        assert may_read.wait(PATIENCE)
+        return read_private(*arguments)
+
+    monkeypatch.setattr(private_files, "read_private", read_late)
+    (folder.path / "clients").write_text("# nobody\n")
+    assert access.find_grant(KEY)
+    assert access.grant_of("ci")
+    assert not access.clients.refresh()
+    # The changed file may contain a key that is not known yet.
+    with pytest.raises(KeyFileError, match="the clients file cannot be read now"):
+        access.find_grant(b"?" * 32)
+    may_read.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert access.clients.refresh()
+    assert access.find_grant(KEY) is None
+    assert access.grant_of("ci") is None
+    assert access.find_revoked() == {"ci"}
+
+
+async def test_a_file_is_read_without_a_thread_if_the_system_is_out_of_threads(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access, loop = Access(folder), asyncio.get_running_loop()
+    access.read_in_threads(loop)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(loop, "run_in_executor", refuse)
+    (folder.path / "clients").write_text("# nobody\n")
+    assert access.find_grant(KEY) is None
+
+
+def test_a_change_by_this_process_is_complete_before_a_reading_thread_continues(
+    folder: KeyFolder,
+) -> None:
+    """Otherwise a client that has just joined would count as revoked."""
+    refreshes: list[Callable[[], None]] = []
+    folder.clients.run_refresh = refreshes.append
+    (folder.path / "clients").write_text("# nobody\n")
+    assert folder.clients.find(KEY, NOW)  # the file is not read yet
+    folder.clients.add(Grant(name="ann", public=b"a" * 32), NOW)
+    (refresh,) = refreshes
+    refresh()
+    assert [grant.name for grant in folder.clients.grants()] == ["ann"]
+
+
+def test_a_broken_file_is_not_read_at_each_lookup(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refreshes: list[Callable[[], None]] = []
+    folder.clients.run_refresh = refreshes.append
+    (folder.path / "clients").write_text("what is this\n")
+    for _ in range(3):
+        assert folder.clients.find(KEY, NOW)
+        for refresh in refreshes[:1]:
+            refresh()
+    assert len(refreshes) == 1
+    assert not folder.clients.is_current
+    # The cause may be outside the file, so it is tried again after a while.
+    later = time.monotonic() + 2.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    folder.clients.find(KEY, NOW)
+    assert len(refreshes) == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -236,6 +236,24 @@ def test_keys_make_creates_a_folder_per_role(run: Run, tmp_path: Path) -> None:
         assert mode == (0o700 if path.is_dir() else 0o600)
 
 
+def test_keys_make_creates_a_folder_of_the_servers_user_without_the_servers_key(
+    run: Run, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    result = run("keys", "make", str(made), "server", "local", *AT)
+    assert (result.exit_code, result.stderr) == (0, "")
+    server, local = KeyFolder(made / "server"), KeyFolder(made / "local")
+    assert {path.name for path in local.path.iterdir()} == {"client.key", "servers"}
+    keys = local.keys_for("tcp://sim1:5555")
+    assert keys == server.keys_for("tcp://sim1:5555")
+    assert keys is not None
+    grant = server.clients.find(keys[1].public, time.time())
+    assert grant == Grant(name="local", public=keys[1].public)
+    server.new_key("client")
+    assert run("keys", "make", str(made), "local", *AT).exit_code == 0
+    assert local.key("client") == server.key("client")
+
+
 def test_keys_make_keeps_existing_keys_and_does_not_restore_removed_clients(
     run: Run, tmp_path: Path
 ) -> None:

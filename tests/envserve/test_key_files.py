@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -276,6 +277,33 @@ def test_a_client_has_keys_only_for_servers_that_it_joined(folder: KeyFolder) ->
     folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")
     found = folder.keys_for("tcp://sim1:5555")
     assert found == (b"s" * 32, folder.key("client"))
+
+
+def test_a_client_expects_its_own_server_at_every_name_of_this_host(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"sim1": "127.0.0.1", "sim1.lab": "127.0.0.2", "sim2": "192.0.2.7"}
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *_, **__: [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (names.get(host, host), 0))
+        ],
+    )
+    # Without a server key, this user has no server.
+    with pytest.raises(ConnectError, match="no key of this server is known here"):
+        folder.keys_for("tcp://sim1:5555")
+    assert not folder.path.exists()
+    own = folder.ensure_key("server")
+    for host in ("sim1", "sim1.lab", "127.0.0.3"):
+        assert folder.keys_for(f"tcp://{host}:5555") == (
+            own.public,
+            folder.key("client"),
+        )
+    with pytest.raises(ConnectError, match="no key of this server is known here"):
+        folder.keys_for("tcp://sim2:5555")
+    folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")
+    assert folder.keys_for("tcp://sim1:5555") == (b"s" * 32, folder.key("client"))
 
 
 def test_the_user_of_the_folder_is_authorised_as_local(folder: KeyFolder) -> None:

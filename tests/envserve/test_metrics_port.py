@@ -113,6 +113,39 @@ def test_metrics_of_a_status_follow_the_conventions_of_prometheus(
         assert family.type != "unknown"
 
 
+def status_for_host(port: MetricsPort, host: str | None) -> int:
+    """Return the HTTP status of a request with this Host header."""
+    place = port.address.split("/")[2]
+    connection = http.client.HTTPConnection(place, timeout=20)
+    with contextlib.closing(connection):
+        connection.putrequest("GET", "/metrics", skip_host=True)
+        if host is not None:
+            connection.putheader("Host", host)
+        connection.endheaders()
+        return connection.getresponse().status
+
+
+def test_only_requests_for_this_host_are_answered(
+    port: MetricsPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site whose name resolves to this host must not be able to read the metrics."""
+    monkeypatch.setattr(socket, "getfqdn", lambda: "Sim1.lab.example")
+    port.start_serving(ServerCollector(lambda: STATUS))
+    known = ["127.0.0.1", "127.0.0.1:9100", "[::1]:9100", "192.0.2.7", "localhost:1"]
+    known += [socket.gethostname(), "sim-1:9100", "sim1.lab.example:9100"]
+    for host in (*known, None):
+        assert status_for_host(port, host) == 200, host
+    for host in ("evil.example", "evil.example:9100", "127.0.0.1.evil.example"):
+        assert status_for_host(port, host) == 403, host
+    assert status_for_host(port, "evil.example.:9100") == 403
+
+
+def test_the_metrics_host_is_a_known_name() -> None:
+    with MetricsPort(0, "127.1") as port:
+        port.start_serving(ServerCollector(lambda: STATUS))
+        assert status_for_host(port, "127.1:9100") == 200
+
+
 class Broken:
     def collect(self) -> list[Metric]:
         raise TimeoutError

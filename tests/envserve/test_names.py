@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -15,10 +17,16 @@ import pytest
 import zmq
 
 from envserve.client.link.connection import Connection
+from envserve.client.link.probe import request_welcome
+from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.client.link.zmq_guards.resolver import needs_no_lookup, resolve_host
-
-FOUR = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
-SIX = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+from envserve.errors import ConnectError
+from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
+from envserve.session.client.liveness import Timeouts
+from tests.envserve.conftest import Serve
+from tests.envserve.server_process import make_config
 
 
 @pytest.fixture
@@ -27,18 +35,122 @@ def port() -> Iterator[int]:
         yield router.bind_to_random_port("tcp://127.0.0.1")
 
 
+def entry(ip: str) -> tuple[Any, ...]:
+    """Return an address as `getaddrinfo` does."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    return (family, socket.SOCK_STREAM, 6, "", (ip, 0))
+
+
 @pytest.mark.parametrize(
     ("known", "expected"),
-    [([SIX, FOUR], "tcp://127.0.0.1:7"), ([SIX], "tcp://[::1]:7")],
+    [
+        (["::1", "127.0.0.1"], ["127.0.0.1", "[::1]"]),
+        (["::1"], ["[::1]"]),
+        (["10.0.0.2", "10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.1"]),
+        (
+            ["::1", "::2", "::3", "10.0.0.1", "10.0.0.2"],
+            ["10.0.0.1", "[::1]", "10.0.0.2", "[::2]", "[::3]"],
+        ),
+    ],
 )
-def test_a_host_resolves_to_the_ip_address_that_servers_most_likely_bind(
-    known: list[Any], expected: str, monkeypatch: pytest.MonkeyPatch
+def test_a_host_resolves_to_all_its_addresses_beginning_with_ipv4(
+    known: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
-    assert resolve_host("tcp://sim1:7") == expected
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: map(entry, known))
+    assert resolve_host("tcp://sim1:7") == [f"tcp://{ip}:7" for ip in expected]
     for address in ("tcp://10.0.0.1:7", "tcp://[fe80::1]:7", "ipc:///x/envs"):
         assert needs_no_lookup(address)
-        assert resolve_host(address) == address
+        assert resolve_host(address) == [address]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that makes a host name of these addresses."""
+    look_up = socket.getaddrinfo
+
+    def name(*ips: str) -> str:
+        def look_up_two(host: Any, *arguments: Any, **options: Any) -> Any:
+            if host == "two":
+                return list(map(entry, ips))
+            return look_up(host, *arguments, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up_two)
+        return "two"
+
+    return name
+
+
+@contextlib.contextmanager
+def silent_listener(port: int) -> Iterator[str]:
+    """Listen on another loopback address, accept connections, and send nothing."""
+    with socket.create_server(("127.0.0.2", port)) as listener:
+        yield str(listener.getsockname()[0])
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["refused", "silent"])
+@pytest.mark.parametrize("is_first", [False, True], ids=["second", "first"])
+@pytest.mark.parametrize("renews", [False, True], ids=["waits", "renews"])
+def test_a_server_at_any_address_of_its_host_is_found(
+    port: int, two: Callable[..., str], is_silent: bool, is_first: bool, renews: bool
+) -> None:
+    ips = ["127.0.0.1", "127.0.0.2"] if is_first else ["127.0.0.2", "127.0.0.1"]
+    with contextlib.ExitStack() as stack:
+        if is_silent:
+            stack.enter_context(silent_listener(port))
+        address = f"tcp://{two(*ips)}:{port}"
+        connection = stack.enter_context(closing(Connection(address, insecure=True)))
+        until = time.monotonic() + 60
+        while not connection.poll()[1]:
+            assert time.monotonic() < until
+            connection.wait(3.0, for_writing=True)
+            if renews and not connection.poll()[1]:
+                connection.renew()
+        assert connection.resolved == [f"tcp://{ip}:{port}" for ip in ips]
+
+
+def test_a_server_with_the_expected_key_is_found_behind_another_one(
+    two: Callable[..., str], serve: Serve
+) -> None:
+    """The first address of the host belongs to a server with another key."""
+    server = serve()
+    port = int(server.address.rpartition(":")[2])
+    keys = KeyFolder().keys_for(server.address)
+    assert keys is not None
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as another:
+        another.setsockopt(zmq.CURVE_SERVER, 1)
+        another.setsockopt(zmq.CURVE_SECRETKEY, KeyPair.generate().secret)
+        another.bind(f"tcp://127.0.0.2:{port}")
+        address = f"tcp://{two('127.0.0.2', '127.0.0.1')}:{port}"
+        KeyFolder().add_pin([address], keys[0], "local")
+        assert diagnose_connection(address, keys, 60.0) is Finding.OK
+        assert request_welcome(address, 60.0).num_names > 0
+        with closing(RemoteLane(address, make_config(), Timeouts())) as lane:
+            lane.finish_start(time.monotonic() + 60)
+
+
+def test_the_error_names_the_addresses_that_were_tried(two: Callable[..., str]) -> None:
+    address = f"tcp://{two('127.0.0.2', '::1')}:1"
+    expected = re.escape(
+        "tcp://two:1: no server answered within 1 s at tcp://127.0.0.2:1, tcp://[::1]:1"
+    )
+    with pytest.raises(ConnectError, match=expected):
+        request_welcome(address, 1.0, insecure=True)
+    lane = RemoteLane(
+        address, make_config(), Timeouts(connect_seconds=1.0), insecure=True
+    )
+    with closing(lane), pytest.raises(ConnectError, match=expected):
+        lane.finish_start(time.monotonic() + 60)
+
+
+def test_a_host_is_gone_only_if_all_its_addresses_refuse_connections(
+    two: Callable[..., str], port: int
+) -> None:
+    address = f"tcp://{two('127.0.0.2', '127.0.0.1')}:{port}"
+    assert diagnose_connection(address, None, 60.0) is Finding.OK
+    address = f"tcp://{two('127.0.0.2', '127.0.0.3')}:{port}"
+    with silent_listener(port):
+        assert diagnose_connection(address, None, 1.0) is Finding.SILENT
+    assert diagnose_connection(address, None, 60.0) is Finding.REFUSED
 
 
 def test_an_unresponsive_name_server_does_not_block_other_connections(
@@ -50,7 +162,7 @@ def test_an_unresponsive_name_server_does_not_block_other_connections(
     def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
         asked.append(host)
         answers.wait(300)
-        return [FOUR]
+        return [entry("127.0.0.1")]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     address = f"tcp://sim1:{port}"
@@ -82,7 +194,7 @@ def test_an_unknown_host_is_looked_up_again(
         asked.set()
         if not known:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [FOUR]
+        return [entry("127.0.0.1")]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with closing(Connection(f"tcp://sim1:{port}", insecure=True)) as connection:

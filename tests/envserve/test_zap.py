@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -22,6 +24,7 @@ from envserve.server.zmq_guards.connection_watch import ConnectionWatch
 from envserve.server.zmq_guards.send_budget import SendBudget
 from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap, user_of
+from envserve.session.server.decisions import Audit
 from envserve.settings import HostSettings
 from envserve.wire.sockets import use_keys
 from tests.envserve.strangers import KEYLESS_COMMANDS, Stranger
@@ -29,6 +32,7 @@ from tests.envserve.strangers import KEYLESS_COMMANDS, Stranger
 SERVER, FRIEND, STRANGER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
 GRANT = Grant(name="ann", public=FRIEND.public)
 INVITED = Grant(name="bob", public=FRIEND.public, until=9e9)
+BINDS = ["tcp://127.0.0.1:0"]
 #: Seconds within which an admitted client's message arrives, even on a busy machine.
 PATIENCE = 20.0
 #: Seconds within which an admitted client's message arrives on an idle machine.
@@ -44,16 +48,17 @@ def find(public: bytes) -> Grant | None:
 class KeyedRouter:
     """A ROUTER with keys and its ZAP handler, which collects all messages."""
 
-    def __init__(self, find: Find, binds: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, find: Find, **zap_options: Any) -> None:
         self.loop = asyncio.get_running_loop()
-        self.sockets = ServerSockets([binds], 1 << 20, self.loop, SERVER.secret)
+        self.sockets = ServerSockets(BINDS, 1 << 20, self.loop, SERVER.secret)
         self.router = Router(self.sockets, SendBudget(0, 0))
         self.received: list[tuple[Any, bytes]] = []
         self.has_message = asyncio.Event()
         self.zap: Zap | None = None
         if find is not None:
             sockets = self.sockets
-            self.zap = Zap(sockets.context, find, self.loop, sockets.is_shut_out)
+            shared = sockets.context, find, self.loop, sockets.is_shut_out
+            self.zap = Zap(*shared, **zap_options)
         self.sockets.listen()
         self.sockets.start_reading(self._read)
 
@@ -84,8 +89,8 @@ async def open_router() -> AsyncIterator[Callable[..., KeyedRouter]]:
     """Return a function that creates routers, which are closed after the test."""
     with contextlib.ExitStack() as stack:
 
-        def open_(find: Any = find) -> KeyedRouter:
-            router = KeyedRouter(find)
+        def open_(find: Any = find, **zap_options: Any) -> KeyedRouter:
+            router = KeyedRouter(find, **zap_options)
             stack.callback(router.close)
             return router
 
@@ -209,6 +214,62 @@ async def test_an_invited_client_has_the_invitation_as_its_user(
     (((*_, user), _),) = router.received
     assert user == user_of(INVITED) != "bob"
     assert formats.decode(formats.INVITATION, user) == FRIEND.public
+
+
+async def test_a_refused_key_is_audited_with_its_fingerprint_and_address(
+    open_router: Callable[..., KeyedRouter], connect: Callable[..., Any]
+) -> None:
+    events: list[Audit] = []
+    router = open_router(audit=events.append)
+    connect(router.address, STRANGER)
+    assert not await router.receives(SHORT)
+    async with asyncio.timeout(PATIENCE):
+        while not events:
+            await router.receives(SHORT)
+    (event,) = events
+    assert (event.event, event.user, event.reason) == ("refused", "", "unknown key")
+    shown = formats.fingerprint(STRANGER.public)
+    assert (event.fingerprint, event.address) == (shown, "127.0.0.1")
+
+
+async def test_requests_of_strangers_share_the_loop_with_other_callbacks(
+    open_router: Callable[..., KeyedRouter],
+) -> None:
+    """A turn ends after 2 ms, however many requests wait and however slow they are."""
+
+    def find_slowly(public: bytes) -> Grant | None:
+        ends_at = time.perf_counter() + 0.002
+        while time.perf_counter() < ends_at:
+            pass
+        return None
+
+    router = open_router(find_slowly)
+    assert router.zap is not None
+    request = [b"1.0", b"7", b"envserve", b"::1", b"", b"CURVE", STRANGER.public]
+    with router.sockets.context.socket(zmq.DEALER) as socket:
+        socket.connect("inproc://zeromq.zap.01")
+        for _ in range(20):
+            socket.send_multipart([b"", *request])
+        counts = [0]
+        async with asyncio.timeout(PATIENCE):
+            while counts[-1] < 20:
+                await asyncio.sleep(0)
+                counts.append(router.zap.counts["400"])
+        assert max(b - a for a, b in itertools.pairwise(counts)) == 1
+
+
+async def test_requests_wait_until_the_grants_are_up_to_date(
+    open_router: Callable[..., KeyedRouter], connect: Callable[..., Any]
+) -> None:
+    is_ready = False
+    router = open_router(is_ready=lambda: is_ready)
+    connect(router.address, FRIEND)
+    assert not await router.receives(SHORT)
+    assert router.zap is not None
+    assert not router.zap.counts
+    is_ready = True
+    assert await router.receives(PATIENCE)
+    assert router.zap.counts == {"200": 1}
 
 
 async def test_malformed_requests_are_answered(

@@ -50,6 +50,9 @@ _RECONNECT_MAX_MS: Final = 100
 #: Networks with a longer round trip are not supported.
 _CONNECT_TIMEOUT_MS: Final = 350
 
+#: Time without a connection after which the next address of the host is tried. It grows
+#: with each round, because a server may be too busy to answer in time.
+_NEXT_ADDRESS_SECONDS: Final = 1.0
 #: Maximum time to send the last message to the previous server.
 _FAREWELL_MS: Final = 500
 
@@ -120,6 +123,8 @@ class Connection:
       receive: Method that returns the next message, or None.
       receive_soon: Method that waits for the next message, and returns None after
         `SLICE_SECONDS`.
+      resolved: The addresses that the host name in `address` resolves to; empty if the
+        host is unknown or `address` contains no name.
     """
 
     def __init__(
@@ -148,7 +153,10 @@ class Connection:
         self.keys = keys or self.keys_for(address)
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
         self._previous: zmq.Socket[bytes] | None = None
+        # Set while a host name is resolved and its addresses are tried in turn.
         self._lookup: Lookup | None = None
+        self._try_next_at = 0.0
+        self.resolved: list[str] = []
         self.waker = Waker()
         self._context = context or SharedContext(1)
         self._open()
@@ -186,11 +194,16 @@ class Connection:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         if self.keys is not None:
             use_keys(socket, *self.keys)
-        self._connected_to = ""
-        if needs_no_lookup(self.address) and self.address != NO_ADDRESS:
-            self._connect(self.address)
-        elif self._lookup is None or self._lookup.address != self.address:
-            self._lookup = Lookup(self.address) if self.address != NO_ADDRESS else None
+        self._connected_to, self._try_next_at = "", 0.0
+        if needs_no_lookup(self.address):
+            self._lookup, self.resolved = None, []
+            if self.address != NO_ADDRESS:
+                self._connect(self.address)
+        elif (lookup := self._lookup) is None or (
+            lookup.address != self.address
+            or (lookup.has_ended.is_set() and lookup.num_tried >= len(lookup.found))
+        ):
+            self._lookup, self.resolved = Lookup(self.address), []
         self.waker.watch(event_fd(socket))
 
     def _connect(self, address: str) -> None:
@@ -205,15 +218,29 @@ class Connection:
             ) from None
         self._connected_to = address
 
-    def _connect_once_resolved(self, timeout_seconds: float = 0.0) -> None:
-        """Start to connect if the host lookup ends within the timeout.
+    def _try_addresses(self, timeout_seconds: float = 0.0) -> None:
+        """Connect to an address of the host, or to its next address if that is due.
 
         If the host is unknown, the next `renew` looks it up again.
+
+        Args:
+          timeout_seconds: Maximum time to wait for the host lookup.
         """
-        if self._lookup is not None and self._lookup.has_ended.wait(timeout_seconds):
-            found, self._lookup = self._lookup.found, None
-            if found:
-                self._connect(found)
+        lookup = self._lookup
+        if lookup is None or not lookup.has_ended.wait(timeout_seconds):
+            return
+        self.resolved = lookup.found
+        if int(self._socket.getsockopt(zmq.EVENTS)) & _POLLOUT:
+            self._lookup = None  # connected
+        elif lookup.found and time.monotonic() >= self._try_next_at:
+            num_rounds, index = divmod(lookup.num_tried, len(lookup.found))
+            wait = _NEXT_ADDRESS_SECONDS * (num_rounds + 1)
+            self._try_next_at = time.monotonic() + wait
+            lookup.num_tried += 1
+            # With a single address, libzmq retries by itself.
+            if lookup.found[index] != self._connected_to:
+                self.disconnect()
+                self._connect(lookup.found[index])
 
     def renew(self, max_frame_bytes: int = 0) -> None:
         """Open a new socket, and keep the previous one; see the module docstring.
@@ -302,17 +329,24 @@ class Connection:
     def poll(self) -> tuple[bool, bool]:
         """Return whether a message can be received, and whether there is a peer."""
         if self._lookup is not None:
-            self._connect_once_resolved()
+            self._try_addresses()
         events = int(self._socket.getsockopt(zmq.EVENTS))
         return bool(events & _POLLIN), bool(events & _POLLOUT)
 
     def wait(self, timeout_seconds: float, *, for_writing: bool) -> None:
         """Wait until a message can be received or, with `for_writing`, sent."""
         until = time.monotonic() + timeout_seconds
-        self._connect_once_resolved(max(0.0, timeout_seconds))
         events = zmq.POLLIN | zmq.POLLOUT if for_writing else zmq.POLLIN
-        milliseconds = math.ceil(1000 * max(0.0, until - time.monotonic()))
-        zmq.zmq_poll([(self._socket, events)], milliseconds)
+        while True:
+            if self._lookup is not None:
+                self._try_addresses(max(0.0, until - time.monotonic()))
+            is_trying = self._lookup is not None and bool(self.resolved)
+            slice_end = min(until, self._try_next_at) if is_trying else until
+            milliseconds = math.ceil(1000 * max(0.0, slice_end - time.monotonic()))
+            if zmq.zmq_poll([(self._socket, events)], milliseconds) or (
+                time.monotonic() >= until
+            ):
+                return
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close the socket; unsent messages are dropped after `linger_seconds`."""

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
-from envserve.client.link.zmq_guards.resolver import resolve_host
+from envserve.client.link.connection import Connection
+from envserve.client.link.probe import request
+from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.errors import ConnectError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
-from envserve.keys.key_pair import KeyPair
-from envserve.wire.constants import MAX_BODY_BYTES, MessageType
-from envserve.wire.handshake import ErrorBody, Join, exception_of
-from envserve.wire.message import Message, decode, encode
-from envserve.wire.sockets import UNKNOWN_KEY, set_common_options, use_keys
+from envserve.keys.key_pair import CurveKeys, KeyPair
+from envserve.wire.constants import MessageType
+from envserve.wire.handshake import Join
+from envserve.wire.message import Message
+
+#: Maximum duration of one attempt to connect, pause until the next one, and minimum
+#: time for the answer to JOIN.
+_ATTEMPT_SECONDS: Final = 1.5
+_PAUSE_SECONDS: Final = 0.2
+_MIN_JOIN_SECONDS: Final = 1.0
 
 
-def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
-    """Join the server of an invitation at the first address that answers.
+def join(
+    invitation: Invitation, pair: KeyPair, timeout_seconds: float
+) -> Sequence[str]:
+    """Join the server of an invitation.
 
     The invitation can be used only once. Afterwards the server accepts the public key
     of `pair`; its secret key is not sent.
@@ -29,64 +38,50 @@ def join(invitation: Invitation, pair: KeyPair, timeout_seconds: float) -> None:
     Args:
       invitation: Addresses, the server's public key, and a temporary secret key.
       pair: Key pair of this client.
-      timeout_seconds: Maximum time for all addresses together.
+      timeout_seconds: Maximum time to find the server at one of its addresses.
+
+    Returns:
+      The addresses at which a server with the server's key has answered.
 
     Raises:
       ConnectError: The server did not answer, or the invitation is no longer valid.
-      RemoteProtocolError: The peer is not an envserve server.
-      ServerError: The server rejected the request.
+      RemoteProtocolError: The peer is not an envserve server, or it rejected the
+        request.
     """
-    seconds = timeout_seconds / len(invitation.addresses)
-    for known_as in invitation.addresses:
-        try:
-            address = resolve_host(known_as)
-        except (OSError, UnicodeError):  # the host is unknown
-            continue
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        try:
-            set_common_options(socket)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
-            socket.setsockopt(zmq.IPV6, "[" in address)
-            use_keys(
-                socket, invitation.server_public, KeyPair.from_secret(invitation.secret)
-            )
-            if _request_join(socket, invitation, address, pair.public, seconds):
-                return
-        finally:
-            context.destroy(linger=0)
-    raise ConnectError(
-        f"{', '.join(invitation.addresses)}: no server with the key of this invitation "
-        f"({formats.fingerprint(invitation.server_public)}) answered within "
-        f"{timeout_seconds:g} s; check that the server is running and reachable"
-    )
+    deadline = time.monotonic() + timeout_seconds
+    keys = invitation.server_public, KeyPair.from_secret(invitation.secret)
+    findings = _connect_to_all(invitation.addresses, keys, deadline)
+    answered = [at for at, found in findings.items() if found is Finding.OK]
+    if not answered and Finding.UNKNOWN_CLIENT in findings.values():
+        raise ConnectError(invitation.rejected_text)
+    if not answered:
+        raise ConnectError(
+            f"{', '.join(invitation.addresses)}: no server with the key of this "
+            f"invitation ({formats.fingerprint(invitation.server_public)}) answered "
+            f"within {timeout_seconds:g} s; check that the server is running and "
+            f"reachable"
+        )
+    message = Message(type=MessageType.JOIN, body=Join(public=pair.public).encode())
+    left = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())
+    with contextlib.closing(Connection(answered[0], keys)) as connection:
+        request(connection, message, MessageType.JOINED, left)
+    return answered
 
 
-def _request_join(
-    socket: zmq.Socket[bytes],
-    invitation: Invitation,
-    address: str,
-    public: bytes,
-    seconds: float,
-) -> bool:
-    """Send JOIN to an address; return whether the server confirmed it in time."""
-    asked = Message(type=MessageType.JOIN, body=Join(public=public).encode())
-    deadline = time.monotonic() + seconds
-    poller = zmq.Poller()
-    with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
-        poller.register(monitor, zmq.POLLIN)
-        poller.register(socket, zmq.POLLIN)
-        socket.connect(address)
-        socket.send_multipart(encode(asked))
-        while (left := deadline - time.monotonic()) > 0:
-            ready: dict[Any, int] = dict(poller.poll(math.ceil(1000 * left)))
-            if monitor in ready:
-                if recv_monitor_message(monitor)["value"] == UNKNOWN_KEY:
-                    raise ConnectError(invitation.rejected_text)
-            elif socket in ready:
-                answer = decode(socket.recv_multipart())
-                if answer.type is MessageType.ERROR:
-                    raise exception_of(ErrorBody.decode(answer.body), address)
-                if answer.type is MessageType.JOINED:
-                    return True
-    return False
+def _connect_to_all(
+    addresses: Sequence[str], keys: CurveKeys, deadline: float
+) -> dict[str, Finding]:
+    """Connect to all addresses concurrently; retry until one of them has answered."""
+    has_answered = threading.Event()
+
+    def connect(address: str) -> Finding:
+        while True:
+            left = max(0.1, deadline - time.monotonic())
+            finding = diagnose_connection(address, keys, min(left, _ATTEMPT_SECONDS))
+            if finding in (Finding.OK, Finding.UNKNOWN_CLIENT):
+                has_answered.set()
+            if has_answered.wait(_PAUSE_SECONDS) or time.monotonic() >= deadline:
+                return finding
+
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        return dict(zip(addresses, threads.map(connect, addresses), strict=True))

@@ -9,6 +9,7 @@ from typing import Final
 
 from envserve.client.link.connection import SLICE_SECONDS, Connection
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
+from envserve.client.link.zmq_guards.resolver import describe_tried
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.wire.constants import MessageType
 from envserve.wire.handshake import (
@@ -86,5 +87,6 @@ def request(
             return answer
     hint = "; another program may be listening there" if is_sent else ""
     raise ConnectError(
-        f"{address}: no server answered within {timeout_seconds:g} s{hint}"
+        f"{address}: no server answered within {timeout_seconds:g} s"
+        f"{describe_tried(connection.resolved)}{hint}"
     )

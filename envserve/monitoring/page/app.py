@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import re
 import socket
 from base64 import b64encode
@@ -29,6 +28,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from envserve.address import is_known_host
 from envserve.errors import EnvserveError
 from envserve.monitoring.page.data_feed import DataFeed, encode_event
 
@@ -96,7 +96,7 @@ def build_app(
         Route("/press/{name}", page.press, methods=["POST"]),
         Route("/record/{index:int}/{lease:int}/{row:int}", page.record),
     ]
-    names = {"localhost", socket.gethostname(), host}
+    names = {"localhost", socket.gethostname().lower(), host.lower()}
     return Starlette(
         routes=routes,
         middleware=[Middleware(_AccessControl, token=token, names=names)],
@@ -140,18 +140,11 @@ class _AccessControl:
         await app(scope, receive, send_with_headers)
 
     def _is_same_origin(self, request: Request, host: str) -> bool:
-        """Return whether a request is for a known host, and not from another site.
-
-        Another site can make its host name resolve to this host, but it cannot do that
-        with an IP address, so IP addresses are allowed.
-        """
-        name = re.sub(r":\d+$", "", host).strip("[]")
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(name)
-            name = "localhost"
+        """Return whether a request is for a known host, and not from another site."""
         origin = request.headers.get("origin")
         is_same = origin in (f"http://{host}", f"https://{host}")
-        return name in self._names and (is_same or request.method in ("GET", "HEAD"))
+        is_same = is_same or request.method in ("GET", "HEAD")
+        return is_same and is_known_host(host, self._names)
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]

@@ -85,10 +85,16 @@ class ServerSocket:
         It is read for each message and not stored by route, because peers choose their
         routes.
         """
-        if not self.has_keys:
-            return self.user
+        return self._metadata("User-Id") if self.has_keys else self.user
+
+    @property
+    def sender_address(self) -> str:
+        """The IP address that sent the latest message; "" if unknown."""
+        return self._metadata("Peer-Address")
+
+    def _metadata(self, name: str) -> str:
         try:
-            return str(self.receiver.first_frame.get("User-Id"))
+            return str(self.receiver.first_frame.get(name))
         except zmq.ZMQError:
             return ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +33,10 @@ _VERSION: Final = b"1.0"
 #: Frames of a CURVE request; the last one is the raw public key.
 _NUM_FRAMES: Final = 7
 _KEY_BYTES: Final = 32
-_MAX_REQUESTS_PER_TURN: Final = 64
+#: Maximum seconds to answer requests before other callbacks of the loop get their turn.
+_TURN_SECONDS: Final = 0.002
+#: Interval at which to check whether requests can be answered.
+_WAIT_SECONDS: Final = 0.005
 
 
 def user_of(grant: Grant) -> str:
@@ -59,6 +63,7 @@ class Zap:
         loop: asyncio.AbstractEventLoop,
         is_shut_out: Callable[[str], bool] = lambda user: False,
         audit: Callable[[Audit], None] = lambda event: None,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start answering. Sockets of the context must not listen before this.
 
@@ -68,8 +73,11 @@ class Zap:
           loop: Event loop that reads the requests.
           is_shut_out: Returns whether to reject a user temporarily.
           audit: Callback that records an event in the audit log.
+          is_ready: Returns whether `find` knows all changes of grants; requests wait
+            until it does.
         """
         self._audit = audit
+        self._is_ready = is_ready
         self._is_shut_out = is_shut_out
         self.num_admitted: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -106,20 +114,28 @@ class Zap:
         return user if count >= max(min_connections, admitted.total() * 0.6) else ""
 
     def _on_requests(self) -> None:
-        """Answer until no request is left, because the descriptor is edge-triggered."""
-        self._scheduled = None
-        may_be_more = True
+        """Answer requests until the turn is over or none is left.
+
+        The descriptor is edge-triggered, so if requests may be left, schedule a call.
+        """
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        self._scheduled, delay = None, 0.0
+        turn_ends_at = time.monotonic() + _TURN_SECONDS
         try:
-            for _ in range(_MAX_REQUESTS_PER_TURN):
+            if not self._is_ready():
+                delay = _WAIT_SECONDS
+                return
+            while time.monotonic() < turn_ends_at:
                 try:
                     frames = self._socket.recv_multipart(NOBLOCK)
                 except zmq.Again:
-                    may_be_more = False
+                    delay = math.inf
                     return
                 self._answer(frames)
         finally:
-            if may_be_more:
-                self._scheduled = self._loop.call_soon(self._on_requests)
+            if delay < math.inf:
+                self._scheduled = self._loop.call_later(delay, self._on_requests)
 
     def _answer(self, frames: Sequence[bytes]) -> None:
         status, user = "300", ""
@@ -167,8 +183,8 @@ class Zap:
         if self.is_quiet:
             return
         key, client = formats.fingerprint(public), address.decode(errors="replace")
-        reason = f"unknown key {key} from {client}"
-        self._audit(Audit("refused", "", reason=reason))
+        reason = "unknown key"
+        self._audit(Audit("refused", reason=reason, fingerprint=key, address=client))
         more = self._throttle.admit("refused", time.monotonic())
         if more is not None:
-            _LOGGER.info("%s%s", reason, more)
+            _LOGGER.info("%s %s from %s%s", reason, key, client, more)

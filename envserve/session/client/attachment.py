@@ -70,6 +70,8 @@ class Attachment:
       machine: State of the session, see `ClientState`.
       error: Reason why the session is LOST; None otherwise.
       connect_error: Reason why there is no connection, if the transport found one.
+      tried_text: Part of the error if no server answers, with the addresses of a host
+        name that the transport has tried.
       num_leases: Number of leases granted so far.
       attach_id: Request id of the latest ATTACH.
       client_blocks: The blocks and their operations; None until the first lease.
@@ -92,6 +94,7 @@ class Attachment:
         self.machine = Machine(ClientState.CONNECTING)
         self.error: EnvserveError | None = None
         self.connect_error: ConnectError | None = None
+        self.tried_text = ""
         self.num_leases = self.attach_id = 0
         self.client_blocks: ClientBlocks | None = None
         self.lost_lease: LostLease | None = None
@@ -323,8 +326,9 @@ class Attachment:
                 self.connect_error
                 or ConnectError(
                     f"{self.address}: no server answered within "
-                    f"{self._timeouts.connect_seconds:g} s; check that `envserve start "
-                    f"--bind {self.address}` is running there, and that this "
+                    f"{self._timeouts.connect_seconds:g} s{self.tried_text}; check "
+                    f"that `envserve start --bind {self.address}` is running there, "
+                    f"and that this "
                     f"client can reach it over the network"
                 )
             )

@@ -81,13 +81,17 @@ class Audit(NamedTuple):
       env_name: Name of the envs concerned; "" if none.
       num_envs: Number of the envs concerned.
       reason: Reason for the event.
+      fingerprint: Fingerprint of the key; "" for the user's key.
+      address: Address of the client; "" for the user's address.
     """
 
     event: str
-    user: str
+    user: str = ""
     env_name: str = ""
     num_envs: int = 0
     reason: str = ""
+    fingerprint: str = ""
+    address: str = ""
 
 
 class BeginDrain(NamedTuple):

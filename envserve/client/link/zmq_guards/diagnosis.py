@@ -71,21 +71,39 @@ class Finding(enum.Enum):
     """The peer accepts connections, but sends nothing."""
 
 
+#: Priorities of the findings about several addresses of a host; 1 for all findings that
+#: explain a failure.
+_PRIORITIES: Final = {Finding.OK: 0, Finding.UNKNOWN: 2, Finding.REFUSED: 3}
+
+
 def diagnose_connection(
     address: str, keys: CurveKeys | None, timeout_seconds: float
 ) -> Finding:
     """Find out why connections to an address fail, or whether they succeed.
 
     Args:
-      address: Address of a server. For ipc, only REFUSED can be detected.
+      address: Address of a server, at any IP address of its host. For ipc, only REFUSED
+        can be detected.
       keys: The server's public key and the client's key pair; None without keys.
       timeout_seconds: Maximum duration, excluding the lookup of the host's name.
     """
+    try:
+        addresses = resolve_host(address)
+    except (OSError, UnicodeError):  # UnicodeError: an empty or long label
+        return Finding.UNKNOWN_HOST
+    findings: list[Finding] = []
     deadline = time.monotonic() + timeout_seconds
+    while addresses and Finding.OK not in findings:
+        left = max(0.0, deadline - time.monotonic())
+        by = time.monotonic() + left / len(addresses)
+        findings.append(_diagnose_ip(addresses.pop(0), keys, by))
+    return min(findings, key=lambda finding: _PRIORITIES.get(finding, 1))
+
+
+def _diagnose_ip(address: str, keys: CurveKeys | None, deadline: float) -> Finding:
+    """Diagnose connections to an address that contains no host name."""
     try:
         mechanism, kind = _read_greeting(address, deadline)
-    except (socket.gaierror, UnicodeError):  # UnicodeError: an empty or long label
-        return Finding.UNKNOWN_HOST
     except ConnectionRefusedError:
         return Finding.REFUSED
     except (OSError, ValueError):
@@ -159,7 +177,6 @@ def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
     """Run the CURVE handshake with a server, and report its result."""
     from zmq.utils.monitor import recv_monitor_message  # it imports asyncio
 
-    address = resolve_host(address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     use_keys(dealer, *keys)
@@ -219,7 +236,8 @@ def connection_error(
         f'"envserve invite NAME" there and "envserve join" here',
         Finding.OTHER_SERVER: f"the server does not have the key that it had when you "
         f"joined (expected {server}): it is another server, has a new key, or is a man "
-        f"in the middle; nothing was sent; if it was set up again, join again",
+        f"in the middle; nothing was sent; if it was set up again, join again: "
+        f"envserve join --replace",
     }
     text = texts.get(finding)
     return None if text is None else ConnectError(f"{address}: {text}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import socket
 import threading
 
@@ -23,20 +24,30 @@ def needs_no_lookup(address: str) -> bool:
     return False
 
 
-def resolve_host(address: str) -> str:
-    """Replace the host name in an address with an IP address, preferably IPv4.
+def resolve_host(address: str) -> list[str]:
+    """Replace the host name in an address with each of its IP addresses.
+
+    IPv4 and IPv6 addresses alternate, beginning with IPv4, because servers most likely
+    bind an IPv4 address.
 
     Raises:
       OSError: The host is unknown.
       UnicodeError: The name is not a valid host name.
     """
     if needs_no_lookup(address):
-        return address
+        return [address]
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    ips = [str(socket_address[0]) for *_, socket_address in found]
-    ip = min(ips, key=lambda ip: ":" in ip)  # IPv4 first
-    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+    ips = dict.fromkeys(str(socket_address[0]) for *_, socket_address in found)
+    four = [f"tcp://{ip}:{port}" for ip in ips if ":" not in ip]
+    six = [f"tcp://[{ip}]:{port}" for ip in ips if ":" in ip]
+    pairs = itertools.zip_longest(four, six)
+    return [each for pair in pairs for each in pair if each is not None]
+
+
+def describe_tried(addresses: list[str]) -> str:
+    """Return the part of an error that names the addresses of a host, or ""."""
+    return f" at {', '.join(addresses)}" if addresses else ""
 
 
 class Lookup:
@@ -45,13 +56,14 @@ class Lookup:
     Attributes:
       address: Address with the host name.
       has_ended: Event that is set when the lookup has finished.
-      found: The address with an IP address, once `has_ended` is set; empty if the host
-        is unknown.
+      found: The address with each IP address of the host, once `has_ended` is set;
+        empty if the host is unknown.
+      num_tried: Number of connection attempts to these addresses, in turn.
     """
 
     def __init__(self, address: str) -> None:
         """Start the thread."""
-        self.address, self.found = address, ""
+        self.address, self.found, self.num_tried = address, list[str](), 0
         self.has_ended = threading.Event()
         try:
             threading.Thread(target=self._run, daemon=True).start()
