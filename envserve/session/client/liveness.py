@@ -37,7 +37,7 @@ class Timeouts:
     """Maximum silence of the server until it grants the first lease, in seconds."""
     lost_seconds: float = 60.0
     """Maximum silence, or time without a lease, after the first lease, in seconds. Also
-    the maximum time for which the server may ignore a request but answer PINGs."""
+    the maximum time, but at least 8 s, for which the server may ignore a request."""
     operation_seconds: float = 3600.0
     """Maximum duration, in seconds, of an operation that the server reports as running,
     and of building envs that replace lost ones."""

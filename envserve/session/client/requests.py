@@ -33,6 +33,9 @@ _MAX_RESEND_SECONDS: Final = 4.0
 #: after which the server can count as lost.
 _ABSENT_IGNORED: Final = 2
 _LOST_IGNORED: Final = 3
+#: Minimum time for which a server must ignore a request to count as lost. It is longer
+#: than `_LOST_IGNORED` copies take, so that there is time to find another server.
+_MIN_IGNORED_SECONDS: Final = 8.0
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
     MessageType.STEP: MessageType.RESULT,
     MessageType.RESET: MessageType.RESULT,
@@ -255,10 +258,11 @@ class Requests:
     def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
         """Return the operation that first reaches a time limit, and when it does."""
         first_at, first = math.inf, None
+        ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():
             at = request.sent_at + timeouts.operation_seconds
             if request.num_ignored >= _LOST_IGNORED:
-                at = min(at, request.ignored_since + timeouts.lost_seconds)
+                at = min(at, request.ignored_since + ignored_seconds)
             if at < first_at:
                 first_at, first = at, request
         return first_at, first
