@@ -122,10 +122,12 @@ def test_a_server_that_answers_only_pings_holds_no_call_for_ever(
     host: Host, kind: MessageType, script: str
 ) -> None:
     is_silent = script == "nothing"
-    limits = {"server_lost_after": 3.0, "operation_timeout": 60.0 if is_silent else 3.0}
     text = f"ignores {kind.name}" if is_silent else f"not finished {kind.name}"
     with BatchEnv.connect(
-        *("Hostile-v0", [host(script, kind)], NUM_ENVS), padding_after=0.1, **limits
+        *("Hostile-v0", [host(script, kind)], NUM_ENVS),
+        padding_after=0.1,
+        server_lost_after=3.0,
+        operation_timeout=60.0 if is_silent else 3.0,
     ) as batch:
         started = time.monotonic()
         with pytest.raises(ServerLost, match=f"{text} of block 0"):  # noqa: PT012

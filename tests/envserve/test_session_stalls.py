@@ -60,8 +60,10 @@ def submit(client: ClientSession, kind: MessageType, now: float) -> None:
 
 def pong(client: ClientSession, number: int, *running: int) -> list[Buffer]:
     body = Pong(running=dict.fromkeys(running, 5)).encode()
-    ids = {"session": 11, "boot": 77, "epoch": client.requests.epoch}
-    return encode(Message(MessageType.PONG, body=body, request=number, **ids))
+    epoch = client.requests.epoch
+    message = Message(MessageType.PONG, session=11, boot=77, epoch=epoch, body=body)
+    message.request = number
+    return encode(message)
 
 
 OPERATIONS = [MessageType.RESET, MessageType.STEP, MessageType.CALL]
