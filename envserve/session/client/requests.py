@@ -4,11 +4,9 @@ A request is resent after 1 s, then after 2 s, then every 4 s, and immediately a
 reconnect. Copies differ only in their attempt number. The outbox contains at most one
 copy of a request, so it is bounded. Messages without a reply are sent once.
 
-A server may answer PINGs, but not a request. Each copy is therefore followed by a PING.
-If its PONG lists no block of the request as running, the server has ignored this copy.
-PINGs have request numbers, so that a late PONG, whose PING was sent before the latest
-copy, is no evidence. A connection that breaks can also lose a copy and deliver the
-PING, so only several ignored copies in a row count.
+A PING follows each of these copies. If its PONG lists no block of the request as
+running, the server has ignored the copy. docs/decisions.md: "A PONG shows which
+requests a server ignores".
 """
 
 from __future__ import annotations
