@@ -106,6 +106,7 @@ def env_maker(
             config.env_name,
             connect_to,
             server_lost_after=config.server_lost_after_seconds,
+            operation_timeout=config.operation_timeout_seconds,
             on_server_lost=config.on_server_lost,
             insecure=config.insecure,
             **options,

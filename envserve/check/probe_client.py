@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -18,7 +19,7 @@ from envserve.client.link.connection import Connection
 from envserve.errors import RemoteProtocolError
 from envserve.slab import Rows
 from envserve.spaces.action_checks import check_actions
-from envserve.wire.bodies import Attach, Granted, ResetBody
+from envserve.wire.bodies import Attach, Granted, Pong, ResetBody
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
@@ -26,6 +27,9 @@ from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
 _ANSWER_SECONDS: Final = 5.0
+#: Maximum time to wait for an answer while PONG lists the operation as running, or
+#: while the server sends other messages.
+_MAX_WAIT_SECONDS: Final = 60.0
 #: Time to wait for further messages after the answer that should be the last one.
 _LAST_WAIT_SECONDS: Final = 0.05
 #: Maximum number of times that ATTACH is resent while envs are built, once a second.
@@ -134,6 +138,7 @@ class ProbeClient:
         self.subject, self.link = subject, subject.open_link()
         self.session = secrets.randbits(62) + 1
         self.epoch = self.num_requests = self.num_steps = 0
+        self._sent_at = time.monotonic()
 
     def message(self, kind: int, body: bytes = b"", **changes: Any) -> Message:
         """Return a message with a valid prefix, except for the fields in `changes`."""
@@ -144,6 +149,7 @@ class ProbeClient:
 
     def send(self, *messages: Message) -> None:
         """Send messages without waiting for answers."""
+        self._sent_at = time.monotonic()
         for message in messages:
             self.link.send(encode(message))
 
@@ -151,6 +157,8 @@ class ProbeClient:
         """Return the next message; None if none arrives in time."""
         if (frames := self.link.receive(seconds)) is None:
             return None
+        waited = time.monotonic() - self._sent_at
+        expect(waited < _MAX_WAIT_SECONDS, "an answer", f"others for {waited:.0f} s")
         message = decode(frames)
         expect(message.type >= 128, "a type from 128 on", message.type)
         is_same = message.session == self.session
@@ -159,13 +167,26 @@ class ProbeClient:
         return message
 
     def answer(self, *copies: Message) -> Message:
-        """Wait for the answer to a message that was sent, or to one of its copies."""
-        while (answer := self.receive()) is not None:
-            if answer.request == copies[0].request:
+        """Wait for the answer to a message that was sent, or to one of its copies.
+
+        An operation may take long if PONG lists one of its blocks as running.
+        """
+        first, num_silent, num_waits = copies[0], 0, 0
+        name = getattr(first.type, "name", first.type)
+        while num_silent < _ANSWER_SECONDS and num_waits < _MAX_WAIT_SECONDS:
+            if (answer := self.receive(1.0)) is None:
+                num_silent, num_waits = num_silent + 1, num_waits + 1
+                if first.entries:
+                    self.send(self.message(MessageType.PING))
+            elif answer.request == first.request:
                 sent = [copy.attempt for copy in copies]
                 expect(answer.attempt in sent, f"attempt {sent}", answer.attempt)
                 return answer
-        name = getattr(copies[0].type, "name", copies[0].type)
+            elif answer.type is MessageType.PONG and answer.request > first.request:
+                running, num_silent = Pong.decode(answer.body).running, 0
+                is_running = any(block in running for block, _ in first.entries)
+                text = f"an answer to {name}, or one of its blocks in PONG"
+                expect(is_running, text, f"PONG with running {running}")
         raise RemoteProtocolError(f"expected an answer to {name}; got none")
 
     def request(self, message: Message, *kinds: MessageType) -> Message:

@@ -387,6 +387,12 @@ def pings(c: ProbeClient) -> None:
     expect(not running, "no running operations", running)
 
 
+@rule("PING, PONG", disturbs=True)
+def running(c: ProbeClient) -> None:
+    """List at least one block of each request without an answer in PONG."""
+    c.execute(c.next_step(), c.message(MessageType.PING))
+
+
 @rule("DETACH, DETACHED")
 def detached(c: ProbeClient) -> None:
     """Release the lease on DETACH; do not let the session attach again."""

@@ -236,6 +236,7 @@ class BatchEnv:
         connect_timeout: float = 10.0,
         start_timeout: float = 300.0,
         server_lost_after: float = 60.0,
+        operation_timeout: float = Timeouts.operation_seconds,
         on_server_lost: OnServerLost = "raise",
         num_servers: int | None = None,
         min_servers: int | None = None,
@@ -260,9 +261,13 @@ class BatchEnv:
           padding_after: As for `local`.
           connect_timeout: Maximum seconds to wait for a server's first answer.
           start_timeout: Maximum seconds to wait until all envs are built.
-          server_lost_after: Seconds after which a server that does not answer, or was
-            restarted, counts as lost. Until then, its rows are padding. Each row whose
-            env is replaced loses an episode.
+          server_lost_after: Seconds after which a server that does not answer, ignores
+            a step, reset or call, or was restarted, counts as lost. Until then, its
+            rows are padding. Each row whose env is replaced loses an episode.
+          operation_timeout: Maximum seconds that a server may report a step, reset or
+            call as running, or take to rebuild envs; then it counts as lost. 3600 by
+            default, which is far longer than servers allow unless their own timeouts
+            were raised.
           on_server_lost: What happens if a server is lost and no other server has
             enough free envs. "raise" raises ServerLost. "pad" continues with padding
             until a server is found, and raises ServerLost only if the whole batch is
@@ -305,6 +310,7 @@ class BatchEnv:
         timeouts = Timeouts(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,
+            operation_seconds=operation_timeout,
             pads_lost_rows=on_server_lost == "pad",
             max_row_mib=max_row_mib,
         )

@@ -320,7 +320,12 @@ class Config:
     own timeout."""
 
     server_lost_after_seconds: _Seconds = 60.0
-    """Seconds without a message after which an env server is considered lost."""
+    """Seconds after which an env server that sends no message, or ignores a step or
+    reset, is considered lost."""
+
+    operation_timeout_seconds: _Seconds = 3600.0
+    """Seconds for which an env server may report a step or reset as running, or rebuild
+    environments, before it is considered lost."""
 
     on_server_lost: Literal["raise", "pad"] = "raise"
     """What happens when an env server is lost: raise or pad. "raise" ends the run with

@@ -392,6 +392,26 @@ class ReportsBlocksAsRunning(Server):
         return message
 
 
+@found_by("running")
+class ListsNoRunningBlock(Server):
+    def change_reply(self, message: Message) -> Message:
+        if message.type is Kind.PONG:
+            message.body = codec.encode({"running": {}})
+        return message
+
+
+@found_by("granted")
+class IgnoresResets(Server):
+    def change_request(self, message: Message) -> Message | None:
+        return None if message.type is Kind.RESET else message
+
+
+@found_by("granted")
+class NeverFinishes(Server):
+    def finish_all(self, now: float) -> None:
+        pass
+
+
 @found_by("calls")
 class CallsHiddenAttributes(Server):
     def change_request(self, message: Message) -> Message:

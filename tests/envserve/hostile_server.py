@@ -121,6 +121,7 @@ _LONG_TEXT: Final = "\x1b]0;" * (MAX_BODY_BYTES // 5)
 #: Scripts by name: each takes a request and its number of rows, and yields replies.
 SCRIPTS: Final[dict[str, Callable[[Message, int], Replies]]] = {
     "nothing": lambda request, rows: (),
+    "running": lambda request, rows: (),
     "pongs": lambda request, rows: _endless(
         reply(request, MessageType.PONG, entries=(), body=Pong(running={}).encode())
     ),
@@ -159,7 +160,7 @@ class Script:
 
     def __init__(self, name: str, scripted_type: MessageType) -> None:
         self._script, self._scripted_type = SCRIPTS[name], scripted_type
-        self._num_rows = 0
+        self._num_rows, self._is_running = 0, name == "running"
 
     def replies_to(self, request: Message) -> Replies:
         """Return the replies to a request, possibly an endless stream."""
@@ -167,6 +168,9 @@ class Script:
             self._num_rows = Attach.decode(request.body).num_envs
         if request.type is self._scripted_type:
             return self._script(request, self._num_rows)
+        if request.type is MessageType.PING and self._is_running:
+            pong = Pong(running=dict.fromkeys(range(self._num_rows), 1))
+            return [reply(request, MessageType.PONG, body=pong.encode())]
         return correct_replies(request, self._num_rows)
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from envserve.client import BatchEnv
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.errors import EnvTimeout, RemoteProtocolError, ServerError
+from envserve.errors import EnvTimeout, RemoteProtocolError, ServerError, ServerLost
+from envserve.slab import Status
 from envserve.wire.constants import MessageType
 from tests.envserve.hostile_server import HostileServer
 from tests.envserve.server_process import make_config
@@ -113,6 +114,62 @@ def test_a_flood_does_not_delay_the_rows_of_another_server(
         assert memory.growth() < MAX_GROWTH_BYTES
         started = time.monotonic()
     assert time.monotonic() - started < 2.0 + SLACK_SECONDS
+
+
+@pytest.mark.parametrize("kind", [MessageType.RESET, MessageType.STEP])
+@pytest.mark.parametrize("script", ["nothing", "running"])
+def test_a_server_that_answers_only_pings_holds_no_call_for_ever(
+    host: Host, kind: MessageType, script: str
+) -> None:
+    is_silent = script == "nothing"
+    text = f"ignores {kind.name}" if is_silent else f"not finished {kind.name}"
+    with BatchEnv.connect(
+        *("Hostile-v0", [host(script, kind)], NUM_ENVS),
+        padding_after=0.1,
+        server_lost_after=3.0,
+        operation_timeout=60.0 if is_silent else 3.0,
+    ) as batch:
+        started = time.monotonic()
+        with pytest.raises(ServerLost, match=f"{text} of block 0"):  # noqa: PT012
+            batch.reset()
+            batch.step(ACTIONS)
+        assert time.monotonic() - started < 10.0 + SLACK_SECONDS
+
+
+def test_rows_of_a_server_that_ignores_steps_are_padding_until_it_is_lost(
+    host: Host,
+) -> None:
+    addresses = [host("nothing"), host("nothing", MessageType.CALL)]
+    with BatchEnv.connect(
+        *("Hostile-v0", addresses, 2 * NUM_ENVS), padding_after=0.1, num_servers=2
+    ) as batch:
+        batch.reset()
+        step = batch.step(np.zeros(2 * NUM_ENVS, np.int64))
+        assert step.status[:NUM_ENVS].tolist() == [Status.PENDING] * NUM_ENVS
+        assert step.valid[NUM_ENVS:].all()
+
+
+def test_rows_move_away_from_a_server_that_ignores_steps(host: Host) -> None:
+    addresses = [host("nothing"), host("nothing", MessageType.CALL)]
+    with BatchEnv.connect(
+        *("Hostile-v0", addresses, NUM_ENVS), num_servers=1, server_lost_after=4.0
+    ) as batch:
+        batch.reset()
+        step = batch.step(ACTIONS)
+        assert step.status.tolist() == [Status.SERVER_LOST] * NUM_ENVS
+        assert "ignores STEP of block 0" in step.infos[0]["fault"]["text"]
+        assert batch.step(ACTIONS).valid.all()
+        assert batch.lanes[0].name == addresses[1]
+
+
+def test_a_call_that_a_server_ignores_fails(host: Host) -> None:
+    with BatchEnv.connect(
+        *("Hostile-v0", [host("nothing", MessageType.CALL)], NUM_ENVS),
+        server_lost_after=3.0,
+    ) as batch:
+        batch.reset()
+        with pytest.raises(ServerLost, match="ignores CALL of block 0"):
+            batch.get_attr("render_mode")
 
 
 def test_a_flood_ends_a_reset(host: Host) -> None:

@@ -111,10 +111,10 @@ def example() -> dict[str, list[Buffer]]:
             kinds.RESULT, 4, later_body, entries=((0, 2),)
         ),
         "CALL": make_message(
-            kinds.CALL, 6, CallBody.from_calls(calls).encode(), entries=((0, 3), (1, 4))
+            kinds.CALL, 7, CallBody.from_calls(calls).encode(), entries=((0, 3), (1, 4))
         ),
         "CALL_RESULT of block 1": make_message(
-            kinds.CALL_RESULT, 6, entries=((1, 4),), payload=codec.encode([{}])
+            kinds.CALL_RESULT, 7, entries=((1, 4),), payload=codec.encode([{}])
         ),
         "STATUS": make_message(kinds.STATUS, 7, boot=0, epoch=0),
         "STATUS_RESULT": make_message(
@@ -132,12 +132,12 @@ def example() -> dict[str, list[Buffer]]:
         "DRAIN": make_message(
             kinds.DRAIN, 7, Drain(grace_ms=8000).encode(), session=0, epoch=0
         ),
-        "RESET": make_message(kinds.RESET, 5, reset.encode(), entries=((1, 3),)),
+        "RESET": make_message(kinds.RESET, 6, reset.encode(), entries=((1, 3),)),
         "BUILDING": make_message(
             kinds.BUILDING, 2, Building(elapsed_ms=250).encode(), epoch=0
         ),
-        "PING": make_message(kinds.PING, 0),
-        "PONG": make_message(kinds.PONG, 0, Pong(running={1: 1500}).encode()),
+        "PING": make_message(kinds.PING, 5),
+        "PONG": make_message(kinds.PONG, 5, Pong(running={1: 1500}).encode()),
         "ERROR": make_message(kinds.ERROR, 8, make_error().encode(), entries=((0, 6),)),
         "DETACH": make_message(kinds.DETACH, 9),
         "DETACHED": make_message(kinds.DETACHED, 9),

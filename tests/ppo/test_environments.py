@@ -28,6 +28,7 @@ CONFIG = Config(
     wrappers=({"name": "ActionRepeat", "amount": 4},),
     step_timeout_seconds=7.0,
     server_lost_after_seconds=9.0,
+    operation_timeout_seconds=90.0,
     padding_after_seconds=0.5,
 )
 #: Arguments of both `BatchEnv.local` and `BatchEnv.connect`.
@@ -83,6 +84,7 @@ def test_envs_are_on_servers_if_there_are_addresses(
     assert named == {
         **COMMON,
         "server_lost_after": 9.0,
+        "operation_timeout": 90.0,
         "on_server_lost": "pad",
         "insecure": False,
         "on_fault": "raise",

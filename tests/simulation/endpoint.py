@@ -80,6 +80,7 @@ class Endpoint(PausableProcess):
             Timeouts(
                 connect_seconds=_CONNECT_SECONDS,
                 lost_seconds=_LOST_SECONDS,
+                operation_seconds=self.simulation.profile.operation_seconds,
                 pads_lost_rows=self.never_gives_up,
             ),
             session=source.getrandbits(63) + 1,
@@ -156,6 +157,7 @@ class Endpoint(PausableProcess):
                 self.link.send(outbox.pop(key))
         elif len(outbox) > 2 * self.num_envs + 2:
             raise Violation(f"{len(outbox)} messages are queued")
+        self._check_stalls(session)
         self._after_event(session)
         if session is not self.session or session.state.is_over:
             return
@@ -165,6 +167,16 @@ class Endpoint(PausableProcess):
             self.clock.schedule(
                 deadline, self.run_when_awake, self._wake, session, deadline
             )
+
+    def _check_stalls(self, session: ClientSession) -> None:
+        """Verify that only faulty servers are lost although they answer."""
+        loss = session.attachment.lost_lease
+        reason = str(session.error or (loss and loss.error))
+        if "the server answers, but ignores" not in reason:
+            return
+        self.simulation.stalls.add(reason)
+        if not self.simulation.may_stall:
+            raise Violation(f"an honest server is lost: {reason}")
 
     def _check_silence(self, session: ClientSession) -> None:
         silence = self.clock.now - self._last_received_at

@@ -18,6 +18,8 @@ from tests.simulation.random_client import RandomClient
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
+#: Operations, which a faulty server may ignore.
+OPERATIONS: Final = (MessageType.STEP, MessageType.RESET, MessageType.CALL)
 #: A peer that is not a client but has a client's key.
 STRAY: Final = (0, 0, OWNER)
 
@@ -41,6 +43,10 @@ def inject_fault(simulation: Simulation, kind: str) -> None:
         host.run_when_awake(host.stop)
     elif kind == "drain_host":
         host.run_when_awake(host.drain, seconds)
+    elif kind == "mute_host":
+        host.mute(source.sample(OPERATIONS, source.randint(1, 3)), seconds)
+    elif kind == "hang_host":
+        host.hang(seconds)
     elif kind == "fail_message":
         host.fails_next_message = True
     elif host.granted and kind in ("lose_worker", "fail_pool", "break_pool"):

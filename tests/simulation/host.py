@@ -6,7 +6,7 @@ of the previous start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +24,8 @@ from envserve.session.server.decisions import (
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.slab import Status
-from envserve.wire.message import Buffer, Peer
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer, Peer, decode
 from tests.simulation.clock import PausableProcess
 from tests.simulation.hijacker import Hijacker
 from tests.simulation.journal import Violation
@@ -54,6 +55,8 @@ class Host(PausableProcess):
       session: The server session; None while the server is not running.
       granted: Sessions whose envs are built.
       fails_next_message: Whether the server raises at its next message.
+      ignored: Types of operations that the server ignores, although it answers PING.
+      is_stuck: Whether operations never end, although PONG reports them as running.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -64,7 +67,8 @@ class Host(PausableProcess):
         self.pools: dict[SessionId, MemoryPool] = {}
         self.granted: set[SessionId] = set()
         self.num_starts = 0
-        self.fails_next_message = False
+        self.fails_next_message = self.is_stuck = False
+        self.ignored: frozenset[MessageType] = frozenset()
         self._simulation = simulation
         self._hijacker = Hijacker()
         self._boot = 0
@@ -103,6 +107,23 @@ class Host(PausableProcess):
         self.pools.clear()
         self.clock.schedule(self.clock.now + seconds, self.start)
 
+    def mute(self, kinds: Iterable[MessageType], seconds: float) -> None:
+        """Ignore operations of these types for some seconds."""
+        self.ignored = frozenset(kinds)
+        self.clock.schedule(self.clock.now + seconds, self.recover)
+
+    def hang(self, seconds: float) -> None:
+        """Finish no operation for some seconds, but report it as running."""
+        self.is_stuck = True
+        self.clock.schedule(self.clock.now + seconds, self.recover)
+
+    def recover(self) -> None:
+        """Continue after `mute` and `hang`."""
+        self.ignored, self.is_stuck = frozenset(), False
+        for session, pool in self.pools.items():
+            for block, operation in pool.running.items():
+                self._schedule_finish(session, pool, block, operation)
+
     def drain(self, seconds: float) -> None:
         """Drain the server; stop it after some seconds."""
         if self.session is not None:
@@ -126,7 +147,7 @@ class Host(PausableProcess):
     # Messages.
 
     def receive(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-        if self.session is None:
+        if self.session is None or decode(frames).type in self.ignored:
             return
         self._hijacker.intercept(self.session, frames, self.clock.now)
         if self.fails_next_message:
@@ -260,7 +281,7 @@ class Host(PausableProcess):
     def _finish(
         self, session: SessionId, pool: MemoryPool, block: int, operation: Operation
     ) -> None:
-        if pool.running.get(block) is not operation or pool.is_closing:
+        if pool.running.get(block) is not operation or pool.is_closing or self.is_stuck:
             return
         if pool.blocks[block].worker in pool.down:
             return  # continues once the worker is back

@@ -70,6 +70,8 @@ class Profile:
     max_outage: float = 100.0
     #: Whether messages survive the connection over which they were sent.
     is_sticky: bool = False
+    #: Maximum duration of an operation, see `Timeouts`.
+    operation_seconds: float = 3600.0
 
     @classmethod
     def draw(cls, source: random.Random) -> Profile:
@@ -132,6 +134,20 @@ MOVES: Final = Profile(
     pace=0.1,
     fault_rate=0.02,
     faults={"move": 4.0, "crash_host": 0.5, "pause_host": 0.5, "drain_host": 0.5},
+)
+#: Servers that answer PING, but ignore operations or never finish them. With this loss,
+#: it is practically impossible that the network alone has the same effect.
+FAULTY: Final = Profile(
+    num_hosts=2,
+    copies=0.2,
+    loss=0.02,
+    max_delay=30.0,
+    delay_power=16,
+    pace=0.1,
+    fault_rate=0.003,
+    faults={"mute_host": 3.0, "hang_host": 2.0, "move": 0.5, "crash_host": 0.2},
+    max_outage=300.0,
+    operation_seconds=150.0,
 )
 #: Batches whose workers and servers are temporarily unavailable.
 BATCHES: Final = Profile(

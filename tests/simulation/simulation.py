@@ -30,6 +30,9 @@ _EVENTS_PER_CHECK: Final = 64
 #: have stopped.
 _DRAIN_SECONDS: Final = 1000.0
 _DRAIN_EVENTS: Final = 50_000
+#: With a higher probability of lost messages, the network may lose all copies of a
+#: request or of its answer, but no PONG, for a minute.
+_MAX_LOSS: Final = 0.05
 
 
 class Simulation:
@@ -38,6 +41,8 @@ class Simulation:
     Attributes:
       unique_numbers: Generator of unique integers.
       endpoints: Client endpoints by number.
+      may_stall: Whether a server that answers PING may seem to ignore a request.
+      stalls: Reasons why servers that answer PING were lost.
       clients: Clients that use sessions directly.
       trainers: Trainers that use batches.
       faults_end_at: Number of events after which no more faults happen.
@@ -52,6 +57,10 @@ class Simulation:
         self.journal = SimulationJournal()
         self.unique_numbers = itertools.count(1)
         self.endpoints: dict[int, Endpoint] = {}
+        self.stalls: set[str] = set()
+        self.may_stall = (
+            "mute_host" in self.profile.faults or self.profile.loss > _MAX_LOSS
+        )
         self.faults_end_at = math.inf
         self.interrupt_in: int | None = None
         self._has_stopped_faults = False
@@ -127,6 +136,7 @@ class Simulation:
             host.fails_next_message = False
             host.wake()
             host.start()
+            host.recover()
         for endpoint in list(self.endpoints.values()):
             endpoint.stop_faults(self.profile)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from envserve.slab import Status
 from tests.envserve.planted_bugs import BUGS, Bug
 from tests.simulation.journal import Violation
-from tests.simulation.profile import BATCHES, MOVES
+from tests.simulation.profile import BATCHES, FAULTY, MOVES
 from tests.simulation.simulation import simulate
 
 #: Together 400,000 events per test run.
@@ -74,6 +75,22 @@ def test_rows_that_move_between_hosts_are_never_wrong(random_seed: int) -> None:
             num_valid += ledger.num_valid
     assert num_valid > 1000
     assert losses[Status.SERVER_LOST] > 100
+
+
+@pytest.mark.parametrize("num_trainers", [0, 2])
+def test_a_faulty_server_that_answers_pings_causes_no_wrong_transition(
+    num_trainers: int, random_seed: int
+) -> None:
+    """Clients leave servers that ignore operations, or that never finish them."""
+    num_clients = 0 if num_trainers else 2
+    profile = replace(FAULTY, num_trainers=num_trainers, num_clients=num_clients)
+    stalls, num_valid = set[str](), 0
+    for index in range(SEEDS_PER_TEST):
+        simulation = simulate(random_seed + index, 10_000, profile)
+        stalls |= simulation.stalls
+        num_valid += sum(ledger.num_valid for ledger in simulation.ledgers)
+    assert num_valid > 1000
+    assert stalls
 
 
 @pytest.mark.parametrize(

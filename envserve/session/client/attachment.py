@@ -59,6 +59,8 @@ _BUSY_SECONDS: Final = 5.0
 _DISCONNECTED_SECONDS: Final = 0.25
 #: Seconds of silence until another server may take over, if the lease is lost.
 _ANSWER_SECONDS: Final = 1.0
+#: Seconds to find another server before a server that ignores a request counts as lost.
+_POLL_SECONDS: Final = 3.0
 
 
 class Attachment:
@@ -156,7 +158,8 @@ class Attachment:
         in_flight = self.client_blocks.in_flight
         if self.lost_lease is not None:
             _LOGGER.info("%s: granted a new lease after a loss", self.address)
-            self.lost_lease.give_up_error = None
+            if self.lost_lease.stalled_at != self.address:
+                self.lost_lease.give_up_error = None
             if not in_flight:
                 self.lost_lease = None
         # Several blocks share a request if it is a call that was never sent.
@@ -219,6 +222,7 @@ class Attachment:
             self.send_hello(now)
         else:  # the previous loss is not repaired yet, so do not retry at once
             loss.lost_at, loss.give_up_error = before.lost_at, before.give_up_error
+            loss.stalled_at = before.stalled_at
             loss.retry_at = now + _RETRY_SECONDS
             self.machine.move(ClientState.HELLO_SENT)
         requests.send_detach(loss.detach_frames)
@@ -303,7 +307,7 @@ class Attachment:
         since, loss = self._requests.liveness.silent_since, self.lost_lease
         state, timeouts = self.machine.state, self._timeouts
         if state.has_envs:
-            return since + timeouts.lost_seconds
+            return min(since + timeouts.lost_seconds, self._stalled[0])
         if loss is None:
             return since + timeouts.connect_seconds
         if loss.give_up_error is not None:
@@ -312,8 +316,15 @@ class Attachment:
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
             # Building envs may take long; wait as long as the server reports progress.
             least = min(timeouts.connect_seconds, timeouts.lost_seconds)
-            return max(deadline, since + least)
+            longest = max(timeouts.operation_seconds, timeouts.lost_seconds)
+            return min(max(deadline, since + least), loss.lost_at + longest)
         return deadline
+
+    @property
+    def _stalled(self) -> tuple[float, Request | None]:
+        """The operation that makes an answering server count as lost, and when."""
+        is_ready = self.machine.state is ClientState.READY
+        return self._requests.stalled(self._timeouts) if is_ready else (math.inf, None)
 
     def give_up(self, now: float) -> None:
         """Handle a server that was silent, or a lease that was lost, for too long.
@@ -334,14 +345,21 @@ class Attachment:
             )
             return
         loss, state = self.lost_lease, self.machine.state
-        if loss is None or state.has_envs:
+        stalled_at, stalled = self._stalled
+        is_stalled, since = now >= stalled_at, math.inf
+        if stalled is not None and is_stalled:
+            what, since = stalled.describe_stall(now), stalled.sent_at
+        elif loss is None or state.has_envs:
             silence = max(0.0, now - self._requests.liveness.silent_since)
             what = f"no answer for {silence:.0f} s"
         else:
             what = f"no new envs for {now - loss.lost_at:.0f} s ({loss.error})"
+            since = loss.lost_at
+        is_slow = now >= since + self._timeouts.operation_seconds
+        limit = "operation_timeout" if is_slow else "server_lost_after"
         error = ServerLost(
             f"{self.address}: {what}, so the server counts as lost; check its log, or "
-            f"raise server_lost_after"
+            f"raise {limit}"
         )
         if not self._timeouts.pads_lost_rows or state is ClientState.CLOSING:
             self.fail(error)
@@ -351,6 +369,7 @@ class Attachment:
             self.lose_lease(error, now)
         if self.lost_lease is not None:
             self.lost_lease.give_up_error = error
+            self.lost_lease.stalled_at = self.address if is_stalled else ""
 
     # Other servers. Blocks, rows and operations in flight survive the change.
 
@@ -376,7 +395,11 @@ class Attachment:
         is_alone = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
         if loss is None or not self.is_recovering:
             is_ready = self.machine.state is ClientState.READY
-            return since if is_ready and (is_alone or liveness.is_unreachable) else None
+            if is_ready and (is_alone or liveness.is_unreachable):
+                return since
+            seconds = min(_POLL_SECONDS, self._timeouts.operation_seconds / 2)
+            poll_at = self._stalled[0] - seconds
+            return poll_at if now >= poll_at else None
         is_refused = self.is_rejected or loss.retry_at < math.inf
         is_silent = is_alone or now > liveness.silent_since + _ANSWER_SECONDS
         return min(since, loss.lost_at) if is_refused or is_silent else None
@@ -395,8 +418,11 @@ class Attachment:
         self._requests.liveness.record_message(now)
         self._requests.liveness.record_connect()
         if self.machine.state is ClientState.READY:
-            text = f"{self.address}: the server is gone, or was silent for too long"
-            self.lose_lease(ServerLost(text), now)
+            text = "the server is gone, or was silent for too long"
+            at, request = self._stalled
+            if request is not None and now >= at - _POLL_SECONDS:
+                text = request.describe_stall(now)
+            self.lose_lease(ServerLost(f"{self.address}: {text}"), now)
         assert self.client_blocks is not None
         assert self.lost_lease is not None
         self.lost_lease.retry_at, self.lost_lease.detach_frames = math.inf, []

@@ -413,7 +413,9 @@ class ClientBlocks:
         before, lost, reported = self.absent, self.lost, self._reported_absent
         is_unreachable = self._liveness.is_unreachable
         absent = [
-            b for b in self.in_flight if is_unreachable or b in lost or b in reported
+            b
+            for b, request in self.in_flight.items()
+            if is_unreachable or b in lost or b in reported or request.is_ignored
         ]
         self.absent = frozenset(absent)
         for index in self.absent - before:

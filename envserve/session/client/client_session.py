@@ -269,12 +269,13 @@ class ClientSession:
         if self.state.is_over:
             return
         liveness, client_blocks = self.requests.liveness, self.attachment.client_blocks
-        if client_blocks is not None:
-            liveness.detect_suspension(now)
+        if client_blocks is not None and (seconds := liveness.detect_suspension(now)):
+            self.requests.skip(seconds)
+            client_blocks.absent_is_stale = True
         self.attachment.retry(now)
-        self.requests.resend_due(now)
+        has_resent = self.requests.resend_due(now)
         if client_blocks is not None and self.state is ClientState.READY:
-            if now >= liveness.ping_at:
+            if has_resent or now >= liveness.ping_at:
                 self.requests.ping(now)
             if now >= liveness.unreachable_at:
                 liveness.is_unreachable = client_blocks.absent_is_stale = True
@@ -341,12 +342,18 @@ def _on_absent(session: ClientSession, message: Message, now: float) -> bool:
     if request is None or client_blocks is None or message.epoch != requests.epoch:
         return False
     client_blocks.mark_absent(request, message)
-    request.resend_at = now + request.resend_delay  # the server has the request
+    requests.record_running(request, now)
     return True
 
 
 def _on_pong(session: ClientSession, message: Message, now: float) -> bool:
-    session.requests.postpone_running(Pong.decode(message.body).running, now)
+    running = Pong.decode(message.body).running
+    client_blocks = session.attachment.client_blocks
+    changed = session.requests.record_pong(message.request, running, now)
+    if changed and client_blocks is not None:
+        client_blocks.absent_is_stale = True
+    for request in [each for each in changed if each.is_ignored][:1]:
+        _LOGGER.warning("%s: %s", session.address, request.describe_stall(now))
     return True
 
 

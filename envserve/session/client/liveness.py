@@ -36,7 +36,11 @@ class Timeouts:
     connect_seconds: float = 10.0
     """Maximum silence of the server until it grants the first lease, in seconds."""
     lost_seconds: float = 60.0
-    """Maximum silence, or time without a lease, after the first lease, in seconds."""
+    """Maximum silence, or time without a lease, after the first lease, in seconds. Also
+    the maximum time, but at least 8 s, for which the server may ignore a request."""
+    operation_seconds: float = 3600.0
+    """Maximum duration, in seconds, of an operation that the server reports as running,
+    and of building envs that replace lost ones."""
     pads_lost_rows: bool = False
     """Whether the client continues to request a lease after `lost_seconds`, while its
     caller gets padding. If false, the session ends."""
@@ -56,6 +60,8 @@ class LostLease:
       busy_until: Time to stop retrying if other clients have the envs.
       detach_frames: DETACH that frees the lost lease; empty if the server does not
         hold it.
+      stalled_at: Address of the server, if it still answered PINGs. A new lease from
+        this server does not clear `give_up_error`, only an answer does.
     """
 
     error: EnvserveError
@@ -64,6 +70,7 @@ class LostLease:
     retry_at: float = math.inf
     busy_until: float = math.inf
     detach_frames: list[Buffer] = field(default_factory=list)
+    stalled_at: str = ""
 
 
 class Liveness:
@@ -110,14 +117,16 @@ class Liveness:
         """Record that the connection is established."""
         self.disconnected_since = math.inf
 
-    def detect_suspension(self, now: float) -> None:
-        """Restart the measurements if the client was suspended since the last call."""
-        if now - self._awake_at > _SUSPENDED_SECONDS:
-            if self.silent_since < math.inf:
-                self.silent_since = now
-            if self.disconnected_since < math.inf:
-                self.disconnected_since = now
-        self._awake_at = now
+    def detect_suspension(self, now: float) -> float:
+        """Restart the measurements after a suspension; return its duration, or 0."""
+        seconds, self._awake_at = now - self._awake_at, now
+        if seconds <= _SUSPENDED_SECONDS:
+            return 0.0
+        if self.silent_since < math.inf:
+            self.silent_since = now
+        if self.disconnected_since < math.inf:
+            self.disconnected_since = now
+        return seconds
 
     @property
     def unreachable_at(self) -> float:

@@ -3,6 +3,10 @@
 A request is resent after 1 s, then after 2 s, then every 4 s, and immediately after a
 reconnect. Copies differ only in their attempt number. The outbox contains at most one
 copy of a request, so it is bounded. Messages without a reply are sent once.
+
+A PING follows each of these copies. If its PONG lists no block of the request as
+running, the server has ignored the copy. docs/decisions.md: "A PONG shows which
+requests a server ignores".
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Final
 
 from envserve.errors import CallError
 from envserve.lane import Call, Reset
-from envserve.session.client.liveness import Liveness
+from envserve.session.client.liveness import Liveness, Timeouts
 from envserve.spaces import codec
 from envserve.wire.bodies import CallBody
 from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES, MessageType
@@ -23,6 +27,13 @@ from envserve.wire.rows import RowPart
 
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
+#: Number of ignored copies in a row after which the blocks of a request are absent, and
+#: after which the server can count as lost.
+_ABSENT_IGNORED: Final = 2
+_LOST_IGNORED: Final = 3
+#: Minimum time for which a server must ignore a request to count as lost. It is longer
+#: than `_LOST_IGNORED` copies take, so that there is time to find another server.
+_MIN_IGNORED_SECONDS: Final = 8.0
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
     MessageType.STEP: MessageType.RESULT,
     MessageType.RESET: MessageType.RESULT,
@@ -55,6 +66,12 @@ class Request:
       attempt: Number of copies sent before the latest one.
       resend_at: Time of the next copy, in monotonic seconds.
       resend_delay: Seconds between the latest copy and the next one.
+      sent_at: Time at which it was first sent.
+      num_ignored: Number of copies in a row that the server has ignored.
+      ignored_since: Time at which the first of them was found; infinity if there is
+        none.
+      pong_after: A PONG with a number above this one shows whether the latest copy was
+        ignored; infinity if that is already known.
     """
 
     type: MessageType
@@ -70,6 +87,30 @@ class Request:
     attempt: int = 0
     resend_at: float = math.inf
     resend_delay: float = _FIRST_RESEND_SECONDS
+    sent_at: float = math.inf
+    num_ignored: int = 0
+    ignored_since: float = math.inf
+    pong_after: float = 0
+
+    @property
+    def is_ignored(self) -> bool:
+        """Whether the server has ignored so many copies that the blocks are absent."""
+        return self.num_ignored >= _ABSENT_IGNORED
+
+    @property
+    def unanswered_blocks(self) -> list[int]:
+        """The blocks that were not answered yet; empty for a HELLO, for example."""
+        answered = self.answered_blocks
+        return [block for block, _ in self.entries if block not in answered]
+
+    def describe_stall(self, now: float) -> str:
+        """Describe a request that the server neither answers nor refuses."""
+        what = f"{self.type.name} of block {self.unanswered_blocks[0]}"
+        seconds = now - self.sent_at
+        if not self.num_ignored:
+            return f"the server has not finished {what} within {seconds:.0f} s"
+        tries = f"{self.attempt + 1} attempts in {seconds:.0f} s"
+        return f"the server answers, but ignores {what}: {tries}"
 
 
 class Requests:
@@ -104,7 +145,7 @@ class Requests:
         numbers = (self.session, self.boot, self.epoch)
         kind, entries, payload = request.type, request.entries, request.payload
         request.frames = pack(kind, numbers, number, entries, request.body, payload)
-        request.attempt = 0
+        request.attempt, request.sent_at = 0, now
         request.resend_at = now + _FIRST_RESEND_SECONDS
         request.resend_delay = _FIRST_RESEND_SECONDS
         self.unanswered[number] = request
@@ -152,8 +193,9 @@ class Requests:
         self.unanswered.clear()
         self.outbox.clear()
 
-    def resend_due(self, now: float) -> None:
-        """Send copies of all requests whose `resend_at` has passed."""
+    def resend_due(self, now: float) -> bool:
+        """Send copies of requests whose `resend_at` has passed; return if any were."""
+        before = self.num_resends
         for request in self.unanswered.values():
             if now >= request.resend_at:
                 request.resend_delay = min(
@@ -161,6 +203,7 @@ class Requests:
                 )
                 self._send_again(request, now)
                 self.liveness.expect_answer(now)
+        return self.num_resends > before
 
     def resend_all(self, now: float) -> None:
         """Resend all requests, because the last connection may have lost them."""
@@ -175,28 +218,67 @@ class Requests:
         head, *rest = request.frames
         request.frames = [set_attempt(head, request.attempt), *rest]
         request.resend_at = now + request.resend_delay
+        request.pong_after = self._last_id
         self.num_resends += 1
         self.outbox[request.id] = request.frames
 
-    def postpone_running(self, running: Container[int], now: float) -> None:
-        """Postpone copies of requests whose blocks the server reports as running."""
+    def record_pong(
+        self, number: int, running: Container[int], now: float
+    ) -> list[Request]:
+        """Record which requests the server executes, and which ones it ignores.
+
+        Return the requests whose blocks have become absent, or are no longer absent.
+        """
+        changed = []
         for request in self.unanswered.values():
-            for block, _ in request.entries:
-                if block in running and block not in request.answered_blocks:
-                    request.resend_at = now + request.resend_delay
+            blocks, was_ignored = request.unanswered_blocks, request.is_ignored
+            if any(block in running for block in blocks):
+                self.record_running(request, now)
+            elif blocks and number > request.id and number > request.pong_after:
+                request.num_ignored += 1
+                request.ignored_since = min(request.ignored_since, now)
+                request.pong_after = math.inf
+            if was_ignored != request.is_ignored:
+                changed.append(request)
+        return changed
+
+    def record_running(self, request: Request, now: float) -> None:
+        """Postpone the next copy of a request, because the server executes it."""
+        request.resend_at = now + request.resend_delay
+        request.num_ignored, request.ignored_since = 0, math.inf
+
+    def skip(self, seconds: float) -> None:
+        """Do not count a time during which this client was suspended."""
+        for request in self.unanswered.values():
+            request.sent_at += seconds
+            request.num_ignored, request.ignored_since = 0, math.inf
+
+    def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
+        """Return the operation that first reaches a time limit, and when it does."""
+        first_at, first = math.inf, None
+        ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
+        for request in self.unanswered.values():
+            at = request.sent_at + timeouts.operation_seconds
+            if request.num_ignored >= _LOST_IGNORED:
+                at = min(at, request.ignored_since + ignored_seconds)
+            if at < first_at:
+                first_at, first = at, request
+        return first_at, first
 
     def next_resend(self) -> float:
         """Return when to call `resend_due` next; infinity if never."""
         return min((r.resend_at for r in self.unanswered.values()), default=math.inf)
 
     def ping(self, now: float) -> None:
-        """Send a PING, which the server answers with a PONG."""
-        self.outbox[_PING_KEY] = self.pack(MessageType.PING)
+        """Send a PING, which the server answers with a PONG of the same number."""
+        self._last_id += 1
+        self.outbox.pop(_PING_KEY, None)  # send it after the copies in the outbox
+        self.outbox[_PING_KEY] = self.pack(MessageType.PING, self._last_id)
         self.liveness.record_ping(now)
 
-    def pack(self, type_: MessageType) -> list[Buffer]:
-        """Pack a message of the current lease, without a request id or a body."""
-        return pack(type_, (self.session, self.boot, self.epoch), 0)
+    def pack(self, type_: MessageType, request: int = 0) -> list[Buffer]:
+        """Pack a message of the current lease, without a body."""
+        return pack(type_, (self.session, self.boot, self.epoch), request)
 
     def send_detach(self, frames: list[Buffer]) -> None:
         """Send the DETACH of a former lease once; do nothing if it is empty."""
