@@ -65,8 +65,8 @@ def test_one_log_line_of_each_kind_is_admitted_per_second() -> None:
     times = [0.0, 0.1, 0.9, 1.0, 1.5, 5.0]
     passed = [throttle.admit("busy", now) for now in times]
     assert passed[:3] == ["", None, None]
-    assert passed[3] == " (and 2 more that were not logged)"
-    assert passed[4:] == [None, " (and 1 more that were not logged)"]
+    assert passed[3] == " (and 2 more in the last 1.0 s)"
+    assert passed[4:] == [None, " (and 1 more in the last 4.0 s)"]
     assert throttle.admit("other", 0.2) == ""
 
 
@@ -85,7 +85,7 @@ def test_refusals_are_logged_once_per_second_and_kind(
             server.receive((0, b"r", ""), encode(message), number / 1000)
     lines = [text for text in caplog.messages if text.startswith("refused")]
     assert len(lines) == 6
-    assert lines[-1].endswith("(and 499 more that were not logged)")
+    assert lines[-1].endswith("(and 499 more in the last 1.0 s)")
     assert all(len(line) < 400 for line in lines)
 
 
