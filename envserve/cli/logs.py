@@ -67,16 +67,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-class StderrHandler(logging.Handler):
+class StderrHandler(logging.StreamHandler[TextIO]):
     """Writes records to the current `sys.stderr`, which may be replaced meanwhile."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
-        try:
-            sys.stderr.write(f"{self.format(record)}\n")
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)  # type: ignore[assignment]
 
 
 def set_up_logs(level: str, log_format: str) -> None:
@@ -157,20 +151,16 @@ def nonblocking_output() -> Iterator[None]:
     Files are not replaced. At the end, the remaining output is written, for at most a
     second if nobody reads it. A process must not fork inside the context.
     """
-    streams = [
-        cast(TextIO, _BackgroundStream(each)) if _can_block(each) else each
-        for each in (sys.stdout, sys.stderr)
-    ]
-    with (
-        contextlib.redirect_stdout(streams[0]),
-        contextlib.redirect_stderr(streams[1]),
-    ):
-        try:
-            yield
-        finally:
-            for each in streams:
-                if isinstance(each, _BackgroundStream):
-                    each.drain(_LAST_SECONDS)
+    with contextlib.ExitStack() as stack:
+        for stream, redirect in (
+            (sys.stdout, contextlib.redirect_stdout),
+            (sys.stderr, contextlib.redirect_stderr),
+        ):
+            if _can_block(stream):
+                background = _BackgroundStream(stream)
+                stack.enter_context(redirect(cast(TextIO, background)))
+                stack.callback(background.drain, _LAST_SECONDS)
+        yield
 
 
 def _can_block(stream: TextIO) -> bool:

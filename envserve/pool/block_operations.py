@@ -328,7 +328,7 @@ class BlockOperations:
                 self.metrics.faults[fault.status] += 1
                 self._fault_log.log_env_failure(fault, worker, now)
         for fault in outcome.retried:
-            self._fault_log.log_env_failure(fault, worker, now, is_retried=True)
+            self._fault_log.log_env_failure(fault, worker, now)
         if is_step:
             self.metrics.record_step(block.index, now - slot.started_at, now)
         if outcome.warnings:

@@ -81,27 +81,18 @@ class FaultLog:
             _LOGGER.warning("%sfaults like those above: %s", self._label, more)
 
     def log_env_failure(
-        self,
-        fault: Fault,
-        worker: SupervisedWorker,
-        now: float,
-        *,
-        is_retried: bool = False,
+        self, fault: Fault, worker: SupervisedWorker, now: float
     ) -> None:
         """Log an env that raised an error or violated its spaces, and was rebuilt.
 
-        Args:
-          fault: The fault.
-          worker: The worker of the env.
-          now: Monotonic seconds.
-          is_retried: Whether a reset has failed and then succeeded with the new env. No
-            repro file is written for it.
+        No repro file is written if only a reset has failed, and then succeeded.
         """
         admitted = self._admit(fault.text, now)
         if admitted is None:
             return
-        row, parts = fault.env_index, []
-        if not is_retried:
+        row, parts, where = fault.env_index, [], "in a reset "
+        if fault.status != Status.OK:
+            where = ""
             history = self._read_history(row, has_failed=True)
             end = End(
                 status=fault.status, text=fault.text, is_violation=fault.is_violation
@@ -118,9 +109,8 @@ class FaultLog:
             name = f"The vector env of envs {self._index_of(row)} to "
             name += f"{self._index_of(block.stop - 1)}"
         self._log(
-            f"{name} (worker {worker.index}, pid {pid}) failed "
-            f"{'in a reset ' if is_retried else ''}and was rebuilt: "
-            f"{_shorten(fault.cause, _MAX_CAUSE_CHARS)}",
+            f"{name} (worker {worker.index}, pid {pid}) failed {where}and "
+            f"was rebuilt: {_shorten(fault.cause, _MAX_CAUSE_CHARS)}",
             parts,
             fault.text.strip().removesuffix(fault.cause),
             admitted,
@@ -224,17 +214,14 @@ class FaultLog:
     def _admit(self, text: str, now: float) -> tuple[bool, str] | None:
         """Return whether a fault is new, and the suffix of its line; None to count it.
 
-        Args:
-          text: Cause and details, which are compared with those of recent faults.
-          now: Monotonic seconds.
+        Faults are compared by a text with their cause and details.
         """
         kind = words_without_numbers(text)
-        recent = self._recent
-        for each in [k for k, at in recent.items() if now - at > _RECENT_SECONDS]:
-            del recent[each]
+        recent = {k: t for k, t in self._recent.items() if now - t < _RECENT_SECONDS}
         is_new = kind not in recent and len(recent) < _MAX_RECENT_FAULTS
         if is_new or kind in recent:
             recent[kind] = now
+        self._recent = recent
         more = self._throttle.admit("faults", now, is_new=is_new)
         return None if more is None else (is_new, more)
 
@@ -245,8 +232,7 @@ class FaultLog:
         is_new, more = admitted
         below = f"\n{printable(detail)}".rstrip() if is_new else ""
         line = "; ".join([head, *parts])
-        # Only `below` contains newlines.
-        extra = {"is_multiline": True}
+        extra = {"is_multiline": True}  # only `below` contains newlines
         _LOGGER.warning("%s%s%s%s", self._label, line, more, below, extra=extra)
 
     def reset_error(self, fault: Fault) -> EnvError:

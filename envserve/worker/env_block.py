@@ -172,7 +172,7 @@ class EnvBlock:
         if chosen is None:
             chosen = self.rows
         seeds, options = request.get("seeds"), request.get("options", b"")
-        infos, rebuilt, faults, retried = {}, [], [], []
+        infos, rebuilt, faults = {}, [], []
         for position, row in enumerate(chosen):
             env = self._envs[row - self.rows.start]
             seed = None if seeds is None else seeds[position]
@@ -180,32 +180,33 @@ class EnvBlock:
                 env.drop_initial_seed()
             incarnation = env.incarnation
             try:
-                info = self._reset_or_rebuild(env, seed, options, retried)
+                info = self._reset_or_rebuild(env, seed, options, faults)
             except Exception as error:
                 if seed is None and not options:
                     raise  # the env cannot be reset at all
                 faults.append(self._replace_failed(env, error))
-                incarnation, info = incarnation + 1, {}  # a fault implies one rebuild
-            rebuilt += [row] * (env.incarnation - incarnation)
+                info = {}
+            # A fault implies one rebuild.
+            is_counted = bool(faults) and faults[-1].env_index == row
+            rebuilt += [row] * (env.incarnation - incarnation - is_counted)
             if info and self._reports_all_infos:
                 infos[row] = info
             rows = self._all_rows
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
             rows.status[row] = _OK
-        warnings = self._checks.take_warnings()
-        return self._encode_report(faults, infos, warnings, rebuilt, retried)
+        return self._encode_report(faults, infos, self._checks.take_warnings(), rebuilt)
 
     def _reset_or_rebuild(
         self,
         env: EnvRow | SpareRow,
         seed: int | None,
         options: bytes,
-        retried: list[Fault],
+        faults: list[Fault],
     ) -> Mapping[str, Any]:
         """Reset an env; if that fails, rebuild and reset it, unless it is new.
 
-        If the second reset succeeds, append the fault of the first one to `retried`.
+        A failure that this has repaired is added to `faults`, with the status OK.
         """
         was_fresh = env.is_fresh
         try:
@@ -216,7 +217,7 @@ class EnvBlock:
             first = fault_from_error(env.row, error)
         env.rebuild()
         info = env.reset(seed, options)
-        retried.append(first)
+        faults.append(first._replace(status=Status.OK))
         return info
 
     def call(self, payload: bytes) -> bytes:

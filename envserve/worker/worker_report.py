@@ -83,18 +83,17 @@ class WorkerReport(msgspec.Struct):
     """The report of an operation, which complements the rows.
 
     Attributes:
-      faults: Faults of rows whose envs were rebuilt.
+      faults: Faults of rows whose envs were rebuilt. Their status is OK if a reset has
+        failed and then succeeded with the new env.
       rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
       infos: Encoded info dicts by row.
       warnings: Warnings about the envs.
-      retried: Faults of resets that succeeded after the env was rebuilt, for the log.
     """
 
     faults: list[Fault]
     rebuilt: list[int]
     infos: dict[int, msgspec.Raw]
     warnings: list[str]
-    retried: list[Fault] = []
 
 
 def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
@@ -143,26 +142,25 @@ def decode_report(
         raise ValueError(repr(error)) from None
     if any(type(info) is not dict for info in infos.values()):
         raise ValueError("expected a dict as the info of each row")
-    faults = [*report.faults, *report.retried]
-    failed = {fault.env_index for fault in faults}
-    if len(failed) < len(faults):
+    failed = {fault.env_index for fault in report.faults}
+    if len(failed) < len(report.faults):
         raise ValueError("expected at most one fault per row")
-    rebuilt = [*report.rebuilt, *(fault.env_index for fault in report.faults)]
+    rebuilt = [*report.rebuilt, *failed]
     if len(rebuilt) > _MAX_REBUILDS_PER_ROW * len(rows):
         raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
-    if unknown := {*rebuilt, *infos, *failed} - {*rows}:
+    if unknown := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {unknown} are not in block {block.index}")
     warnings = [
         one_line(warning, _MAX_WARNING_CHARS)
         for warning in report.warnings[:_MAX_WARNINGS]
     ]
+    faults = [fault for fault in report.faults if fault.status != Status.OK]
+    retried = [fault for fault in report.faults if fault.status == Status.OK]
     outcome = Outcome(
-        block.index,
-        infos,
-        report.faults,
+        *(block.index, infos, faults),
         warnings=warnings,
         packed_infos=packed,
-        retried=report.retried,
+        retried=retried,
     )
     return outcome, rebuilt
 
@@ -190,12 +188,11 @@ def encode_report(
     infos: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     warnings: Sequence[str] = (),
     rebuilt: Sequence[int] = (),
-    retried: Sequence[Fault] = (),
 ) -> bytes:
     """Encode the payload of DONE; empty if there is nothing to report."""
     if not faults and not infos and not rebuilt and not warnings:
         return b""
-    left, cut = _MAX_TRACEBACK_BYTES, [*faults, *retried]
+    left, cut = _MAX_TRACEBACK_BYTES, [*faults]
     shortest = sorted(range(len(cut)), key=lambda index: len(cut[index].text))
     for number, index in enumerate(shortest):
         kept = max(_MIN_TRACEBACK_BYTES, left // (len(cut) - number))
@@ -203,12 +200,5 @@ def encode_report(
         cut[index] = cut[index]._replace(text=text)
         left -= len(text.encode())
     encoded = encode_infos(infos, *info_budgets(num_rows, max_infos_kib))
-    return msgspec.msgpack.encode(
-        {
-            "faults": cut[: len(faults)],
-            "rebuilt": rebuilt,
-            "infos": msgspec.Raw(encoded),
-            "warnings": warnings[:_MAX_WARNINGS],
-            "retried": cut[len(faults) :],
-        }
-    )
+    report = {"faults": cut, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
+    return msgspec.msgpack.encode({**report, "warnings": warnings[:_MAX_WARNINGS]})

@@ -254,7 +254,8 @@ def plain_warnings() -> Iterator[None]:
     TensorFlow configures the root logger, which would change their format.
     """
     logger = logging.getLogger("envserve")
-    handler = StderrHandler(logging.WARNING)
+    handler = StderrHandler()
+    handler.setLevel(logging.WARNING)
     handler.setFormatter(TextLines())
     logger.addHandler(handler)
     logger.propagate = False

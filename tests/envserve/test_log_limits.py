@@ -174,7 +174,7 @@ def test_resets_that_succeed_at_the_second_attempt_are_counted(
     reset(pool)
     first, second = texts(caplog)
     assert re.match(
-        r"Env 0 \(worker 0, pid \d+\) failed in a reset and was rebuilt: "
+        r"Env \d \(worker \d, pid \d+\) failed in a reset and was rebuilt: "
         r"AssertionError: can be reset once\nTraceback ",
         first,
     )
