@@ -24,7 +24,8 @@ _LOG_INTERVAL: Final = 1.0
 #: Parts of a text that `words_without_numbers` compares, and words for numbers.
 _MAX_COMPARED_CHARS: Final = 1 << 12
 _MAX_COMPARED_WORDS: Final = 50
-_WORD: Final = re.compile(r"[^\W_]+")
+_WORD: Final = re.compile(r"[^\W_]+(?:-[^\W_]+)*")
+_DIGIT: Final = re.compile(r"\d")
 _NUMBER_WORDS: Final = frozenset({"nan", "inf"})
 #: The version of an env name, which is ignored when names are compared.
 _VERSION: Final = re.compile(r"-v\d+$")
@@ -95,7 +96,9 @@ def words_without_numbers(text: str) -> tuple[str, ...]:
             words.append(line)
         else:
             found = _WORD.findall(line)
-            words += [w for w in found if w.isalpha() and w not in _NUMBER_WORDS]
+            words += [
+                w for w in found if not _DIGIT.search(w) and w not in _NUMBER_WORDS
+            ]
     return tuple(words[-_MAX_COMPARED_WORDS:])
 
 

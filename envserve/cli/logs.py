@@ -70,7 +70,7 @@ class JsonLines(logging.Formatter):
 class StderrHandler(logging.StreamHandler[TextIO]):
     """Writes records to the current `sys.stderr`, which may be replaced meanwhile."""
 
-    stream = property(lambda self: sys.stderr, lambda self, stream: None)  # type: ignore[assignment]
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 def set_up_logs(level: str, log_format: str) -> None:
