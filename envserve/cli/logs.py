@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import stat
 import sys
 import threading
@@ -138,10 +139,14 @@ class _BackgroundStream:
                 )
 
     def _write_all(self, text: str) -> None:
-        data = text.encode(self._stream.encoding, self._stream.errors or "strict")
-        with contextlib.suppress(OSError):  # the reader has exited
-            while data:
-                data = data[os.write(self._stream.fileno(), data) :]
+        fd, data = self._stream.fileno(), text.encode(self._stream.encoding, "replace")
+        while data:
+            try:
+                data = data[os.write(fd, data) :]
+            except BlockingIOError:  # another process has made the file non-blocking
+                select.select([], [fd], [])
+            except OSError:  # the reader has exited
+                return
 
 
 @contextlib.contextmanager

@@ -152,19 +152,18 @@ with nonblocking_output():
 """
 
 
-def test_dropped_lines_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_dropped_lines_are_counted(tmp_path: Path, is_blocking: bool) -> None:
     done = tmp_path / "done"
     os.mkfifo(done)
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHATTY, str(done)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, is_blocking)
+    command = [sys.executable, "-c", CHATTY, str(done)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writer)
+    os.close(writer)
+    with process, open(reader) as stderr:
         assert done.read_text() == "done"
-        assert process.stderr is not None
-        log = process.stderr.read()
+        log = stderr.read()
         assert process.wait(60.0) == 0
     lines = log.splitlines()
     numbers = [int(n) for n in re.findall(r" INFO line (\d+) \.{40}$", log, re.M)]
@@ -196,9 +195,7 @@ def test_a_process_exits_although_its_output_is_not_read(tmp_path: Path) -> None
     os.close(writer)
 
 
-def test_files_are_written_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_at_once(tmp_path: Path) -> None:
     """A file cannot block, so that its lines are there when a process is killed."""
     script = CHATTY.replace("40_000", "3") + "    import os; os._exit(3)\n"
     with (tmp_path / "log").open("w") as log:
