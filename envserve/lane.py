@@ -194,7 +194,7 @@ class Fault(NamedTuple):
     def cause(self) -> str:
         """The last line of a traceback, or the first line of another text."""
         lines = self.text.strip().split("\n")
-        return lines[-1 if self.status == Status.ENV_ERROR else 0]
+        return lines[-1 if self.status in (Status.OK, Status.ENV_ERROR) else 0]
 
     @property
     def detail(self) -> str:
@@ -216,6 +216,8 @@ class Outcome(NamedTuple):
       warnings: Warnings about the envs, each reported once and logged by their host.
       packed_infos: The infos in the worker's encoding, so that a server can forward
         them. Empty for outcomes that come from a server.
+      retried: Faults of resets that succeeded after the env was rebuilt, with the
+        status OK, for the log of the envs' host.
     """
 
     block: int
@@ -225,6 +227,7 @@ class Outcome(NamedTuple):
     error: EnvserveError | None = None
     warnings: Sequence[str] = ()
     packed_infos: Mapping[int, PackedInfo] = MappingProxyType({})
+    retried: Sequence[Fault] = ()
 
 
 #: Key in the `__dict__` of an exception.

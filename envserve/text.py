@@ -7,6 +7,7 @@ that reverse the text direction, any number of newlines, and paths of its host.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from typing import Annotated, Final
@@ -20,6 +21,12 @@ Name = Annotated[str, Meta(max_length=200)]
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
 #: Minimum time in seconds between two log lines of the same kind.
 _LOG_INTERVAL: Final = 1.0
+#: Parts of a text that `words_without_numbers` compares, and words for numbers.
+_MAX_COMPARED_CHARS: Final = 1 << 12
+_MAX_COMPARED_WORDS: Final = 50
+_WORD: Final = re.compile(r"[^\W_]+(?:-[^\W_]+)*")
+_DIGIT: Final = re.compile(r"\d")
+_NUMBER_WORDS: Final = frozenset({"nan", "inf"})
 #: The version of an env name, which is ignored when names are compared.
 _VERSION: Final = re.compile(r"-v\d+$")
 #: Separators between a module or namespace and the name of an env.
@@ -36,10 +43,12 @@ def one_line(text: str, max_length: int | None = None) -> str:
       max_length: Maximum length of the result in characters; longer text is cut. None
         for no limit.
     """
-    line = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text[:max_length].rstrip()
-    )
+    line = text[:max_length].rstrip()
+    if not line.isprintable():
+        line = "".join(
+            char if char.isprintable() else char.encode("unicode_escape").decode()
+            for char in line
+        )
     return line[:max_length]
 
 
@@ -71,28 +80,59 @@ def did_you_mean(env_name: str, known: Iterable[str]) -> str:
     return ""
 
 
+def words_without_numbers(text: str) -> tuple[str, ...]:
+    """Return the last words of a text, to compare texts that may differ in numbers.
+
+    Words that contain a digit (seeds, ids, addresses, coordinates) and punctuation are
+    omitted. A line of a traceback that names a file counts as one word, and keeps its
+    line number, which distinguishes faults with the same text.
+
+    Args:
+      text: The text; only its last 4,096 characters are considered.
+    """
+    words: list[str] = []
+    for line in text[-_MAX_COMPARED_CHARS:].splitlines():
+        if line.startswith('  File "'):
+            words.append(line)
+        else:
+            found = _WORD.findall(line)
+            words += [
+                w for w in found if not _DIGIT.search(w) and w not in _NUMBER_WORDS
+            ]
+    return tuple(words[-_MAX_COMPARED_WORDS:])
+
+
 class LogThrottle:
     """Admits one log line of each kind per second, and counts suppressed lines."""
 
     def __init__(self) -> None:
+        # Time of each kind's last line, and number of lines suppressed since then.
         self._kinds: dict[object, tuple[float, int]] = {}
 
-    def admit(self, kind: object, now: float) -> str | None:
+    def admit(self, kind: object, now: float, *, is_new: bool = False) -> str | None:
         """Return a suffix for the line, or None if the line must not be logged.
 
         Args:
           kind: Kind of the line; each kind has its own limit.
           now: Time in monotonic seconds.
+          is_new: Whether to admit the line in any case.
 
         Returns:
           The number of lines of this kind that were suppressed since the last one, as
           text to append to the line; "" if there were none.
         """
-        due_at, num_suppressed = self._kinds.get(kind, (now, 0))
-        if now < due_at:
-            self._kinds[kind] = due_at, num_suppressed + 1
+        logged_at, num_suppressed = self._kinds.get(kind, (-math.inf, 0))
+        if now < logged_at + _LOG_INTERVAL and not is_new:
+            self._kinds[kind] = logged_at, num_suppressed + 1
             return None
-        self._kinds[kind] = now + _LOG_INTERVAL, 0
+        more = self.take_suppressed(kind, now)
+        self._kinds[kind] = now, 0
+        return f" (and {more})" if more else ""
+
+    def take_suppressed(self, kind: object, now: float) -> str:
+        """Return "N more in the last T s" if lines were suppressed, and reset N."""
+        logged_at, num_suppressed = self._kinds.get(kind, (now, 0))
+        self._kinds[kind] = logged_at, 0
         if not num_suppressed:
             return ""
-        return f" (and {num_suppressed} more that were not logged)"
+        return f"{num_suppressed:,} more in the last {now - logged_at:.1f} s"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+from envserve.cli.logs import nonblocking_output, set_up_logs
 from envserve.cli.options import (
     Count,
     LogFormat,
@@ -20,7 +21,7 @@ from envserve.cli.options import (
     import_from_here,
 )
 from envserve.cli.program import Fields, GivenOptions, Option
-from envserve.cli.terminal import fail, set_up_logs, show_error
+from envserve.cli.terminal import fail, show_error
 from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import (
     AddressError,
@@ -177,11 +178,13 @@ def _serve(
             flush=True,
         )
 
-    try:
-        asyncio.run(serve(host, on_ready))
-    except (EnvserveError, OSError) as error:
-        show_error(error)
-        return _START_CODES.get(type(error), 1)
+    # Not earlier, because --reload forks this process.
+    with nonblocking_output():
+        try:
+            asyncio.run(serve(host, on_ready))
+        except (EnvserveError, OSError) as error:
+            show_error(error)
+            return _START_CODES.get(type(error), 1)
     return 0
 
 

@@ -1,22 +1,19 @@
-"""Terminal input and output of both programs: errors, logs, colours and keys."""
+"""Terminal input and output of both programs: errors, colours and keys."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import select
 import sys
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from envserve.cli.logs import JsonLines
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-_TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 
 
 def fail(error: Exception | str, code: int) -> NoReturn:
@@ -37,7 +34,7 @@ def show_error(error: Exception | str) -> None:
         text, last = text.splitlines()[0], traceback.splitlines()[-1]
         text = text if last in text else f"{text}: {last}"
     notes = getattr(error, "__notes__", [])
-    if any(isinstance(h.formatter, _JsonLines) for h in logging.root.handlers):
+    if any(isinstance(h.formatter, JsonLines) for h in logging.root.handlers):
         logging.getLogger("envserve").error("\n".join((text, *notes)))
         return
     if sys.stderr is not None:
@@ -116,31 +113,3 @@ def keyboard() -> Iterator[Callable[[float], str]]:
     finally:
         for each, settings in zip(keyboards, before, strict=True):
             termios.tcsetattr(each, termios.TCSADRAIN, settings)
-
-
-class _JsonLines(logging.Formatter):
-    """Formats a record as a JSON object with time, level, logger and message.
-
-    The keys of `extra={"fields": {...}}` are added to the object.
-    """
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line of JSON."""
-        entry = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
-
-
-def set_up_logs(level: str, log_format: str) -> None:
-    """Log to stderr, as text or as one JSON object per line."""
-    handler = logging.StreamHandler(sys.stderr)
-    is_json = log_format == "json"
-    handler.setFormatter(_JsonLines() if is_json else logging.Formatter(_TEXT_FORMAT))
-    logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -281,6 +281,7 @@ class BlockOperations:
             self._workers.watch_at = now  # to start the successor
             if self.state != "starting":
                 self.metrics.faults[event.status] += 1
+            if self.state != "starting" or worker.error is None:
                 slots = self._slots_of(worker)
                 running = {p.block.index: p.kind for p in slots if p.kind}
                 self._fault_log.log_worker_loss(worker, event, running, now)
@@ -341,6 +342,8 @@ class BlockOperations:
             if not (has_arguments or is_same):
                 self.metrics.faults[fault.status] += 1
                 self._fault_log.log_env_failure(fault, worker, now)
+        for fault in outcome.retried:
+            self._fault_log.log_env_failure(fault, worker, now)
         if is_step:
             self.metrics.record_step(block.index, now - slot.started_at, now)
         if outcome.warnings:
@@ -438,8 +441,9 @@ class BlockOperations:
         self.num_in_flight, self.likely_last = 0, None
         self.outcomes, self.has_new_absent = [], False
 
-    def release(self) -> None:
+    def release(self, now: float) -> None:
         """Drop the references to the slab when the pool is closed."""
+        self._fault_log.close(now)
         del self._fault_log
         self.metrics.slab = None
 

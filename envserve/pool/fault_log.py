@@ -1,8 +1,9 @@
 """Log each fault in one line, and write a repro file for replaying the fault.
 
 The line names the worker, the env, the cause and the command that replays the fault. A
-traceback, the Python stack of a crash, or the end of stderr follows, unless it equals
-the previous one. docs/crashes.md documents the format.
+traceback, the Python stack of a crash, or the end of stderr follows. Faults that equal
+a recent one, apart from numbers, are counted, and at most one of them is logged per
+second. docs/crashes.md documents the format.
 
 After a worker's death, its heartbeat shows which env was running, and the action ring
 contains the last actions of this env; both are in shared memory.
@@ -32,13 +33,17 @@ from envserve.slab import Slab, Status, row_of_beat
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
 from envserve.spaces.variable_length import decode_actions
-from envserve.text import LogThrottle, one_line, printable
+from envserve.text import LogThrottle, one_line, printable, words_without_numbers
 from envserve.worker.channel import MessageKind
 
 _LOGGER: Final = logging.getLogger("envserve.pool")
 _MAX_CAUSE_CHARS: Final = 300
 _MAX_ACTION_CHARS: Final = 80
 _MAX_WARNED_CLASSES: Final = 16
+#: Maximum number of different faults to log in full within `_RECENT_SECONDS`. Further
+#: faults are treated like repeated ones.
+_MAX_RECENT_FAULTS: Final = 8
+_RECENT_SECONDS: Final = 60.0
 #: Maximum number of attempts to read a consistent record while the worker is stepping.
 _MAX_READS: Final = 8
 
@@ -58,8 +63,9 @@ class FaultLog:
         if config.crash_dir not in (None, "none"):
             folder = Path(config.crash_dir) if config.crash_dir else None
             self._files = CrashFolder(folder, owner)
-        self._last_detail = ""
+        self._recent: dict[object, float] = {}  # time of the last equal fault, by kind
         self._throttle = LogThrottle()
+        self._heartbeats: np.ndarray[Any, Any] | None = None  # until `attach`
         self._warned: set[str] = set()
         self.reset_options: dict[int, bytes] = {}
 
@@ -69,14 +75,30 @@ class FaultLog:
         self._spec = spec
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
 
+    def close(self, now: float) -> None:
+        """Log how many faults were counted since the last line."""
+        if more := self._throttle.take_suppressed("faults", now):
+            _LOGGER.warning("%sfaults like those above: %s", self._label, more)
+
     def log_env_failure(
         self, fault: Fault, worker: SupervisedWorker, now: float
     ) -> None:
-        """Log an env that raised an error or violated its spaces, and was rebuilt."""
-        row = fault.env_index
-        history = self._read_history(row, has_failed=True)
-        end = End(status=fault.status, text=fault.text, is_violation=fault.is_violation)
-        path = self._write_repro_file(row, history, end, now)
+        """Log an env that raised an error or violated its spaces, and was rebuilt.
+
+        No repro file is written if only a reset has failed, and then succeeded.
+        """
+        admitted = self._admit(fault.text, now)
+        if admitted is None:
+            return
+        row, parts, where = fault.env_index, [], "in a reset "
+        if fault.status != Status.OK:
+            where = ""
+            history = self._read_history(row, has_failed=True)
+            end = End(
+                status=fault.status, text=fault.text, is_violation=fault.is_violation
+            )
+            path = self._write_repro_file(row, history, end, now)
+            parts = [*self._describe_history(row, history), *self._replay_command(path)]
         pid = None
         if worker.process is not None:
             worker.process.poll_exit()  # also updates `pid`
@@ -87,23 +109,24 @@ class FaultLog:
             name = f"The vector env of envs {self._index_of(row)} to "
             name += f"{self._index_of(block.stop - 1)}"
         self._log(
-            f"{name} (worker {worker.index}, pid {pid}) failed and "
+            f"{name} (worker {worker.index}, pid {pid}) failed {where}and "
             f"was rebuilt: {_shorten(fault.cause, _MAX_CAUSE_CHARS)}",
-            [*self._describe_history(row, history), *self._replay_command(path)],
+            parts,
             fault.text.strip().removesuffix(fault.cause),
+            admitted,
         )
 
     def log_reset_error(self, error: EnvError, num_faults: int, now: float) -> None:
         """Log that some rows of a block rejected the seeds or options of a reset.
 
         This is usually the caller's mistake, and the caller receives the error.
-        Therefore, at most one line per second is logged, and no repro file is written.
+        Therefore no repro file is written.
         """
-        more = self._throttle.admit("reset", now)
-        if more is not None:
-            others = f"; {num_faults - 1} more in its block" if num_faults > 1 else ""
+        admitted = self._admit(f"{error.remote_traceback}\n{error}", now)
+        if admitted is not None:
             head = _shorten(str(error).partition("\n")[0], _MAX_CAUSE_CHARS)
-            self._log(f"{head}{others}{more}", [], error.remote_traceback)
+            others = [f"{num_faults - 1} more in its block"] if num_faults > 1 else []
+            self._log(head, others, error.remote_traceback, admitted)
 
     def log_worker_loss(
         self,
@@ -121,6 +144,9 @@ class FaultLog:
           now: Monotonic seconds.
         """
         exit_ = worker.exit or Exit(0, 0)
+        admitted = self._admit(f"{exit_.stderr_excerpt}\n{lost.text}", now)
+        if admitted is None:
+            return
         end = End(
             status=lost.status,
             text=lost.text,
@@ -139,6 +165,7 @@ class FaultLog:
             f"{worker.label}, pid {exit_.pid or None}, {cause}",
             [*parts, *self._replay_command(path)],
             detail or exit_.stderr_excerpt,
+            admitted,
         )
 
     def warn_once(self, warnings: Sequence[str]) -> Sequence[str]:
@@ -153,6 +180,7 @@ class FaultLog:
 
     def clear_records(self, worker: SupervisedWorker) -> None:
         """Clear a lost worker's heartbeat and records, before its successor starts."""
+        assert self._heartbeats is not None, "the pool is ready"
         self._heartbeats[worker.index, :2] = 0
         for block in worker.blocks:
             for row in block.rows:
@@ -162,6 +190,8 @@ class FaultLog:
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
     ) -> tuple[list[str], Path | None]:
         """Describe the env that was running when a worker ended; write a repro file."""
+        if self._heartbeats is None:  # no env is ready yet
+            return [], None
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
         hosts = [block for block in worker.blocks if row in block.rows]
@@ -181,12 +211,29 @@ class FaultLog:
             row, history, end, now, is_reset=bool(is_slow)
         )
 
-    def _log(self, head: str, parts: list[str], detail: str) -> None:
-        """Log a line, followed by its details unless these equal the last details."""
-        below = "" if detail == self._last_detail else f"\n{printable(detail)}".rstrip()
-        self._last_detail = detail
+    def _admit(self, text: str, now: float) -> tuple[bool, str] | None:
+        """Return whether a fault is new, and the suffix of its line; None to count it.
+
+        Faults are compared by a text with their cause and details.
+        """
+        kind = words_without_numbers(text)
+        recent = {k: t for k, t in self._recent.items() if now - t < _RECENT_SECONDS}
+        is_new = kind not in recent and len(recent) < _MAX_RECENT_FAULTS
+        if is_new or kind in recent:
+            recent[kind] = now
+        self._recent = recent
+        more = self._throttle.admit("faults", now, is_new=is_new)
+        return None if more is None else (is_new, more)
+
+    def _log(
+        self, head: str, parts: list[str], detail: str, admitted: tuple[bool, str]
+    ) -> None:
+        """Log a line, followed by its details if the fault is new; see `_admit`."""
+        is_new, more = admitted
+        below = f"\n{printable(detail)}".rstrip() if is_new else ""
         line = "; ".join([head, *parts])
-        _LOGGER.warning("%s%s%s", self._label, line, below)
+        extra = {"is_multiline": True}  # only `below` contains newlines
+        _LOGGER.warning("%s%s%s%s", self._label, line, more, below, extra=extra)
 
     def reset_error(self, fault: Fault) -> EnvError:
         """Return the exception for an env whose reset has failed."""

@@ -336,7 +336,7 @@ class Pool:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
             self._is_released = True
-            self._operations.release()
+            self._operations.release(self._clock())
 
     def __enter__(self) -> Self:
         return self

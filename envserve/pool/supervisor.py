@@ -7,7 +7,6 @@ consequences that a loss has for the blocks.
 
 from __future__ import annotations
 
-import logging
 import math
 import selectors
 from collections.abc import Sequence
@@ -36,8 +35,6 @@ from envserve.worker.channel import (
 )
 from envserve.worker.worker_report import decode_spaces
 from envserve.wrappers.specs import wrappers_to_plain
-
-_LOGGER: Final = logging.getLogger(__name__)
 
 #: Interval between heartbeat checks of a busy worker, which delays the detection of a
 #: hang.
@@ -387,9 +384,6 @@ class SupervisedWorker:
                 remote_traceback=self._traceback,
             )
         self._set_state(WorkerState.ENDED if self.error else WorkerState.BACKOFF)
-        if self.error is None and self._slab is None:
-            # Later losses are logged by the pool, and errors are raised.
-            _LOGGER.warning("%s %s%s", self.label, text, self.stderr_note)
         return [Lost(self._kill_status, text)]
 
     def __repr__(self) -> str:

@@ -7,7 +7,6 @@ If the new env cannot be built or reset either, the exception ends the worker.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -29,7 +28,6 @@ from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
 from envserve.worker.worker_report import encode_report, fault_from_error
 
-_LOGGER: Final = logging.getLogger(__name__)
 _OK: Final = int(Status.OK)
 
 
@@ -174,7 +172,8 @@ class EnvBlock:
         if chosen is None:
             chosen = self.rows
         seeds, options = request.get("seeds"), request.get("options", b"")
-        infos, rebuilt, faults = {}, [], []
+        infos, rebuilt = {}, []
+        faults: list[Fault] = []
         for position, row in enumerate(chosen):
             env = self._envs[row - self.rows.start]
             seed = None if seeds is None else seeds[position]
@@ -182,13 +181,15 @@ class EnvBlock:
                 env.drop_initial_seed()
             incarnation = env.incarnation
             try:
-                info = self._reset_or_rebuild(env, seed, options)
+                info = self._reset_or_rebuild(env, seed, options, faults)
             except Exception as error:
                 if seed is None and not options:
                     raise  # the env cannot be reset at all
                 faults.append(self._replace_failed(env, error))
-                incarnation, info = incarnation + 1, {}  # a fault implies one rebuild
-            rebuilt += [row] * (env.incarnation - incarnation)
+                info = {}
+            # A fault implies one rebuild.
+            is_counted = bool(faults) and faults[-1].env_index == row
+            rebuilt += [row] * (env.incarnation - incarnation - is_counted)
             if info and self._reports_all_infos:
                 infos[row] = info
             rows = self._all_rows
@@ -198,20 +199,26 @@ class EnvBlock:
         return self._encode_report(faults, infos, self._checks.take_warnings(), rebuilt)
 
     def _reset_or_rebuild(
-        self, env: EnvRow | SpareRow, seed: int | None, options: bytes
+        self,
+        env: EnvRow | SpareRow,
+        seed: int | None,
+        options: bytes,
+        faults: list[Fault],
     ) -> Mapping[str, Any]:
-        """Reset an env; if that fails, rebuild and reset it, unless it is new."""
+        """Reset an env; if that fails, rebuild and reset it, unless it is new.
+
+        A failure that this has repaired is added to `faults`, with the status OK.
+        """
         was_fresh = env.is_fresh
         try:
             return env.reset(seed, options)
         except Exception as error:
             if was_fresh:
                 raise
-            first = error
+            first = fault_from_error(env.row, error)
         env.rebuild()
         info = env.reset(seed, options)
-        text = "Env %d: reset failed; the env was rebuilt"
-        _LOGGER.warning(text, env.env_index, exc_info=first)
+        faults.append(first._replace(status=Status.OK))
         return info
 
     def call(self, payload: bytes) -> bytes:

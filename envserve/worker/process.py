@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import random
 import socket
 import traceback
@@ -50,7 +49,6 @@ from envserve.worker.vector_block import VectorBlock
 from envserve.worker.worker_report import encode_spaces, utf8_tail
 from envserve.wrappers.specs import wrappers_from_plain
 
-_LOGGER: Final = logging.getLogger(__name__)
 #: Time to poll for the next message, about as long as a policy takes to compute
 #: actions. Polling is worthwhile because waking up a sleeping core takes longer than a
 #: step of a light env. It is used only if every worker has its own core.
@@ -141,7 +139,7 @@ class _Worker:
         np.random.seed(seed)
         self._spec = self._build()
         if config.worker == 0:
-            self._warn_of_custom_spaces()
+            self._warn_of_custom_spaces(checks)
         gc.collect()
         gc.freeze()
         self._send(pack_message(MessageKind.READY, payload=encode_spaces(self._spec)))
@@ -160,16 +158,15 @@ class _Worker:
             self._send(pack_message(MessageKind.BUILT))
         return first
 
-    def _warn_of_custom_spaces(self) -> None:
+    def _warn_of_custom_spaces(self, checks: EnvChecks) -> None:
         spec = self._spec
         classes = custom_space_classes(spec.observation_space) | custom_space_classes(
             spec.action_space
         )
         for name, kind in classes.items():
-            _LOGGER.warning(
-                "%s: a space of class %s is treated as a %s; its own sample() and "
-                "contains() are not available outside the env",
-                *(spec.env_name, name, kind),
+            checks.warnings[name] = (
+                f"{name}: a space of class {name} is treated as a {kind}; its own "
+                f"sample() and contains() are not available outside the env"
             )
 
     def map_slab(self, fd: int) -> None:

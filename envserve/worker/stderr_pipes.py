@@ -5,16 +5,19 @@ of several workers does not mix. The stack of a crashed worker is withheld, beca
 report of its exit contains the stack.
 
 A slow reader of the template's stderr (a stopped terminal, for example) does not block
-workers: their pipes are always read, and output that exceeds the buffer is dropped.
+workers: their pipes are always read, and output that exceeds the buffer is dropped. So
+is output that exceeds a rate, because a log file would otherwise fill the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import stat
 import time
+from collections.abc import Callable
 from typing import Final
 
 #: Number of bytes to keep from the end of each worker's output.
@@ -26,6 +29,11 @@ _STACK_STARTS: Final = (b"Fatal Python error: ", b"Stack (most recent call first
 _MAX_BUFFER_BYTES: Final = 1 << 14
 #: Maximum amount of output to buffer for a slow reader of the template's stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
+#: Limits of the output that is forwarded: at most so many bytes at once, and so many
+#: per second on average. Output beyond them is dropped for at least a second.
+_MAX_BURST_BYTES: Final = 8 << 20
+_BYTES_PER_SECOND: Final = 1 << 14
+_DROP_SECONDS: Final = 1.0
 #: Maximum number of reads after a worker's end, because its children may keep writing
 #: to the pipe.
 _MAX_LAST_READS: Final = 64
@@ -39,7 +47,12 @@ class StderrPipes:
     The template polls, and calls `handle` for each ready descriptor.
     """
 
-    def __init__(self, poller: select.poll, stderr_fd: int = 2) -> None:
+    def __init__(
+        self,
+        poller: select.poll,
+        stderr_fd: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Store the poll object to register with, and the descriptor to forward to."""
         self._poller = poller
         self._workers: dict[int, int] = {}  # by read end; -1 after the worker's end
@@ -48,6 +61,9 @@ class StderrPipes:
         self._stacks: dict[int, bytes] = {}  # withheld stacks, by worker
         self._unsent = bytearray()
         self._num_dropped = 0
+        self._clock = clock
+        self._budget, self._budget_at = float(_MAX_BURST_BYTES), clock()
+        self._drops_until = -math.inf
         self._out_fd = _open_nonblocking(stderr_fd)
 
     def open(self, worker: int) -> int | None:
@@ -170,10 +186,17 @@ class StderrPipes:
             del buffer[:stop]
 
     def _forward(self, data: bytes) -> None:
+        now = self._clock()
+        self._budget += (now - self._budget_at) * _BYTES_PER_SECOND
+        self._budget = min(self._budget, _MAX_BURST_BYTES)
+        self._budget_at = now
+        if len(data) > self._budget:
+            self._drops_until = now + _DROP_SECONDS
         free = _MAX_UNSENT_BYTES - len(self._unsent)
-        if len(data) > free:
+        if len(data) > free or now < self._drops_until:
             self._num_dropped += len(data)
             return
+        self._budget -= len(data)
         if self._num_dropped:
             note = f"[envserve: {self._num_dropped} bytes of worker output dropped]\n"
             self._unsent += note.encode()

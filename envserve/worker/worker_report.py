@@ -83,7 +83,8 @@ class WorkerReport(msgspec.Struct):
     """The report of an operation, which complements the rows.
 
     Attributes:
-      faults: Faults of rows whose envs were rebuilt.
+      faults: Faults of rows whose envs were rebuilt. Their status is OK if a reset has
+        failed and then succeeded with the new env.
       rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
       infos: Encoded info dicts by row.
       warnings: Warnings about the envs.
@@ -153,8 +154,13 @@ def decode_report(
         one_line(warning, _MAX_WARNING_CHARS)
         for warning in report.warnings[:_MAX_WARNINGS]
     ]
+    faults = [fault for fault in report.faults if fault.status != Status.OK]
+    retried = [fault for fault in report.faults if fault.status == Status.OK]
     outcome = Outcome(
-        block.index, infos, report.faults, warnings=warnings, packed_infos=packed
+        *(block.index, infos, faults),
+        warnings=warnings,
+        packed_infos=packed,
+        retried=retried,
     )
     return outcome, rebuilt
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from msgspec import Meta
 
+from envserve.cli.logs import StderrHandler, TextLines
 from envserve.cli.options import Count, add_working_directory
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
@@ -268,8 +269,9 @@ def plain_warnings() -> Iterator[None]:
     TensorFlow configures the root logger, which would change their format.
     """
     logger = logging.getLogger("envserve")
-    handler = logging.lastResort  # reads sys.stderr per line, which a screen replaces
-    assert handler is not None
+    handler = StderrHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(TextLines())
     logger.addHandler(handler)
     logger.propagate = False
     try:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+from envserve.cli.logs import nonblocking_output, set_up_logs
 from envserve.cli.options import Count, LogFormat, Port, Resources
 from envserve.cli.program import GivenOptions, Option
-from envserve.cli.terminal import console, set_up_logs
+from envserve.cli.terminal import console
 from envserve.errors import EnvserveError, SpaceError, WrapperError
 from envserve.worker.rendering import headless_variables
 from ppo.cli import on_ray
@@ -123,6 +124,7 @@ def train(
         set_up_logs("info", log_format)
         logger = logging.getLogger("ppo")
     with (
+        nonblocking_output(),
         report_errors(log_format, restartable),
         resume_hints(3 if restartable else 130) as runs,
         sigterm_raises(),

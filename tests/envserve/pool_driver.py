@@ -103,10 +103,11 @@ class PoolMaker:
         num_envs: int,
         num_workers: int,
         launcher: Launcher | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> Pool:
         config = self.config(env_name, num_envs, num_workers, **options)
-        pool = Pool(config, launcher=launcher or self.launcher)
+        pool = Pool(config, launcher=launcher or self.launcher, clock=clock)
         self._pools.append(pool)
         wait_for(pool, lambda: pool.is_ready or pool.error is not None)
         return pool

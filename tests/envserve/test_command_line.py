@@ -20,8 +20,9 @@ import pytest
 import envserve
 from envserve.cli import start as start_command
 from envserve.cli.app import PROGRAM as ENVSERVE
+from envserve.cli.logs import set_up_logs
 from envserve.cli.program import Fields, Program, options_of, parse
-from envserve.cli.terminal import fail, set_up_logs
+from envserve.cli.terminal import fail
 from envserve.errors import CallError
 from envserve.monitoring.health_probe import HealthProblem
 from envserve.settings import HostSettings

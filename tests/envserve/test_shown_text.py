@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 
 import pytest
 
@@ -22,6 +23,7 @@ from envserve.text import (
     one_line,
     printable,
     without_folders,
+    words_without_numbers,
 )
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import ErrorBody, Welcome, exception_of
@@ -60,13 +62,30 @@ def test_without_folders_removes_only_folders() -> None:
     assert without_folders("in /usr/lib/python3.11/x.py:3") == "in x.py:3"
 
 
+def test_texts_that_differ_in_numbers_have_the_same_words() -> None:
+    text = (
+        "Env {}: joint arm_{} of <Sim at {:#x}> is at [{} nan -{}e-05], id {}, pid {}"
+    )
+    ids = [str(uuid.uuid4()) for _ in range(20)]
+    found = {
+        words_without_numbers(text.format(n, n, n * 7919, n / 7, n, id_, n**9))
+        for n, id_ in enumerate(ids)
+    }
+    assert len(found) == 1
+    other = words_without_numbers(text.replace("joint", "wheel"))
+    assert other not in found
+    frames = [TRACEBACK, TRACEBACK.replace("line 3", "line 4")]
+    assert len({*map(words_without_numbers, frames)}) == 2
+    assert len(words_without_numbers("word " * 10_000)) == 50
+
+
 def test_one_log_line_of_each_kind_is_admitted_per_second() -> None:
     throttle = LogThrottle()
     times = [0.0, 0.1, 0.9, 1.0, 1.5, 5.0]
     passed = [throttle.admit("busy", now) for now in times]
     assert passed[:3] == ["", None, None]
-    assert passed[3] == " (and 2 more that were not logged)"
-    assert passed[4:] == [None, " (and 1 more that were not logged)"]
+    assert passed[3] == " (and 2 more in the last 1.0 s)"
+    assert passed[4:] == [None, " (and 1 more in the last 4.0 s)"]
     assert throttle.admit("other", 0.2) == ""
 
 
@@ -85,7 +104,7 @@ def test_refusals_are_logged_once_per_second_and_kind(
             server.receive((0, b"r", ""), encode(message), number / 1000)
     lines = [text for text in caplog.messages if text.startswith("refused")]
     assert len(lines) == 6
-    assert lines[-1].endswith("(and 499 more that were not logged)")
+    assert lines[-1].endswith("(and 499 more in the last 1.0 s)")
     assert all(len(line) < 400 for line in lines)
 
 

@@ -25,7 +25,8 @@ class Pipes(StderrPipes):
         self.out, self.write_fd = os.pipe()
         os.set_blocking(self.out, False)
         self.poller = select.poll()
-        super().__init__(self.poller, self.write_fd)
+        self.now = 0.0
+        super().__init__(self.poller, self.write_fd, lambda: self.now)
 
 
 @pytest.fixture
@@ -184,6 +185,26 @@ def test_writers_do_not_wait_for_the_reader_and_dropped_bytes_are_reported(
     handle_all(pipes, poller)
     for each in (out, write_fd):
         os.close(each)
+
+
+def test_the_rate_of_forwarded_output_is_limited(pipes: Pipes) -> None:
+    fd = open_for(pipes, 1)
+    line = b"." * 8191 + b"\n"
+    seconds, num_forwarded = 60, 0
+    for _ in range(seconds * 50):
+        os.write(fd, line)
+        handle_all(pipes, pipes.poller)
+        num_forwarded += len(read_all(pipes.out))
+        pipes.now += 1 / 50
+    assert 8 << 20 < num_forwarded < (8 << 20) + (seconds << 14) + 100 * seconds
+    pipes.now += 1.0
+    os.write(fd, b"again\n")
+    handle_all(pipes, pipes.poller)
+    note, _, rest = read_all(pipes.out).partition(b"\n")
+    assert rest == b"again\n"
+    assert b" bytes of worker output dropped]" in note
+    os.close(fd)
+    pipes.finish(1)
 
 
 def test_closing_does_not_wait_for_a_slow_reader(

@@ -213,3 +213,25 @@ def test_sigterm_outside_of_iterations_is_exit_code_3_for_a_restartable_run(
     hint = f"Resume with: ppo train --resume {folder}"
     assert error.startswith("Stopped ")
     assert (hint in error) == folder.exists() == has_begun
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a stopped terminal differs")
+def test_a_run_whose_output_is_not_read_finishes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    termios.tcflow(theirs, termios.TCOOFF)  # as Ctrl-S does
+    short = ("--set", "total_steps=256", "--run-dir", folder)
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, ("train", "CartPole-v1", *SMALL, *short))],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    try:
+        assert process.wait(_TIMEOUT) == 0
+    finally:
+        process.kill()
+        process.wait()
+        for fd in (ours, theirs):
+            os.close(fd)
+    assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5

@@ -254,9 +254,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """
         more = self._refusal_throttle.admit(refusal.body.code, now)
         if more is not None:
-            _LOGGER.info(
-                "refused: %s%s", one_line(str(refusal), _MAX_LOGGED_TEXT), more
-            )
+            _LOGGER.info("refused: %s%s", str(refusal)[:_MAX_LOGGED_TEXT], more)
         return Audit(refusal.event, user, *refusal.requested, str(refusal))
 
     # Admission.
@@ -459,7 +457,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         why = record.reason.text.partition("\n")[0] if record.reason else "detached"
         fields = {"fields": {**record.log_fields, "why": why}}
         text = "%s, ended%s (%s)"
-        _LOGGER.info(text, record, record.summary, one_line(why), extra=fields)
+        _LOGGER.info(text, record, record.summary, why, extra=fields)
         return [
             *([record.audit_event("ended", why)] if record.granted_body else []),
             self._reply_builder.session_ended(record.request, record.reason),
