@@ -284,6 +284,7 @@ def test_storm_of_crashes_writes_one_file_and_one_line(
     reset(pool)
     for _ in range(4):
         step(pool, 1)
+        step(pool, 0)  # an env that fails twice in a row costs its worker
     (line,) = lines(caplog)
     (path,) = tmp_path.iterdir()
     assert repro_in(line) == path
