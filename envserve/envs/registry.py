@@ -287,35 +287,26 @@ def env_creator_of(spec: EnvSpec) -> Any:
     return load_env_creator(entry) if isinstance(entry, str) else entry
 
 
-def user_modules(env_name: str) -> dict[str, ModuleType]:
-    """Return the loaded modules that belong to the user's envs, by name.
+def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
+    """Return the globals of the user's loaded modules, by name.
 
     These are the modules that `import_env_modules` has imported, the module that
-    defines the env, and modules of the same package, or of the same folder if a module
-    belongs to no package. Gymnasium's modules are not included.
+    defines the env, and the modules of their packages. If one of them belongs to no
+    package, they include all modules in its folder.
     """
-    named = {
-        each.removesuffix(".py").rpartition(os.sep)[2] for each in _names_by_module
-    }
+    named = {Path(each.removesuffix(".py")).name for each in _names_by_module}
     named.add(user_envs.module_of(env_name))
     packages = {each.partition(".")[0] for each in named} - _LIBRARIES
     files = (getattr(sys.modules.get(each), "__file__", None) for each in packages)
-    folders = tuple(
-        f"{os.path.dirname(file)}{os.sep}"
-        for file in files
-        if file and not (file.endswith("__init__.py") or _is_installed(file))
-    )
-    modules = {}
-    for name, module in sys.modules.copy().items():
+    single_files = (each for each in files if each and "__init__" not in each)
+    folders = (*(f"{os.path.dirname(each)}{os.sep}" for each in single_files),)
+    modules: dict[str, dict[str, Any]] = {}
+    for name, module in sys.modules.copy().items() if packages else ():
         package, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
-        is_beside = file.startswith(folders) and not _is_installed(file)
+        is_beside = file.startswith(folders) and "site-packages" not in file
         if package in packages or (is_beside and package not in _LIBRARIES):
-            modules[name] = module
+            modules[name] = vars(module)
     return modules
-
-
-def _is_installed(file: str) -> bool:
-    return f"{os.sep}site-packages{os.sep}" in file
 
 
 def preload(name: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import selectors
@@ -33,6 +34,8 @@ from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.worker.channel import Channel, MessageKind, pack_message
 from envserve.worker.template import kill_group
+
+_LOGGER: Final = logging.getLogger(__name__)
 
 _START: Final = (
     "import json, resource, sys; sys.path[:], limits = json.loads(sys.argv[2]); "
@@ -424,6 +427,8 @@ class Launcher:
                 process.exit = Exit(0, 1, f"the template process {reason}{end}")
         self._running, self._pending, self._kills = {}, {}, set()
         self._template_error = reason + end
+        if reason:
+            _LOGGER.warning("the template process %s%s", reason, end)
         self._is_updating = False
 
     def __repr__(self) -> str:

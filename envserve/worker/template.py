@@ -222,8 +222,8 @@ class _Template:
         known, starters = _thread_ids(), dict[object, str]()
         if env_names is None:
             self._worker_imports, modules, env_names = modules, [], []
-        for name in (*modules, *env_names):
-            if name in env_names:
+        for index, name in enumerate((*modules, *env_names)):
+            if index >= len(modules):
                 # The worker encounters the same error, and reports it with a traceback.
                 with contextlib.suppress(BaseException):
                     registry.preload(name)

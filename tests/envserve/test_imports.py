@@ -272,3 +272,24 @@ class E(Draw):
     server.signal(signal.SIGTERM)
     assert "stopping" in server.end()
     assert server.process.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="detected by waitid")
+def test_env_that_stops_the_template_costs_each_row_one_transition(
+    folder: Path,
+) -> None:
+    text = """
+import os, signal
+class E(Draw):
+    def step(self, action):
+        if action == 1: os.kill(os.getppid(), signal.SIGSTOP); os._exit(1)
+        return super().step(action)
+"""
+    with BatchEnv.local(
+        f"{write_env(folder, text)}:E", 2, 2, padding_after=60.0
+    ) as batch:
+        batch.reset()
+        num_lost = np.zeros(2, np.int64)
+        for actions in ([1, 0], [0, 0], [0, 0]):
+            num_lost += ~batch.step(np.array(actions)).valid
+        assert num_lost.tolist() == [1, 1]
