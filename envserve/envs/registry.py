@@ -217,7 +217,7 @@ def _register_installed() -> None:
             )
 
 
-def _install_command(error: Exception) -> str:
+def _install_command(error: BaseException) -> str:
     """Return the pip command for a missing package; "" if no extra installs it."""
     words = re.findall(r"\w+", str(error).lower())
     extra = next((_EXTRAS[word] for word in words if word in _EXTRAS), "")

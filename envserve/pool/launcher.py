@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any, Final
@@ -211,18 +210,9 @@ class Launcher:
         self._channel = Channel(ours)
         self._template_error = ""
         self._has_imported = False
-        # The kernel kills the template when the thread that starts it ends, and only
-        # the main thread lives as long as the process.
-        is_main = threading.current_thread() is threading.main_thread()
         with theirs:
             # Send this first: it cannot fail before the template exists.
-            self._send(
-                {
-                    "import": self._import_modules,
-                    "preload": self._preload,
-                    "dies_with_owner": is_main,
-                }
-            )
+            self._send({"import": self._import_modules, "preload": self._preload})
             path = [os.path.abspath(entry) for entry in sys.path]
             start = json.dumps([path, self._limits])
             try:

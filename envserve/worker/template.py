@@ -20,9 +20,9 @@ and is killed with its process group. Grandchildren that have left the group are
 by the template (as a subreaper, on Linux) and also killed.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
-kills everything and exits. On Linux, the kernel also kills the template when the owner
-exits, and the workers when the template exits (PR_SET_PDEATHSIG), in case an env has
-stopped the template.
+kills everything and exits. On Linux, the kernel also sends it SIGCONT (by
+PR_SET_PDEATHSIG), in case an env has stopped the template, or a forked child of the
+owner keeps the socket open. If the template is killed, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class _Template:
         wakeup_writer.setblocking(False)
         self._wakeup_writer = wakeup_writer
         self._standard_fds = [os.dup(fd) for fd in range(3)]
+        self._owner_pid = os.getppid()
         self._take_process_back()
         self._decoder = MessageDecoder()
         self._fds: list[int] = []
@@ -105,6 +106,8 @@ class _Template:
         if sys.platform == "linux":
             # Adopt processes that leave a worker's group by setsid or a double fork.
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            # Also sent when only the owner's thread ends, which has no effect.
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
         self._kill_orphans_at = math.inf
         self._poller = select.poll()
@@ -114,7 +117,8 @@ class _Template:
 
     def _take_process_back(self) -> None:
         """Undo changes by imported modules that would break the template."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGCHLD, signal.SIGCONT):
+            signal.signal(number, lambda *_: None)  # the wakeup descriptor is enough
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # writes return an error instead
         signal.setitimer(signal.ITIMER_REAL, 0)  # the default action ends the process
@@ -143,9 +147,13 @@ class _Template:
                     self._kill_at[worker] = min(self._kill_at[worker], kill_at)
                 if self._pipes.handle(fd):
                     continue
+                has_owner = True
                 if fd == self._wakeup.fileno():
                     self._reap()
-                elif fd == self._owner.fileno() and not self._handle_requests():
+                    has_owner = os.getppid() == self._owner_pid
+                elif fd == self._owner.fileno():
+                    has_owner = self._handle_requests()
+                if not has_owner:
                     self._kill_all()
                     self._pipes.close()
                     return
@@ -202,8 +210,6 @@ class _Template:
         for received in self._decoder.feed(data):
             message = codec.decode(received.payload)
             if "import" in message:
-                if message["dies_with_owner"] and sys.platform == "linux":
-                    self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 self._import(message["import"], message["preload"])
                 self._import_children = {*_child_pids()}
             elif "kill" in message:
@@ -290,7 +296,8 @@ class _Template:
                 self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
                 _raise_oom_score()
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGCONT):
+                signal.signal(number, signal.SIG_DFL)
             for other in (self._owner, self._wakeup, self._wakeup_writer):
                 other.close()
             for other_fd in (*self._fds, *self._standard_fds):

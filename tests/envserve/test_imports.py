@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +78,7 @@ GENERATORS = {
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of the test's env files."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "draw_base.py").write_text(ENV)

@@ -340,6 +340,38 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
+def test_template_ends_with_its_owner_although_a_forked_child_keeps_the_socket(
+    wait_until: Callable[[Callable[[], bool]], None],
+) -> None:
+    code = """
+import os, signal, sys
+from envserve.pool.launcher import Launcher
+
+launcher = Launcher()
+worker = launcher.launch()
+while worker.pid is None:
+    launcher.wait(10.0)
+    launcher.poll()
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(repr(launcher).split()[2].rstrip(","), worker.pid, flush=True)
+os.close(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,  # the child exits at its end of file
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        pids = [*map(int, owner.stdout.readline().split())]
+        assert len(pids) == 2
+        wait_until(lambda: not any(map(_is_running, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
 def test_template_outlives_the_thread_that_has_started_it(
     make_launcher: Make, start: Start
 ) -> None:
