@@ -241,6 +241,10 @@ class WorkerSettings(_Validated):
     """Maximum number of worker processes for one client; by default, one per core."""
     import_modules: tuple[str, ...] = ()
     """Module or Python file that registers envs or wrappers; repeatable."""
+    preload: bool = True
+    """Import the env modules in each worker, instead of once in the process from which
+    workers are forked. Workers start more slowly, but modules may start threads or use
+    a GPU when they are imported; see docs/forking.md."""
     step_timeout_seconds: _Seconds = 30.0
     """Step timeout of one env in seconds, after which its worker is killed."""
     reset_timeout_seconds: _Seconds = 120.0
@@ -430,6 +434,10 @@ class LocalOptions(EnvOptions, total=False):
 
     import_modules: Sequence[str]
     """Modules or Python files that register envs or wrappers; none by default."""
+    preload: bool
+    """Whether the env modules are imported once, in the process from which workers are
+    forked; True by default. If False, each worker imports them itself, so that they may
+    start threads or use a GPU; see docs/forking.md."""
     step_timeout: float
     """Step timeout of one env in seconds, after which its worker is killed; 30 by
     default."""

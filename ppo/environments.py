@@ -90,6 +90,7 @@ def env_maker(
                 config.env_name,
                 num_workers=num_workers,
                 import_modules=(*config.import_modules, *(import_modules or ())),
+                preload=config.preload,
                 step_timeout=config.step_timeout_seconds,
                 reset_timeout=config.reset_timeout_seconds,
                 max_restarts=config.max_restarts,

@@ -102,6 +102,11 @@ class Option:
         return self.default is inspect.Parameter.empty
 
     @property
+    def is_negated(self) -> bool:
+        """Whether the flag, such as --no-preload, disables what is on by default."""
+        return self.kind is bool and self.default is True
+
+    @property
     def shown_default(self) -> str:
         """The default as help shows it; "" for flags, or if the help describes it."""
         shown = self.default
@@ -150,7 +155,8 @@ class Option:
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
         name = self.flag or self.name.upper()
-        return convert_field(name, value, self.hint, is_strict=False)
+        converted = convert_field(name, value, self.hint, is_strict=False)
+        return not converted if self.is_negated else converted
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,9 @@ def parse(command: Command, words: Sequence[str], name: str) -> dict[str, Any]:
             converted = values[each.group][each.name] = each.convert(value)
         except ValueError as error:
             parser.error(str(error))
-        given.append((each, converted if each.kind is bool else value))
+        if each.kind is bool:
+            value = converted is not each.is_negated
+        given.append((each, value))
     for key, hint in get_type_hints(command, include_extras=True).items():
         if hint is GivenOptions:
             values[""][key] = GivenOptions({**values[""]}, given)

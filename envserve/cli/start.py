@@ -41,6 +41,7 @@ _FLAGS: Final = {
     "vector_envs": "--vector",
     "binds": "--bind",
     "import_modules": "--import",
+    "preload": "--no-preload",
     "exposed": "--expose",
     "allowed_kwargs": "--allow-kwarg",
     "step_timeout_seconds": "--step-timeout",
@@ -50,7 +51,8 @@ _FLAGS: Final = {
 #: Fields by help heading; the help lists all other fields under "Limits".
 _PANELS: Final[Mapping[str, Container[str]]] = {
     "What is offered": (
-        *("env_names", "vector_envs", "import_modules", "exposed", "allowed_kwargs"),
+        *("env_names", "vector_envs", "import_modules", "preload"),
+        *("exposed", "allowed_kwargs"),
     ),
     "Network, users and keys": (
         *("binds", "metrics_port", "metrics_host", "insecure_no_auth"),

@@ -199,6 +199,9 @@ class BatchEnv:
             `vector_entry_point`; False by default.
           import_modules: Modules or files that register envs or wrappers; none by
             default.
+          preload: Whether the env modules are imported once, in the process from which
+            workers are forked; True by default. If False, each worker imports them
+            itself, so that they may start threads or use a GPU; see docs/forking.md.
           step_timeout: Maximum seconds for one step of one env, after which its worker
             is killed; 30 by default.
           reset_timeout: Maximum seconds to construct or reset one env; 120 by default.

@@ -42,6 +42,8 @@ _INSTALL_HINT: Final = "install it, or add it to PYTHONPATH, where the envs run"
 _BAD_ARGUMENT: Final = re.compile(
     r"(__init__\(\) missing)|got an unexpected keyword argument '(\w+)'"
 )
+#: Packages that are never part of the user's envs.
+_LIBRARIES: Final = {"", "envserve", "gymnasium", "numpy", *sys.stdlib_module_names}
 _KEYWORD_KINDS: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 #: The env names that each imported module or file has registered.
@@ -129,9 +131,12 @@ def _import_module(module: str) -> ModuleType:
     """
     user_envs.check_files_exist([module])
     user_envs.modules_being_imported.append(module)
+    arguments, sys.argv = sys.argv, [module]  # in case the module parses its arguments
     try:
         return _import_file(module) if module.endswith(".py") else import_module(module)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a SystemExit would end this process without reason
         frames = [
             f"{frame.filename}:{frame.lineno}"
             for frame in traceback.extract_tb(error.__traceback__)
@@ -146,6 +151,7 @@ def _import_module(module: str) -> ModuleType:
             f"failed with {type(error).__name__}: {error}{where}{hint}"
         ) from error
     finally:
+        sys.argv = arguments
         user_envs.modules_being_imported.pop()
 
 
@@ -211,7 +217,7 @@ def _register_installed() -> None:
             )
 
 
-def _install_command(error: Exception) -> str:
+def _install_command(error: BaseException) -> str:
     """Return the pip command for a missing package; "" if no extra installs it."""
     words = re.findall(r"\w+", str(error).lower())
     extra = next((_EXTRAS[word] for word in words if word in _EXTRAS), "")
@@ -279,6 +285,28 @@ def env_creator_of(spec: EnvSpec) -> Any:
     """
     entry = spec.entry_point
     return load_env_creator(entry) if isinstance(entry, str) else entry
+
+
+def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
+    """Return the globals of the user's loaded modules, by name.
+
+    These are the modules that `import_env_modules` has imported, the module that
+    defines the env, and the modules of their packages. If one of them belongs to no
+    package, they include all modules in its folder.
+    """
+    named = {Path(each.removesuffix(".py")).name for each in _names_by_module}
+    named.add(user_envs.module_of(env_name))
+    packages = {each.partition(".")[0] for each in named} - _LIBRARIES
+    files = (getattr(sys.modules.get(each), "__file__", None) for each in packages)
+    single_files = (each for each in files if each and "__init__" not in each)
+    folders = (*(f"{os.path.dirname(each)}{os.sep}" for each in single_files),)
+    modules: dict[str, dict[str, Any]] = {}
+    for name, module in sys.modules.copy().items() if packages else ():
+        package, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
+        is_beside = file.startswith(folders) and "site-packages" not in file
+        if package in packages or (is_beside and package not in _LIBRARIES):
+            modules[name] = vars(module)
+    return modules
 
 
 def preload(name: str) -> None:

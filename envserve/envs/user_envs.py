@@ -99,7 +99,7 @@ def name_and_imports(
             raise UnknownEnv(
                 f"expected an env, got the file {name}; name an env in it: {name}:MyEnv"
             )
-        module = _module_of(name)
+        module = module_of(name)
         packages = {Path(each).name.partition(".")[0] for each in import_modules}
         if module == "__main__" and not packages:
             raise _not_importable(name)
@@ -109,7 +109,7 @@ def name_and_imports(
     return name, tuple(dict.fromkeys(modules))
 
 
-def _module_of(name: str) -> str:
+def module_of(name: str) -> str:
     """Return the module of the class of a registered env; "" if there is none."""
     gymnasium: Any = sys.modules.get("gymnasium")
     entry = getattr(gymnasium and gymnasium.registry.get(name), "entry_point", "")

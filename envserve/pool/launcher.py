@@ -6,13 +6,15 @@ once, so that workers start in milliseconds. Only `close` blocks on the template
 
 If the launcher's process ends, even by SIGKILL, the template reads end of file from its
 socket, kills the workers and exits. If the template ends or hangs, its workers are
-killed and reported as ended, and the next `launch` starts a new template.
+killed and reported as ended, and the next `launch` starts a new template. The template
+answers each request, so a template that an env has stopped (SIGSTOP) is noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import selectors
@@ -33,6 +35,8 @@ from envserve.spaces import codec
 from envserve.worker.channel import Channel, MessageKind, pack_message
 from envserve.worker.template import kill_group
 
+_LOGGER: Final = logging.getLogger(__name__)
+
 _START: Final = (
     "import json, resource; "
     "[resource.setrlimit(*limit) for limit in json.loads(sys.argv[2])]; "
@@ -42,6 +46,9 @@ _RESERVED_AT_ONCE: Final = 8
 #: Maximum time without a report while a fork is pending, including the time for
 #: imports. After this time, the template is killed.
 _FORK_TIMEOUT_SECONDS: Final = 120.0
+#: Maximum time without a report while the template is stopped and a request is pending.
+#: It is shorter than `KILL_SECONDS`.
+_STOPPED_SECONDS: Final = 2.0
 #: Maximum number of queued requests, in addition to a few hundred in the socket's
 #: buffer.
 _MAX_UNSENT: Final = 1024
@@ -159,6 +166,8 @@ class Launcher:
 
     Attributes:
       reserve: Spare descriptors, for files that pools open.
+      import_note: Why workers may hang or fail because of what the imports have left in
+        the template, and what to do; "" if there is no known reason.
     """
 
     def __init__(
@@ -167,6 +176,7 @@ class Launcher:
         preload: Iterable[str] = (),
         num_reserved: int = 0,
         host: HostSettings | None = None,
+        imports_in_workers: bool = False,
     ) -> None:
         """Start the template process, which imports the modules in the background.
 
@@ -177,15 +187,20 @@ class Launcher:
             import the env's module themselves.
           num_reserved: Number of descriptors to reserve for workers.
           host: User, environment and resource limits of the processes.
+          imports_in_workers: Whether each worker imports the modules itself, after the
+            fork, and the template imports none.
         """
+        self._owner_pid = os.getpid()
+        self.import_note = ""
         self.reserve = DescriptorReserve(num_reserved)
         self._import_modules = list(import_modules)
-        self._preload = list(preload)
+        self._preload = None if imports_in_workers else list(preload)
         self._limits, self._popen_options = resource_limits(host), popen_options(host)
         self._clock = time.monotonic
         self._pending: dict[int, WorkerProcess] = {}  # by fork number
+        self._kills: set[int] = set()  # fork numbers of unanswered kill requests
         self._running: dict[int, WorkerProcess] = {}  # by process id
-        self._last_report_at = 0.0  # or when a fork became due, if that is later
+        self._last_report_at = 0.0  # or when a request became due, if that is later
         self._num_forks = 0
         self._is_updating = self._is_closed = False
         self._start_template()
@@ -242,8 +257,7 @@ class Launcher:
             )
         with self.reserve:
             ours, theirs = _socket_pair()
-        if not self._pending:
-            self._last_report_at = self._clock()
+        self._expect_report()
         self._num_forks += 1
         process = WorkerProcess(
             self, self._num_forks, Channel(ours, selector, selector_data)
@@ -269,13 +283,21 @@ class Launcher:
           has_stack: Whether the worker may first write its Python stack to stderr.
         """
         self.poll()  # kills the template if an earlier call was interrupted
+        if not self._template_error:
+            self._expect_report()
+            self._kills.add(process.fork_number)
         self._send({"kill": process.fork_number, "stack": has_stack})
+
+    def _expect_report(self) -> None:
+        if not (self._pending or self._kills):
+            self._last_report_at = self._clock()
 
     def poll(self) -> None:
         """Read the reports of the template and send queued requests; do not wait.
 
-        If a fork is pending and the template has not reported anything for two minutes,
-        the template is killed, and all its workers are reported as ended.
+        If a request is pending and the template has not reported anything for two
+        minutes, or is stopped and has not for 2 s, the template is killed, and all its
+        workers are reported as ended.
         """
         if self._template_error:
             return
@@ -288,9 +310,9 @@ class Launcher:
         self._is_updating = False
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until `poll` can read reports or send requests."""
+        """Wait until `poll` is due: to read reports, send requests, or check them."""
         if not self._template_error:
-            self._channel.wait(timeout_seconds)
+            self._channel.wait(min(timeout_seconds, _STOPPED_SECONDS))
 
     def _read(self) -> bool:
         """Process received reports; return whether more reports may follow."""
@@ -301,19 +323,32 @@ class Launcher:
             self._last_report_at = self._clock()
             for message in messages:
                 self._on_message(codec.decode(message.payload))
-        elif (
-            self._pending
-            and self._clock() - self._last_report_at > _FORK_TIMEOUT_SECONDS
-        ):
-            modules = ", ".join([*self._import_modules, *self._preload])
-            self._stop_template(
-                f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; is an "
-                f"import stuck ({modules or 'gymnasium'})? It "
-            )
+        elif self._pending or self._kills:
+            silent_seconds = self._clock() - self._last_report_at
+            if silent_seconds > _FORK_TIMEOUT_SECONDS:
+                modules = ", ".join([*self._import_modules, *(self._preload or ())])
+                self._stop_template(
+                    f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; "
+                    f"is an import stuck ({modules or 'gymnasium'})? It "
+                )
+            elif silent_seconds > _STOPPED_SECONDS and self._is_stopped():
+                self._stop_template("was stopped by a signal, and ")
         return bool(messages)
 
+    def _is_stopped(self) -> bool:
+        """Return whether a signal has stopped the template."""
+        flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):  # the template has ended
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        return False
+
     def close(self) -> None:
-        """Stop the template process, which kills all running workers."""
+        """Stop the template process, which kills all running workers.
+
+        In a forked child, do nothing, because the processes belong to the parent.
+        """
+        if os.getpid() != self._owner_pid:
+            return
         self._is_closed = True
         self.reserve.close()
         if not self._template_error:
@@ -332,6 +367,9 @@ class Launcher:
     def _on_message(self, message: dict[str, Any]) -> None:
         if "imported" in message:
             self._has_imported = message["imported"]
+            self.import_note = message["note"]
+        elif "kill" in message:
+            self._kills.discard(message["kill"])
         elif "exit" in message and message["pid"] in self._running:
             tail = message["stderr"].decode(errors="backslashreplace")
             end = Exit(message["pid"], message["exit"], stderr_tail=tail)
@@ -355,6 +393,9 @@ class Launcher:
           is_exiting: Whether the template exits by itself, so that it is killed only if
             its exit takes too long.
         """
+        with contextlib.suppress(OSError):
+            # Ends the connection even if a forked child has inherited the socket.
+            self._channel.socket.shutdown(socket.SHUT_RDWR)
         self._channel.close()
         if not is_exiting:
             self._process.kill()
@@ -375,8 +416,10 @@ class Launcher:
         for process in self._pending.values():
             if process.exit is None:
                 process.exit = Exit(0, 1, f"the template process {reason}{end}")
-        self._running, self._pending = {}, {}
+        self._running, self._pending, self._kills = {}, {}, set()
         self._template_error = reason + end
+        if reason:
+            _LOGGER.warning("the template process %s%s", reason, end)
         self._is_updating = False
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ Therefore, the rest of the pool need not be safe against interrupts.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Self
@@ -93,6 +94,7 @@ class Pool:
         )
         self.inspector = PoolInspector(self._workers, self._operations)
         self._is_released = False
+        self._owner_pid = os.getpid()
         try:
             self._advance(0.0, clock())
         except BaseException:
@@ -328,11 +330,15 @@ class Pool:
             second call can only shorten this time.
         """
         self._operations.state = "closing"
-        self._workers.begin_close(grace_seconds)
+        if os.getpid() == self._owner_pid:
+            self._workers.begin_close(grace_seconds)
 
     def close(self) -> None:
-        """Close all workers, by force if necessary, within 2 seconds."""
-        if not self._is_released:
+        """Close all workers, by force if necessary, within 2 seconds.
+
+        In a forked child, leave the workers to the parent.
+        """
+        if not self._is_released and os.getpid() == self._owner_pid:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
             self._is_released = True

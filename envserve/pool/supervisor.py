@@ -123,6 +123,7 @@ class SupervisedWorker:
         self._slab: Slab | None = None
         self._restarts = _RestartSchedule()
         self._is_built = False  # whether this process has built its envs
+        self._has_ever_stepped = False  # whether any process has
         self._traceback, self._is_permanent = "", False  # of the FAILED message
         self._kill_status = Status.WORKER_DIED
         self._close_deadline = math.inf
@@ -370,17 +371,25 @@ class SupervisedWorker:
         is_failure = bool(kill_reason or self.num_unanswered) or not self._is_built
         self._restarts.plan(is_failure, self.has_stepped, now)
         self.num_unanswered = 0
-        text = f"{kill_reason}; it {end}" if kill_reason else end
+        note = self._launcher.import_note if is_failure else ""
+        hint = f"; {note}" if note else ""
+        text = f"{kill_reason}; it {end}{hint}" if kill_reason else f"{end}{hint}"
         if self._traceback:
-            text = f"stopped:\n{self._traceback.rstrip()}"
+            text = f"stopped{hint}:\n{self._traceback.rstrip()}"
         tries = self._restarts.num_failures
-        is_permanent = self._is_permanent or (self._slab is None and self._traceback)
+        self._has_ever_stepped |= self.has_stepped
+        is_permanent = (
+            self._is_permanent
+            or (self._slab is None and self._traceback)
+            # The next process would wait for the same missing thread.
+            or (note and kill_reason and not self._has_ever_stepped)
+        )
         if not self.error and (tries > self._config.max_restarts or is_permanent):
             self.error = EnvStartError(
                 f"{self.label} failed"
                 + ("" if tries == 1 else f" {tries} times in a row")
                 + f" to run {self._config.env_name}"
-                + ("" if self._traceback else f": it {text}{self.stderr_note}"),
+                + (hint if self._traceback else f": it {text}{self.stderr_note}"),
                 remote_traceback=self._traceback,
             )
         self._set_state(WorkerState.ENDED if self.error else WorkerState.BACKOFF)

@@ -73,7 +73,11 @@ class WorkerSet:
         self._blocks = blocks
         self._clock = clock
         self._owns_launcher = launcher is None
-        self._launcher = launcher or Launcher(config.import_modules, (config.env_name,))
+        self._launcher = launcher or Launcher(
+            config.import_modules,
+            (config.env_name,),
+            imports_in_workers=not config.preload,
+        )
         self.selector = selectors.DefaultSelector()
         self._num_workers = 1 + max(block.worker for block in blocks)
         self.spec: EnvSpec | None = None

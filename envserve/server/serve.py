@@ -93,9 +93,11 @@ async def serve(
             config.env_names or (),
             num_reserved=min(num_descriptors // 4, _MAX_RESERVED_DESCRIPTORS),
             host=config,
+            imports_in_workers=not config.preload,
         )
         stack.callback(launcher.close)
         registry = _registry_of(config)
+        signals.install()  # an imported module may have replaced the handlers
         sockets, access, zap, audit = await _open_sockets(config, loop, stack)
         boot = secrets.randbits(64) | 1
         grant_of = None if access is None else access.grant_of

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import socket
 import traceback
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
+from envserve.envs.global_generators import seed_global_generators
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, SpaceError, WorkerError
 from envserve.host_resources import num_cores
@@ -96,7 +94,7 @@ def run(channel: socket.socket, import_error: str = "") -> None:
                 else:
                     worker.handle(message)
             worker.close()
-        except Exception as error:
+        except BaseException as error:  # also an env's SystemExit
             kinds = (
                 kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
             )
@@ -132,11 +130,8 @@ class _Worker:
             )
         row = config.blocks[0][1]
         env_index, incarnation = config.first_env_index + row, config.incarnations[row]
-        # Seed the global generators. Otherwise env code that uses them would draw the
-        # same numbers in all forks.
         seed = env_seed(config.seed, env_index, incarnation)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed_global_generators(config.env_name, seed)
         self._spec = self._build()
         if config.worker == 0:
             self._warn_of_custom_spaces(checks)

@@ -6,9 +6,13 @@ these modules. It does five things: import modules, fork workers, kill workers a
 processes that their envs leave behind, forward the workers' stderr, and report exits.
 
 The template has a single thread, because a fork would copy locks that other threads
-hold, without the threads that release them. One `poll` waits for requests from the
-owner, for SIGCHLD (through a wakeup socket) and for the stderr pipes. The template must
-not block, because several pools share it.
+hold, without the threads that release them. If an imported module starts a thread, the
+template reports that, because workers may then hang. One `poll` waits for requests from
+the owner, for SIGCHLD (through a wakeup socket) and for the stderr pipes. The template
+must not block, because several pools share it.
+
+Imported modules may change signal handlers, the signal mask and the standard streams.
+The template needs these, and restores them after the import.
 
 Only the template can kill a worker safely, because it is the parent: a process id is
 not reused until the parent has reaped the process. A worker leads a separate session
@@ -16,8 +20,9 @@ and is killed with its process group. Grandchildren that have left the group are
 by the template (as a subreaper, on Linux) and also killed.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
-kills everything and exits. If the template is killed, the kernel kills the workers
-(PR_SET_PDEATHSIG, on Linux).
+kills everything and exits. On Linux, the kernel also sends it SIGCONT (by
+PR_SET_PDEATHSIG), in case an env has stopped the template, or a forked child of the
+owner keeps the socket open. If the template is killed, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -56,6 +62,8 @@ _STACK_REST_SECONDS: Final = 0.005
 _ORPHAN_DELAY_SECONDS: Final = 0.1
 #: Time to kill all processes when the template exits; the owner waits for a second.
 _KILL_ALL_SECONDS: Final = 0.5
+#: Time for the interpreter to exit, which may wait for threads of imported modules.
+_EXIT_SECONDS: Final = 5
 #: Added to a worker's OOM score (at most 1000), by which the kernel selects the process
 #: to kill when memory runs out.
 _OOM_SCORE_INCREASE: Final = 500
@@ -67,6 +75,7 @@ def main(fd: int) -> None:
     os.set_inheritable(fd, False)
     owner = socket.socket(fileno=fd)
     owner.settimeout(None)
+    sys.argv = [""]  # modules and envs must not parse the arguments of this process
     os.dup2(2, 1)  # the stdout of envs must not mix with the owner's output
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Otherwise a killed worker would lose buffered output.
@@ -84,23 +93,38 @@ class _Template:
         self._wakeup.setblocking(False)
         wakeup_writer.setblocking(False)
         self._wakeup_writer = wakeup_writer
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
+        self._standard_fds = [os.dup(fd) for fd in range(3)]
+        self._owner_pid = os.getppid()
+        self._take_process_back()
         self._decoder = MessageDecoder()
         self._fds: list[int] = []
         self._import_error = ""
+        self._worker_imports: list[str] = []  # modules that each worker imports itself
         self._workers: dict[int, int] = {}  # process ids by number of the request
         self._kill_at: dict[int, float] = {}  # workers that are writing their stack
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
             # Adopt processes that leave a worker's group by setsid or a double fork.
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            # Also sent when only the owner's thread ends, which has no effect.
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
         self._kill_orphans_at = math.inf
         self._poller = select.poll()
         self._poller.register(self._owner, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
         self._pipes = StderrPipes(self._poller)
+
+    def _take_process_back(self) -> None:
+        """Undo changes by imported modules that would break the template."""
+        for number in (signal.SIGCHLD, signal.SIGCONT):
+            signal.signal(number, lambda *_: None)  # the wakeup descriptor is enough
+        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # writes return an error instead
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the default action ends the process
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for fd, saved_fd in enumerate(self._standard_fds):
+            os.dup2(saved_fd, fd)
 
     def run(self) -> None:
         """Serve until the owner closes its end or dies."""
@@ -109,6 +133,8 @@ class _Template:
         finally:
             # The handler must not write to sockets that are closed below.
             signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_EXIT_SECONDS)
         for each in (self._owner, self._wakeup, self._wakeup_writer):
             each.close()
 
@@ -121,9 +147,13 @@ class _Template:
                     self._kill_at[worker] = min(self._kill_at[worker], kill_at)
                 if self._pipes.handle(fd):
                     continue
+                has_owner = True
                 if fd == self._wakeup.fileno():
                     self._reap()
-                elif fd == self._owner.fileno() and not self._handle_requests():
+                    has_owner = os.getppid() == self._owner_pid
+                elif fd == self._owner.fileno():
+                    has_owner = self._handle_requests()
+                if not has_owner:
                     self._kill_all()
                     self._pipes.close()
                     return
@@ -184,6 +214,7 @@ class _Template:
                 self._import_children = {*_child_pids()}
             elif "kill" in message:
                 self._kill(message["kill"], message["stack"])
+                self._report({"kill": message["kill"]})
             elif self._fds:
                 self._fork(message["fork"], self._fds.pop(0))
             else:  # the kernel drops descriptors beyond the process's limit
@@ -191,20 +222,34 @@ class _Template:
                 self._report({"fork": message["fork"], "error": error})
         return bool(data)
 
-    def _import(self, modules: list[str], env_names: list[str]) -> None:
+    def _import(self, modules: list[str], env_names: list[str] | None) -> None:
         from envserve.envs import registry
 
-        try:
-            registry.import_env_modules(modules)
-        except Exception as error:
-            self._import_error = str(error)
-        for env_name in env_names:
-            # The worker encounters the same error, and reports it with a traceback.
-            with contextlib.suppress(Exception):
-                registry.preload(env_name)
+        known, starters = _thread_ids(), dict[object, str]()
+        if env_names is None:
+            self._worker_imports, modules, env_names = modules, [], []
+        for index, name in enumerate((*modules, *env_names)):
+            if index >= len(modules):
+                # The worker encounters the same error, and reports it with a traceback.
+                with contextlib.suppress(BaseException):
+                    registry.preload(name)
+            elif not self._import_error:
+                self._import_error = _import_error([name])
+            file = Path(name.partition(":")[0]).name
+            starters |= dict.fromkeys(_thread_ids() - known - {*starters}, file)
+        self._take_process_back()
         gc.collect()
         gc.freeze()  # later collections must not write to pages that forks share
-        self._report({"imported": not self._import_error})
+        note, remaining = "", _thread_ids() & {*starters}
+        if remaining:
+            files = ", ".join(sorted({starters[each] for each in remaining}))
+            plural = "s" * (len(remaining) > 1)
+            note = (
+                f"importing {files} started {len(remaining)} thread{plural}, which "
+                f"forked workers do not have; start threads in the env's constructor, "
+                f"or use preload=False (--no-preload); see docs/forking.md"
+            )
+        self._report({"imported": not self._import_error, "note": note})
 
     def _fork(self, request: int, fd: int) -> None:
         # Do not import anything at this point: it would delay kills and forks of other
@@ -212,8 +257,10 @@ class _Template:
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
-        if sys.stdout is not None:
-            sys.stdout.flush()  # otherwise every fork would print the buffer again
+        # Otherwise every fork would print the buffer again. An import may have closed
+        # or replaced the stream.
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
         try:
             pid = os.fork()
         except OSError as error:  # out of memory, or too many processes
@@ -249,10 +296,11 @@ class _Template:
                 self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
                 _raise_oom_score()
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGCONT):
+                signal.signal(number, signal.SIG_DFL)
             for other in (self._owner, self._wakeup, self._wakeup_writer):
                 other.close()
-            for other_fd in self._fds:
+            for other_fd in (*self._fds, *self._standard_fds):
                 os.close(other_fd)
             self._pipes.close_in_worker()
             if stderr_fd is not None:
@@ -265,7 +313,8 @@ class _Template:
             os.set_inheritable(fd, False)
             channel = socket.socket(fileno=fd)
             channel.settimeout(None)  # an imported module may have set a default
-            process.run(channel, self._import_error)
+            error = self._import_error or _import_error(self._worker_imports)
+            process.run(channel, error)
             code = 0
         except BaseException:
             # The frames above belong to the template, and must not run in the child.
@@ -311,6 +360,27 @@ class _Template:
             self._owner.sendall(
                 pack_message(MessageKind.FORK, payload=codec.encode(message))
             )
+
+
+def _import_error(modules: list[str]) -> str:
+    """Import modules; return the error of the first one that fails, or ""."""
+    from envserve.envs import registry
+
+    for module in modules:
+        try:
+            registry.import_env_modules([module])
+        except Exception as error:
+            return str(error)
+        except BaseException as error:  # this process gets no Ctrl-C
+            return f"importing {module} raised {error!r}"
+    return ""
+
+
+def _thread_ids() -> set[object]:
+    """Return the ids of all threads, on Linux including those of native libraries."""
+    if sys.platform == "linux":
+        return {*os.listdir("/proc/self/task")}
+    return {thread.ident for thread in threading.enumerate()}
 
 
 def _raise_oom_score() -> None:

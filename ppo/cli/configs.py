@@ -22,7 +22,7 @@ _GROUPS = {
     "normalize_advantages": "Normalisation",
     "network": "Networks",
     "evaluation_episodes": "Evaluations, reports and checkpoints",
-    "step_timeout_seconds": "Faults",
+    "preload": "Faults",
 }
 
 

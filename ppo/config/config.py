@@ -311,6 +311,11 @@ class Config:
     """Custom functions or classes that are called after each iteration, such as
     my.py:callback. See docs/research.md."""
 
+    preload: bool = True
+    """Whether the modules of local environments are imported once, in the process from
+    which workers are forked. If false, each worker imports them, so that they may start
+    threads or use a GPU; see docs/forking.md."""
+
     step_timeout_seconds: _Seconds = 30.0
     """Timeout for a step of a local environment, in seconds. Env servers have their own
     timeout."""

@@ -94,6 +94,7 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
+        self.import_note = ""
         self.reserve = contextlib.nullcontext()  # reserves no descriptors
 
     def launch(

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -66,6 +67,10 @@ class RequestedWorker:
         self.socket.close()
 
 
+def template_pid(launcher: Launcher) -> int:
+    return int(repr(launcher).split()[2].rstrip(","))
+
+
 Make = Callable[..., Launcher]
 Start = Callable[..., RequestedWorker]
 
@@ -76,10 +81,15 @@ def make_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
     monkeypatch.syspath_prepend(tmp_path)
     with contextlib.ExitStack() as stack:
 
-        def make(preload: Sequence[str] = (), **modules: str) -> Launcher:
+        def make(
+            preload: Sequence[str] = (),
+            *,
+            imports_in_workers: bool = False,
+            **modules: str,
+        ) -> Launcher:
             for name, text in modules.items():
                 (tmp_path / f"{name}.py").write_text(text)
-            launcher = Launcher(modules, preload)
+            launcher = Launcher(modules, preload, imports_in_workers=imports_in_workers)
             return stack.enter_context(contextlib.closing(launcher))
 
         yield make
@@ -275,6 +285,105 @@ def test_launching_and_killing_do_not_wait_for_a_stopped_template(
     assert [len(worker.exits) for worker in workers] == [0] * 19 + [1]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="detected by waitid")
+@pytest.mark.parametrize("request_kind", ["fork", "kill"])
+def test_stopped_template_is_replaced_when_a_request_is_pending(
+    launcher: Launcher, start: Start, request_kind: str
+) -> None:
+    first = start(launcher).wait_for_start()
+    os.kill(template_pid(launcher), signal.SIGSTOP)
+    if request_kind == "fork":
+        end = start(launcher).wait_for_end()
+        assert "was stopped by a signal, and was killed by SIGKILL" in str(end)
+    else:
+        launcher.kill(first.process)
+    assert first.wait_for_end().exit_code == -signal.SIGKILL
+    first.assert_closed()
+    start(launcher).wait_for_start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
+def test_stopped_template_and_its_workers_end_with_a_killed_owner(
+    wait_until: Callable[[Callable[[], bool]], None],
+) -> None:
+    code = """
+import os, signal
+from envserve.pool.launcher import Launcher
+
+launcher = Launcher()
+worker = launcher.launch()
+while worker.pid is None:
+    launcher.wait(10.0)
+    launcher.poll()
+template = int(repr(launcher).split()[2].rstrip(","))
+os.kill(template, signal.SIGSTOP)
+print(template, worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == -signal.SIGKILL
+    pids = [*map(int, result.stdout.split())]
+    wait_until(lambda: not any(map(_is_running, pids)))
+
+
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
+def test_template_ends_with_its_owner_although_a_forked_child_keeps_the_socket(
+    wait_until: Callable[[Callable[[], bool]], None],
+) -> None:
+    code = """
+import os, signal, sys
+from envserve.pool.launcher import Launcher
+
+launcher = Launcher()
+worker = launcher.launch()
+while worker.pid is None:
+    launcher.wait(10.0)
+    launcher.poll()
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(repr(launcher).split()[2].rstrip(","), worker.pid, flush=True)
+os.close(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,  # the child exits at its end of file
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        pids = [*map(int, owner.stdout.readline().split())]
+        assert len(pids) == 2
+        wait_until(lambda: not any(map(_is_running, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
+def test_template_outlives_the_thread_that_has_started_it(
+    make_launcher: Make, start: Start
+) -> None:
+    made: list[Launcher] = []
+    thread = threading.Thread(target=lambda: made.append(make_launcher()))
+    thread.start()
+    thread.join()
+    template = template_pid(made[0])
+    start(made[0]).wait_for_start()
+    assert template_pid(made[0]) == template
+
+
 @pytest.mark.parametrize("end", ["close", "death"])
 def test_queued_forks_are_limited_and_end_with_the_template(
     launcher: Launcher, start: Start, monkeypatch: pytest.MonkeyPatch, end: str
@@ -355,6 +464,114 @@ def test_modules_of_named_envs_are_imported_once_and_before_the_first_fork(
     )
     start(launcher).wait_for_start()
     assert log.read_text() == f"{launcher._process.pid} "
+
+
+TAKES_OVER = {
+    "ignores SIGCHLD": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "has the default action for SIGCHLD": (
+        "signal.signal(signal.SIGCHLD, signal.SIG_DFL)"
+    ),
+    "uses the wakeup descriptor": (
+        "A, B = socket.socketpair(); A.setblocking(False)\n"
+        "signal.set_wakeup_fd(A.fileno())"
+    ),
+    "removes the wakeup descriptor": "signal.set_wakeup_fd(-1)",
+    "blocks all signals": (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
+    ),
+    "closes the standard streams": "[os.close(fd) for fd in range(3)]",
+    "closes sys.stdout": "sys.stdout.close()",
+    "replaces sys.stdout": "sys.stdout = object()",
+    "leaves stderr in a closed pipe": (
+        "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r); os.close(w)\n"
+        "signal.signal(signal.SIGPIPE, signal.SIG_DFL)"
+    ),
+    "leaves an alarm": (
+        "signal.alarm(1000)\n"
+        "def check():\n"
+        "    if signal.alarm(0): os._exit(1)\n"
+        "os.register_at_fork(before=check)"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TAKES_OVER.values(), ids=TAKES_OVER)
+def test_template_takes_back_what_an_import_has_taken(
+    make_launcher: Make, start: Start, text: str
+) -> None:
+    code = f"import os, signal, socket, sys\n{text}"
+    launcher = make_launcher(takes_over=code)
+    first = start(launcher).wait_for_start()
+    kill(first.pids[0])
+    assert first.wait_for_end().exit_code == -signal.SIGKILL
+    second = start(launcher).wait_for_start()
+    second.close()
+    assert second.wait_for_end().exit_code == 0
+
+
+def test_template_reaps_workers_if_its_owner_blocks_signals(
+    make_launcher: Make, start: Start
+) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        worker = start(make_launcher()).wait_for_start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    kill(worker.pids[0])
+    assert worker.wait_for_end().exit_code == -signal.SIGKILL
+
+
+def test_threads_of_an_import_are_noted(make_launcher: Make, start: Start) -> None:
+    launcher = make_launcher(
+        plain="import gymnasium",
+        pool="from concurrent.futures import ThreadPoolExecutor\n"
+        "POOL = ThreadPoolExecutor(1); POOL.submit(int).result()",
+        many="import threading\n"
+        "for _ in range(2): threading.Thread(target=threading.Event().wait).start()",
+    )
+    start(launcher).wait_for_start()
+    assert launcher.import_note.startswith(
+        "importing many, pool started 3 threads, which forked workers do not have; "
+    )
+    assert "preload=False (--no-preload)" in launcher.import_note
+
+
+def test_import_without_threads_leaves_no_note(
+    make_launcher: Make, start: Start
+) -> None:
+    launcher = make_launcher(
+        ends="import os, threading\n"
+        "thread = threading.Thread(target=int); thread.start(); thread.join()\n"
+        "while os.path.exists(f'/proc/self/task/{thread.native_id}'): pass"
+    )
+    start(launcher).wait_for_start()
+    assert launcher.has_imported
+    assert launcher.import_note == ""
+
+
+def test_workers_import_the_modules_themselves_if_they_are_not_preloaded(
+    tmp_path: Path, make_launcher: Make, start: Start
+) -> None:
+    log = tmp_path / "log"
+    text = f"import os; open({str(log)!r}, 'a').write(f'{{os.getpid()}} ')"
+    launcher = make_launcher(["Late-v0"], imports_in_workers=True, logs=text)
+    workers = [start(launcher).wait_for_start() for _ in range(2)]
+    for worker in workers:
+        worker.close()
+        assert worker.wait_for_end().exit_code == 0
+    assert sorted(log.read_text().split()) == sorted(
+        str(worker.pids[0]) for worker in workers
+    )
+
+
+def test_template_with_threads_of_an_import_exits_with_its_owner(
+    make_launcher: Make, start: Start
+) -> None:
+    text = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    launcher = make_launcher(waits_forever=text)
+    start(launcher).wait_for_start()
+    launcher.close()
+    assert not _is_running(template_pid(launcher))
 
 
 def test_worker_runs_where_changing_its_scheduling_is_not_permitted(

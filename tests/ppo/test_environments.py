@@ -66,6 +66,7 @@ def test_envs_are_local_by_default(batch_env_calls: list[tuple[Any, ...]]) -> No
         "num_workers": 3,
         "spare_envs": False,
         "import_modules": ("mine",),
+        "preload": True,
         "step_timeout": 7.0,
         "reset_timeout": 120.0,
         "max_restarts": 5,

@@ -125,7 +125,10 @@ class RemoteLane:
         if like is not None:
             self._session.attachment.start_vacant(like, time.monotonic())
             self._has_started.set()
-        self._finalizer = weakref.finalize(self, _release, self._driver)
+        self._owner_pid = os.getpid()
+        self._finalizer = weakref.finalize(
+            self, _release, self._driver, self._owner_pid
+        )
         self._keeper = threading.Thread(
             target=_run_keeper,
             args=(weakref.ref(self), self._has_closed),
@@ -307,6 +310,8 @@ class RemoteLane:
         if self._has_closed.is_set():
             return
         self._is_closing = True
+        if os.getpid() != self._owner_pid:
+            return
         self._close_by = time.monotonic() + _CLOSE_SECONDS
         self._has_closed.set()
         self._keeper.join()
@@ -314,8 +319,14 @@ class RemoteLane:
             self._release_lease()
 
     def close(self) -> None:
-        """Release the lease and close the connection, within 2 seconds; idempotent."""
+        """Release the lease and close the connection, within 2 seconds; idempotent.
+
+        In a forked child, leave both to the parent: the child has neither the threads
+        of the lane nor those of libzmq.
+        """
         self.begin_close()
+        if os.getpid() != self._owner_pid:
+            return
         with self._lock:
             if not self._finalizer.alive:
                 return
@@ -401,8 +412,10 @@ def _fail(lane: RemoteLane, error: Exception) -> None:
     lane._has_started.set()
 
 
-def _release(driver: SessionDriver) -> None:
+def _release(driver: SessionDriver, owner_pid: int) -> None:
     """Close the connection of a lane; release the lease if it still has one."""
+    if os.getpid() != owner_pid:
+        return
     driver.session.begin_close(time.monotonic())
     driver.connection.flush(driver.session.outbox)
     driver.connection.close(linger_seconds=_LINGER_SECONDS)

@@ -1,0 +1,97 @@
+"""Seeds for random generators that do not belong to an env.
+
+Workers are forks of one process, so a generator that a module creates when it is
+imported would draw the same numbers in all of them. Each worker therefore seeds the
+global generators of `random`, NumPy and PyTorch, and every generator that it can reach
+from the globals of the user's modules: through containers, default arguments, closures,
+the user's classes and functions, and objects of the user's classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+
+from envserve.envs import registry
+
+#: Types in which generators are searched, also if they are not defined by the user.
+_CONTAINERS: Final = (
+    *(dict, list, tuple, deque, partial, CellType, MethodType, BuiltinMethodType),
+    *(staticmethod, classmethod, property, gymnasium.Space),
+)
+#: Limits that keep the search short: elements of a container, and objects in total.
+_MAX_ELEMENTS: Final = 2000
+_MAX_OBJECTS: Final = 20_000
+_NUMPY: Final = np.random.Generator, np.random.BitGenerator, np.random.RandomState
+
+
+def seed_global_generators(env_name: str, seed: int) -> None:
+    """Seed all generators of this process that an env may use but does not own.
+
+    Generators keep their identity, so other references to them see the new state.
+
+    Args:
+      env_name: Name of the worker's envs, whose module is imported if necessary.
+      seed: Seed in [0, 2**32).
+    """
+    # A failed import is reported when the env is built.
+    with contextlib.suppress(BaseException):
+        registry.preload(env_name)
+    torch: Any = sys.modules.get("torch")
+    torch_kind = getattr(torch, "Generator", random.Random)
+    kinds = (*_NUMPY, random.Random, torch_kind)
+    objects = _objects_of(registry.user_modules(env_name))
+    generators = (each for each in objects if isinstance(each, kinds))
+    for number, generator in enumerate(generators):
+        sequence = np.random.SeedSequence(seed, spawn_key=(number,))
+        if isinstance(generator, _NUMPY):
+            _seed_numpy(generator, sequence)
+        elif isinstance(generator, random.Random):
+            generator.seed(int(sequence.generate_state(1)[0]))
+        else:
+            generator.manual_seed(int(sequence.generate_state(1)[0]))
+    random.seed(seed)
+    np.random.seed(seed)
+    if hasattr(torch, "manual_seed"):
+        torch.manual_seed(seed)
+
+
+def _objects_of(modules: dict[str, dict[str, Any]]) -> Iterator[Any]:
+    """Yield the objects that modules hold, in the same order in every process."""
+    packages = {name.partition(".")[0] for name in modules}
+    found, seen = deque[Any](modules[name] for name in sorted(modules)), set[int]()
+    while found and len(seen) < _MAX_OBJECTS:
+        value = found.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        owner = value if isinstance(value, type | FunctionType) else type(value)
+        package = str(owner.__module__).partition(".")[0]
+        if package in packages or isinstance(value, _CONTAINERS):
+            parts = gc.get_referents(value)
+            found += parts if len(parts) <= _MAX_ELEMENTS else ()
+
+
+def _seed_numpy(value: Any, sequence: np.random.SeedSequence) -> None:
+    """Replace the state of a Generator, BitGenerator or RandomState in place."""
+    is_legacy = isinstance(value, np.random.RandomState)
+    bits = getattr(value, "bit_generator", value)
+    state = value.get_state(legacy=False) if is_legacy else bits.state
+    kind = getattr(np.random, state["bit_generator"], None)
+    if kind is None:  # a bit generator of another library
+        return
+    if is_legacy:
+        value.set_state(kind(sequence).state)
+    else:
+        bits.state = kind(sequence).state

@@ -1,0 +1,294 @@
+"""What env modules may do at import, and what forked workers inherit from it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envserve.client import BatchEnv
+from envserve.envs import registry
+from envserve.errors import EnvStartError
+from tests.envserve.conftest import Serve
+
+ENV = """
+import gymnasium
+import numpy as np
+
+class Draw(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def draw(self):
+        return 0.0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array([self.draw()], float), {}
+
+    def step(self, action):
+        return np.array([self.draw()], float), 0.0, False, False, {}
+"""
+#: Code that defines `draw`, by the place of the generator that it uses.
+GENERATORS = {
+    "module": "draw = lambda: random.random()",
+    "numpy": "draw = lambda: np.random.rand()",
+    "generator": "RNG = np.random.default_rng(3); draw = lambda: RNG.random()",
+    "other bits": (
+        "RNG = np.random.Generator(np.random.Philox(3)); draw = lambda: RNG.random()"
+    ),
+    "bit generator": (
+        "BITS = np.random.PCG64(3); draw = lambda: BITS.random_raw() % 1000003"
+    ),
+    "state": "RNG = np.random.RandomState(3); draw = lambda: RNG.rand()",
+    "state of other bits": (
+        "RNG = np.random.RandomState(np.random.SFC64(3)); draw = lambda: RNG.rand()"
+    ),
+    "random": "RNG = random.Random(3); draw = lambda: RNG.random()",
+    "class": "class C:\n    rng = random.Random(3)\ndraw = lambda: C.rng.random()",
+    "object": (
+        "class C:\n    def __init__(self): self.rng = np.random.default_rng(3)\n"
+        "WORLD = C(); draw = lambda: WORLD.rng.random()"
+    ),
+    "list": "RNGS = [{'a': random.Random(3)}]; draw = lambda: RNGS[0]['a'].random()",
+    "default": "def draw(rng=np.random.default_rng(3)): return rng.random()",
+    "keyword": "def draw(*, rng=random.Random(3)): return rng.random()",
+    "closure": (
+        "def make():\n    rng = random.Random(3)\n    return lambda: rng.random()\n"
+        "draw = make()"
+    ),
+    "bound method": "draw = random.Random(3).random",
+    "bound method of numpy": "draw = np.random.default_rng(3).random",
+    "partial": "draw = functools.partial(np.random.default_rng(3).normal, 1.0)",
+    "space": (
+        "SPACE = gymnasium.spaces.Box(0, 1, (1,), seed=3)\n"
+        "draw = lambda: SPACE.sample()[0]"
+    ),
+    "other reference": (
+        "class Hidden: __slots__ = ('rng',)\n"
+        "H = Hidden(); RNG = H.rng = np.random.default_rng(3)\n"
+        "draw = lambda: H.rng.random()"
+    ),
+    "other file": "from helpers.noise import draw",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the test's env files."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "draw_base.py").write_text(ENV)
+    return tmp_path
+
+
+def write_env(folder: Path, text: str, name: str = "draw_env") -> str:
+    path = folder / f"{name}.py"
+    path.write_text(f"import functools, random\nfrom draw_base import *\n{text}\n")
+    return str(path)
+
+
+def test_workers_draw_different_numbers_that_depend_on_the_seed_only(
+    folder: Path,
+) -> None:
+    (folder / "helpers").mkdir()
+    helper = "import random\nRNG = random.Random(3)\ndraw = RNG.random\n"
+    (folder / "helpers" / "noise.py").write_text(helper)
+    names = [place.replace(" ", "_") + "_place" for place in GENERATORS]
+    for name, text in zip(names, GENERATORS.values(), strict=True):
+        write_env(folder, text, name)
+    text = f"import {', '.join(names)}\n"
+    text += f"class E(Draw):\n    places = [{', '.join(names)}]\n"
+    text += "    def draws(self): return [float(each.draw()) for each in self.places]"
+    env = write_env(folder, text)
+    drawn = []
+    for seed in (5, 5, 6):
+        with BatchEnv.local(f"{env}:E", 2, 2, seed=seed) as batch:
+            drawn.append([batch.call_each("draws"), batch.call_each("draws")])
+    assert drawn[0] == drawn[1]
+    values = np.array([drawn[0], drawn[2]]).reshape(8, len(names))
+    for name, column in zip(names, values.T, strict=True):
+        assert len({*column}) == 8, f"{name}: {column}"
+
+
+def test_generators_of_libraries_keep_their_state(folder: Path) -> None:
+    site = folder / "site-packages" / "some_library"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text("import random\nRNG = random.Random(3)\n")
+    text = (
+        f"import sys; sys.path.append({str(site.parent)!r}); import some_library\n"
+        "class E(Draw):\n    def draw(self): return some_library.RNG.random()"
+    )
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 1, 1) as batch:
+        assert batch.reset() == random.Random(3).random()
+
+
+POOL = """
+from concurrent.futures import ThreadPoolExecutor
+POOL = ThreadPoolExecutor(1)
+POOL.submit(int).result()
+class E(Draw):
+    def draw(self): return POOL.submit(float, 7).result()
+class Starts(E):
+    def __init__(self): self.draw()
+class Raises(Draw):
+    def __init__(self): raise RuntimeError("cannot re-initialise")
+"""
+
+
+def test_env_that_needs_a_thread_of_its_import_fails_at_once_with_the_reason(
+    folder: Path,
+) -> None:
+    env = write_env(folder, POOL)
+    with (
+        BatchEnv.local(f"{env}:E", 2, 2, reset_timeout=4.0) as batch,
+        pytest.raises(EnvStartError) as caught,
+    ):
+        batch.reset()
+    text = str(caught.value)
+    assert "importing draw_env.py started 1 thread" in text.partition("stderr")[0]
+    assert "preload=False (--no-preload)" in text
+    assert "in a row" not in text
+
+
+@pytest.mark.parametrize("name", ["Starts", "Raises"])
+def test_env_that_cannot_be_built_names_the_threads_of_its_import(
+    folder: Path, name: str
+) -> None:
+    env = write_env(folder, POOL)
+    with pytest.raises(EnvStartError, match=r"importing draw_env\.py started 1 "):
+        BatchEnv.local(f"{env}:{name}", 1, 1, reset_timeout=4.0)
+
+
+@pytest.mark.parametrize("name", ["E", "Starts"])
+def test_env_that_needs_a_thread_of_its_import_works_without_preload(
+    folder: Path, name: str
+) -> None:
+    env = f"{write_env(folder, POOL)}:{name}"
+    with BatchEnv.local(env, 2, 2, preload=False) as batch:
+        assert batch.reset().tolist() == [[7.0], [7.0]]
+        assert batch.call_each("draw") == [7.0, 7.0]
+
+
+EXITS = {
+    "SystemExit": "import sys\nprint('please install it'); sys.exit(1)",
+    "SystemExit: go away": "raise SystemExit('go away')",
+    "SystemExit: 2": (
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('file'); parser.parse_args()"
+    ),
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "GeneratorExit": "raise GeneratorExit",
+    "BaseException: all": "raise BaseException('all')",
+}
+
+
+@pytest.mark.parametrize("preload", [True, False])
+@pytest.mark.parametrize("expected", EXITS)
+def test_import_that_exits_is_tried_once_and_reported(
+    folder: Path, capfd: pytest.CaptureFixture[str], expected: str, preload: bool
+) -> None:
+    env = write_env(folder, EXITS[expected])
+    with pytest.raises(EnvStartError) as caught:
+        BatchEnv.local(f"{env}:E", 1, 1, preload=preload)
+    text = str(caught.value)
+    assert expected in text
+    assert "in a row" not in text
+    assert "importing" in text
+    if expected != "KeyboardInterrupt":
+        assert f"({env}:" in text
+    output = capfd.readouterr()
+    assert (output.out + output.err).count("please install it") <= 1
+
+
+def test_modules_and_envs_that_parse_arguments_see_none_of_envserve(
+    folder: Path,
+) -> None:
+    text = """
+import argparse, sys
+parser = argparse.ArgumentParser(); parser.parse_args()
+NAME = sys.argv[0]
+class E(Draw):
+    def __init__(self): parser.parse_args()
+    def name(self): return [NAME, len(sys.argv)]
+"""
+    env = write_env(folder, text)
+    with BatchEnv.local(f"{env}:E", 1, 1) as batch:
+        assert batch.call_each("name") == [[env, 1]]
+    arguments = [*sys.argv]
+    registry.import_env_modules([env])
+    assert sys.argv == arguments
+
+
+def test_constructor_that_exits_is_tried_once(folder: Path) -> None:
+    env = write_env(
+        folder, "class E(Draw):\n    def __init__(self): raise SystemExit(3)"
+    )
+    with pytest.raises(EnvStartError, match="SystemExit: 3") as caught:
+        BatchEnv.local(f"{env}:E", 1, 1)
+    assert "in a row" not in str(caught.value)
+
+
+def test_step_that_exits_costs_one_transition(folder: Path) -> None:
+    text = "class E(Draw):\n    def step(self, action):\n"
+    text += (
+        "        if action: raise SystemExit(3)\n        return super().step(action)"
+    )
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 2) as batch:
+        batch.reset()
+        step = batch.step(np.array([1, 0]))
+        while not step.valid.all():
+            valid = step.valid.tolist()
+            assert valid[1]
+            step = batch.step(np.zeros(2, np.int64))
+
+
+def test_server_does_not_preload_if_told_so_and_drains_after_an_import_that_takes_over(
+    folder: Path, serve: Serve
+) -> None:
+    log = folder / "log"
+    text = f"""
+import os, signal, socket
+open({str(log)!r}, "a").write(f"{{os.getpid()}} ")
+A, B = socket.socketpair(); A.setblocking(False)
+signal.set_wakeup_fd(A.fileno())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM, signal.SIGCHLD}})
+class E(Draw):
+    def pid(self): return os.getpid()
+"""
+    env = write_env(folder, text)
+    options = f"{env}:E", "--no-preload", "--expose", "pid", "--drain-grace", "0"
+    server = serve(*options, bind=(f"ipc://{folder}/socket",), imports=())
+    with BatchEnv.connect("draw_env:E", [server.address], 2) as batch:
+        pids = {*batch.call_each("pid")}
+        imported = {*map(int, log.read_text().split())}
+        assert pids < imported
+        assert imported - pids == {server.process.pid}
+    server.signal(signal.SIGTERM)
+    assert "stopping" in server.end()
+    assert server.process.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="detected by waitid")
+def test_env_that_stops_the_template_costs_each_row_one_transition(
+    folder: Path,
+) -> None:
+    text = """
+import os, signal
+class E(Draw):
+    def step(self, action):
+        if action == 1: os.kill(os.getppid(), signal.SIGSTOP); os._exit(1)
+        return super().step(action)
+"""
+    with BatchEnv.local(
+        f"{write_env(folder, text)}:E", 2, 2, padding_after=60.0
+    ) as batch:
+        batch.reset()
+        num_lost = np.zeros(2, np.int64)
+        for actions in ([1, 0], [0, 0], [0, 0]):
+            num_lost += ~batch.step(np.array(actions)).valid
+        assert num_lost.tolist() == [1, 1]
