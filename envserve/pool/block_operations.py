@@ -13,6 +13,9 @@ follows:
   episodes anyway.
 - A call in flight fails, because the worker may already have executed it.
 
+If an env has overwritten rows of other envs, the affected blocks are lost as well; see
+`row_guard`.
+
 A lost block in flight is absent: its outcome is pending until the successor answers.
 This module receives only events of the current worker process (see `worker_states`), so
 only one process writes a row at a time. Nothing here blocks.
@@ -30,6 +33,7 @@ from envserve.errors import CallError, LocalProtocolError
 from envserve.lane import Block, Fault, Outcome, Reset
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.pool_metrics import MAX_DURATIONS, PoolMetrics
+from envserve.pool.row_guard import PADDING, RowGuard
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_set import WorkerSet
 from envserve.pool.worker_states import Event, Lost, Ready, WorkerState
@@ -76,6 +80,7 @@ class _BlockSlot:
       block: The block.
       worker: The worker that hosts it.
       kind: STEP, RESET or CALL while an operation is in flight; otherwise IDLE.
+      last_kind: Kind of the operation in flight, or of the last one.
       task: Content of the operation, unless it is a step.
       sequence: Sequence number of the operation, which identifies its answer.
       started_at: When the operation was submitted or, if the block was lost after that,
@@ -86,6 +91,7 @@ class _BlockSlot:
     block: Block
     worker: SupervisedWorker
     kind: int = _IDLE
+    last_kind: int = _IDLE
     task: Task = _NO_TASK
     sequence: int = 0
     started_at: float = 0.0
@@ -124,6 +130,7 @@ class BlockOperations:
       metrics: Counters of these operations.
       likely_last: The worker whose answer arrived last the previous time, and will
         probably be last again; None if waiting for this worker alone is not safe.
+      guard: Detects overwritten rows; None until all workers are ready.
       state: "ready", or the reason why nothing can be submitted.
     """
 
@@ -140,12 +147,15 @@ class BlockOperations:
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self.outcomes: list[Outcome] = []
         self.likely_last: SupervisedWorker | None = None
+        self.guard: RowGuard | None = None
         self.state = "starting"
         self._workers = workers
         self._fault_log = fault_log
         self._slots = [_BlockSlot(block, workers.all[block.worker]) for block in blocks]
         self._losses: dict[int, Lost] = {}  # by index of the lost block
         self._sequence = 0
+        #: Number of steps of each worker's blocks when its rows were last overwritten.
+        self._overwritten_at: dict[int, int] = {}
 
     @property
     def _rows(self) -> Rows:
@@ -203,7 +213,8 @@ class BlockOperations:
         for position, index in enumerate(indices):
             slot = self._slots[index]
             slot.sequence = sequence = (sequence + 1) & 0xFFFFFFFF
-            slot.kind, slot.has_final, slot.started_at = kind, False, now
+            slot.kind = slot.last_kind = kind
+            slot.has_final, slot.started_at = False, now
             self.num_in_flight += 1
             worker = slot.worker
             if not tasks and index not in self._losses:  # fast path
@@ -281,6 +292,7 @@ class BlockOperations:
             assert workers.slab is not None, "all workers are ready"
             self._fault_log.attach(workers.slab, spec)
             self.metrics.slab = workers.slab
+            self.guard = RowGuard(workers.slab, [slot.block for slot in self._slots])
             self.state = "ready"
         messages = [
             slot.message(slot.block.index in self._losses)
@@ -372,6 +384,64 @@ class BlockOperations:
                 error = CallError(f"{text}, during a call")
                 self._finish(slot, Outcome(block.index, error=error))
 
+    def replace_overwritten(self, guard: RowGuard, now: float) -> None:
+        """Replace the workers whose rows were overwritten; their blocks are lost.
+
+        If the padding or rows of several workers were overwritten, the other rows may
+        be wrong too, so all workers are replaced. Outcomes of the lost blocks that were
+        not collected yet are discarded, and the blocks are in flight again.
+        """
+        slots, finished = self._slots, {each.block: each for each in self.outcomes}
+        found = guard.overwritten_blocks()
+        if np.count_nonzero(self._rows.status):
+            found |= {i for i, each in finished.items() if self._is_inconsistent(each)}
+        for index in found - finished.keys() - {PADDING}:
+            is_serving = slots[index].worker.state is WorkerState.SERVING
+            if index in self._losses or not is_serving:
+                found.remove(index)  # its rows will be written before they are used
+        if not found:
+            return
+        guard.clear_padding()
+        workers = {slots[index].worker for index in found - {PADDING}}
+        reason = "wrote invalid flags or statuses to its rows"
+        if PADDING in found or len(workers) > 1:
+            workers = {*self._workers.all}
+            reason = "was replaced because rows of its pool were overwritten"
+        for slot in slots:
+            if slot.worker in workers:
+                write_lost(self._rows, slot.block.row_slice, Status.WORKER_DIED)
+                self._discard_outcome(slot, finished)
+        self.outcomes = [*finished.values()]
+        for worker in workers:
+            num_steps = sum(self.metrics.steps[block.index] for block in worker.blocks)
+            # Otherwise an env that does this at every step would be restarted forever.
+            worker.has_stepped &= self._overwritten_at.get(worker.index) != num_steps
+            self._overwritten_at[worker.index] = num_steps
+            worker.kill(f"{reason}; an env probably writes outside its memory", now)
+        self._workers.watch_at = now
+
+    def _is_inconsistent(self, outcome: Outcome) -> bool:
+        """Return whether a step's statuses contradict its report."""
+        slot = self._slots[outcome.block]
+        status = self._rows.status[slot.block.row_slice]
+        is_step = slot.last_kind == _STEP and outcome.error is None
+        return is_step and np.count_nonzero(status) != len(outcome.faults)
+
+    def _discard_outcome(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
+        """Run a step or reset again if it has finished but was not collected."""
+        index, error = slot.block.index, slot.worker.error
+        outcome = finished.get(index)
+        if outcome is None or outcome.error or slot.last_kind == MessageKind.CALL:
+            return
+        if error is not None:
+            finished[index] = Outcome(index, error=error)
+            return
+        del finished[index]
+        slot.kind = slot.last_kind
+        self.num_in_flight += 1
+        if slot.kind == _STEP and len(outcome.faults) < len(slot.block.rows):
+            self.metrics.steps[index] -= 1
+
     def invalidate_all(
         self, replaced: Sequence[SupervisedWorker], lost: Lost, now: float
     ) -> None:
@@ -395,7 +465,7 @@ class BlockOperations:
     def release(self) -> None:
         """Drop the references to the slab when the pool is closed."""
         del self._fault_log
-        self.metrics.slab = None
+        self.metrics.slab = self.guard = None
 
     def flight_record(self, row: int) -> bytes:
         """Return the repro file of a row; empty if the row does not exist."""

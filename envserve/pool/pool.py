@@ -241,6 +241,9 @@ class Pool:
         operations = self._operations
         if len(operations.outcomes) < min_finished and not operations.has_new_absent:
             self._wait(timeout_seconds, min_finished)
+        guard = operations.guard
+        if guard is not None and guard.flags.tobytes() != guard.usual:
+            operations.replace_overwritten(guard, self._clock())
         operations.has_new_absent = False
         finished, operations.outcomes = operations.outcomes, []
         return finished

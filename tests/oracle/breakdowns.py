@@ -1,7 +1,8 @@
 """Ways in which an env fails, and conditions for when it does.
 
 The names describe what happens to the process: it raises, exits, is killed or stopped,
-sleeps, or holds the interpreter lock in C so that no Python signal handler runs.
+sleeps, holds the interpreter lock in C so that no Python signal handler runs, or
+overwrites the memory of all envs of its pool.
 """
 
 from __future__ import annotations
@@ -38,6 +39,15 @@ def _spin(seconds: float) -> None:
     libc.usleep(int(seconds * 1e6))
 
 
+def _overwrite(seconds: float) -> None:
+    """Overwrite all memory that the worker shares with its pool."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "envserve-slab" in line:
+                start, stop = (int(part, 16) for part in line.split()[0].split("-"))
+                ctypes.memset(start, 0xFF, stop - start)
+
+
 #: Implementation of each breakdown; the argument is the duration in seconds of a hang
 #: or spin.
 BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
@@ -47,6 +57,7 @@ BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
     "abort": lambda _: os.abort(),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "overwrite": _overwrite,
     "hang": _hang,
     "spin": _spin,
 }
