@@ -151,7 +151,7 @@ def _layout(spec: EnvSpec, num_envs: int) -> Layout:
 
 def arrays_nbytes(layout: Layout) -> int:
     """Return the number of bytes that `map_arrays` needs."""
-    return sum(aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
 
 
 def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
@@ -160,12 +160,12 @@ def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
     offset = 0
     for shape, dtype in layout:
         arrays.append(np.ndarray(shape, dtype, buffer, offset))
-        offset += aligned(arrays[-1].nbytes)
+        offset += _aligned(arrays[-1].nbytes)
     return arrays
 
 
-def aligned(nbytes: int) -> int:
-    """Return the length of an array with its padding, which is at least one byte."""
+def _aligned(nbytes: int) -> int:
+    """Return the bytes of an array and its padding, which is at least one byte."""
     return (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
 
 
@@ -223,9 +223,9 @@ class Slab:
         every env call and encodes the called row, see `row_of_beat`. Column 1 is 1
         during a reset or call, which has a longer timeout than a step. Columns 8 and
         above are the cells of `step_timings`.
-      flags: uint8; the memory of terminated, truncated and status, in this order. Each
-        array is followed by its padding, and the first is preceded by the padding of
-        the rewards.
+      flags: uint8 `[3, n]` with terminated, truncated and status. The columns after the
+        rows are padding, which is zero unless an env writes outside its memory.
+      plain_flags: The bytes of `flags` if no episode ended and all statuses are OK.
       extra: The `extra_nbytes` bytes of memory after the heartbeats.
     """
 
@@ -239,12 +239,12 @@ class Slab:
     def _map(self, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
         self._memory = mmap.mmap(self.fd, 0)
         self.rows = Rows.map(spec, num_envs, self._memory)
-        layout = _layout(spec, num_envs)
-        head = len(spec.observation_leaves) + len(spec.action_leaves)
-        start = arrays_nbytes(layout[:head]) + self.rows.reward.nbytes
-        stop = arrays_nbytes(layout[: head + 4])
-        self.flags: Array = np.frombuffer(self._memory, np.uint8)[start:stop]
-        at = aligned(rows_nbytes(spec, num_envs))
+        length = _aligned(num_envs)
+        self.flags = np.lib.stride_tricks.as_strided(
+            self.rows.terminated.view(np.uint8), (3, length), (length, 1)
+        )
+        self.plain_flags = bytes(3 * length)
+        at = _aligned(rows_nbytes(spec, num_envs))
         self.heartbeats: Array = np.ndarray(
             (num_workers, _BEAT_BYTES // 8), np.int64, self._memory, at
         )
@@ -262,7 +262,7 @@ class Slab:
           num_workers: Number of heartbeats.
           extra_nbytes: Bytes of extra memory.
         """
-        nbytes = aligned(rows_nbytes(spec, num_envs)) + num_workers * _BEAT_BYTES
+        nbytes = _aligned(rows_nbytes(spec, num_envs)) + num_workers * _BEAT_BYTES
         slab = cls.__new__(cls)
         slab.fd = anonymous_file()
         try:

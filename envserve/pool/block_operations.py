@@ -13,8 +13,7 @@ follows:
   episodes anyway.
 - A call in flight fails, because the worker may already have executed it.
 
-If an env has overwritten rows of other envs, the affected blocks are lost as well; see
-`row_guard`.
+Workers whose rows were overwritten by an env are lost as well.
 
 A lost block in flight is absent: its outcome is pending until the successor answers.
 This module receives only events of the current worker process (see `worker_states`), so
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from envserve.errors import CallError, LocalProtocolError
 from envserve.lane import Block, Fault, Outcome, Reset
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.pool_metrics import MAX_DURATIONS, PoolMetrics
-from envserve.pool.row_guard import PADDING, RowGuard
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_set import WorkerSet
 from envserve.pool.worker_states import Event, Lost, Ready, WorkerState
@@ -50,11 +48,15 @@ from envserve.worker.attribute_calls import decode_results
 from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_message
 from envserve.worker.worker_report import decode_report
 
+Array = np.ndarray[Any, Any]
+
 # Plain ints, because every step compares them, and enum members compare more slowly.
 _IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
 _PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
+#: Largest values of terminated, truncated and status that a worker writes.
+_MAX_FLAGS: Final = np.array([[1], [1], [Status.PENDING]], np.uint8)
 
 
 class Task(NamedTuple):
@@ -80,12 +82,13 @@ class _BlockSlot:
       block: The block.
       worker: The worker that hosts it.
       kind: STEP, RESET or CALL while an operation is in flight; otherwise IDLE.
-      last_kind: Kind of the operation in flight, or of the last one.
+      last_kind: Kind of the last operation.
       task: Content of the operation, unless it is a step.
       sequence: Sequence number of the operation, which identifies its answer.
       started_at: When the operation was submitted or, if the block was lost after that,
         when it was lost.
       has_final: Whether `final_observation` already contains the last observations.
+      overwritten_at: Number of steps of the block when its rows were last overwritten.
     """
 
     block: Block
@@ -96,6 +99,7 @@ class _BlockSlot:
     sequence: int = 0
     started_at: float = 0.0
     has_final: bool = False
+    overwritten_at: int = -1
 
     def message(self, is_lost: bool) -> bytes:
         """Encode the operation for the worker."""
@@ -130,7 +134,6 @@ class BlockOperations:
       metrics: Counters of these operations.
       likely_last: The worker whose answer arrived last the previous time, and will
         probably be last again; None if waiting for this worker alone is not safe.
-      guard: Detects overwritten rows; None until all workers are ready.
       state: "ready", or the reason why nothing can be submitted.
     """
 
@@ -147,15 +150,12 @@ class BlockOperations:
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self.outcomes: list[Outcome] = []
         self.likely_last: SupervisedWorker | None = None
-        self.guard: RowGuard | None = None
         self.state = "starting"
         self._workers = workers
         self._fault_log = fault_log
         self._slots = [_BlockSlot(block, workers.all[block.worker]) for block in blocks]
         self._losses: dict[int, Lost] = {}  # by index of the lost block
         self._sequence = 0
-        #: Number of steps of each worker's blocks when its rows were last overwritten.
-        self._overwritten_at: dict[int, int] = {}
 
     @property
     def _rows(self) -> Rows:
@@ -292,7 +292,6 @@ class BlockOperations:
             assert workers.slab is not None, "all workers are ready"
             self._fault_log.attach(workers.slab, spec)
             self.metrics.slab = workers.slab
-            self.guard = RowGuard(workers.slab, [slot.block for slot in self._slots])
             self.state = "ready"
         messages = [
             slot.message(slot.block.index in self._losses)
@@ -384,63 +383,59 @@ class BlockOperations:
                 error = CallError(f"{text}, during a call")
                 self._finish(slot, Outcome(block.index, error=error))
 
-    def replace_overwritten(self, guard: RowGuard, now: float) -> None:
-        """Replace the workers whose rows were overwritten; their blocks are lost.
+    def replace_overwritten(self, flags: Array, now: float) -> None:
+        """Replace workers if an env has written to their rows by mistake.
 
-        If the padding or rows of several workers were overwritten, the other rows may
-        be wrong too, so all workers are replaced. Outcomes of the lost blocks that were
-        not collected yet are discarded, and the blocks are in flight again.
+        Impossible flags and statuses reveal this. If they occur in the padding or in
+        rows of several workers, all rows may be wrong, so all workers are replaced.
+        Operations of replaced workers that are not collected yet are executed again.
         """
-        slots, finished = self._slots, {each.block: each for each in self.outcomes}
-        found = guard.overwritten_blocks()
-        if np.count_nonzero(self._rows.status):
-            found |= {i for i, each in finished.items() if self._is_inconsistent(each)}
-        for index in found - finished.keys() - {PADDING}:
-            is_serving = slots[index].worker.state is WorkerState.SERVING
-            if index in self._losses or not is_serving:
-                found.remove(index)  # its rows will be written before they are used
-        if not found:
+        is_invalid = flags > _MAX_FLAGS
+        if not (np.count_nonzero(flags[2]) or np.count_nonzero(is_invalid)):
             return
-        guard.clear_padding()
-        workers = {slots[index].worker for index in found - {PADDING}}
-        reason = "wrote invalid flags or statuses to its rows"
-        if PADDING in found or len(workers) > 1:
+        invalid = is_invalid.any(0)
+        finished = {outcome.block: outcome for outcome in self.outcomes}
+        for index, outcome in finished.items():
+            slot = self._slots[index]
+            if slot.last_kind == _STEP and outcome.error is None:
+                part = slot.block.row_slice
+                num_not_ok = np.count_nonzero(flags[2, part])
+                invalid[part] |= num_not_ok != len(outcome.faults)
+        if not invalid.any():
+            return
+        workers = set()
+        for slot in self._slots:
+            index, state = slot.block.index, slot.worker.state
+            is_present = index not in self._losses and state is WorkerState.SERVING
+            # Rows of other blocks will be written before anyone reads them.
+            is_used = is_present or index in finished
+            if is_used and invalid[slot.block.row_slice].any():
+                workers.add(slot.worker)
+        if len(workers) > 1 or invalid[slot.block.stop :].any():
             workers = {*self._workers.all}
-            reason = "was replaced because rows of its pool were overwritten"
-        for slot in slots:
+        flags[:, slot.block.stop :] = 0
+        for slot in self._slots:
             if slot.worker in workers:
-                write_lost(self._rows, slot.block.row_slice, Status.WORKER_DIED)
-                self._discard_outcome(slot, finished)
-        self.outcomes = [*finished.values()]
+                self._discard_rows(slot, finished)
         for worker in workers:
-            num_steps = sum(self.metrics.steps[block.index] for block in worker.blocks)
-            # Otherwise an env that does this at every step would be restarted forever.
-            worker.has_stepped &= self._overwritten_at.get(worker.index) != num_steps
-            self._overwritten_at[worker.index] = num_steps
-            worker.kill(f"{reason}; an env probably writes outside its memory", now)
-        self._workers.watch_at = now
+            text = "was replaced because its rows were overwritten"
+            worker.kill(f"{text}; an env probably writes outside its memory", now)
+            self._workers.watch_at = now
+        self.outcomes = [*finished.values()]
 
-    def _is_inconsistent(self, outcome: Outcome) -> bool:
-        """Return whether a step's statuses contradict its report."""
-        slot = self._slots[outcome.block]
-        status = self._rows.status[slot.block.row_slice]
-        is_step = slot.last_kind == _STEP and outcome.error is None
-        return is_step and np.count_nonzero(status) != len(outcome.faults)
-
-    def _discard_outcome(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
-        """Run a step or reset again if it has finished but was not collected."""
-        index, error = slot.block.index, slot.worker.error
-        outcome = finished.get(index)
-        if outcome is None or outcome.error or slot.last_kind == MessageKind.CALL:
-            return
-        if error is not None:
-            finished[index] = Outcome(index, error=error)
-            return
-        del finished[index]
-        slot.kind = slot.last_kind
-        self.num_in_flight += 1
-        if slot.kind == _STEP and len(outcome.faults) < len(slot.block.rows):
-            self.metrics.steps[index] -= 1
+    def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
+        """Mark rows as lost, and repeat a finished operation that produced them."""
+        index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
+        write_lost(self._rows, slot.block.row_slice, Status.WORKER_DIED)
+        is_call = slot.last_kind == MessageKind.CALL
+        if index in finished and worker.error is None and not is_call:
+            num_faults = len(finished.pop(index).faults)
+            slot.kind = slot.last_kind
+            self.num_in_flight += 1
+            steps[index] -= slot.kind == _STEP and num_faults < len(slot.block.rows)
+        # An env that does this at every step must not be restarted forever.
+        worker.has_stepped &= steps[index] != slot.overwritten_at
+        slot.overwritten_at = steps[index]
 
     def invalidate_all(
         self, replaced: Sequence[SupervisedWorker], lost: Lost, now: float
@@ -465,7 +460,7 @@ class BlockOperations:
     def release(self) -> None:
         """Drop the references to the slab when the pool is closed."""
         del self._fault_log
-        self.metrics.slab = self.guard = None
+        self.metrics.slab = None
 
     def flight_record(self, row: int) -> bytes:
         """Return the repro file of a row; empty if the row does not exist."""

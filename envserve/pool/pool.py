@@ -241,9 +241,9 @@ class Pool:
         operations = self._operations
         if len(operations.outcomes) < min_finished and not operations.has_new_absent:
             self._wait(timeout_seconds, min_finished)
-        guard = operations.guard
-        if guard is not None and guard.flags.tobytes() != guard.usual:
-            operations.replace_overwritten(guard, self._clock())
+        slab = self._workers.slab
+        if slab is not None and slab.flags.tobytes() != slab.plain_flags:
+            operations.replace_overwritten(slab.flags, self._clock())
         operations.has_new_absent = False
         finished, operations.outcomes = operations.outcomes, []
         return finished
