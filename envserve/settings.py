@@ -247,8 +247,8 @@ class WorkerSettings(_Validated):
     """Timeout in seconds for building or resetting one env, after which its worker is
     killed."""
     max_restarts: Annotated[int, Meta(ge=0)] = 5
-    """Maximum number of times that a failing worker is restarted without a successful
-    step in between; after that, its envs are lost permanently."""
+    """Maximum number of times in a row that a worker is restarted without a valid step
+    of the failing env in between; after that, the env's error is raised."""
     max_row_mib: Annotated[int, Meta(ge=0)] | None = None
     """Maximum shared memory for all rows of one user in MiB; by default, unlimited."""
     max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
@@ -437,8 +437,9 @@ class LocalOptions(EnvOptions, total=False):
     """Timeout in seconds for building or resetting one env, after which its worker is
     killed; 120 by default."""
     max_restarts: int
-    """Maximum number of times that a failing worker is restarted without a successful
-    step in between; 5 by default. After that, its envs are lost permanently."""
+    """Maximum number of times in a row that a worker is restarted without a valid step
+    of the failing env in between; 5 by default. After that, the env's error is
+    raised."""
     max_infos_kib: int
     """Maximum size of a row's infos in KiB; 64 by default. If they are larger, their
     largest keys are omitted."""

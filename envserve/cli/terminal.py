@@ -34,7 +34,8 @@ def show_error(error: Exception | str) -> None:
     """
     text = str(error)
     if traceback := str(getattr(error, "remote_traceback", "")).strip():
-        text = f"{text.splitlines()[0]}: {traceback.splitlines()[-1]}"
+        text, last = text.splitlines()[0], traceback.splitlines()[-1]
+        text = text if last in text else f"{text}: {last}"
     notes = getattr(error, "__notes__", [])
     if any(isinstance(h.formatter, _JsonLines) for h in logging.root.handlers):
         logging.getLogger("envserve").error("\n".join((text, *notes)))

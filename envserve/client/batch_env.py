@@ -202,8 +202,9 @@ class BatchEnv:
           step_timeout: Maximum seconds for one step of one env, after which its worker
             is killed; 30 by default.
           reset_timeout: Maximum seconds to construct or reset one env; 120 by default.
-          max_restarts: Maximum number of times in a row that a worker may exit without
-            having stepped any env. After that, its envs are given up; 5 by default.
+          max_restarts: Maximum number of times in a row that a worker is restarted
+            without a valid step of the failing env in between; 5 by default. After
+            that, the env's error is raised.
           max_infos_kib: Maximum size of a row's infos in KiB; 64 by default. If they
             are larger, the keys with the largest values are omitted.
           crash_dir: Directory for crash repro files; by default, this user's directory

@@ -13,6 +13,11 @@ follows:
   episodes anyway.
 - A call in flight fails, because the worker may already have executed it.
 
+An env that raises is rebuilt by its worker. If it raises again before it has completed
+a valid step, its process may be unusable (a broken CUDA context, exhausted memory), so
+the worker is replaced. If `max_restarts` replacements in a row do not help, the env
+itself is at fault, and the next operation raises its error.
+
 Workers whose rows were overwritten by an env are lost as well.
 
 A lost block in flight is absent: its outcome is pending until the successor answers.
@@ -23,12 +28,12 @@ only one process writes a row at a time. Nothing here blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from envserve.errors import CallError, LocalProtocolError
+from envserve.errors import CallError, EnvError, LocalProtocolError
 from envserve.lane import Block, Fault, Outcome, Reset
 from envserve.pool.fault_log import FaultLog
 from envserve.pool.pool_metrics import MAX_DURATIONS, PoolMetrics
@@ -88,6 +93,8 @@ class _BlockSlot:
       started_at: When the operation was submitted or, if the block was lost after that,
         when it was lost.
       has_final: Whether `final_observation` already contains the last observations.
+      failing_rows: Rows whose last step raised, with the number of workers that were
+        replaced for that reason since the row's last valid step.
       overwritten_at: Number of steps of the block when its rows were last overwritten.
     """
 
@@ -99,6 +106,7 @@ class _BlockSlot:
     sequence: int = 0
     started_at: float = 0.0
     has_final: bool = False
+    failing_rows: dict[int, int] = field(default_factory=dict)
     overwritten_at: int = -1
 
     def message(self, is_lost: bool) -> bytes:
@@ -261,7 +269,12 @@ class BlockOperations:
                 )
                 return
             self.likely_last = worker
-            if slot.kind != _STEP or event.payload or index in self._losses:
+            if (
+                slot.kind != _STEP
+                or event.payload
+                or index in self._losses
+                or slot.failing_rows
+            ):
                 self._on_answer(slot, event.payload, now)
                 return
             worker.has_stepped = True  # fast path
@@ -324,6 +337,8 @@ class BlockOperations:
             return
         if is_step:
             worker.has_stepped = True
+            if slot.failing_rows or outcome.faults:
+                self._replace_if_failing(slot, outcome.faults, now)
         elif slot.task.resets_block:
             self._losses.pop(block.index, None)
         has_arguments = not is_step and slot.task.payload
@@ -351,6 +366,37 @@ class BlockOperations:
                 self._fault_log.log_reset_error(failure, len(faults), now)
             outcome = Outcome(block.index, error=failure)
         self._finish(slot, outcome)
+
+    def _replace_if_failing(
+        self, slot: _BlockSlot, faults: Sequence[Fault], now: float
+    ) -> None:
+        """Replace the worker if an env has raised twice without a valid step between.
+
+        The worker fails permanently once `max_restarts` replacements have not helped.
+        """
+        previous, reason = slot.failing_rows, ""
+        rows: dict[int, int] = {}
+        max_restarts = self._workers.config.max_restarts
+        for fault in faults:
+            row = fault.env_index
+            env = f"env {self._workers.config.first_env_index + row}"
+            rows[row] = previous.get(row, 0) + (row in previous)
+            if rows[row] > max_restarts and slot.worker.error is None:
+                text = f"{env.capitalize()}: every step has failed"
+                if max_restarts:
+                    text += f", also in {max_restarts} new worker processes"
+                slot.worker.error = EnvError(
+                    f"{text}: {fault.cause}",
+                    env_index=row,
+                    remote_traceback=fault.detail,
+                )
+            if row in previous:
+                reason = f"was replaced because {env} failed twice in a row"
+            elif "MemoryError" in fault.cause.partition(":")[0]:
+                reason = f"was replaced because {env} ran out of memory"
+        slot.failing_rows = rows
+        if reason:
+            slot.worker.kill(reason, now)
 
     def _finish(self, slot: _BlockSlot, outcome: Outcome) -> None:
         slot.kind = _IDLE

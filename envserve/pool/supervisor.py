@@ -44,7 +44,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _WATCH_SECONDS: Final = 0.1
 #: Polling interval for the exit status of a process that has just ended.
 _EXIT_STATUS_SECONDS: Final = 0.002
-_FIRST_BACKOFF_SECONDS: Final = 0.1
+_FIRST_BACKOFF_SECONDS: Final = 0.05
 #: Minimum time between two starts if the worker has completed no step in between.
 _MIN_START_INTERVAL_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0

@@ -280,6 +280,7 @@ def test_storm_of_crashes_writes_one_file_and_a_line_for_each_crash(
     reset(pool)
     for _ in range(4):
         step(pool, 1)
+        step(pool, 0)
     assert len(lines(caplog)) == 4 * 64
     assert len(list(tmp_path.iterdir())) == 1
     pool._clock = clock

@@ -214,6 +214,65 @@ def test_an_env_that_always_kills_its_worker_fails(make_batch: MakeBatch) -> Non
             batch.step(actions_of(batch, failing=0))
 
 
+@with_and_without_spares
+def test_a_process_in_which_every_step_fails_is_replaced(
+    make_batch: MakeBatch, spare_envs: bool
+) -> None:
+    options = {"env_kwargs": {"fault": "spoil"}, "spare_envs": spare_envs}
+    batch = make_batch.and_reset(FAULTY, 4, 2, padding_after=60.0, **options)
+    batch.step(actions_of(batch))
+    results = [batch.step(actions_of(batch, failing=1))]
+    results += [batch.step(actions_of(batch)) for _ in range(5)]
+    valid = np.array([result.valid for result in results])
+    # Row 1 fails twice, and then its worker is lost. Row 0 was stepped before row 1
+    # spoiled the process.
+    assert valid[:, 1].tolist() == [False, False, False, True, True, True]
+    assert valid[:, 0].tolist() == [True, False, False, True, True, True]
+    assert valid[:, 2:].all()
+    assert results[-1].observation[:, 0].tolist() == [3, 3, 7, 7]
+
+
+def test_an_env_that_fails_in_every_step_raises_its_error(
+    make_batch: MakeBatch,
+) -> None:
+    neighbour = make_batch.and_reset(FAULTY, 2, 1)
+    batch = make_batch.and_reset(FAULTY, 4, 2, padding_after=60.0)
+
+    def step_until_it_raises() -> None:
+        for _ in range(100):
+            assert batch.step(actions_of(batch, failing=1)).valid[2:].all()
+
+    with pytest.raises(EnvError, match=r"Env 1\b.*lost its balance") as caught:
+        step_until_it_raises()
+    assert caught.value.env_index == 1
+    assert "probe_envs.py" in caught.value.remote_traceback
+    with pytest.raises(EnvError, match="lost its balance"):
+        batch.reset()
+    assert neighbour.step(actions_of(neighbour)).valid.all()
+
+
+def test_a_worker_is_kept_if_its_env_completes_steps_between_failures(
+    make_batch: MakeBatch,
+) -> None:
+    batch = make_batch.and_reset(FAULTY, 2, 1, padding_after=60.0)
+    for _ in range(10):
+        assert batch.step(actions_of(batch, failing=0)).valid.tolist() == [False, True]
+        batch.reset()
+        assert batch.step(actions_of(batch)).valid.all()
+
+
+def test_a_worker_that_runs_out_of_memory_is_replaced_at_once(
+    make_batch: MakeBatch,
+) -> None:
+    options = {"env_kwargs": {"fault": "memory"}, "padding_after": 60.0}
+    batch = make_batch.and_reset(FAULTY, 1, 1, **options)
+    assert not batch.step(actions_of(batch, failing=0)).valid[0]
+    lost = batch.step(actions_of(batch))
+    assert lost.valid.tolist() == [False]
+    assert "ran out of memory" in lost.infos[0]["fault"]["text"]
+    assert batch.step(actions_of(batch)).valid.all()
+
+
 def test_an_unknown_env_is_an_error_with_near_matches(make_batch: MakeBatch) -> None:
     with pytest.raises(UnknownEnv, match=r"mean .*CartPole-v1"):
         make_batch("CartPol-v1", 2)

@@ -83,9 +83,12 @@ class EchoEnv(gymnasium.Env[Any, Any]):
 class FaultyEnv(gymnasium.Env[Array, np.int64]):
     """Fails in one way: in a step with action 1, or in another method.
 
-    Faults in `step`: nan, inf_reward, wrong_shape, wrong_dtype, and `BREAKDOWNS`.
+    Faults in `step`: nan, inf_reward, wrong_shape, wrong_dtype, spoil (all later steps
+    of all envs of the process raise), memory, and `BREAKDOWNS`.
     Faults in other methods: raise_in_init, exit_in_init, raise_in_reset, hang_in_close.
     """
+
+    is_process_spoiled = False
 
     def __init__(self, fault: str = "raise") -> None:
         self.observation_space = spaces.Box(-10.0, 10.0, (3,), np.float32)
@@ -119,8 +122,14 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
                 observation = np.zeros(2, np.float32)
             elif self._fault == "wrong_dtype":
                 observation = observation.astype(np.complex128)
+            elif self._fault == "spoil":
+                FaultyEnv.is_process_spoiled = True
+            elif self._fault == "memory":
+                np.zeros(1 << 48)  # raises MemoryError
             elif self._fault in BREAKDOWNS:
                 BREAKDOWNS[self._fault](math.inf)
+        if FaultyEnv.is_process_spoiled:
+            raise RuntimeError("CUDA error: device-side assert triggered")
         return observation, reward, False, False, {}
 
     def close(self) -> None:
