@@ -472,7 +472,10 @@ class BlockOperations:
     def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
         """Mark rows as lost, and repeat a finished operation that produced them."""
         index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
-        write_lost(self._rows, slot.block.row_slice, Status.WORKER_DIED)
+        rows, part = self._rows, slot.block.row_slice
+        write_lost(rows, part, Status.WORKER_DIED)
+        for array in (*rows.observation, *rows.final_observation):
+            array[part] = 0  # the values may be outside their space
         is_call = slot.last_kind == MessageKind.CALL
         if index in finished and worker.error is None and not is_call:
             num_faults = len(finished.pop(index).faults)
