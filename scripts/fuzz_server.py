@@ -149,9 +149,15 @@ class FuzzingClient:
     def _message(
         self, kind: MessageType, entries: Any = (), body: bytes = b""
     ) -> Message:
-        numbers = {"session": self.session, "boot": self.boot, "epoch": self.epoch}
-        request = next(self._requests)
-        return Message(kind, request=request, entries=entries, body=body, **numbers)
+        return Message(
+            kind,
+            session=self.session,
+            boot=self.boot,
+            epoch=self.epoch,
+            request=next(self._requests),
+            entries=entries,
+            body=body,
+        )
 
     def _ask(self, kind: MessageType, entries: Any = (), body: bytes = b"") -> Message:
         return self._answer_to(self._message(kind, entries, body))

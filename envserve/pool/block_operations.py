@@ -436,7 +436,7 @@ class BlockOperations:
         rows of several workers, all rows may be wrong, so all workers are replaced.
         Operations of replaced workers that are not collected yet are executed again.
         """
-        is_invalid = flags > _MAX_FLAGS
+        is_invalid: Array = flags > _MAX_FLAGS
         if not (np.count_nonzero(flags[2]) or np.count_nonzero(is_invalid)):
             return
         invalid = is_invalid.any(0)
