@@ -436,10 +436,10 @@ class BlockOperations:
         rows of several workers, all rows may be wrong, so all workers are replaced.
         Operations of replaced workers that are not collected yet are executed again.
         """
-        is_invalid: Array = flags > _MAX_FLAGS
+        is_invalid = flags > _MAX_FLAGS
         if not (np.count_nonzero(flags[2]) or np.count_nonzero(is_invalid)):
             return
-        invalid = is_invalid.any(0)
+        invalid: Array = np.logical_or.reduce(is_invalid)
         finished = {outcome.block: outcome for outcome in self.outcomes}
         for index, outcome in finished.items():
             slot = self._slots[index]
