@@ -165,7 +165,8 @@ def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    """Return the bytes of an array and its padding, which is at least one byte."""
+    return (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
 
 
 def copy_observation_to_final(rows: Rows, index: slice) -> None:
@@ -222,6 +223,9 @@ class Slab:
         every env call and encodes the called row, see `row_of_beat`. Column 1 is 1
         during a reset or call, which has a longer timeout than a step. Columns 8 and
         above are the cells of `step_timings`.
+      flags: uint8 `[3, n]` with terminated, truncated and status. The columns after the
+        rows are padding, which is zero unless an env writes outside its memory.
+      plain_flags: The bytes of `flags` if no episode ended and all statuses are OK.
       extra: The `extra_nbytes` bytes of memory after the heartbeats.
     """
 
@@ -235,6 +239,11 @@ class Slab:
     def _map(self, spec: EnvSpec, num_envs: int, num_workers: int) -> None:
         self._memory = mmap.mmap(self.fd, 0)
         self.rows = Rows.map(spec, num_envs, self._memory)
+        length = _aligned(num_envs)
+        self.flags = np.lib.stride_tricks.as_strided(
+            self.rows.terminated.view(np.uint8), (3, length), (length, 1)
+        )
+        self.plain_flags = bytes(3 * length)
         at = _aligned(rows_nbytes(spec, num_envs))
         self.heartbeats: Array = np.ndarray(
             (num_workers, _BEAT_BYTES // 8), np.int64, self._memory, at

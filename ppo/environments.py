@@ -82,6 +82,7 @@ def env_maker(
             "autoreset": autoreset,
             "spare_envs": config.spare_envs,
             "on_fault": config.on_fault,
+            "nonfinite": config.nonfinite,
             "padding_after": config.padding_after_seconds,
             "first_env_index": first_env_index if is_training else 0,
         }

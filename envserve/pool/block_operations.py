@@ -18,6 +18,8 @@ a valid step, its process may be unusable (a broken CUDA context, exhausted memo
 the worker is replaced. If `max_restarts` replacements in a row do not help, the env
 itself is at fault, and the next operation raises its error.
 
+Workers whose rows were overwritten by an env are lost as well.
+
 A lost block in flight is absent: its outcome is pending until the successor answers.
 This module receives only events of the current worker process (see `worker_states`), so
 only one process writes a row at a time. Nothing here blocks.
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -51,11 +53,15 @@ from envserve.worker.attribute_calls import decode_results
 from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_message
 from envserve.worker.worker_report import decode_report
 
+Array = np.ndarray[Any, Any]
+
 # Plain ints, because every step compares them, and enum members compare more slowly.
 _IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
 _PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
+#: Largest values of terminated, truncated and status that a worker writes.
+_MAX_FLAGS: Final = np.array([[1], [1], [Status.PENDING]], np.uint8)
 
 
 class Task(NamedTuple):
@@ -81,6 +87,7 @@ class _BlockSlot:
       block: The block.
       worker: The worker that hosts it.
       kind: STEP, RESET or CALL while an operation is in flight; otherwise IDLE.
+      last_kind: Kind of the last operation.
       task: Content of the operation, unless it is a step.
       sequence: Sequence number of the operation, which identifies its answer.
       started_at: When the operation was submitted or, if the block was lost after that,
@@ -88,16 +95,19 @@ class _BlockSlot:
       has_final: Whether `final_observation` already contains the last observations.
       failing_rows: Rows whose last step raised, with the number of workers that were
         replaced for that reason since the row's last valid step.
+      overwritten_at: Number of steps of the block when its rows were last overwritten.
     """
 
     block: Block
     worker: SupervisedWorker
     kind: int = _IDLE
+    last_kind: int = _IDLE
     task: Task = _NO_TASK
     sequence: int = 0
     started_at: float = 0.0
     has_final: bool = False
     failing_rows: dict[int, int] = field(default_factory=dict)
+    overwritten_at: int = -1
 
     def message(self, is_lost: bool) -> bytes:
         """Encode the operation for the worker."""
@@ -211,7 +221,8 @@ class BlockOperations:
         for position, index in enumerate(indices):
             slot = self._slots[index]
             slot.sequence = sequence = (sequence + 1) & 0xFFFFFFFF
-            slot.kind, slot.has_final, slot.started_at = kind, False, now
+            slot.kind = slot.last_kind = kind
+            slot.has_final, slot.started_at = False, now
             self.num_in_flight += 1
             worker = slot.worker
             if not tasks and index not in self._losses:  # fast path
@@ -420,6 +431,63 @@ class BlockOperations:
             elif slot.kind == MessageKind.CALL:
                 error = CallError(f"{text}, during a call")
                 self._finish(slot, Outcome(block.index, error=error))
+
+    def replace_overwritten(self, flags: Array, now: float) -> None:
+        """Replace workers if an env has written to their rows by mistake.
+
+        Impossible flags and statuses reveal this. If they occur in the padding or in
+        rows of several workers, all rows may be wrong, so all workers are replaced.
+        Operations of replaced workers that are not collected yet are executed again.
+        """
+        is_invalid = flags > _MAX_FLAGS
+        if not (np.count_nonzero(flags[2]) or np.count_nonzero(is_invalid)):
+            return
+        invalid: Array = np.logical_or.reduce(is_invalid)
+        finished = {outcome.block: outcome for outcome in self.outcomes}
+        for index, outcome in finished.items():
+            slot = self._slots[index]
+            if slot.last_kind == _STEP and outcome.error is None:
+                part = slot.block.row_slice
+                num_not_ok = np.count_nonzero(flags[2, part])
+                invalid[part] |= num_not_ok != len(outcome.faults)
+        if not invalid.any():
+            return
+        workers = set()
+        for slot in self._slots:
+            index, state = slot.block.index, slot.worker.state
+            is_present = index not in self._losses and state is WorkerState.SERVING
+            # Rows of other blocks will be written before anyone reads them.
+            is_used = is_present or index in finished
+            if is_used and invalid[slot.block.row_slice].any():
+                workers.add(slot.worker)
+        if len(workers) > 1 or invalid[slot.block.stop :].any():
+            workers = {*self._workers.all}
+        flags[:, slot.block.stop :] = 0
+        for slot in self._slots:
+            if slot.worker in workers:
+                self._discard_rows(slot, finished)
+        for worker in workers:
+            text = "was replaced because its rows were overwritten"
+            worker.kill(f"{text}; an env probably writes outside its memory", now)
+            self._workers.watch_at = now
+        self.outcomes = [*finished.values()]
+
+    def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
+        """Mark rows as lost, and repeat a finished operation that produced them."""
+        index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
+        rows, part = self._rows, slot.block.row_slice
+        write_lost(rows, part, Status.WORKER_DIED)
+        for array in (*rows.observation, *rows.final_observation):
+            array[part] = 0  # the values may be outside their space
+        is_call = slot.last_kind == MessageKind.CALL
+        if index in finished and worker.error is None and not is_call:
+            num_faults = len(finished.pop(index).faults)
+            slot.kind = slot.last_kind
+            self.num_in_flight += 1
+            steps[index] -= slot.kind == _STEP and num_faults < len(slot.block.rows)
+        # An env that does this at every step must not be restarted forever.
+        worker.has_stepped &= steps[index] != slot.overwritten_at
+        slot.overwritten_at = steps[index]
 
     def invalidate_all(
         self, replaced: Sequence[SupervisedWorker], lost: Lost, now: float

@@ -243,6 +243,9 @@ class Pool:
         operations = self._operations
         if len(operations.outcomes) < min_finished and not operations.has_new_absent:
             self._wait(timeout_seconds, min_finished)
+        slab = self._workers.slab
+        if slab is not None and slab.flags.tobytes() != slab.plain_flags:
+            operations.replace_overwritten(slab.flags, self._clock())
         operations.has_new_absent = False
         finished, operations.outcomes = operations.outcomes, []
         return finished

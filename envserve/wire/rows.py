@@ -213,7 +213,8 @@ class RowPart:
         # strip() returns b"" if and only if all bytes are allowed values.
         if count == 0 or flags.strip(b"\0\1") or status.strip(_WIRE_STATUSES):
             raise RemoteProtocolError(
-                f"expected flags of 0 or 1, and statuses in {[*_WIRE_STATUSES]}"
+                f"expected flags of 0 or 1, and statuses in {[*_WIRE_STATUSES]}; "
+                f"the server sent flags {[*{*flags}]} and statuses {[*{*status}]}"
             )
         ended = np.frombuffer(flags[:count], np.bool_) | np.frombuffer(
             flags[count:], np.bool_

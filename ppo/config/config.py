@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from msgspec import Meta
 
 from envserve.errors import WrapperError
-from envserve.settings import convert_fields
+from envserve.settings import NonFinite, convert_fields
 from envserve.wrappers.specs import parse_wrappers
 from ppo.errors import ConfigError, suggestion
 
@@ -361,6 +361,12 @@ class Config:
     on_fault: Literal["truncate", "raise"] = "truncate"
     """What happens when an environment fails: truncate or raise. "truncate" ends its
     episode and continues; "raise" ends the run with an error."""
+
+    nonfinite: NonFinite = "raise"
+    """What happens when an observation or reward is NaN or infinite: raise, mask or
+    pass. "raise" ends the run with an error. "mask" ends the episode like any other
+    failure, see on_fault. "pass" skips the check in the environment's worker; the
+    trainer then ends the run if it receives such a value."""
 
     def __new__(cls, /, **values: Any) -> Self:
         """Reject unknown keys with an error that suggests the nearest known key."""

@@ -35,7 +35,7 @@ class FakeWorker:
     """A worker without a process: the worker's end of a socket pair."""
 
     def __init__(self, launcher: FakeLauncher, *selector_arguments: Any) -> None:
-        self.was_killed = False
+        self.was_killed = self.is_ready = False
         ours, self.theirs = socket.socketpair()
         number = len(launcher.workers)
         self.process = WorkerProcess(
@@ -76,6 +76,7 @@ class FakeWorker:
         assert self.receive().kind is MessageKind.BUILD
         both = {"observation": DISCRETE, "action": action}
         self.send(MessageKind.READY, 0, 0, codec.encode(both))
+        self.is_ready = True
 
     def close(self) -> None:
         self.theirs.close()

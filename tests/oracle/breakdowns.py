@@ -1,7 +1,9 @@
 """Ways in which an env fails, and conditions for when it does.
 
 The names describe what happens to the process: it raises, exits, is killed or stopped,
-sleeps, or holds the interpreter lock in C so that no Python signal handler runs.
+sleeps, holds the interpreter lock in C so that no Python signal handler runs,
+overwrites the memory of all envs of its pool, or becomes unusable: all later steps
+raise, its memory is used up, or it lacks a thread that an import has started.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ctypes
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -38,6 +41,37 @@ def _spin(seconds: float) -> None:
     libc.usleep(int(seconds * 1e6))
 
 
+def _overwrite(seconds: float) -> None:
+    """Overwrite all memory that the worker shares with its pool."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "envserve-slab" in line:
+                start, stop = (int(part, 16) for part in line.split()[0].split("-"))
+                ctypes.memset(start, 0xFF, stop - start)
+
+
+#: Memory in bytes that a leak keeps.
+_LEAKED_BYTES: Final = 1 << 28
+_leaked: list[Any] = []
+_is_spoiled = False
+
+
+def _spoil(seconds: float) -> None:
+    global _is_spoiled
+    _is_spoiled = True
+    _raise_if_spoiled()
+
+
+def _raise_if_spoiled() -> None:
+    if _is_spoiled:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def _wait_for_thread(seconds: float) -> None:
+    """Wait for a thread; the tested program must import the module, as users do."""
+    sys.modules["tests.oracle.import_threads"].wait_for_thread()
+
+
 #: Implementation of each breakdown; the argument is the duration in seconds of a hang
 #: or spin.
 BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
@@ -47,6 +81,10 @@ BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
     "abort": lambda _: os.abort(),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "overwrite": _overwrite,
+    "spoil": _spoil,
+    "leak": lambda _: _leaked.append(np.zeros(_LEAKED_BYTES, np.uint8)),
+    "wait_for_thread": _wait_for_thread,
     "hang": _hang,
     "spin": _spin,
 }
@@ -100,6 +138,7 @@ class BreakdownPlan:
         action: int = -1,
         step: int = 0,
     ) -> None:
+        _raise_if_spoiled()
         for trigger in self._triggers[when]:
             if (
                 action in trigger.actions

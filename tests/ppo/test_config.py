@@ -217,6 +217,7 @@ def test_parsed_settings_have_the_type_of_their_key(
         ("initial_kl_penalty=0", r"expected a number >= 0\.001; got 0"),
         ("on_server_lost=wait", r"expected one of raise, pad; got 'wait'"),
         ("on_fault=ignore", r"expected one of truncate, raise; got 'ignore'"),
+        ("nonfinite=zero", r"expected one of raise, mask, pass; got 'zero'"),
         ("minibatch_size=60", r"expected a divisor of .* 2048, got 60"),
         (
             "recurrent_size=64",

@@ -71,13 +71,16 @@ def test_envs_are_local_by_default(batch_env_calls: list[tuple[Any, ...]]) -> No
         "reset_timeout": 120.0,
         "max_restarts": 5,
         "on_fault": "truncate",
+        "nonfinite": "raise",
     }
 
 
 def test_envs_are_on_servers_if_there_are_addresses(
     batch_env_calls: list[tuple[Any, ...]],
 ) -> None:
-    config = CONFIG.replace(spare_envs=True, on_fault="raise", on_server_lost="pad")
+    config = CONFIG.replace(
+        spare_envs=True, on_fault="raise", nonfinite="mask", on_server_lost="pad"
+    )
     env_maker(config, addresses=["127.0.0.1", "tcp://127.0.0.1:1"])(num_envs=8, seed=5)
     ((way, arguments, named),) = batch_env_calls
     assert way == "connect"
@@ -89,6 +92,7 @@ def test_envs_are_on_servers_if_there_are_addresses(
         "on_server_lost": "pad",
         "insecure": False,
         "on_fault": "raise",
+        "nonfinite": "mask",
         "spare_envs": True,
     }
 

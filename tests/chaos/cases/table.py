@@ -10,6 +10,7 @@ from tests.chaos.trial import ChaosCase
 #: All cases, in the order of the table.
 CASES: Final[tuple[ChaosCase, ...]] = (
     *(workers.kill, workers.raise_, workers.hang, workers.slow, workers.crash_loop),
+    workers.spoiled,
     *(servers.server_kill, servers.server_gone, servers.pause, elastic.elastic),
     *network.NETWORK,
     *(trainers.trainer_kill, trainers.two_trainers),

@@ -19,10 +19,16 @@ import numpy as np
 from benchmarks.lab.processes import vitals_of, with_descendants
 from envserve.errors import EnvStartError
 from envserve.pool.pool import Pool
-from tests.chaos.batches import EPISODE, local_driver
+from tests.chaos.batches import (
+    EPISODE,
+    local_driver,
+    remote_driver,
+    running_servers,
+)
 from tests.chaos.driver import FIRST_BREAKDOWN_ACTION, Driver
 from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case, check_latency
+from tests.oracle import import_threads
 from tests.oracle.journal import Array
 
 _NUM_ENVS: Final = 32
@@ -37,6 +43,11 @@ DEADLY: Final = {
 }
 _HANGS: Final = {"hang": "before", "stop": "after", "spin": "after"}
 _HANG_TIMEOUT: Final = 0.3
+#: Breakdowns that a new env in the same process does not end, and the maximum time in
+#: seconds until the row is valid again.
+_SPOILED: Final = {"spoil": 0.2, "leak": 0.2, "wait_for_thread": _HANG_TIMEOUT + 0.2}
+_SPOILED_ENVS: Final = 8
+_MEMORY_MIB: Final = 4000
 _REAPED_WITHIN_SECONDS: Final = 10.0
 _MAX_DELAY_SECONDS: Final = 0.002
 _STEP_TIMEOUT: Final = 0.5
@@ -207,6 +218,43 @@ def hang(trial: Trial) -> None:
     trial.result.check("kinds of loss other than TIMEOUT", len(lost) - 1, 0, "==")
     trial.result.check("zombies", zombies, 0, "==")
     check_latency(trial.result, _HANG_TIMEOUT + 0.2)
+
+
+@chaos_case(
+    "an env makes its process unusable: every later step raises, memory is used up, or "
+    f"a thread of an import is missing; step_timeout {_HANG_TIMEOUT:g} s",
+    "valid again within 200 ms, and with the missing thread within step_timeout + 200 "
+    "ms (p99)",
+    seconds=900.0,
+)
+def spoiled(trial: Trial) -> None:
+    kwargs = {"breakdowns": breakdown_actions(dict.fromkeys(_SPOILED, "before"))}
+    options = [
+        *("--import", import_threads.MODULE, "--step-timeout", str(_HANG_TIMEOUT)),
+        *("--worker-memory-mib", str(_MEMORY_MIB)),
+    ]
+    with (
+        running_servers(trial, 1, _SPOILED_ENVS, *options) as servers,
+        remote_driver(
+            trial, [servers[0].address], _SPOILED_ENVS, env_kwargs=kwargs
+        ) as driver,
+    ):
+        for number, (name, seconds) in enumerate(_SPOILED.items()):
+            num_before = len(driver.recovery_times.seconds)
+            for _ in range(trial.count(200)):
+                # The memory is full after several steps.
+                while not driver.recovery_times.is_recovering():
+                    actions = driver.draw()
+                    row = trial.random.integers(_SPOILED_ENVS)
+                    actions[row] = FIRST_BREAKDOWN_ACTION + number
+                    driver.step(actions)
+                trial.result.faults += 1
+                driver.settle()
+                for _ in range(trial.random.integers(20)):
+                    driver.step()
+            needed = np.quantile(driver.recovery_times.seconds[num_before:], 0.99)
+            meaning = f"{name}: p99 seconds to a valid row"
+            trial.result.check(meaning, float(needed), seconds)
 
 
 def num_zombies() -> int:

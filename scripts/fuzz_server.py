@@ -1,0 +1,262 @@
+"""Send malformed messages to a server over a socket, most of them within a session.
+
+    python scripts/fuzz_server.py                       a million messages, with keys
+    python scripts/fuzz_server.py --insecure            a million messages, without keys
+    python scripts/fuzz_server.py --messages 50000      some minutes
+
+An honest client steps at the same time. Exits with 1 if an answer is not a valid
+message of a server, if fewer than 3 % of the answers are results, if the server fails
+or its memory grows, or if a row of the honest client is wrong.
+"""
+
+import itertools
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+import zmq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lab.processes import own_keys
+from benchmarks.lab.siege import Goals
+from envserve.wire.bodies import Attach, CallBody, Pong, ResetBody
+from envserve.wire.constants import MessageType
+from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.message import Buffer, Message, decode, encode
+from envserve.wire.result_report import ResultReport
+from tests.envserve.server_process import LEDGER, ServerProcess, use_user_keys
+from tests.envserve.session_fakes import make_call
+from tests.envserve.strangers import honest_client
+from tests.envserve.test_fuzz_server import (
+    messages_of_odd_values,
+    mutated_messages,
+    random_messages,
+    valid_messages,
+)
+
+NUM_ENVS: Final = 4
+NUM_BLOCKS: Final = 2
+ACTIONS: Final = bytes(8 * NUM_ENVS)
+OPENINGS: Final = (
+    *("--allow-kwarg", "length", "--expose", "echo", "--drain-grace", "0"),
+    *("--log-level", "error"),
+)
+MAX_GROWTH_MIB: Final = 32.0
+LEAST_RESULTS: Final = 0.03
+_PATIENCE_SECONDS: Final = 40.0
+
+
+class FuzzingClient:
+    """A client that keeps a session usable, and validates and counts all answers.
+
+    Attributes:
+      answers: Number of answers by type.
+      num_sent: Number of malformed messages.
+      num_valid_results: Number of answers to valid steps and resets.
+      num_leases: Number of leases that were needed.
+    """
+
+    def __init__(self, address: str, *, is_insecure: bool) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(1000 * _PATIENCE_SECONDS))
+        if not is_insecure:
+            use_user_keys(self._socket, address)
+        self._socket.connect(address)
+        self.answers: Counter[str] = Counter()
+        self.num_sent = self.num_valid_results = self.num_leases = 0
+        self.boot = self.epoch = 0
+        self.session = 0x2345_6789_ABCD_0000
+        self._requests = itertools.count(1 << 40)
+        self._seqs = [0] * NUM_BLOCKS
+        self._has_lease = False
+        self._last_step: Message | None = None
+        answer = self._ask(MessageType.HELLO, body=Hello().encode())
+        self.boot = answer.boot
+
+    def send_malformed(self, frames: Sequence[Buffer]) -> None:
+        self._socket.send_multipart(frames)
+        self.num_sent += 1
+        while self._socket.poll(0):
+            self._read()
+
+    def in_session(self) -> list[list[Buffer]]:
+        """Return valid messages for this moment of the session, to be mutated."""
+        reset = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
+        call = CallBody.from_calls([make_call([0], "call", "echo", 1.5)]).encode()
+        step = self._message(MessageType.STEP, self._next(), ACTIONS)
+        if self._last_step is not None:
+            attempt = self._last_step.attempt + 1
+            self._last_step = replace(self._last_step, attempt=attempt)
+        messages = [
+            *[step] * 3,
+            *[self._last_step or step] * 3,  # a copy, which is answered again
+            self._message(MessageType.STEP, self._next()[:1], ACTIONS[: 8 * 2]),
+            self._message(MessageType.RESET, self._next(), reset),
+            self._message(MessageType.CALL, self._next()[:1], call),
+            self._message(MessageType.PING),
+        ]
+        return [encode(message) for message in messages]
+
+    def step(self) -> None:
+        """Step all envs once; get another lease first if necessary."""
+        while not self._is_idle():
+            self._socket.poll(10)  # for the result of what is running
+        if not self._has_lease:
+            self._attach()
+        self._last_step = self._message(MessageType.STEP, self._next(), ACTIONS)
+        answer = self._answer_to(self._last_step)
+        self.num_valid_results += answer.type is MessageType.RESULT
+
+    def _is_idle(self) -> bool:
+        """Return whether no message that was executed is still running."""
+        if not self._has_lease:
+            return True
+        answer = self._ask(MessageType.PING)
+        # A malformed message may have ended the session.
+        self._has_lease = answer.type is MessageType.PONG
+        return not (self._has_lease and Pong.decode(answer.body).running)
+
+    def _attach(self) -> None:
+        self.session += 1
+        self.num_leases += 1
+        body = Attach(env_name=LEDGER, num_envs=NUM_ENVS, seed=1).encode()
+        self.epoch = 0
+        give_up_at = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            answer = self._ask(MessageType.ATTACH, body=body)
+            if answer.type is MessageType.GRANTED:
+                break
+            assert time.monotonic() < give_up_at, answer
+        self.epoch, self._seqs, self._has_lease = answer.epoch, [0] * NUM_BLOCKS, True
+        reset = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
+        answer = self._ask(MessageType.RESET, self._next(), reset)
+        self.num_valid_results += answer.type is MessageType.RESULT
+
+    def _next(self) -> tuple[tuple[int, int], ...]:
+        return tuple((block, seq + 1) for block, seq in enumerate(self._seqs))
+
+    def _message(
+        self, kind: MessageType, entries: Any = (), body: bytes = b""
+    ) -> Message:
+        return Message(
+            kind,
+            session=self.session,
+            boot=self.boot,
+            epoch=self.epoch,
+            request=next(self._requests),
+            entries=entries,
+            body=body,
+        )
+
+    def _ask(self, kind: MessageType, entries: Any = (), body: bytes = b"") -> Message:
+        return self._answer_to(self._message(kind, entries, body))
+
+    def _answer_to(self, message: Message) -> Message:
+        """Send a valid message, and return the last answer to it."""
+        self._socket.send_multipart(encode(message))
+        give_up_at = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < give_up_at:
+            if self._socket.poll(1000):
+                answer = self._read()
+                is_final = answer.type is not MessageType.BUILDING
+                if answer.request == message.request and is_final:
+                    return answer
+        raise AssertionError(f"expected an answer to {message!r}; got none")
+
+    def _read(self) -> Message:
+        """Receive an answer, and check that it is valid."""
+        answer = decode(self._socket.recv_multipart())
+        kind = answer.type
+        assert isinstance(kind, MessageType), f"unknown type: {answer!r}"
+        assert kind >= MessageType.WELCOME, f"type of a client: {answer!r}"
+        self.answers[kind.name] += 1
+        is_mine = (answer.session, answer.epoch) == (self.session, self.epoch)
+        if kind is MessageType.ERROR:
+            error = ErrorBody.decode(answer.body)
+            self.answers[f"ERROR {error.code.name}"] += 1
+        elif kind is MessageType.WELCOME:
+            Welcome.decode(answer.body)
+        elif kind in (MessageType.RESULT, MessageType.CALL_RESULT):
+            if answer.report:
+                ResultReport.decode(answer.report)
+            for block, seq in answer.entries if is_mine else ():
+                self._seqs[block] = max(self._seqs[block], seq)
+        return answer
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def malformed_rounds(
+    client: FuzzingClient, random: np.random.Generator
+) -> Iterator[list[Sequence[Buffer]]]:
+    """Yield rounds of messages: most in the session, some outside, some random."""
+    inside = client.in_session()
+    outside = valid_messages(client.boot)
+    mutated, strange = mutated_messages(inside, random), random_messages(random)
+    mutated_outside = mutated_messages(outside, random)
+    while True:
+        odd = messages_of_odd_values(client.boot, client.epoch, random, client.session)
+        inside[:] = client.in_session()
+        yield [
+            *itertools.islice(mutated, 14),
+            *itertools.islice(mutated_outside, 2),
+            *itertools.islice(odd, 2),
+            *itertools.islice(strange, 2),
+        ]
+
+
+def main(
+    messages: Annotated[int, typer.Option(help="Number of messages.")] = 10**6,
+    seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 0,
+    insecure: Annotated[bool, typer.Option(help="Without keys.")] = False,
+) -> None:
+    goals = Goals()
+    options = (*OPENINGS, *(("--insecure-no-auth",) if insecure else ()))
+    with (
+        own_keys(),
+        tempfile.TemporaryDirectory() as folder,
+        ServerProcess(Path(folder), *options) as server,
+    ):
+        client = FuzzingClient(server.address, is_insecure=insecure)
+        started, before = time.monotonic(), 0
+        with honest_client(server) as honest:
+            for sent in malformed_rounds(client, np.random.default_rng(seed)):
+                for frames in sent:
+                    client.send_malformed(frames)
+                client.step()
+                if not before and client.num_sent >= messages // 20:
+                    before = server.resident_bytes
+                if client.num_sent >= messages:
+                    break
+        seconds = time.monotonic() - started
+        growth = (server.resident_bytes - before) / 2**20
+        client.close()
+        log = server.end(signal.SIGTERM)
+    print(f"{client.num_sent:,} malformed messages in {seconds:.0f} s", flush=True)
+    print(f"{client.num_leases:,} leases; {len(honest.seconds):,} honest steps")
+    for name, count in client.answers.most_common():
+        print(f"{name:24} {count:9,}")
+    num_answers = sum(n for name, n in client.answers.items() if " " not in name)
+    num_results = client.answers[MessageType.RESULT.name]
+    goals.at_least("results / answers", num_results / num_answers, LEAST_RESULTS)
+    num_malformed = num_results - client.num_valid_results
+    print(f"results of malformed messages: {num_malformed / num_answers:.1%}")
+    goals.at_most("growth of the server (MiB)", growth, MAX_GROWTH_MIB)
+    goals.at_most("tracebacks in the server's log", log.count("Traceback"), 0)
+    sys.exit(goals.report())
+
+
+if __name__ == "__main__":
+    typer.run(main)
