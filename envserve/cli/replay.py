@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from envserve.cli.options import Count, Import, import_from_here
 from envserve.cli.terminal import fail
 from envserve.errors import EnvserveError
+from envserve.text import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +74,8 @@ def replay(
             print(f"{film}: {writer.num_frames} frames")
     except (EnvserveError, OSError) as error:
         fail(error, 2)
-    print("reproduced" if ending.is_reproduced else "not reproduced:", ending.text)
+    verdict = "reproduced" if ending.is_reproduced else "not reproduced:"
+    print(verdict, printable(ending.text))
     return 0 if ending.is_reproduced else 1
 
 
@@ -117,7 +120,7 @@ def _debug(repro: Repro) -> bool:
     except bdb.BdbQuit:
         return True
     except Exception as error:
-        traceback.print_exception(error)
+        print(printable("".join(traceback.format_exception(error))), file=sys.stderr)
         if is_raised:
             debugger.reset()
             debugger.interaction(None, error.__traceback__)

@@ -27,7 +27,8 @@ from ppo.config import Config
 from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import RunFolderError
-from ppo.run_folder.folder import EnvSource, RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource
 from tests.ppo.runs import ppo
 
 
