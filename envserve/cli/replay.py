@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from envserve.cli.options import Count, Import, import_from_here
 from envserve.cli.terminal import fail
-from envserve.errors import EnvserveError
+from envserve.errors import EnvserveError, EnvStartError
 from envserve.text import printable
 
 if TYPE_CHECKING:
@@ -100,7 +100,11 @@ def _debug(repro: Repro) -> bool:
     from envserve.slab import Status
     from envserve.worker.replay_worker import apply_actions, build_env
 
-    env, spec = build_env(repro)
+    try:
+        env, spec = build_env(repro)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise EnvStartError(f"the env cannot be built: {reason}") from error
     last = len(repro.played.actions[0])
     is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
     debugger = Pdb()

@@ -203,14 +203,11 @@ def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -
     assert (tmp_path / "precious").read_text() == "x"
 
 
-@any_content
-def test_any_evaluation_of_a_study_is_read(
-    content: bytes | None, tmp_path: Path
-) -> None:
+def test_a_broken_evaluation_of_a_seed_counts_as_unfinished(tmp_path: Path) -> None:
     config = Config(env_name="nosuch:Walk", total_steps=2048)
     RunFolder.create(tmp_path / "seed-0", config)
     RunFolder(tmp_path).save_config(config)
-    write(tmp_path / "seed-0" / "evaluation.json", content)
+    write(tmp_path / "seed-0" / "evaluation.json", CONTENTS["deep"])
     row = json.dumps({"steps": 2048, "mean_return": 1.0})
     (tmp_path / "seed-0" / "metrics.jsonl").write_text(f"{row}\n")
     code, output, error = ppo("train", "--resume", tmp_path, "--num-workers", "1")
