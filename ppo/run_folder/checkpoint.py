@@ -1,4 +1,4 @@
-"""Save and load checkpoints, which let an interrupted run continue bit for bit.
+"""Save and load checkpoints, from which an interrupted run continues.
 
 A checkpoint is a folder named after its iteration. It is written under a temporary
 name, flushed to disk and then renamed, so a folder with its final name is always
