@@ -140,8 +140,6 @@ def check_trust(
     keys = {change.partition("=")[0] for change in changes}
     found = code_names(config)
     typed = {each for key in keys & found.keys() for each in found[key]}
-    if "import_modules" in keys:
-        typed |= {*config.import_modules}
     if name is not None and not is_file:
         again = code_names(_with_absolute_paths(load_config(name)))
         typed |= {each for names in again.values() for each in names}

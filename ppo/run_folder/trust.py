@@ -46,16 +46,21 @@ LOCAL = EnvSource()
 
 def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]]:
     """Return the code that a run would load, and its servers, by setting or option."""
-    modules = (*config.import_modules, *source.import_modules)
+    modules = [*config.import_modules, *source.import_modules]
     names = {
         "env_name": [config.env_name] if is_user_env(config.env_name) else [],
-        "import": [m for m in modules if m.partition(".")[0] not in _INSTALLED],
+        "import_modules": [name for name in modules if not _is_harmless(name)],
         "network": [config.network] if ":" in config.network else [],
         "objective": [config.objective] if ":" in config.objective else [],
         "callbacks": [*config.callbacks],
         "connect": [*source.addresses],
     }
     return {setting: found for setting, found in names.items() if found}
+
+
+def _is_harmless(module: str) -> bool:
+    """Return whether an import runs only code of packages that are loaded anyway."""
+    return not is_user_env(module) and module.partition(".")[0] in _INSTALLED
 
 
 def describe_code(
@@ -68,12 +73,11 @@ def describe_code(
         source: The source of its envs.
         typed: Names, files and addresses that the user has typed, which are omitted.
     """
-    parts = [
-        f"{', '.join(shown)} ({setting}{' without keys' * is_insecure})"
-        for setting, names in code_names(config, source).items()
-        if (shown := [n for n in names if not {n, n.partition(":")[0]} & {*typed}])
-        for is_insecure in [setting == "connect" and config.insecure]
-    ]
+    parts = []
+    for setting, names in code_names(config, source).items():
+        shown = [n for n in names if not {n, n.partition(":")[0]} & {*typed}]
+        suffix = " without keys" if setting == "connect" and config.insecure else ""
+        parts += [f"{', '.join(shown)} ({setting}{suffix})"] if shown else []
     return one_line("; ".join(parts))
 
 
@@ -123,15 +127,12 @@ def _digest(config: Config, source: EnvSource, folder: Path | None) -> str:
     names = code_names(config, source)
     for setting in names.keys() - {"connect"}:
         names[setting] = [_located(name, folder) for name in names[setting]]
-    content = {}
-    if folder is not None and any(
-        n[:2] == "./" for found in names.values() for n in found
-    ):
-        content = {
-            str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in folder.rglob("*")
-            if file.suffix in _CODE_SUFFIXES and file.is_file()
-        }
+    is_inside = any(name[:2] == "./" for found in names.values() for name in found)
+    content = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in (folder.rglob("*") if folder and is_inside else ())
+        if folder and file.suffix in _CODE_SUFFIXES and file.is_file()
+    }
     env_name = "" if is_user_env(config.env_name) else config.env_name
     rest = env_name, config.env_kwargs, config.wrappers, config.insecure
     text = json.dumps([names, content, rest], sort_keys=True)
@@ -143,13 +144,13 @@ def _located(name: str, folder: Path | None) -> str:
 
     Modules that are not in the working directory are installed, and keep their names.
     """
-    source, _, rest = name.partition(":")
-    is_file = source.endswith(".py")
-    top = source.partition(".")[0]
-    files = filter(os.path.exists, [source] if is_file else [top, f"{top}.py"])
-    if not (file := next(files, "")):
+    ends = name.partition(":")[0], name.rpartition(":")[0]  # as envs and as networks
+    files = [source for source in ends if source.endswith(".py")]
+    top = ends[0].partition(".")[0]
+    found = next(filter(os.path.exists, (*files, top, f"{top}.py")), "")
+    if not found:
         return name
-    path, shown = Path(file).resolve(), rest if is_file else name
+    path, shown = Path(found).resolve(), name.removeprefix(found)
     if folder is not None and path.is_relative_to(folder.resolve()):
-        return f"./{path.relative_to(folder.resolve())}:{shown}"
-    return f"{path}:{shown}"
+        return f"./{path.relative_to(folder.resolve())} {shown}"
+    return f"{path} {shown}"

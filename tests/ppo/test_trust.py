@@ -22,11 +22,14 @@ NAMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"env_name": "run/e.py:Walk"}, {}, "run/e.py:Walk (env_name)"),
     ({"env_name": "subprocess:Popen"}, {}, "subprocess:Popen (env_name)"),
     ({"env_name": "gymnasium:make"}, {}, "gymnasium:make (env_name)"),
-    ({"import_modules": ["gymnasium", "e"]}, {}, ": e (import);"),
+    ({"import_modules": ["gymnasium", "e"]}, {}, ": e (import_modules);"),
+    ({"import_modules": ["gymnasium.py"]}, {}, "gymnasium.py (import_modules)"),
+    ({"import_modules": ["ppo.a/../run/e.py"]}, {}, "run/e.py (import_modules)"),
+    ({"import_modules": ["gymnasium:make"]}, {}, "gymnasium:make (import_modules)"),
     ({"network": "run/e.py:net"}, {}, "run/e.py:net (network)"),
     ({"objective": "os:system"}, {}, "os:system (objective)"),
     ({"callbacks": ["a:b", "run/e.py:c"]}, {}, "a:b, run/e.py:c (callbacks)"),
-    ({}, {"import_modules": ["run/e.py"]}, "run/e.py (import)"),
+    ({}, {"import_modules": ["run/e.py"]}, "run/e.py (import_modules)"),
     ({}, {"addresses": ["tcp://evil:1"]}, "tcp://evil:1 (connect)"),
     (
         {"insecure": True},
@@ -155,6 +158,15 @@ def test_trust_is_remembered_for_the_same_code_only() -> None:
     # Code inside the run folder is copied with it, so its content counts.
     Path("run/helper.py").write_text("x = 1\n")
     assert is_refused("evaluate", "run")
+    Path("run/helper.py").unlink()
+    for name in ("run/e.py:A", "run/a:b/e.py:B"):  # also with a colon in the path
+        Path("run/a:b").mkdir(exist_ok=True)
+        Path("run/a:b/e.py").write_text("x = 1\n")
+        text = json.dumps(PLAIN | {"network": name})
+        Path("run/config.json").write_text(text)
+        assert not is_refused("evaluate", "run", "--trust")
+        Path("run/a:b/e.py").write_text("x = 2\n")
+        assert is_refused("evaluate", "run")
     # A file of the same name in another place is other code.
     make_foreign_run({"network": "net.py:make"}, {}, Path("second"))
     Path("net.py").touch()
