@@ -28,7 +28,7 @@ from ppo.config.named_configs import (
 )
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.trust import EnvSource, code_names
+from ppo.run_folder.trust import EnvSource, code_names, is_trusted, trust_code
 
 _CLUSTER = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -164,6 +164,18 @@ def plan_resumed_run(
     source = resolve_env_source(run_folder.env_source(), connect, import_modules)
     config = with_moved_files(apply_settings(earlier, changes), import_modules)
     return Plan(run_folder, config, "of the run", source, earlier)
+
+
+def save_env_source(plan: Plan, earlier: Config) -> None:
+    """Save the env source of a resumed run, whose code the user has agreed to.
+
+    The changed config is saved once it has been found to match the checkpoint.
+    """
+    run, source = plan.run_folder, plan.env_source
+    was_trusted = is_trusted(earlier, run.env_source(), run.path)
+    run.save_env_source(source)
+    for config in [plan.config, earlier][: 1 + was_trusted]:
+        trust_code(config, source, run.path)
 
 
 def plan_new_run(

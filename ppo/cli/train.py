@@ -37,6 +37,7 @@ from ppo.cli.run_setup import (
     plan_new_run,
     plan_resumed_run,
     read_tf_config,
+    save_env_source,
 )
 from ppo.cli.seeds import train_seeds
 from ppo.cli.stop_signals import StopSignals
@@ -158,8 +159,8 @@ def train(
                 source = resolve_env_source(EnvSource(), connect, import_)
                 plan = plan_new_run(screen, config, changes, run_dir, source, runs)
             monitors.enter_context(plan.run_folder.locked())
-            if plan.is_resumed:
-                plan.run_folder.save_env_source(plan.env_source)
+            if plan.earlier_config is not None:
+                save_env_source(plan, plan.earlier_config)
             if seeds is not None or _is_study(plan.run_folder.path):
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
             plan.config.per_learner(len(addresses))  # raises if not divisible

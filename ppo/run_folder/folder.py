@@ -126,12 +126,11 @@ class RunFolder:
         """
         run, config = cls.read(path)
         source = run.env_source()
-        code = describe_code(config, source)
-        if code and not is_trusted(config, source, path):
+        if not is_trusted(config, source, path):
             raise UntrustedCodeError(
                 f"{path}: expected a run that you have trained, got one that names "
-                f"code or servers of somebody else: {code}; if you trust them, use "
-                "RunFolder.read."
+                f"code or servers of somebody else: {describe_code(config, source)}; "
+                "if you trust them, use RunFolder.read."
             )
         return run, config
 
@@ -189,13 +188,11 @@ class RunFolder:
         """Replace the saved env source."""
         with self.writing():
             _write_atomically(self.env_source_path, _as_json(env_source))
-        trust_code(read_config(self.config_path), env_source, self.path)
 
     def save_config(self, config: Config) -> None:
         """Replace the saved config, when a run is resumed with different settings."""
         with self.writing():
             _write_atomically(self.config_path, _as_json(config))
-        trust_code(config, self.env_source(), self.path)
 
     def save_evaluation(self, values: Mapping[str, Any]) -> None:
         """Write `evaluation.json`."""

@@ -82,13 +82,15 @@ def describe_code(
 
 
 def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) -> bool:
-    """Return whether the user has trained with this code or agreed to it before.
+    """Return whether the user knows all code that a run names; true if it names none.
 
     Args:
         config: The config.
         source: The source of the envs.
         folder: The run folder, if there is one.
     """
+    if not code_names(config, source):
+        return True
     try:
         path = _records() / _digest(config, source, folder)
         return private_files.read_private(path) is not None

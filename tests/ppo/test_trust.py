@@ -144,11 +144,23 @@ def test_a_run_that_was_made_here_is_trusted_wherever_it_is_copied(
 
 
 def test_changed_settings_of_a_resumed_run_are_trusted() -> None:
-    RunFolder.create(Path("run"), Config(**PLAIN), EnvSource(import_modules=("mine",)))
-    run, config = RunFolder.open(Path("run"))
-    run.save_config(config.replace(callbacks=("a:b",)))
-    run.save_env_source(EnvSource(import_modules=("yours",)))
+    run = RunFolder.create(Path("run"), Config(**PLAIN | {"network": "mine:net"}))
+    resume = ("train", "--resume", "run", "--set", "callbacks=nosuch:a")
+    code, _, error = ppo(*resume, "--import", "yours.py")
+    assert (code, "nosuch" in error) == (2, True)
+    assert run.env_source().import_modules == (str(Path("yours.py").absolute()),)
+    assert not is_refused("evaluate", "run")  # the config is not saved yet
+    run.save_config(RunFolder.open(run.path)[1].replace(callbacks=("nosuch:a",)))
     assert not is_refused("evaluate", "run")
+
+
+def test_replaced_code_of_a_resumed_run_is_not_trusted() -> None:
+    make_foreign_run({"callbacks": ["run/e.py:c"]}, {"import_modules": ["run/e.py"]})
+    Path("mine.py").touch()
+    resume = ("train", "--resume", "run", "--set", "callbacks=nosuch:a")
+    code, _, error = ppo(*resume, "--import", "mine.py")
+    assert (code, "nosuch" in error) == (2, True)
+    assert is_refused("evaluate", "run")
 
 
 def test_trust_is_remembered_for_the_same_code_only() -> None:
@@ -215,7 +227,7 @@ def test_without_a_key_folder_one_warning_is_logged(
     config = Config(**PLAIN | {"network": "net.py:make"})
     with caplog.at_level(logging.WARNING, "envserve"):
         run = RunFolder.create(Path("run"), config)
-        run.save_config(config)
+        RunFolder.create(run.path, config)
     (warning,) = caplog.messages
     assert "cannot record that this code is trusted" in warning
     with pytest.raises(UntrustedCodeError):
