@@ -19,8 +19,10 @@ __all__ = [
     "OutputError",
     "PpoError",
     "RunFolderError",
+    "RunLockedError",
     "RunWriteError",
     "UnsupportedSpaceError",
+    "UntrustedCodeError",
     "suggestion",
 ]
 
@@ -41,6 +43,10 @@ class RunFolderError(BadInputError):
     """A folder is missing, is not empty, or is not a run folder."""
 
 
+class UntrustedCodeError(BadInputError):
+    """A run or config names code or servers that the user has not agreed to use."""
+
+
 class CheckpointError(BadInputError):
     """A checkpoint is missing, or does not match the networks of the config."""
 
@@ -55,6 +61,10 @@ class UnsupportedSpaceError(BadInputError):
 
 class RunWriteError(PpoError):
     """Metrics or a checkpoint could not be written, for example on a full disk."""
+
+
+class RunLockedError(PpoError):
+    """Another process is training the same run."""
 
 
 class CallbackError(PpoError):

@@ -5,6 +5,7 @@ from the config's seed and the iteration, so a run with the same config and envs
 same machine has the same result.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -100,6 +101,7 @@ def train(
         BadInputError: The config does not match the envs, the checkpoint or the user
             code.
         CallbackError: A callback failed; a checkpoint has been written.
+        RunLockedError: Another process is training the run.
         RunWriteError: The run folder cannot be written.
         EnvDataError: An env returned numbers that are not finite; a checkpoint has been
             written.
@@ -117,7 +119,8 @@ def train(
         seed = derived_seed(seed, first.iteration, 1)
     num_envs = config.per_learner(learners.num).num_envs
     envs = make_env(num_envs=num_envs, seed=seed, is_training=True)
-    with learners.guard_collectives(), envs as env:
+    lock = run_folder.locked() if learners.is_chief else contextlib.nullcontext()
+    with learners.guard_collectives(), envs as env, lock:
         run = TrainingRun(config, env, first, policy_loss, on_step, learners)
         if resume:
             if run_folder.has_checkpoint():

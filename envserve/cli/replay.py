@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from envserve.cli.options import Count, Import, import_from_here
 from envserve.cli.terminal import fail
-from envserve.errors import EnvserveError
+from envserve.errors import EnvserveError, EnvStartError
+from envserve.text import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +74,8 @@ def replay(
             print(f"{film}: {writer.num_frames} frames")
     except (EnvserveError, OSError) as error:
         fail(error, 2)
-    print("reproduced" if ending.is_reproduced else "not reproduced:", ending.text)
+    verdict = "reproduced" if ending.is_reproduced else "not reproduced:"
+    print(verdict, printable(ending.text))
     return 0 if ending.is_reproduced else 1
 
 
@@ -97,7 +100,11 @@ def _debug(repro: Repro) -> bool:
     from envserve.slab import Status
     from envserve.worker.replay_worker import apply_actions, build_env
 
-    env, spec = build_env(repro)
+    try:
+        env, spec = build_env(repro)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise EnvStartError(f"the env cannot be built: {reason}") from error
     last = len(repro.played.actions[0])
     is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
     debugger = Pdb()
@@ -117,7 +124,7 @@ def _debug(repro: Repro) -> bool:
     except bdb.BdbQuit:
         return True
     except Exception as error:
-        traceback.print_exception(error)
+        print(printable("".join(traceback.format_exception(error))), file=sys.stderr)
         if is_raised:
             debugger.reset()
             debugger.interaction(None, error.__traceback__)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from envserve.cli.logs import JsonLines
+from envserve.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,8 +39,8 @@ def show_error(error: Exception | str) -> None:
         logging.getLogger("envserve").error("\n".join((text, *notes)))
         return
     if sys.stderr is not None:
-        shown = styled(f"Error: {text}", 31, sys.stderr)
-        write(sys.stderr, "\n".join((shown, *notes, "")))
+        shown = styled(f"Error: {printable(text)}", 31, sys.stderr)
+        write(sys.stderr, "\n".join((shown, *map(printable, notes), "")))
 
 
 def prepare_streams() -> None:

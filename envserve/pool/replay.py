@@ -31,6 +31,8 @@ OnFrame = Callable[[float, Any], None]
 #: Timeout for building the env.
 _BUILD_SECONDS: Final = 300.0
 _EXIT_SECONDS: Final = 10.0
+#: The longest single wait: `poll` rejects very long ones.
+_MAX_WAIT_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _receive_messages(
         if remaining <= 0:
             yield limit
             return
-        process.channel.wait(remaining)
+        process.channel.wait(min(remaining, _MAX_WAIT_SECONDS))
         for message in process.channel.read():
             if message.kind is MessageKind.BUILT:
                 limit = timeout_seconds

@@ -8,6 +8,7 @@ from ppo.cli.options import (
     IntraOpThreads,
     NumWorkers,
     Run,
+    Trust,
     open_run,
 )
 
@@ -19,12 +20,13 @@ def evaluate(
     connect: Connect = None,
     num_workers: NumWorkers = None,
     import_: Import = None,
+    trust: Trust = False,
     intra_op_threads: IntraOpThreads = 2,
     inter_op_threads: InterOpThreads = 1,
 ) -> None:
     """Evaluate the policy of a checkpoint, by default the newest."""
     threads = intra_op_threads, inter_op_threads
-    with open_run(run, checkpoint, connect, import_, *threads) as opened:
+    with open_run(run, checkpoint, connect, import_, trust, *threads) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.evaluate import evaluate_run
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ppo.cli.options import Checkpoint, Connect, Import, Run, open_run
+from ppo.cli.options import Checkpoint, Connect, Import, Run, Trust, open_run
 
 
 def export(
@@ -12,6 +12,7 @@ def export(
     checkpoint: Checkpoint = None,
     connect: Connect = None,
     import_: Import = None,
+    trust: Trust = False,
 ) -> None:
     """Export the policy as a SavedModel that needs nothing but TensorFlow.
 
@@ -21,7 +22,7 @@ def export(
     Args:
         dir_: New folder to write the SavedModel to.
     """
-    with open_run(run, checkpoint, connect, import_) as opened:
+    with open_run(run, checkpoint, connect, import_, trust) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.export import export_run
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from envserve.cli.program import GivenOptions
 from envserve.ray import connect_to_cluster, last_line
-from ppo.cli.run_setup import create_folder
+from ppo.cli.run_setup import check_trust, create_folder
 from ppo.cli.seeds import start_training
 from ppo.cli.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
@@ -51,12 +51,17 @@ def train_on_ray(given: GivenOptions) -> int:
             "--restartable; cannot be combined with --seeds, --resume, --distribute or "
             "--page."
         )
+    given_run = run_dir if run_dir and RunFolder(run_dir).config_path.exists() else None
+    changes = [*(values.get("set_") or [])]
+    options = values.get("connect"), values.get("import_"), "trust" in values
+    for place in {None, given_run}:
+        check_trust(values["config"], place, changes, *options)
     needs = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
     ray = connect_to_cluster(log_to_driver=False)
     run = RunFolder(run_dir or create_folder(values["config"]))
-    words = given.words("on", "learners", "resources", "run_dir")
+    words = given.words("on", "learners", "resources", "run_dir", "trust")
     folder = ["--run-dir", str(run.path)]
-    words += [*folder, "--distribute", "--restartable"]
+    words += [*folder, "--distribute", "--restartable", "--trust"]
     resume = ["ppo", *sys.argv[1:], *(folder if run_dir is None else ())]
     try:
         while True:

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -28,11 +29,13 @@ from envserve.errors import (
     VideoError,
     WrapperError,
 )
+from envserve.text import one_line
 from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
-from ppo.errors import BadInputError, PpoError, RunFolderError
-from ppo.run_folder.folder import EnvSource, RunFolder
+from ppo.errors import BadInputError, PpoError, RunFolderError, UntrustedCodeError
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource, describe_code, is_trusted, trust_code
 
 if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import CheckpointId
@@ -52,6 +55,10 @@ _IMPORT: Final = (
     "Module or Python file that registers envs or wrappers, for worker processes on "
     "this host; repeatable."
 )
+_TRUST: Final = (
+    "Use all code and servers that the run or config names, without asking. Pass this "
+    "option only if you trust the author."
+)
 _CHECKPOINT: Final = (
     "Checkpoint to use: its number of env steps, or best for the one with the best "
     "evaluation during training. By default, the newest."
@@ -65,6 +72,7 @@ _INTER_OP: Final = "TensorFlow operations to run in parallel; 0 lets TensorFlow 
 Run = Annotated[Path, Option("Run folder of `ppo train`.")]
 Connect = Annotated[list[str] | None, Option(_CONNECT, metavar="ADDRESS")]
 Import = Annotated[list[str] | None, Option(_IMPORT, metavar="MODULE")]
+Trust = Annotated[bool, Option(_TRUST)]
 Checkpoint = Annotated[str | None, Option(_CHECKPOINT, metavar="STEPS|best")]
 NumWorkers = Annotated[Count | None, Option(_NUM_WORKERS)]
 IntraOpThreads = Annotated[int, Meta(ge=0), Option(_INTRA_OP)]
@@ -90,14 +98,19 @@ def sigterm_raises() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserved_interrupts() -> Iterator[None]:
-    """Re-raise an interrupt at the end of the block if its code suppressed it."""
+def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
+    """Re-raise an interrupt at the end of the block if its code suppressed it.
+
+    Args:
+        is_deferred: whether to raise interrupts only at the end.
+    """
     raised: list[KeyboardInterrupt] = []
 
     def interrupt(number: int, _: object) -> None:
         is_sigterm = number == signal.SIGTERM
         raised.append(Terminated() if is_sigterm else KeyboardInterrupt())
-        raise raised[-1]
+        if not is_deferred:
+            raise raised[-1]
 
     before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
     if callable(signal.getsignal(signal.SIGTERM)):  # within `sigterm_raises`
@@ -178,6 +191,7 @@ def open_run(
     checkpoint: str | None,
     connect: list[str] | None,
     import_modules: list[str] | None,
+    trust: bool,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
 ) -> Iterator[tuple[RunFolder, Config, "CheckpointId", EnvSource, Screen]]:
@@ -189,21 +203,90 @@ def open_run(
     """
     with report_errors():
         which = parse_checkpoint(checkpoint)
-        run_folder, config = RunFolder.open(run)
+        run_folder, stored = RunFolder.read(run)
         if any(run.glob("seed-*/config.json")) and not run_folder.has_checkpoint():
             raise RunFolderError(
                 f"{run}: expected the folder of a single run, found runs of several "
                 "seeds; choose one of its seed-N folders."
             )
+        config = with_moved_files(stored, import_modules)
+        require_trust(run, stored, config, connect, import_modules, trust)
         config = config.replace(min_servers=0, num_servers=0)
         source = resolve_env_source(run_folder.env_source(), connect, import_modules)
         find_user_code(config, source)
         if source.addresses and connect is None:
-            print(f"Env servers of the run: {', '.join(source.addresses)}")
+            print(f"Env servers of the run: {one_line(', '.join(source.addresses))}")
         with Screen(console()) as screen:
             screen.phase("starting TensorFlow")
             start_tensorflow(intra_op_threads, inter_op_threads, config)
             yield run_folder, config, which, source, screen
+
+
+def require_trust(
+    place: Path,
+    stored: Config,
+    config: Config,
+    connect: list[str] | None,
+    import_modules: list[str] | None,
+    trust: bool,
+    typed: Collection[str] = (),
+) -> None:
+    """Ask before code or servers are used that the user has neither typed nor trusted.
+
+    Args:
+        place: Run folder or config file that names them.
+        stored: The config in it.
+        config: The config with the changes of this command.
+        connect: Values of --connect.
+        import_modules: Values of --import.
+        trust: Whether to agree without a question.
+        typed: Other names on the command line.
+
+    Raises:
+        UntrustedCodeError: The user does not agree, or there is no terminal.
+    """
+    folder = place if place.is_dir() else None
+    source = RunFolder(place).env_source() if folder else EnvSource()
+    used = _apply_options(source, connect, import_modules)
+    words = {*(connect or ()), *map(with_absolute_path, import_modules or ()), *typed}
+    code = describe_code(config, used, words)
+    if not code or is_trusted(stored, source, folder):
+        return
+    place_name = one_line(str(place))
+    text = f"{place_name} names code or servers that you have not used before: {code}"
+    remedy = "If you trust its author, repeat the command with --trust."
+    if not trust:
+        has_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+        if has_terminal:
+            print(f"{text}. Use them? [y/N] ", end="", file=sys.stderr, flush=True)
+        if not has_terminal or sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise UntrustedCodeError(f"{text}. {remedy}")
+    if code == describe_code(stored, source):  # the user has agreed to all of it
+        trust_code(stored, source, folder)
+
+
+def with_moved_files(config: Config, import_modules: list[str] | None) -> Config:
+    """Return a config that uses the files of --import instead of files of that name."""
+    files = [with_absolute_path(e) for e in import_modules or () if e.endswith(".py")]
+    moved = {Path(file).name: file for file in files}
+
+    def current(reference: str) -> str:
+        file, colon, name = reference.partition(":")
+        return f"{moved.get(Path(file).name, file)}{colon}{name}"
+
+    modules = tuple(map(current, config.import_modules))
+    return config.replace(env_name=current(config.env_name), import_modules=modules)
+
+
+def _apply_options(
+    source: EnvSource, connect: list[str] | None, import_modules: list[str] | None
+) -> EnvSource:
+    addresses, modules = source.addresses, source.import_modules
+    if connect is not None:
+        addresses = () if connect == ["local"] else tuple(connect)
+    if import_modules is not None:
+        modules = tuple(map(with_absolute_path, import_modules))
+    return EnvSource(addresses=addresses, import_modules=modules)
 
 
 def resolve_env_source(
@@ -216,12 +299,7 @@ def resolve_env_source(
     """
     from envserve.client.link.discovery import resolve
 
-    addresses, modules = source.addresses, source.import_modules
-    if connect is not None:
-        addresses = () if connect == ["local"] else tuple(connect)
-    if import_modules is not None:
-        modules = tuple(map(with_absolute_path, import_modules))
-    source = EnvSource(addresses=addresses, import_modules=modules)
+    source = _apply_options(source, connect, import_modules)
     try:
         for word in source.addresses:
             resolve(word)

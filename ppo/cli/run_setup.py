@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 from envserve.envs.user_envs import env_name_of, with_absolute_path
 from envserve.host_resources import num_cores
-from ppo.cli.options import find_user_code, resolve_env_source
+from ppo.cli.options import (
+    find_user_code,
+    preserved_interrupts,
+    require_trust,
+    resolve_env_source,
+    with_moved_files,
+)
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.config.named_configs import (
@@ -22,7 +28,8 @@ from ppo.config.named_configs import (
     recommended_settings,
 )
 from ppo.errors import ConfigError
-from ppo.run_folder.folder import EnvSource, RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource, code_names, is_trusted, trust_code
 
 _CLUSTER = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -110,6 +117,36 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
     )
 
 
+def check_trust(
+    name: str | None,
+    resume: Path | None,
+    changes: list[str],
+    connect: list[str] | None,
+    import_modules: list[str] | None,
+    trust: bool,
+) -> None:
+    """Ask before code is loaded that `ppo train` finds in a config file or a run.
+
+    Raises:
+        UntrustedCodeError: the user does not agree, or there is no terminal.
+    """
+    is_file = name is not None and name.endswith((".toml", ".json"))
+    if resume is not None:
+        place, stored = resume, RunFolder.read(resume)[1]
+    elif name is not None and is_file:
+        place, stored = Path(name), load_config(name)
+    else:
+        return
+    config = with_moved_files(apply_settings(stored, changes), import_modules)
+    keys = {change.partition("=")[0] for change in changes}
+    found = code_names(config)
+    typed = {each for key in keys & found.keys() for each in found[key]}
+    if name is not None and not is_file:
+        again = code_names(_with_absolute_paths(load_config(name)))
+        typed |= {each for names in again.values() for each in names}
+    require_trust(place, stored, config, connect, import_modules, trust, typed)
+
+
 def plan_resumed_run(
     path: Path,
     name: str | None,
@@ -117,8 +154,8 @@ def plan_resumed_run(
     connect: list[str] | None,
     import_modules: list[str] | None,
 ) -> Plan:
-    """Plan how to resume a run, and save a changed env source in its folder."""
-    run_folder, earlier = RunFolder.open(path)
+    """Plan how to resume a run; `check_trust` has been called."""
+    run_folder, earlier = RunFolder.read(path)
     env_name = env_name_of(earlier.env_name)
     if name is not None and env_name_of(load_config(name).env_name) != env_name:
         raise ConfigError(
@@ -126,10 +163,21 @@ def plan_resumed_run(
             f"{earlier.env_name}; omit CONFIG, and use --set to change a setting."
         )
     source = resolve_env_source(run_folder.env_source(), connect, import_modules)
-    config = apply_settings(earlier, changes)
+    config = with_moved_files(apply_settings(earlier, changes), import_modules)
     find_user_code(config, source)
-    run_folder.save_env_source(source)
     return Plan(run_folder, config, "of the run", source, earlier)
+
+
+def save_env_source(plan: Plan, earlier: Config) -> None:
+    """Save the env source of a resumed run, whose code the user has agreed to.
+
+    The changed config is saved once it has been found to match the checkpoint.
+    """
+    run, source = plan.run_folder, plan.env_source
+    was_trusted = is_trusted(earlier, run.env_source(), run.path)
+    run.save_env_source(source)
+    for config in [plan.config, earlier][: 1 + was_trusted]:
+        trust_code(config, source, run.path)
 
 
 def plan_new_run(
@@ -138,8 +186,9 @@ def plan_new_run(
     changes: list[str],
     run_dir: Path | None,
     source: EnvSource,
+    runs: list[RunFolder],
 ) -> Plan:
-    """Plan a new run, and create its folder.
+    """Plan a new run, create its folder, and append it to `runs`.
 
     Starts an env to read its spaces. An env without a named config gets settings that
     suit its spaces.
@@ -163,8 +212,10 @@ def plan_new_run(
         if not names:
             base = base.replace(**recommended_settings(*spaces))
             config = _with_absolute_paths(apply_settings(base, changes))
-    run_folder = RunFolder.create(run_dir or create_folder(name), config, source)
-    return Plan(run_folder, config, origin, source)
+    with preserved_interrupts(is_deferred=True):  # so that `runs` has every new folder
+        path = run_dir or create_folder(name)
+        runs.append(RunFolder.create(path, config, source))
+    return Plan(runs[-1], config, origin, source)
 
 
 def create_folder(name: str) -> Path:

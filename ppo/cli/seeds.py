@@ -5,7 +5,6 @@ is a process, `ppo train --resume`, so it can fail, stop and resume like any oth
 """
 
 import contextlib
-import json
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import Plan
 from ppo.cli.stop_signals import StopSignals
+from ppo.config.named_configs import read_table
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
@@ -125,7 +125,7 @@ def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
     options = [f"--num-workers={workers}", f"--intra-op-threads={min(workers, 2)}"]
     with (run.path / "output.log").open("wb") as log:
         return start_training(
-            [*options, "--resume", str(run.path)], stdout=log, stderr=log
+            [*options, "--trust", "--resume", str(run.path)], stdout=log, stderr=log
         )
 
 
@@ -158,12 +158,11 @@ def _mean_return(plan: Plan, run: RunFolder) -> float | None:
     A seed is finished after the planned steps, or when a callback has ended it earlier.
     """
     try:
-        evaluation = json.loads((run.path / "evaluation.json").read_text())
-        last = read_metrics(run.metrics_path)[-1]
-    except (OSError, RunFolderError):
+        evaluation = read_table(run.path / "evaluation.json")
+        steps, mean = evaluation["steps"], float(evaluation["mean_return"])
+        last = read_metrics(run.metrics_path)[-1]["steps"]
+    except (OSError, RunFolderError, ValueError, TypeError, KeyError, OverflowError):
         return None
-    steps, total_steps = last["steps"], plan.config.total_steps
-    is_over = total_steps == evaluation.get("total_steps")
-    is_over |= plan.config.is_finished_after(steps)
-    is_final = is_over and evaluation["steps"] == steps
-    return evaluation["mean_return"] if is_final else None
+    is_over = plan.config.total_steps == evaluation.get("total_steps")
+    is_over |= plan.config.is_finished_after(last)
+    return mean if is_over and steps == last else None

@@ -24,19 +24,29 @@ from ppo.cli.options import (
     IntraOpThreads,
     NumWorkers,
     Terminated,
+    Trust,
+    preserved_interrupts,
     report_errors,
     resolve_env_source,
     sigterm_raises,
     start_tensorflow,
 )
 from ppo.cli.progress import Screen
-from ppo.cli.run_setup import Plan, plan_new_run, plan_resumed_run, read_tf_config
+from ppo.cli.run_setup import (
+    Plan,
+    check_trust,
+    plan_new_run,
+    plan_resumed_run,
+    read_tf_config,
+    save_env_source,
+)
 from ppo.cli.seeds import train_seeds
 from ppo.cli.stop_signals import StopSignals
 from ppo.cli.visualize import film as film_run
 from ppo.config.config import Config
 from ppo.errors import BadInputError, ConfigError, PpoError
-from ppo.run_folder.folder import EnvSource, RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource
 
 if TYPE_CHECKING:
     from envserve.client import BatchEnv
@@ -63,6 +73,7 @@ def train(
     min_servers: Count | None = None,
     num_workers: NumWorkers = None,
     import_: Import = None,
+    trust: Trust = False,
     distribute: bool = False,
     page: Annotated[bool, _WATCHING] = False,
     film: Annotated[bool, _WATCHING] = False,
@@ -119,6 +130,14 @@ def train(
             raise ConfigError(
                 "--at-once requires --seeds; add --seeds, or omit --at-once."
             )
+        addresses, index = (
+            read_tf_config(seeds, resume) if distribute else (["here"], 0)
+        )
+        can_restart = restartable and not index
+        resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
+        changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
+        changes += [] if min_servers is None else [f"min_servers={min_servers}"]
+        check_trust(config, resume, changes, connect, import_, trust)
     logger = None
     if log_format == "json":
         set_up_logs("info", log_format)
@@ -131,24 +150,20 @@ def train(
         Screen(console(), logger) as screen,
         Monitors(screen, page, metrics_port, metrics_host) as monitors,
     ):
-        addresses, index = (
-            read_tf_config(seeds, resume) if distribute else (["here"], 0)
-        )
-        can_restart = restartable and not index
-        resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
-        changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
-        changes += [] if min_servers is None else [f"min_servers={min_servers}"]
-        if resume is not None:
-            plan = plan_resumed_run(resume, config, changes, connect, import_)
-        else:
-            source = resolve_env_source(EnvSource(), connect, import_)
-            if index:  # only the first learner keeps its run folder
-                folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
-                run_dir = Path(monitors.enter_context(folder))
-            plan = plan_new_run(screen, config, changes, run_dir, source)
-        runs.append(run_folder := plan.run_folder)
-        try:
-            if seeds is not None or _is_study(run_folder.path):
+        if index:  # only the first learner keeps its run folder
+            folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
+            run_dir = Path(monitors.enter_context(folder))
+        with _run_folders(screen, runs, is_kept=resume is not None, index=index):
+            if resume is not None:
+                plan = plan_resumed_run(resume, config, changes, connect, import_)
+                runs.append(plan.run_folder)
+            else:
+                source = resolve_env_source(EnvSource(), connect, import_)
+                plan = plan_new_run(screen, config, changes, run_dir, source, runs)
+            monitors.enter_context(plan.run_folder.locked())
+            if plan.earlier_config is not None:
+                save_env_source(plan, plan.earlier_config)
+            if seeds is not None or _is_study(plan.run_folder.path):
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
             plan.config.per_learner(len(addresses))  # raises if not divisible
             for line in plan.header(num_workers):
@@ -156,12 +171,40 @@ def train(
             threads = (intra_op_threads, inter_op_threads)
             plan = _join_learners(screen, plan, threads, addresses, index)
             is_finished = _train(screen, monitors, plan, num_workers)
-        finally:
-            if not index and (plan.is_resumed or not run_folder.remove_if_unused()):
-                screen.print(f"Run folder: {run_folder.path}")
         if is_finished and not index:
             _finish(screen, plan, film)
         return 3 if restartable and not is_finished else 0
+
+
+@contextlib.contextmanager
+def _run_folders(
+    screen: Screen, runs: list[RunFolder], *, is_kept: bool, index: int
+) -> Iterator[None]:
+    """Remove the folder of a run without results at the end, or print its path.
+
+    Args:
+        screen: prints the path.
+        runs: the run folder, once it exists.
+        is_kept: whether the folder is kept in any case.
+        index: index of the learner; only the first one has a folder.
+    """
+    waiting = [None]
+
+    def end() -> None:
+        with preserved_interrupts(is_deferred=True):
+            for run in runs if waiting and not index else ():
+                waiting.clear()
+                if is_kept or not run.remove_if_unused():
+                    screen.print(f"Run folder: {run.path}")
+
+    try:
+        try:
+            yield
+        finally:
+            end()
+    except KeyboardInterrupt:  # perhaps a second one, before `end` deferred it
+        end()
+        raise
 
 
 def _is_study(path: Path) -> bool:

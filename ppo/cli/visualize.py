@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from envserve.cli.options import Count
-from ppo.cli.options import Checkpoint, Connect, Import, Run, open_run
+from ppo.cli.options import Checkpoint, Connect, Import, Run, Trust, open_run
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
-from ppo.run_folder.folder import EnvSource, RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource
 
 if TYPE_CHECKING:
     from ppo.rollout import Episode
@@ -25,6 +26,7 @@ def visualize(
     seed: Annotated[int, Meta(ge=0)] | None = None,
     connect: Connect = None,
     import_: Import = None,
+    trust: Trust = False,
 ) -> None:
     """Film episodes of the policy's most likely actions, each as an MP4 file.
 
@@ -34,7 +36,7 @@ def visualize(
         episodes: Number of episodes to film.
         seed: Seed of the env; by default, the seed of the run's evaluation.
     """
-    with open_run(run, checkpoint, connect, import_) as opened:
+    with open_run(run, checkpoint, connect, import_, trust) as opened:
         run_folder, config, which, source, screen = opened
         chosen: dict[str, Any] = {"outdir": outdir, "which": which, "seed": seed}
         film(screen, run_folder, config, source, episodes=episodes, **chosen)

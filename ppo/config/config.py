@@ -20,6 +20,7 @@ _NETWORKS = ("auto", "mlp", "cnn")
 _OBJECTIVES = ("clip", "penalty", "clip_and_penalty")
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
+_MAX_DEPTH = 30  # messages to env servers allow 32 levels
 _Count = Annotated[int, Meta(ge=1, le=2**53)]
 _Steps = Annotated[int, Meta(ge=0, le=2**53)]
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -450,24 +451,27 @@ class Config:
         return {k: value for k, value in vars(self).items() if value != defaults[k]}
 
 
-def _as_json_types(value: Any, where: str) -> Any:
+def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
     """Return a copy of a value with only JSON types, so with lists instead of tuples.
 
     Args:
         value: The value.
         where: Its name, for error messages.
+        depth: Number of lists and dicts around it, which is limited.
 
     Raises:
         ConfigError: The value contains something that JSON cannot represent.
     """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{where:.200}: expected at most {_MAX_DEPTH} nested lists.")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            key: _as_json_types(each, f"{where}[{key!r}]")
+            key: _as_json_types(each, f"{where}[{key!r}]", depth + 1)
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):
         return [
-            _as_json_types(each, f"{where}[{index}]")
+            _as_json_types(each, f"{where}[{index}]", depth + 1)
             for index, each in enumerate(value)
         ]
     if value is None or isinstance(value, bool | int | float | str):

@@ -7,6 +7,7 @@ continuous control. Comments give the reasons. Similar tasks share settings.
 import contextlib
 import json
 import re
+import reprlib
 import runpy
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -274,22 +275,38 @@ def read_config(path: Path) -> Config:
         ConfigError: The file cannot be read, or a key or value is invalid.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read the config file; {error}.") from error
-    try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: expected TOML or JSON; {error}.") from error
-    if not isinstance(content, dict) or "env_name" not in content:
-        raise ConfigError(
-            f"{path}: expected a table of settings with the key env_name, for example "
-            f'env_name = "CartPole-v1", got {content!r:.200}.'
-        )
-    try:
+        content = read_table(path)
+        if "env_name" not in content:
+            raise ConfigError(
+                f"expected a table of settings with the key env_name, for example "
+                f'env_name = "CartPole-v1", got {reprlib.repr(content)}.'
+            )
         return Config(**content)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file; {error}.") from error
+    except (ConfigError, OverflowError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a `.toml` or `.json` file that may come from someone else.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The content is not a table, is nested too deeply, or has characters
+            that cannot be printed (surrogates).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        json.dumps(content, default=str, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected TOML or JSON; {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"expected a table of settings by name, got {reprlib.repr(content)}."
+        )
+    return content
 
 
 def apply_settings(config: Config, settings: Iterable[str]) -> Config:

@@ -96,7 +96,7 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
 def _group_runs(runs: Sequence[Path]) -> list[_Group]:
     groups: dict[str, _Group] = {}
     for path in runs:
-        config = RunFolder.open(path)[1].replace(seed=0)
+        config = RunFolder.read(path)[1].replace(seed=0)
         groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
     return list(groups.values())
 

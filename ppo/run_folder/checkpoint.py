@@ -1,4 +1,4 @@
-"""Save and load checkpoints, which let an interrupted run continue bit for bit.
+"""Save and load checkpoints, from which an interrupted run continues.
 
 A checkpoint is a folder named after its iteration. It is written under a temporary
 name, flushed to disk and then renamed, so a folder with its final name is always
@@ -16,8 +16,10 @@ from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
+from envserve.text import one_line
 from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
+from ppo.config.named_configs import read_table
 from ppo.errors import CheckpointError
 from ppo.learning.update import Updater
 
@@ -175,11 +177,16 @@ def checkpoint_at(folder: Path, which: CheckpointId = None) -> Path:
 def _read_counters(path: Path) -> Counters:
     path = path / "counters.json"
     try:
-        return Counters(**json.loads(path.read_text(encoding="utf-8")))
+        counters = Counters(**read_table(path))
+        if any(
+            type(number) is not int or not 0 <= number < 2**53 for number in counters
+        ):
+            raise ValueError(f"expected counts of iterations and steps, got {counters}")
+        return counters
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: cannot read the counters of the checkpoint; {error}. Remove this "
-            "checkpoint to continue from the preceding one."
+            f"{path}: cannot read the counters of the checkpoint; {error!r:.200}. "
+            "Remove this checkpoint to continue from the preceding one."
         ) from error
 
 
@@ -195,11 +202,11 @@ def _find_best(folder: Path) -> tuple[Path, float] | None:
 
 def _evaluation_return(path: Path) -> float:
     try:
-        return float(json.loads(path.read_text(encoding="utf-8"))["mean_return"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return float(read_table(path)["mean_return"])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise CheckpointError(
-            f"{path}: cannot read the evaluation of the checkpoint; {error!r}. Remove "
-            "this file to ignore the evaluation."
+            f"{path}: cannot read the evaluation of the checkpoint; {error!r:.200}. "
+            "Remove this file to ignore the evaluation."
         ) from error
 
 
@@ -212,8 +219,8 @@ def _load_state(
         if is_complete:
             status.assert_consumed()
         status.expect_partial()  # suppresses TensorFlow's warning about unread values
-    except (AssertionError, ValueError, tf.errors.OpError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a damaged file can cause almost any
+        reason = one_line(str(error).strip().partition("\n")[0], 300)
         raise CheckpointError(
             f"{path}: expected a checkpoint of the networks that the config "
             f"describes; {reason}"

@@ -4,6 +4,7 @@ config.json        all settings
 envs.json          env source: env servers and imported modules
 metrics.jsonl      one line per iteration or report
 tensorboard/       the same metrics for TensorBoard
+lock               locked while the run is trained
 checkpoints/       see `ppo.run_folder.checkpoint`
 evaluation.json    result of the final evaluation
 """
@@ -11,10 +12,13 @@ evaluation.json    result of the final evaluation
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
+import logging
 import os
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,26 +26,31 @@ from typing import Any
 
 import msgspec
 
+from envserve.text import one_line
 from ppo.config.config import Config
-from ppo.config.named_configs import read_config
-from ppo.errors import ConfigError, RunFolderError, RunWriteError
+from ppo.config.named_configs import read_config, read_table
+from ppo.errors import (
+    ConfigError,
+    RunFolderError,
+    RunLockedError,
+    RunWriteError,
+    UntrustedCodeError,
+)
+from ppo.run_folder.trust import (
+    LOCAL,
+    EnvSource,
+    describe_code,
+    is_trusted,
+    trust_code,
+)
 
 __all__ = ["RunFolder"]
 
-_FIRST_FILES = ("config.json", "envs.json", "config.json.partial", "envs.json.partial")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EnvSource:
-    """The source of a run's envs; stored in the run folder."""
-
-    addresses: tuple[str, ...] = ()
-    """Addresses of env servers; if empty, envs run in worker processes on this host."""
-    import_modules: tuple[str, ...] = ()
-    """Modules or Python files that local worker processes import."""
-
-
-_LOCAL = EnvSource()
+_LOGGER = logging.getLogger("envserve")
+_FIRST_FILES = (
+    *("config.json", "envs.json", "config.json.partial", "envs.json.partial"),
+    "lock",
+)
 
 
 class RunFolder:
@@ -53,6 +62,7 @@ class RunFolder:
         self.env_source_path = path / "envs.json"
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self._is_locked = False
 
     @property
     def quoted_path(self) -> str:
@@ -65,7 +75,7 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: Path, config: Config, env_source: EnvSource = _LOCAL
+        cls, path: Path, config: Config, env_source: EnvSource = LOCAL
     ) -> "RunFolder":
         """Create a run folder, and save the config and the env source in it.
 
@@ -101,11 +111,34 @@ class RunFolder:
             raise RunFolderError(
                 f"{path}: cannot be written; {_reason(error)}."
             ) from error
+        trust_code(config, env_source, path)
         return run
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", Config]:
-        """Open the folder of an earlier run, and read its config.
+        """Open the folder of a run whose code and servers the user trusts.
+
+        Raises:
+            UntrustedCodeError: the run was not made by this user, and names code or
+                servers.
+            RunFolderError: the path is not a run folder.
+            ConfigError: the config cannot be read.
+        """
+        run, config = cls.read(path)
+        source = run.env_source()
+        if not is_trusted(config, source, path):
+            raise UntrustedCodeError(
+                f"{path}: expected a run that you have trained, got one that names "
+                f"code or servers of somebody else: {describe_code(config, source)}; "
+                "if you trust them, use RunFolder.read."
+            )
+        return run, config
+
+    @classmethod
+    def read(cls, path: Path) -> tuple["RunFolder", Config]:
+        """Open the folder of an earlier run, whoever made it, and read its config.
+
+        Using the config may load the code that it names.
 
         Raises:
             RunFolderError: the path is not a run folder.
@@ -140,14 +173,14 @@ class RunFolder:
         Raises:
             RunFolderError: `envs.json` cannot be read.
         """
+        path = self.env_source_path
         try:
-            text = self.env_source_path.read_bytes()
-            return msgspec.json.decode(text, type=EnvSource)
+            return msgspec.convert(read_table(path), EnvSource)
         except FileNotFoundError:
             return EnvSource()
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError, msgspec.ValidationError) as error:
             raise RunFolderError(
-                f"{self.env_source_path}: cannot read the run's --connect and --import "
+                f"{path}: cannot read the run's --connect and --import "
                 f"options; {error!r:.200}. Remove this file, and repeat the options."
             ) from error
 
@@ -166,6 +199,47 @@ class RunFolder:
         with self.writing():
             text = json.dumps(dict(values), indent=2) + "\n"
             _write_atomically(self.path / "evaluation.json", text)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Prevent other processes from training this run at the same time.
+
+        The kernel releases the lock when the process ends, however it ends.
+
+        Raises:
+            RunLockedError: another process is training the run.
+            RunWriteError: the folder cannot be written.
+        """
+        if self._is_locked:
+            yield
+            return
+        with self.writing():
+            descriptor = _open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
+            file = os.fdopen(descriptor, "r+", errors="replace")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                holder = one_line(file.read(200)) or "another process"
+                raise RunLockedError(
+                    f"{self.path}: this run is already being trained, by {holder}; "
+                    "wait for that process, or stop it."
+                ) from None
+            except OSError as error:
+                _LOGGER.warning(
+                    "%s: this file system has no locks (%s), so make sure that no "
+                    "other process trains this run",
+                    *(self.path, _reason(error)),
+                )
+            with self.writing():
+                file.truncate(0)
+                print(f"process {os.getpid()} on {socket.gethostname()}", file=file)
+                file.flush()
+            self._is_locked = True
+            try:
+                yield
+            finally:
+                self._is_locked = False
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -198,9 +272,14 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def _open_no_link(path: str | Path, flags: int) -> int:
+    """Open a file, but follow no link: a run folder may come from someone else."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".partial")
-    with temporary.open("w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=_open_no_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -5,6 +5,7 @@ iterations after its newest checkpoint. A resumed run first removes both.
 """
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,12 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete_row(line: bytes) -> dict[str, Any] | None:
-    """Parse a line, or return None if it is incomplete."""
+    """Parse a line, or return None if it is incomplete or not a row of numbers."""
     try:
         row = json.loads(line)
-    except ValueError:
+        known = {name: value for name, value in row.items() if value is not None}
+        is_row = "steps" in known and all(map(math.isfinite, known.values()))
+        json.dumps([*row], ensure_ascii=False).encode()
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    is_row = isinstance(row, dict) and isinstance(row.get("steps"), int | float)
     return row if is_row else None

@@ -198,6 +198,14 @@ def test_the_tiles_that_a_browser_sends_are_validated(
     assert browser.request("POST", "/tiles", body)[0] == status
 
 
+@pytest.mark.parametrize("number", [str(2**70), "9" * 5000, "-1", "x", "1.5", "%00"])
+def test_numbers_that_name_no_env_are_not_found(browser: Browser, number: str) -> None:
+    for path in (f"{number}/1/2", f"0/{number}/2", f"0/1/{number}"):
+        status, _, headers = browser.request("GET", f"/record/{path}")
+        assert status == 404
+        assert "content-security-policy" in headers
+
+
 # Events.
 
 
@@ -220,6 +228,45 @@ def test_browsers_receive_the_state_of_servers_and_run(
         assert state["status"]["faults"] == {"WORKER_DIED": 2, "TIMEOUT": 1}
         (lease,) = state["status"]["leases"]
         assert [each[2] for each in lease["episodes"]] == [21.0, 22.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b'{"steps": 1, "mean', b"[1]", b"7", b"{}", b'{"steps": null}', b"\xff\x00"),
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"steps": 1, "mean_return": %b}' % (b"9" * 400),
+        b'{"steps": %b}' % (b"9" * 5000),
+        rb'{"steps": 1, "\ud800": 1, "mean_return": NaN}',
+        rb'{"steps": Infinity, "mean_return": "\ud800"}',
+        b"x" * (9 << 20),
+    ],
+    ids=lambda line: line[:20].decode(errors="replace"),
+)
+def test_a_hostile_line_of_metrics_does_not_stop_the_curve(
+    watching: Browser, tmp_path: Path, line: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + b"\n")
+    with watching.events() as events:
+        events.until("run")
+        with path.open("ab") as file:
+            file.write(b'{"steps": 2, "mean_return": 5}\n')
+        run = events.until("run", lambda run: [2, 5] in run["mean_return"])
+        assert run["row"] == {"steps": 2, "mean_return": 5}
+
+
+def test_a_folder_in_place_of_metrics_is_reported_until_it_is_a_file(
+    watching: Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    with watching.events() as events:
+        run = events.until("run", lambda run: run["error"] != "")
+        assert run["error"] == f"{path}: Is a directory"
+        path.rmdir()
+        path.write_text('{"steps": 2, "mean_return": 5}\n')
+        events.until("run", lambda run: run["mean_return"] == [[2, 5]])
 
 
 def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(

@@ -244,3 +244,25 @@ def test_the_debugger_opens_where_an_exception_was_raised(filmy: Path) -> None:
     assert "RuntimeError: the simulator lost its balance" in text
     assert "-> BREAKDOWNS[self._fault](math.inf)" in text
     assert "(8, 1)" in text
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\u202e", "\x07"])
+@pytest.mark.parametrize("options", [(), ("--pdb",)])
+def test_text_in_a_repro_file_is_escaped(
+    filmy: Path, text: str, options: tuple[str, ...]
+) -> None:
+    end = End(status=Status.ENV_ERROR, text=f"{text}\n{text}")
+    changes = {"import_modules": (text,), "timeout_seconds": 9e8}
+    for repro in (
+        filmy_repro("raise", end=end, kwargs={text: 1}, **changes),
+        replace(filmy_repro("raise", end=end, **changes), env_name=text),
+    ):
+        shown = replay(repro, *options).output
+        assert text not in shown
+        assert text.encode("unicode_escape").decode() in shown
+
+
+def test_a_long_timeout_is_accepted(filmy: Path) -> None:
+    repro = filmy_repro("raise", end=RAISED, timeout_seconds=9e8)
+    assert replay(repro).exit_code == 0
+    assert replay(repro, "--timeout", "1e300").exit_code == 0

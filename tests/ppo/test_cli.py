@@ -3,12 +3,15 @@
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,15 +23,16 @@ from ppo.cli.options import (
     plain_warnings,
     resolve_env_source,
 )
-from ppo.cli.run_setup import Plan, create_folder
+from ppo.cli.run_setup import Plan, create_folder, plan_resumed_run
 from ppo.cli.stop_signals import StopSignals
 from ppo.cli.train import resume_hints
 from ppo.config import Config
 from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
 from ppo.errors import RunFolderError
-from ppo.run_folder.folder import EnvSource, RunFolder
-from tests.ppo.runs import ppo
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource
+from tests.ppo.runs import ppo, save_run
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,54 @@ def test_options_override_the_saved_env_source(tmp_path: Path) -> None:
         RunFolderError, match="Remove this file, and repeat the options"
     ):
         run.env_source()
+
+
+@pytest.mark.parametrize("moment", ["RunFolder.create", "shutil.rmtree"])
+def test_two_interrupts_at_the_start_leave_no_folder(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both arrive while the folder is created, or the second while it is removed."""
+
+    def interrupting(call: Callable[..., Any], number: int) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            for _ in range(number):
+                signal.raise_signal(signal.SIGINT)
+            result = call(*arguments, **options)
+            for _ in range(number):
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        return wrapped
+
+    number = 2 if moment == "RunFolder.create" else 1
+    create = staticmethod(interrupting(RunFolder.create, number))
+    monkeypatch.setattr(RunFolder, "create", create)
+    if moment == "shutil.rmtree":
+        path = "ppo.run_folder.folder.shutil.rmtree"
+        monkeypatch.setattr(path, interrupting(shutil.rmtree, 1))
+    code, _, error = ppo("train", "cartpole", "--run-dir", tmp_path / "run")
+    assert (code, list(tmp_path.iterdir())) == (130, [])
+    assert "the run cannot be resumed" in error
+
+
+def test_an_env_file_that_has_moved_is_named_by_import(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    file = tmp_path / "new" / "my_moved_env.py"
+    file.write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Walk(CartPoleEnv): pass\n"
+    )
+    save_run(tmp_path / "run", Config(env_name="CartPole-v1", policy_layers=(4,)))
+    run, config = RunFolder.open(tmp_path / "run")
+    old = "/nowhere/my_moved_env.py"
+    run.save_config(config.replace(env_name=f"{old}:Walk", import_modules=(old,)))
+    export = ("export", run.path, tmp_path / "policy")
+    code, _, error = ppo(*export)
+    assert (code, f"{old}: no such file" in error) == (2, True)
+    assert ppo(*export, "--import", file)[0] == 0
+    plan = plan_resumed_run(run.path, None, [], None, [str(file)])
+    assert plan.config.env_name == f"{file}:Walk"
+    assert plan.config.import_modules == (str(file),)
 
 
 def test_a_used_run_folder_is_refused(tmp_path: Path) -> None:

@@ -1,16 +1,27 @@
 """Run folders: creating, opening, errors, and metrics files."""
 
+import errno
 import json
+import logging
 import math
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ppo.config import Config
-from ppo.errors import ConfigError, RunFolderError, RunWriteError
+from ppo.errors import (
+    ConfigError,
+    RunFolderError,
+    RunLockedError,
+    RunWriteError,
+)
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics import MetricsWriter, tensorboard_tag
-from tests.ppo.runs import rows_of
+from tests.ppo.runs import ppo, rows_of
 
 CONFIG = Config(env_name="CartPole-v1")
 
@@ -138,3 +149,53 @@ def test_a_partial_config_of_a_killed_process_is_ignored(
     (tmp_path / "config.json.partial").write_text("{")
     assert run.remove_if_unused()
     assert not tmp_path.exists()
+
+
+def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    holder = f"by process {os.getpid()} on {socket.gethostname()}"
+    with run.locked(), run.locked():  # the command, and the function that it calls
+        with (
+            pytest.raises(RunLockedError, match=holder),
+            RunFolder(run.path).locked(),
+        ):
+            pass
+        code, _, error = ppo("train", "--resume", run.path)
+        assert (code, error.count("\n")) == (1, 1)
+        assert holder in error
+    with RunFolder(run.path).locked():
+        assert run.remove_if_unused()
+
+
+def test_a_killed_process_releases_its_run(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    code = (
+        "import pathlib, sys, ppo.run_folder.folder as f\n"
+        "with f.RunFolder(pathlib.Path(sys.argv[1])).locked(): print(input('locked'))"
+    )
+    command = [sys.executable, "-c", code, str(run.path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.read(6) == b"locked"
+        with (
+            pytest.raises(RunLockedError, match=f"process {process.pid} "),
+            run.locked(),
+        ):
+            pass
+        process.kill()
+    with run.locked():
+        pass
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    monkeypatch.setattr("fcntl.flock", flock)
+    with caplog.at_level(logging.WARNING, "envserve"), run.locked():
+        pass
+    (warning,) = caplog.messages
+    assert "this file system has no locks (No locks available)" in warning

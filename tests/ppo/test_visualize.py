@@ -18,7 +18,8 @@ from ppo.errors import CheckpointError, EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import evaluate, evaluation_seed
 from ppo.evaluation.videos import rendering_env_maker, visualize_run
 from ppo.run_folder import checkpoint
-from ppo.run_folder.folder import EnvSource, RunFolder
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource
 from tests.envserve.server_process import ServerProcess
 from tests.ppo.film_env import (
     MASKED,

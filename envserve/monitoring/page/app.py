@@ -94,7 +94,7 @@ def build_app(
         Route("/events", page.events),
         Route("/tiles", page.set_tiles, methods=["POST"]),
         Route("/press/{name}", page.press, methods=["POST"]),
-        Route("/record/{index:int}/{lease:int}/{row:int}", page.record),
+        Route("/record/{index}/{lease}/{row}", page.record),
     ]
     names = {"localhost", socket.gethostname().lower(), host.lower()}
     return Starlette(
@@ -148,6 +148,7 @@ class _AccessControl:
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Tile = tuple[_Number, _Number, _Number]
 _Width = Annotated[int, msgspec.Meta(ge=8, le=1024)]
 
 
@@ -183,7 +184,11 @@ class _Page:
         return Response(status_code=204 if is_known else 404)
 
     async def record(self, request: Request) -> Response:
-        tile = tuple(request.path_params.values())
+        numbers = tuple(request.path_params.values())
+        try:
+            tile = msgspec.convert(numbers, _Tile, strict=False)
+        except msgspec.ValidationError:
+            raise HTTPException(404) from None
         record = await asyncio.to_thread(self._feed.record, tile)
         return Response(record, media_type="application/octet-stream")
 

@@ -25,6 +25,7 @@ from msgspec.structs import asdict
 
 from envserve.errors import EnvserveError, LeaseLost, ServerError
 from envserve.monitoring.observer import Observer
+from envserve.text import one_line
 
 _STATUS_SECONDS: Final = 0.25
 _FRAME_SECONDS: Final = 0.2
@@ -38,6 +39,8 @@ _MAX_ROWS: Final = 64
 _MAX_EPISODES: Final = 64
 _MAX_POINTS: Final = 600
 _MAX_READ_BYTES: Final = 4 << 20
+#: Errors of reading a line that is not a JSON object with numbers.
+_INVALID: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _CURVES: Final = ("mean_return", "evaluation_return")
 
 #: Index of the server, number of the lease, row.
@@ -295,16 +298,25 @@ class _MetricsTail:
                 text = file.read(_MAX_READ_BYTES)
         except FileNotFoundError:
             return False
-        text = text[: text.rfind(b"\n") + 1]
+        except OSError as error:
+            before, self._error = (
+                self._error,
+                one_line(f"{self._path}: {error.strerror}"),
+            )
+            return before != self._error
+        if b"\n" in text or len(text) < _MAX_READ_BYTES:  # not inside an endless line
+            text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)
         for line in text.splitlines():
             try:
                 row = json.loads(line)
                 steps = float(row["steps"])
-            except (ValueError, TypeError, KeyError) as error:
-                self._error = f"{self._path} contains an invalid line: {error}"
+                numbers = ((k, n) for k, n in row.items() if isinstance(n, int | float))
+                self._row = {one_line(name): float(n) for name, n in numbers}
+            except _INVALID as error:
+                found = f"{self._path} contains an invalid line: {error!r:.200}"
+                self._error = one_line(found)
                 continue
-            self._row = {k: n for k, n in row.items() if isinstance(n, int | float)}
             for name, points in self._points.items():
                 if name in self._row:
                     points.append((steps, self._row[name]))
@@ -314,5 +326,5 @@ class _MetricsTail:
 
     def summary(self) -> dict[str, Any]:
         """Return the run's name, last row, and points `(steps, return)` by curve."""
-        name = self._path.parent.name
+        name = one_line(self._path.parent.name)
         return {"name": name, "row": self._row, "error": self._error, **self._points}

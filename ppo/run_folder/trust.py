@@ -1,0 +1,158 @@
+"""Decide whether the code and servers that a run or config names may be used unasked.
+
+A run folder or config file looks like data, but it names code: an env's file, modules,
+a network, a loss, callbacks. This code is loaded without a question only if the user
+has typed its name, has trained with it, or has agreed to it before. A digest of the
+settings that decide what runs is then the name of a file in the user's key folder,
+where other users cannot write. The digest does not depend on the path of the run, so
+a run can be copied. It contains absolute paths, because a file in another folder is
+other code. Code inside the run folder is copied with it, so its content counts too.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from envserve.envs.user_envs import is_user_env
+from envserve.errors import KeyFileError
+from envserve.keys import private_files
+from envserve.keys.key_folder import KeyFolder
+from envserve.text import one_line
+from ppo.config.config import Config
+
+_LOGGER = logging.getLogger("envserve")
+#: Packages that are safe to import. Calling a function in them is not.
+_INSTALLED = ("envserve", "gymnasium", "ppo")
+_CODE_SUFFIXES = (".py", ".pyc", ".so")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvSource:
+    """The source of a run's envs; stored in the run folder."""
+
+    addresses: tuple[str, ...] = ()
+    """Addresses of env servers; if empty, envs run in worker processes on this host."""
+    import_modules: tuple[str, ...] = ()
+    """Modules or Python files that local worker processes import."""
+
+
+LOCAL = EnvSource()
+
+
+def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]]:
+    """Return the code that a run would load, and its servers, by setting or option."""
+    modules = [*config.import_modules, *source.import_modules]
+    names = {
+        "env_name": [config.env_name] if is_user_env(config.env_name) else [],
+        "import_modules": [name for name in modules if not _is_harmless(name)],
+        "network": [config.network] if ":" in config.network else [],
+        "objective": [config.objective] if ":" in config.objective else [],
+        "callbacks": [*config.callbacks],
+        "connect": [*source.addresses],
+    }
+    return {setting: found for setting, found in names.items() if found}
+
+
+def _is_harmless(module: str) -> bool:
+    """Return whether an import runs only code of packages that are loaded anyway."""
+    return not is_user_env(module) and module.partition(".")[0] in _INSTALLED
+
+
+def describe_code(
+    config: Config, source: EnvSource = LOCAL, typed: Collection[str] = ()
+) -> str:
+    """Describe the code and servers of a run in one line; "" if it names none.
+
+    Args:
+        config: The config of the run.
+        source: The source of its envs.
+        typed: Names, files and addresses that the user has typed, which are omitted.
+    """
+    parts = []
+    for setting, names in code_names(config, source).items():
+        shown = [n for n in names if not {n, n.partition(":")[0]} & {*typed}]
+        suffix = " without keys" if setting == "connect" and config.insecure else ""
+        parts += [f"{', '.join(shown)} ({setting}{suffix})"] if shown else []
+    return one_line("; ".join(parts))
+
+
+def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) -> bool:
+    """Return whether the user knows all code that a run names; true if it names none.
+
+    Args:
+        config: The config.
+        source: The source of the envs.
+        folder: The run folder, if there is one.
+    """
+    if not code_names(config, source):
+        return True
+    try:
+        path = _records() / _digest(config, source, folder)
+        return private_files.read_private(path) is not None
+    except (KeyFileError, OSError) as error:
+        _warn_once(f"cannot read the record of trusted code: {error}")
+        return False
+
+
+def trust_code(config: Config, source: EnvSource, folder: Path | None = None) -> None:
+    """Record that the user trusts this code; without a key folder, warn once."""
+    if not code_names(config, source):
+        return
+    try:
+        path = _records() / _digest(config, source, folder)
+        private_files.make_folder(path.parent.parent)
+        private_files.make_folder(path.parent)
+        private_files.write_private(path, f"{describe_code(config, source)}\n")
+    except (KeyFileError, OSError) as error:
+        _warn_once(
+            f"cannot record that this code is trusted, so later commands will ask or "
+            f"need --trust: {error}"
+        )
+
+
+def _records() -> Path:
+    return KeyFolder().path / "trusted"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _LOGGER.warning("%s", text)
+
+
+def _digest(config: Config, source: EnvSource, folder: Path | None) -> str:
+    """Return a digest of all settings that decide which code runs, and how."""
+    names = code_names(config, source)
+    for setting in names.keys() - {"connect"}:
+        names[setting] = [_located(name, folder) for name in names[setting]]
+    is_inside = any(name[:2] == "./" for found in names.values() for name in found)
+    content = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in (folder.rglob("*") if folder and is_inside else ())
+        if folder and file.suffix in _CODE_SUFFIXES and file.is_file()
+    }
+    env_name = "" if is_user_env(config.env_name) else config.env_name
+    rest = env_name, config.env_kwargs, config.wrappers, config.insecure
+    text = json.dumps([names, content, rest], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _located(name: str, folder: Path | None) -> str:
+    """Return a name of code after its file, as an absolute path or `./...` in a run.
+
+    Modules that are not in the working directory are installed, and keep their names.
+    """
+    ends = name.partition(":")[0], name.rpartition(":")[0]  # as envs and as networks
+    files = [source for source in ends if source.endswith(".py")]
+    top = ends[0].partition(".")[0]
+    found = next(filter(os.path.exists, (*files, top, f"{top}.py")), "")
+    if not found:
+        return name
+    path, shown = Path(found).resolve(), name.removeprefix(found)
+    if folder is not None and path.is_relative_to(folder.resolve()):
+        return f"./{path.relative_to(folder.resolve())} {shown}"
+    return f"{path} {shown}"
