@@ -343,11 +343,8 @@ class Launcher:
         return False
 
     def close(self) -> None:
-        """Stop the template process, which kills all running workers.
-
-        In a forked child, do nothing, because the processes belong to the parent.
-        """
-        if os.getpid() != self._owner_pid:
+        """Stop the template process, which kills all running workers."""
+        if os.getpid() != self._owner_pid:  # a forked child of the owner
             return
         self._is_closed = True
         self.reserve.close()

@@ -333,14 +333,11 @@ class Pool:
             second call can only shorten this time.
         """
         self._operations.state = "closing"
-        if os.getpid() == self._owner_pid:
+        if os.getpid() == self._owner_pid:  # not in a forked child of the owner
             self._workers.begin_close(grace_seconds)
 
     def close(self) -> None:
-        """Close all workers, by force if necessary, within 2 seconds.
-
-        In a forked child, leave the workers to the parent.
-        """
+        """Close all workers, by force if necessary, within 2 seconds."""
         if not self._is_released and os.getpid() == self._owner_pid:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)

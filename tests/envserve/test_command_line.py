@@ -186,6 +186,48 @@ def test_the_command_line_overrides_variables_which_override_the_file(
 
 
 @pytest.mark.parametrize(
+    ("words", "variable", "text", "preload"),
+    [
+        ([], "", "", True),
+        (["--no-preload"], "", "", False),
+        ([], "true", "", False),
+        ([], "false", "", True),
+        ([], "", "no-preload = true", False),
+        (["--no-preload"], "false", "no-preload = false", False),
+    ],
+)
+def test_a_flag_disables_what_is_on_by_default(
+    tmp_path: Path,
+    settings: list[HostSettings],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    variable: str,
+    text: str,
+    preload: bool,
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    monkeypatch.setenv("ENVSERVE_NO_PRELOAD", variable)
+    assert run("envserve", "start", "--config", str(file), *words) == (0, "", "")
+    assert [host.preload for host in settings] == [preload]
+
+
+@pytest.mark.parametrize(
+    ("words", "passed_on"),
+    [
+        (["--no-preload", "--reload"], ["--reload", "--no-preload"]),
+        (["--workers", "3"], ["--workers", "3"]),
+    ],
+)
+def test_given_options_can_be_passed_on_as_words(
+    words: list[str], passed_on: list[str]
+) -> None:
+    given = parse(start_command.start, words, "envserve start")["given"]
+    assert given.words() == passed_on
+
+
+@pytest.mark.parametrize(
     ("text", "error"),
     [
         ("wrokers = 3", "as keys; got 'wrokers'; did you mean workers?"),

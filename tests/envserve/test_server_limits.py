@@ -85,12 +85,12 @@ def test_shared_memory_can_run_out(serve: Serve, join: Join, refused: Refused) -
 
 #: Process limits do not apply to root, so the template process switches users.
 _UNPRIVILEGED = """
-import os, resource, signal, sys
+import os, resource, signal
 _, hard = before = resource.getrlimit(resource.RLIMIT_NPROC)
 def limit(number, _):
     wanted = (0, hard) if number == signal.SIGUSR1 else before
     resource.setrlimit(resource.RLIMIT_NPROC, wanted)
-if sys.argv[0] == "-c":
+if os.getsid(0) == os.getpid():  # the template leads a session
     if os.getuid() == 0:
         os.setuid(65534)
     signal.signal(signal.SIGUSR1, limit)

@@ -310,7 +310,7 @@ class RemoteLane:
         if self._has_closed.is_set():
             return
         self._is_closing = True
-        if os.getpid() != self._owner_pid:
+        if os.getpid() != self._owner_pid:  # a forked child has no threads of the lane
             return
         self._close_by = time.monotonic() + _CLOSE_SECONDS
         self._has_closed.set()
@@ -319,11 +319,7 @@ class RemoteLane:
             self._release_lease()
 
     def close(self) -> None:
-        """Release the lease and close the connection, within 2 seconds; idempotent.
-
-        In a forked child, leave both to the parent: the child has neither the threads
-        of the lane nor those of libzmq.
-        """
+        """Release the lease and close the connection, within 2 seconds; idempotent."""
         self.begin_close()
         if os.getpid() != self._owner_pid:
             return
