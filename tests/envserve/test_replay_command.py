@@ -252,7 +252,7 @@ def test_text_in_a_repro_file_is_escaped(
     filmy: Path, text: str, options: tuple[str, ...]
 ) -> None:
     end = End(status=Status.ENV_ERROR, text=f"{text}\n{text}")
-    changes = {"import_modules": (text,), "timeout_seconds": 9e8}
+    changes: dict[str, Any] = {"import_modules": (text,), "timeout_seconds": 9e8}
     for repro in (
         filmy_repro("raise", end=end, kwargs={text: 1}, **changes),
         replace(filmy_repro("raise", end=end, **changes), env_name=text),

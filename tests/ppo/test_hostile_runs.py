@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_any_config_is_read_or_is_an_error(
 ) -> None:
     for name in ("config.json", "config.toml"):
         write(tmp_path / name, content)
-        check(lambda name=name: read_config(tmp_path / name), ConfigError)
+        check(partial(read_config, tmp_path / name), ConfigError)
     check(lambda: RunFolder.open(tmp_path), BadInputError)
 
 

@@ -16,7 +16,7 @@ from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource
 from tests.ppo.runs import ppo
 
-PLAIN = {"env_name": "CartPole-v1"}
+PLAIN: dict[str, Any] = {"env_name": "CartPole-v1"}
 #: Settings that name code, in config.json and envs.json, with what is shown.
 NAMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"env_name": "run/e.py:Walk"}, {}, "run/e.py:Walk (env_name)"),
