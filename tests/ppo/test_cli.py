@@ -241,7 +241,7 @@ def test_commands_on_a_run_do_not_need_its_minimum_of_servers(
     RunFolder.create(
         tmp_path, config, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
     )
-    with open_run(tmp_path, None, ["local"], None) as (_, config, _, source, _):
+    with open_run(tmp_path, None, ["local"], None, False) as (_, config, _, source, _):
         env_maker(config, source.addresses)  # must not raise an error
 
 
