@@ -167,7 +167,7 @@ def test_worker_that_is_killed_while_idle_is_not_blamed_on_an_env(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_line_of_a_worker_that_exits_contains_the_reason(
+def test_line_of_an_env_that_exits_the_interpreter_names_the_exception(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = "if seed is None: raise SystemExit(3)"
@@ -175,8 +175,19 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     reset(pool)
     step(pool, 0)
     (line,) = lines(caplog)
-    assert "exited with code 1; in a reset of env 0" in line
-    assert line.endswith('its stderr ends with "SystemExit: 3"')
+    assert "stopped: SystemExit: 3; in a reset of env 0; " in line
+
+
+def test_line_of_a_worker_that_exits_contains_the_reason(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = "if seed is None: os.write(2, b'no licence\\n'); os._exit(3)"
+    pool = make_pool(SCRIPT, 1, 1, env_kwargs={"reset": script}, crash_dir=None)
+    reset(pool)
+    step(pool, 0)
+    (line,) = lines(caplog)
+    assert "exited with code 3; in a reset of env 0" in line
+    assert line.endswith('its stderr ends with "no licence"')
     caplog.clear()
     log = FaultLog(pool.config, "session 7")
     worker = pool._workers.all[0]
