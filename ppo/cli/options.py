@@ -191,7 +191,7 @@ def open_run(
     checkpoint: str | None,
     connect: list[str] | None,
     import_modules: list[str] | None,
-    trust: bool,
+    trust: bool = False,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
 ) -> Iterator[tuple[RunFolder, Config, "CheckpointId", EnvSource, Screen]]:

@@ -183,7 +183,7 @@ def test_an_env_file_that_has_moved_is_named_by_import(tmp_path: Path) -> None:
     old = "/nowhere/my_moved_env.py"
     run.save_config(config.replace(env_name=f"{old}:Walk", import_modules=(old,)))
     export = ("export", run.path, tmp_path / "policy")
-    code, _, error = ppo(*export)
+    code, _, error = ppo(*export, "--trust")
     assert (code, f"{old}: no such file" in error) == (2, True)
     assert ppo(*export, "--import", file)[0] == 0
     plan = plan_resumed_run(run.path, None, [], None, [str(file)])
