@@ -27,7 +27,8 @@ from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
 _ANSWER_SECONDS: Final = 5.0
-#: Maximum time to wait for an answer while the server sends other messages.
+#: Maximum time to wait for an answer while PONG lists the operation as running, or
+#: while the server sends other messages.
 _MAX_WAIT_SECONDS: Final = 60.0
 #: Time to wait for further messages after the answer that should be the last one.
 _LAST_WAIT_SECONDS: Final = 0.05
@@ -170,13 +171,13 @@ class ProbeClient:
 
         An operation may take long if PONG lists one of its blocks as running.
         """
-        first, num_silent = copies[0], 0
+        first, num_silent, num_waits = copies[0], 0, 0
         name = getattr(first.type, "name", first.type)
-        while num_silent < _ANSWER_SECONDS:
+        while num_silent < _ANSWER_SECONDS and num_waits < _MAX_WAIT_SECONDS:
             if (answer := self.receive(1.0)) is None:
-                num_silent += 1
+                num_silent, num_waits = num_silent + 1, num_waits + 1
                 if first.entries:
-                    self.link.send(encode(self.message(MessageType.PING)))
+                    self.send(self.message(MessageType.PING))
             elif answer.request == first.request:
                 sent = [copy.attempt for copy in copies]
                 expect(answer.attempt in sent, f"attempt {sent}", answer.attempt)
