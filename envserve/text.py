@@ -21,12 +21,11 @@ Name = Annotated[str, Meta(max_length=200)]
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
 #: Minimum time in seconds between two log lines of the same kind.
 _LOG_INTERVAL: Final = 1.0
-#: Parts of a text that `words_without_numbers` compares, and words for numbers.
+#: The parts of a text that `words_without_numbers` compares.
 _MAX_COMPARED_CHARS: Final = 1 << 12
 _MAX_COMPARED_WORDS: Final = 50
-_WORD: Final = re.compile(r"[^\W_]+(?:-[^\W_]+)*")
-_DIGIT: Final = re.compile(r"\d")
-_NUMBER_WORDS: Final = frozenset({"nan", "inf"})
+_WORD: Final = re.compile(r'^  File ".*|[^\W_]+(?:-[^\W_]+)*', re.MULTILINE)
+_NUMBER: Final = re.compile(r"\d|^(nan|inf)$")
 #: The version of an env name, which is ignored when names are compared.
 _VERSION: Final = re.compile(r"-v\d+$")
 #: Separators between a module or namespace and the name of an env.
@@ -84,22 +83,15 @@ def words_without_numbers(text: str) -> tuple[str, ...]:
     """Return the last words of a text, to compare texts that may differ in numbers.
 
     Words that contain a digit (seeds, ids, addresses, coordinates) and punctuation are
-    omitted. A line of a traceback that names a file counts as one word, and keeps its
-    line number, which distinguishes faults with the same text.
+    omitted. A line of a traceback that names a file counts as one word, because its
+    line number distinguishes faults with the same text.
 
     Args:
       text: The text; only its last 4,096 characters are considered.
     """
-    words: list[str] = []
-    for line in text[-_MAX_COMPARED_CHARS:].splitlines():
-        if line.startswith('  File "'):
-            words.append(line)
-        else:
-            found = _WORD.findall(line)
-            words += [
-                w for w in found if not _DIGIT.search(w) and w not in _NUMBER_WORDS
-            ]
-    return tuple(words[-_MAX_COMPARED_WORDS:])
+    words = _WORD.findall(text[-_MAX_COMPARED_CHARS:])
+    kept = [w for w in words if w.startswith("  File") or not _NUMBER.search(w)]
+    return tuple(kept[-_MAX_COMPARED_WORDS:])
 
 
 class LogThrottle:

@@ -49,17 +49,18 @@ def seed_global_generators(env_name: str, seed: int) -> None:
         registry.preload(env_name)
     torch: Any = sys.modules.get("torch")
     torch_kind = getattr(torch, "Generator", random.Random)
-    kinds = (*_NUMPY, random.Random, torch_kind)
-    objects = _objects_of(registry.user_modules(env_name))
-    generators = (each for each in objects if isinstance(each, kinds))
-    for number, generator in enumerate(generators):
-        sequence = np.random.SeedSequence(seed, spawn_key=(number,))
-        if isinstance(generator, _NUMPY):
-            _seed_numpy(generator, sequence)
-        elif isinstance(generator, random.Random):
-            generator.seed(int(sequence.generate_state(1)[0]))
+    sequence = np.random.SeedSequence(seed)
+    for value in _objects_of(registry.user_modules(env_name)):
+        kind = type(value)  # `isinstance` would make a lazy proxy load its object
+        if not issubclass(kind, (*_NUMPY, random.Random, torch_kind)):
+            continue
+        (child,) = sequence.spawn(1)
+        if issubclass(kind, _NUMPY):
+            _seed_numpy(value, child)
         else:
-            generator.manual_seed(int(sequence.generate_state(1)[0]))
+            is_random = issubclass(kind, random.Random)
+            set_seed = value.seed if is_random else value.manual_seed
+            set_seed(int(child.generate_state(1)[0]))
     random.seed(seed)
     np.random.seed(seed)
     if hasattr(torch, "manual_seed"):
@@ -76,9 +77,10 @@ def _objects_of(modules: dict[str, dict[str, Any]]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        owner = value if isinstance(value, type | FunctionType) else type(value)
+        kind = type(value)
+        owner = value if issubclass(kind, (type, FunctionType)) else kind
         package = str(owner.__module__).partition(".")[0]
-        if package in packages or isinstance(value, _CONTAINERS):
+        if package in packages or issubclass(kind, _CONTAINERS):
             parts = gc.get_referents(value)
             found += parts if len(parts) <= _MAX_ELEMENTS else ()
 

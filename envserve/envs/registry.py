@@ -299,7 +299,7 @@ def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
     packages = {each.partition(".")[0] for each in named} - _LIBRARIES
     files = (getattr(sys.modules.get(each), "__file__", None) for each in packages)
     single_files = (each for each in files if each and "__init__" not in each)
-    folders = (*(f"{os.path.dirname(each)}{os.sep}" for each in single_files),)
+    folders = tuple(f"{os.path.dirname(each)}{os.sep}" for each in single_files)
     modules: dict[str, dict[str, Any]] = {}
     for name, module in sys.modules.copy().items() if packages else ():
         package, file = name.partition(".")[0], getattr(module, "__file__", None) or ""

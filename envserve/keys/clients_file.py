@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,8 +24,8 @@ from envserve.keys.private_files import display_path
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Interval at which a file that cannot be read is tried again. The cause may be outside
-#: the file, such as the mode of a parent folder or a lack of descriptors.
+#: Interval of attempts to read a file that cannot be read. The cause may be outside the
+#: file, such as the mode of a parent folder or a lack of descriptors.
 _RETRY_SECONDS: Final = 1.0
 _HEADER: Final = "# name       public key        limits: see docs/security.md"
 
@@ -34,19 +34,17 @@ class _Contents(NamedTuple):
     """The parsed file: its lines, and its grants by public key and by unique id."""
 
     lines: list[tuple[str, Grant | None]]
-    by_key: Mapping[bytes, Grant]
-    by_id: Mapping[tuple[str, bool], Grant]
+    by_key: dict[bytes, Grant]
+    by_id: dict[tuple[str, bool], Grant]
 
 
 class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      run_refresh: How to call the function that reads a changed file: at once by
-        default. A server calls it in a thread and uses the old contents meanwhile.
+      run_refresh: Calls the function that reads a changed file, at once by default. A
+        server calls it in a thread and uses the old contents meanwhile.
     """
-
-    run_refresh: Callable[[Callable[[], None]], object]
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
         """Store the arguments; the file is read when it is first needed.
@@ -57,22 +55,20 @@ class ClientsFile:
             limits, under the name "local".
         """
         self._path = path
-        # As texts, because these files are checked at each lookup.
-        self._folder, self._name = os.fspath(path.parent), os.fspath(path)
         self._local_public = local_public
         # Replaced as a whole, because another thread may read the file.
         self._contents = _Contents([], {}, {})
         self._file_state: tuple[object, ...] = ()
-        self._retry_at = math.inf
+        self._retry_at = math.inf  # unless the last attempt to read the file failed
         self._last_error = ""
         self._is_refreshing = False
         self._lock = threading.Lock()  # held while the file is read
-        self.run_refresh = lambda refresh: refresh()
+        self.run_refresh: Callable[[Callable[[], None]], object] = lambda read: read()
 
     @property
     def is_current(self) -> bool:
         """Whether the last attempt to read the file succeeded, and none is running."""
-        return not (self._last_error or self._is_refreshing)
+        return self._retry_at == math.inf and not self._is_refreshing
 
     def find(self, public: bytes, now: float) -> Grant | None:
         """Return the grant of a public key, or None if the key is not authorised.
@@ -128,9 +124,10 @@ class ClientsFile:
             change.
         """
         with self._lock:
-            found = self._stat()
+            self._file_state = self._stat()
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
             self._contents = self._parse(private_files.read_private(self._path))
-            self._file_state, self._retry_at, self._last_error = found, math.inf, ""
+            self._retry_at, self._last_error = math.inf, ""
 
     def _parse(self, text: str | None) -> _Contents:
         before = self._contents.lines
@@ -143,9 +140,7 @@ class ClientsFile:
             )
         # Most lines have not changed, and parsing is by far the slowest part.
         parsed = dict(before)
-        lines: list[tuple[str, Grant | None]] = []
-        by_key: dict[bytes, Grant] = {}
-        by_id: dict[tuple[str, bool], Grant] = {}
+        contents = lines, by_key, by_id = _Contents([], {}, {})
         for number, line in enumerate((text or "").splitlines(), 1):
             try:
                 grant = parsed[line] if line in parsed else parse_line(line)
@@ -157,7 +152,7 @@ class ClientsFile:
                 where = f"{display_path(self._path)}, line {number}"
                 raise KeyFileError(f"{where}: {error}") from None
             lines.append((line, grant))
-        return _Contents(lines, by_key, by_id)
+        return contents
 
     def add(self, grant: Grant, now: float) -> None:
         """Add a client or an invitation, replacing one with the same name.
@@ -235,15 +230,14 @@ class ClientsFile:
     def _stat(self) -> tuple[object, ...]:
         """Return what changes with the file's contents or access rights."""
         try:
-            folder = os.stat(self._folder)
-            file = os.stat(self._name, follow_symlinks=False)
+            folder = os.stat(self._path.parent)
+            file = os.stat(self._path, follow_symlinks=False)
         except OSError as error:
             return (error.errno,)
         times = file.st_mtime_ns, file.st_ctime_ns
         return file.st_ino, file.st_size, *times, folder.st_mode, folder.st_uid
 
     def _refresh(self) -> None:
-        found = self._stat()
         try:
             self.read()
         except KeyFileError as error:
@@ -252,8 +246,7 @@ class ClientsFile:
                     "%s; the clients from the last successful read stay authorised",
                     error,
                 )
-            self._file_state, self._last_error = found, str(error)
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._last_error = str(error)
         finally:
             self._is_refreshing = False
 

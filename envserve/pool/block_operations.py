@@ -269,12 +269,8 @@ class BlockOperations:
                 )
                 return
             self.likely_last = worker
-            if (
-                slot.kind != _STEP
-                or event.payload
-                or index in self._losses
-                or slot.failing_rows
-            ):
+            is_plain = slot.kind == _STEP and not event.payload
+            if not is_plain or index in self._losses or slot.failing_rows:
                 self._on_answer(slot, event.payload, now)
                 return
             worker.has_stepped = True  # fast path
@@ -377,29 +373,27 @@ class BlockOperations:
 
         The worker fails permanently once `max_restarts` replacements have not helped.
         """
-        previous, reason = slot.failing_rows, ""
-        rows: dict[int, int] = {}
-        max_restarts = self._workers.config.max_restarts
+        worker, config, reason = slot.worker, self._workers.config, ""
+        previous, slot.failing_rows = slot.failing_rows, {}
         for fault in faults:
             row = fault.env_index
-            env = f"env {self._workers.config.first_env_index + row}"
-            rows[row] = previous.get(row, 0) + (row in previous)
-            if rows[row] > max_restarts and slot.worker.error is None:
-                text = f"{env.capitalize()}: every step has failed"
-                if max_restarts:
-                    text += f", also in {max_restarts} new worker processes"
-                slot.worker.error = EnvError(
-                    f"{text}: {fault.cause}",
+            env = f"env {config.first_env_index + row}"
+            num_replaced = previous[row] + 1 if row in previous else 0
+            slot.failing_rows[row] = num_replaced
+            if num_replaced:
+                reason = f"{env} failed twice in a row"
+            elif "MemoryError" in fault.cause.partition(":")[0]:
+                reason = f"{env} ran out of memory"
+            if num_replaced > config.max_restarts and worker.error is None:
+                tries = f", also in {config.max_restarts} new worker processes"
+                also = tries if config.max_restarts else ""
+                worker.error = EnvError(
+                    f"{env.capitalize()}: every step has failed{also}: {fault.cause}",
                     env_index=row,
                     remote_traceback=fault.detail,
                 )
-            if row in previous:
-                reason = f"was replaced because {env} failed twice in a row"
-            elif "MemoryError" in fault.cause.partition(":")[0]:
-                reason = f"was replaced because {env} ran out of memory"
-        slot.failing_rows = rows
         if reason:
-            slot.worker.kill(reason, now)
+            worker.kill(f"was replaced because {reason}", now)
 
     def _finish(self, slot: _BlockSlot, outcome: Outcome) -> None:
         slot.kind = _IDLE
@@ -438,31 +432,32 @@ class BlockOperations:
         Impossible flags and statuses reveal this. If they occur in the padding or in
         rows of several workers, all rows may be wrong, so all workers are replaced.
         Operations of replaced workers that are not collected yet are executed again.
+
+        Args:
+          flags: See `Slab.flags`.
+          now: Monotonic seconds.
         """
         is_invalid = flags > _MAX_FLAGS
         if not (np.count_nonzero(flags[2]) or np.count_nonzero(is_invalid)):
             return
         invalid: Array = np.logical_or.reduce(is_invalid)
         finished = {outcome.block: outcome for outcome in self.outcomes}
-        for index, outcome in finished.items():
-            slot = self._slots[index]
-            if slot.last_kind == _STEP and outcome.error is None:
-                part = slot.block.row_slice
-                num_not_ok = np.count_nonzero(flags[2, part])
-                invalid[part] |= num_not_ok != len(outcome.faults)
-        if not invalid.any():
-            return
         workers = set()
         for slot in self._slots:
-            index, state = slot.block.index, slot.worker.state
-            is_present = index not in self._losses and state is WorkerState.SERVING
+            index, part = slot.block.index, slot.block.row_slice
+            outcome, worker = finished.get(index), slot.worker
+            if outcome and slot.last_kind == _STEP and outcome.error is None:
+                num_faults = np.count_nonzero(flags[2, part])
+                invalid[part] |= num_faults != len(outcome.faults)
+            is_serving = worker.state is WorkerState.SERVING
             # Rows of other blocks will be written before anyone reads them.
-            is_used = is_present or index in finished
-            if is_used and invalid[slot.block.row_slice].any():
-                workers.add(slot.worker)
-        if len(workers) > 1 or invalid[slot.block.stop :].any():
+            is_used = outcome or (index not in self._losses and is_serving)
+            if is_used and invalid[part].any():
+                workers.add(worker)
+        padding = slice(slot.block.stop, None)
+        if len(workers) > 1 or invalid[padding].any():
             workers = {*self._workers.all}
-        flags[:, slot.block.stop :] = 0
+        flags[:, padding] = 0
         for slot in self._slots:
             if slot.worker in workers:
                 self._discard_rows(slot, finished)

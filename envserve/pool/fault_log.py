@@ -90,13 +90,11 @@ class FaultLog:
         admitted = self._admit(fault.text, now)
         if admitted is None:
             return
-        row, parts, where = fault.env_index, [], "in a reset "
-        if fault.status != Status.OK:
-            where = ""
+        row, status, parts = fault.env_index, fault.status, list[str]()
+        where = "in a reset " if status == Status.OK else ""
+        if not where:
             history = self._read_history(row, has_failed=True)
-            end = End(
-                status=fault.status, text=fault.text, is_violation=fault.is_violation
-            )
+            end = End(status=status, text=fault.text, is_violation=fault.is_violation)
             path = self._write_repro_file(row, history, end, now)
             parts = [*self._describe_history(row, history), *self._replay_command(path)]
         pid = None
@@ -217,11 +215,12 @@ class FaultLog:
         Faults are compared by a text with their cause and details.
         """
         kind = words_without_numbers(text)
-        recent = {k: t for k, t in self._recent.items() if now - t < _RECENT_SECONDS}
+        self._recent = recent = {
+            k: at for k, at in self._recent.items() if now - at < _RECENT_SECONDS
+        }
         is_new = kind not in recent and len(recent) < _MAX_RECENT_FAULTS
         if is_new or kind in recent:
             recent[kind] = now
-        self._recent = recent
         more = self._throttle.admit("faults", now, is_new=is_new)
         return None if more is None else (is_new, more)
 

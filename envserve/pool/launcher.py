@@ -166,17 +166,16 @@ class Launcher:
 
     Attributes:
       reserve: Spare descriptors, for files that pools open.
-      import_note: Why workers may hang or fail because of what the imports have left in
-        the template, and what to do; "" if there is no known reason.
+      import_note: Threads of imported modules, without which workers may hang or fail,
+        and the remedy; "" if there are none.
     """
 
     def __init__(
         self,
         import_modules: Iterable[str] = (),
-        preload: Iterable[str] = (),
+        preload: Iterable[str] | None = (),
         num_reserved: int = 0,
         host: HostSettings | None = None,
-        imports_in_workers: bool = False,
     ) -> None:
         """Start the template process, which imports the modules in the background.
 
@@ -184,17 +183,16 @@ class Launcher:
           import_modules: Modules to import before any fork.
           preload: Names of envs whose modules are also imported, so that their workers
             start faster. Every fork waits for these imports. Workers of other envs
-            import the env's module themselves.
+            import the env's module themselves. If None, the template imports nothing,
+            and each worker imports all of these modules after the fork.
           num_reserved: Number of descriptors to reserve for workers.
           host: User, environment and resource limits of the processes.
-          imports_in_workers: Whether each worker imports the modules itself, after the
-            fork, and the template imports none.
         """
         self._owner_pid = os.getpid()
         self.import_note = ""
         self.reserve = DescriptorReserve(num_reserved)
         self._import_modules = list(import_modules)
-        self._preload = None if imports_in_workers else list(preload)
+        self._preload = None if preload is None else list(preload)
         self._limits, self._popen_options = resource_limits(host), popen_options(host)
         self._clock = time.monotonic
         self._pending: dict[int, WorkerProcess] = {}  # by fork number
@@ -296,7 +294,7 @@ class Launcher:
         """Read the reports of the template and send queued requests; do not wait.
 
         If a request is pending and the template has not reported anything for two
-        minutes, or is stopped and has not for 2 s, the template is killed, and all its
+        minutes, or for 2 s while it is stopped, the template is killed, and all its
         workers are reported as ended.
         """
         if self._template_error:
@@ -338,9 +336,10 @@ class Launcher:
     def _is_stopped(self) -> bool:
         """Return whether a signal has stopped the template."""
         flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-        with contextlib.suppress(ChildProcessError):  # the template has ended
+        try:
             return os.waitid(os.P_PID, self._process.pid, flags) is not None
-        return False
+        except ChildProcessError:  # the template has ended
+            return False
 
     def close(self) -> None:
         """Stop the template process, which kills all running workers."""

@@ -74,9 +74,7 @@ class WorkerSet:
         self._clock = clock
         self._owns_launcher = launcher is None
         self._launcher = launcher or Launcher(
-            config.import_modules,
-            (config.env_name,),
-            imports_in_workers=not config.preload,
+            config.import_modules, (config.env_name,) if config.preload else None
         )
         self.selector = selectors.DefaultSelector()
         self._num_workers = 1 + max(block.worker for block in blocks)

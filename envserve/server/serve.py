@@ -90,10 +90,9 @@ async def serve(
         # Started early, so that its imports run in parallel with those below.
         launcher = Launcher(
             config.import_modules,
-            config.env_names or (),
+            (config.env_names or ()) if config.preload else None,
             num_reserved=min(num_descriptors // 4, _MAX_RESERVED_DESCRIPTORS),
             host=config,
-            imports_in_workers=not config.preload,
         )
         stack.callback(launcher.close)
         registry = _registry_of(config)

@@ -172,8 +172,7 @@ class EnvBlock:
         if chosen is None:
             chosen = self.rows
         seeds, options = request.get("seeds"), request.get("options", b"")
-        infos, rebuilt = {}, []
-        faults: list[Fault] = []
+        infos, rebuilt, faults = {}, [], list[Fault]()
         for position, row in enumerate(chosen):
             env = self._envs[row - self.rows.start]
             seed = None if seeds is None else seeds[position]

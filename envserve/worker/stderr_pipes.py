@@ -29,8 +29,8 @@ _STACK_STARTS: Final = (b"Fatal Python error: ", b"Stack (most recent call first
 _MAX_BUFFER_BYTES: Final = 1 << 14
 #: Maximum amount of output to buffer for a slow reader of the template's stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
-#: Limits of the output that is forwarded: at most so many bytes at once, and so many
-#: per second on average. Output beyond them is dropped for at least a second.
+#: Maximum output that is forwarded at once, and on average. Output beyond these limits
+#: is dropped for at least a second.
 _MAX_BURST_BYTES: Final = 8 << 20
 _BYTES_PER_SECOND: Final = 1 << 14
 _DROP_SECONDS: Final = 1.0
@@ -187,8 +187,8 @@ class StderrPipes:
 
     def _forward(self, data: bytes) -> None:
         now = self._clock()
-        self._budget += (now - self._budget_at) * _BYTES_PER_SECOND
-        self._budget = min(self._budget, _MAX_BURST_BYTES)
+        earned = (now - self._budget_at) * _BYTES_PER_SECOND
+        self._budget = min(self._budget + earned, _MAX_BURST_BYTES)
         self._budget_at = now
         if len(data) > self._budget:
             self._drops_until = now + _DROP_SECONDS

@@ -147,13 +147,11 @@ class _Template:
                     self._kill_at[worker] = min(self._kill_at[worker], kill_at)
                 if self._pipes.handle(fd):
                     continue
-                has_owner = True
                 if fd == self._wakeup.fileno():
                     self._reap()
-                    has_owner = os.getppid() == self._owner_pid
-                elif fd == self._owner.fileno():
-                    has_owner = self._handle_requests()
-                if not has_owner:
+                if os.getppid() != self._owner_pid or (
+                    fd == self._owner.fileno() and not self._handle_requests()
+                ):
                     self._kill_all()
                     self._pipes.close()
                     return
@@ -225,9 +223,10 @@ class _Template:
     def _import(self, modules: list[str], env_names: list[str] | None) -> None:
         from envserve.envs import registry
 
-        known, starters = _thread_ids(), dict[object, str]()
         if env_names is None:
             self._worker_imports, modules, env_names = modules, [], []
+        # The file that started each thread; "" for threads of the template.
+        files = dict.fromkeys(_thread_ids(), "")
         for index, name in enumerate((*modules, *env_names)):
             if index >= len(modules):
                 # The worker encounters the same error, and reports it with a traceback.
@@ -236,18 +235,17 @@ class _Template:
             elif not self._import_error:
                 self._import_error = _import_error([name])
             file = Path(name.partition(":")[0]).name
-            starters |= dict.fromkeys(_thread_ids() - known - {*starters}, file)
+            files = dict.fromkeys(_thread_ids(), file) | files
         self._take_process_back()
         gc.collect()
         gc.freeze()  # later collections must not write to pages that forks share
-        note, remaining = "", _thread_ids() & {*starters}
-        if remaining:
-            files = ", ".join(sorted({starters[each] for each in remaining}))
-            plural = "s" * (len(remaining) > 1)
+        note, left = "", [*filter(None, map(files.get, _thread_ids()))]
+        if left:
             note = (
-                f"importing {files} started {len(remaining)} thread{plural}, which "
-                f"forked workers do not have; start threads in the env's constructor, "
-                f"or use preload=False (--no-preload); see docs/forking.md"
+                f"importing {', '.join(sorted({*left}))} started {len(left)} "
+                f"thread{'s' * (len(left) > 1)}, which forked workers do not have; "
+                f"start threads in the env's constructor, or use preload=False "
+                f"(--no-preload); see docs/forking.md"
             )
         self._report({"imported": not self._import_error, "note": note})
 
@@ -257,9 +255,8 @@ class _Template:
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
-        # Otherwise every fork would print the buffer again. An import may have closed
-        # or replaced the stream.
-        with contextlib.suppress(Exception):
+        # Otherwise every fork would print the buffer again.
+        with contextlib.suppress(Exception):  # an import may have closed the stream
             sys.stdout.flush()
         try:
             pid = os.fork()
@@ -366,13 +363,12 @@ def _import_error(modules: list[str]) -> str:
     """Import modules; return the error of the first one that fails, or ""."""
     from envserve.envs import registry
 
-    for module in modules:
-        try:
-            registry.import_env_modules([module])
-        except Exception as error:
-            return str(error)
-        except BaseException as error:  # this process gets no Ctrl-C
-            return f"importing {module} raised {error!r}"
+    try:
+        registry.import_env_modules(modules)
+    except Exception as error:
+        return str(error)
+    except BaseException as error:  # this process gets no Ctrl-C
+        return f"importing {', '.join(modules)} raised {error!r}"
     return ""
 
 

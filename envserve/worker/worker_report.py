@@ -154,13 +154,13 @@ def decode_report(
         one_line(warning, _MAX_WARNING_CHARS)
         for warning in report.warnings[:_MAX_WARNINGS]
     ]
-    faults = [fault for fault in report.faults if fault.status != Status.OK]
-    retried = [fault for fault in report.faults if fault.status == Status.OK]
     outcome = Outcome(
-        *(block.index, infos, faults),
+        block.index,
+        infos,
+        [fault for fault in report.faults if fault.status != Status.OK],
         warnings=warnings,
         packed_infos=packed,
-        retried=retried,
+        retried=[fault for fault in report.faults if fault.status == Status.OK],
     )
     return outcome, rebuilt
 

@@ -126,6 +126,19 @@ def test_generators_of_libraries_keep_their_state(folder: Path) -> None:
         assert batch.reset() == random.Random(3).random()
 
 
+def test_proxies_in_modules_are_not_loaded(folder: Path) -> None:
+    text = """
+class Proxy:
+    @property
+    def __class__(self): raise RuntimeError("not configured")
+SETTINGS = Proxy(); RNG = np.random.default_rng(3)
+class E(Draw):
+    def draw(self): return RNG.random()
+"""
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 2) as batch:
+        assert np.unique(batch.reset()).size == 2
+
+
 POOL = """
 from concurrent.futures import ThreadPoolExecutor
 POOL = ThreadPoolExecutor(1)

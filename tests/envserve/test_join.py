@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from envserve.cli.app import PROGRAM
+from envserve.client.link import join
 from envserve.client.link.connection import Connection
+from envserve.client.link.zmq_guards.diagnosis import Finding
 from envserve.errors import KeyFileError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
@@ -251,3 +253,23 @@ def test_a_pin_that_appears_during_a_join_is_not_replaced(tmp_path: Path) -> Non
     assert folder.pinned_addresses == ["tcp://sim1:5555"]
     folder.add_pin(addresses, old, "ann", may_replace=False)
     assert folder.pinned_addresses == ["tcp://sim1:5555", "tcp://sim2:5555"]
+
+
+def test_an_interrupted_join_stops_trying_all_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempts: list[str] = []
+
+    def diagnose(address: str, *_: object) -> Finding:
+        if address == "tcp://a:1":
+            raise KeyboardInterrupt
+        attempts.append(address)
+        return Finding.UNKNOWN
+
+    monkeypatch.setattr(join, "diagnose_connection", diagnose)
+    pair = KeyPair.generate()
+    addresses = ("tcp://a:1", "tcp://b:1")
+    invitation = Invitation(pair.public, pair.secret, "ci", addresses)
+    with pytest.raises(KeyboardInterrupt):
+        join.join(invitation, pair, 60.0)
+    assert len(attempts) < 100  # an attempt takes 0.2 s

@@ -81,15 +81,10 @@ def make_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
     monkeypatch.syspath_prepend(tmp_path)
     with contextlib.ExitStack() as stack:
 
-        def make(
-            preload: Sequence[str] = (),
-            *,
-            imports_in_workers: bool = False,
-            **modules: str,
-        ) -> Launcher:
+        def make(preload: Sequence[str] | None = (), **modules: str) -> Launcher:
             for name, text in modules.items():
                 (tmp_path / f"{name}.py").write_text(text)
-            launcher = Launcher(modules, preload, imports_in_workers=imports_in_workers)
+            launcher = Launcher(modules, preload)
             return stack.enter_context(contextlib.closing(launcher))
 
         yield make
@@ -554,7 +549,7 @@ def test_workers_import_the_modules_themselves_if_they_are_not_preloaded(
 ) -> None:
     log = tmp_path / "log"
     text = f"import os; open({str(log)!r}, 'a').write(f'{{os.getpid()}} ')"
-    launcher = make_launcher(["Late-v0"], imports_in_workers=True, logs=text)
+    launcher = make_launcher(None, logs=text)
     workers = [start(launcher).wait_for_start() for _ in range(2)]
     for worker in workers:
         worker.close()

@@ -47,11 +47,12 @@ def test_faults_that_differ_in_numbers_are_logged_once_a_second(
         num_workers,
         clock=clock,
         crash_dir=None,
-        env_kwargs={"step": f"raise RuntimeError({NUMBERS})"},
+        env_kwargs={"step": f"if action: raise RuntimeError({NUMBERS})"},
     )
     for _ in range(4):
         for _ in range(5):
-            step(pool, 0)
+            step(pool, 1)
+            step(pool, 0)  # an env that fails twice in a row costs its worker
         clock.now += 1.0
     messages = texts(caplog)
     assert len(messages) == 4

@@ -49,7 +49,6 @@ _RECONNECT_MAX_MS: Final = 100
 #: of SYN (1 s), so that the client reconnects soon after a cable is plugged in again.
 #: Networks with a longer round trip are not supported.
 _CONNECT_TIMEOUT_MS: Final = 350
-
 #: Time without a connection after which the next address of the host is tried. It grows
 #: with each round, because a server may be too busy to answer in time.
 _NEXT_ADDRESS_SECONDS: Final = 1.0
@@ -160,6 +159,11 @@ class Connection:
         self.waker = Waker()
         self._context = context or SharedContext(1)
         self._open()
+
+    @property
+    def tried_text(self) -> str:
+        """The part of an error that names the addresses in `resolved`, or ""."""
+        return f" at {', '.join(self.resolved)}" if self.resolved else ""
 
     def keys_for(self, address: str) -> CurveKeys | None:
         """Return the keys for an address.
@@ -340,12 +344,11 @@ class Connection:
         while True:
             if self._lookup is not None:
                 self._try_addresses(max(0.0, until - time.monotonic()))
-            is_trying = self._lookup is not None and bool(self.resolved)
+            is_trying = self._lookup is not None and self.resolved
             slice_end = min(until, self._try_next_at) if is_trying else until
             milliseconds = math.ceil(1000 * max(0.0, slice_end - time.monotonic()))
-            if zmq.zmq_poll([(self._socket, events)], milliseconds) or (
-                time.monotonic() >= until
-            ):
+            ready = zmq.zmq_poll([(self._socket, events)], milliseconds)
+            if ready or time.monotonic() >= until:
                 return
 
     def close(self, linger_seconds: float = 0.0) -> None:

@@ -20,8 +20,8 @@ from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Join
 from envserve.wire.message import Message
 
-#: Maximum duration of one attempt to connect, pause until the next one, and minimum
-#: time for the answer to JOIN.
+#: Maximum duration of an attempt to connect, pause between attempts, and minimum time
+#: for the answer to JOIN.
 _ATTEMPT_SECONDS: Final = 1.5
 _PAUSE_SECONDS: Final = 0.2
 _MIN_JOIN_SECONDS: Final = 1.0
@@ -52,9 +52,9 @@ def join(
     keys = invitation.server_public, KeyPair.from_secret(invitation.secret)
     findings = _connect_to_all(invitation.addresses, keys, deadline)
     answered = [at for at, found in findings.items() if found is Finding.OK]
-    if not answered and Finding.UNKNOWN_CLIENT in findings.values():
-        raise ConnectError(invitation.rejected_text)
     if not answered:
+        if Finding.UNKNOWN_CLIENT in findings.values():
+            raise ConnectError(invitation.rejected_text)
         raise ConnectError(
             f"{', '.join(invitation.addresses)}: no server with the key of this "
             f"invitation ({formats.fingerprint(invitation.server_public)}) answered "
@@ -72,16 +72,19 @@ def _connect_to_all(
     addresses: Sequence[str], keys: CurveKeys, deadline: float
 ) -> dict[str, Finding]:
     """Connect to all addresses concurrently; retry until one of them has answered."""
-    has_answered = threading.Event()
+    is_over = threading.Event()
 
     def connect(address: str) -> Finding:
         while True:
             left = max(0.1, deadline - time.monotonic())
             finding = diagnose_connection(address, keys, min(left, _ATTEMPT_SECONDS))
             if finding in (Finding.OK, Finding.UNKNOWN_CLIENT):
-                has_answered.set()
-            if has_answered.wait(_PAUSE_SECONDS) or time.monotonic() >= deadline:
+                is_over.set()
+            if is_over.wait(_PAUSE_SECONDS) or time.monotonic() >= deadline:
                 return finding
 
     with ThreadPoolExecutor(len(addresses)) as threads:
-        return dict(zip(addresses, threads.map(connect, addresses), strict=True))
+        try:
+            return dict(zip(addresses, threads.map(connect, addresses), strict=True))
+        finally:
+            is_over.set()  # after Ctrl-C, the threads are still running

@@ -9,7 +9,6 @@ from typing import Final
 
 from envserve.client.link.connection import SLICE_SECONDS, Connection
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
-from envserve.client.link.zmq_guards.resolver import describe_tried
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.wire.constants import MessageType
 from envserve.wire.handshake import (
@@ -88,5 +87,5 @@ def request(
     hint = "; another program may be listening there" if is_sent else ""
     raise ConnectError(
         f"{address}: no server answered within {timeout_seconds:g} s"
-        f"{describe_tried(connection.resolved)}{hint}"
+        f"{connection.tried_text}{hint}"
     )

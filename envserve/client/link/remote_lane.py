@@ -29,7 +29,6 @@ from envserve.client.link.connection import SLICE_SECONDS, Connection, SharedCon
 from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.session_driver import SessionDriver
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
-from envserve.client.link.zmq_guards.resolver import describe_tried
 from envserve.errors import (
     EnvserveError,
     EnvStartError,
@@ -369,7 +368,7 @@ class RemoteLane:
     def _diagnose(self) -> None:
         """Find out why there is no connection; fail if waiting cannot help."""
         attachment = self._session.attachment
-        attachment.tried_text = describe_tried(self._connection.resolved)
+        attachment.tried_text = self._connection.tried_text
         attachment.connect_error = self._diagnosis.poll(time.monotonic())
         if attachment.connect_error is not None and self._diagnosis.is_final:
             attachment.fail(attachment.connect_error)

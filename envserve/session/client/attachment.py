@@ -339,8 +339,7 @@ class Attachment:
                     f"{self.address}: no server answered within "
                     f"{self._timeouts.connect_seconds:g} s{self.tried_text}; check "
                     f"that `envserve start --bind {self.address}` is running there, "
-                    f"and that this "
-                    f"client can reach it over the network"
+                    f"and that this client can reach it over the network"
                 )
             )
             return

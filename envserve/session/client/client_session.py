@@ -352,8 +352,8 @@ def _on_pong(session: ClientSession, message: Message, now: float) -> bool:
     changed = session.requests.record_pong(message.request, running, now)
     if changed and client_blocks is not None:
         client_blocks.absent_is_stale = True
-    for request in [each for each in changed if each.is_ignored][:1]:
-        _LOGGER.warning("%s: %s", session.address, request.describe_stall(now))
+    if ignored := [request for request in changed if request.is_ignored]:
+        _LOGGER.warning("%s: %s", session.address, ignored[0].describe_stall(now))
     return True
 
 

@@ -68,8 +68,8 @@ class Request:
       resend_delay: Seconds between the latest copy and the next one.
       sent_at: Time at which it was first sent.
       num_ignored: Number of copies in a row that the server has ignored.
-      ignored_since: Time at which the first of them was found; infinity if there is
-        none.
+      ignored_since: Time of the PONG that revealed the first of them; infinity if there
+        is none.
       pong_after: A PONG with a number above this one shows whether the latest copy was
         ignored; infinity if that is already known.
     """
@@ -90,11 +90,11 @@ class Request:
     sent_at: float = math.inf
     num_ignored: int = 0
     ignored_since: float = math.inf
-    pong_after: float = 0
+    pong_after: float = math.inf
 
     @property
     def is_ignored(self) -> bool:
-        """Whether the server has ignored so many copies that the blocks are absent."""
+        """Whether the server has ignored enough copies to make the blocks absent."""
         return self.num_ignored >= _ABSENT_IGNORED
 
     @property
@@ -141,7 +141,7 @@ class Requests:
     def send(self, request: Request, now: float) -> None:
         """Put a request into the outbox under a new request id."""
         self._last_id += 1
-        number = request.id = self._last_id
+        number = request.id = request.pong_after = self._last_id
         numbers = (self.session, self.boot, self.epoch)
         kind, entries, payload = request.type, request.entries, request.payload
         request.frames = pack(kind, numbers, number, entries, request.body, payload)
@@ -234,7 +234,7 @@ class Requests:
             blocks, was_ignored = request.unanswered_blocks, request.is_ignored
             if any(block in running for block in blocks):
                 self.record_running(request, now)
-            elif blocks and number > request.id and number > request.pong_after:
+            elif blocks and number > request.pong_after:
                 request.num_ignored += 1
                 request.ignored_since = min(request.ignored_since, now)
                 request.pong_after = math.inf

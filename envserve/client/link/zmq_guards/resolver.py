@@ -42,12 +42,7 @@ def resolve_host(address: str) -> list[str]:
     four = [f"tcp://{ip}:{port}" for ip in ips if ":" not in ip]
     six = [f"tcp://[{ip}]:{port}" for ip in ips if ":" in ip]
     pairs = itertools.zip_longest(four, six)
-    return [each for pair in pairs for each in pair if each is not None]
-
-
-def describe_tried(addresses: list[str]) -> str:
-    """Return the part of an error that names the addresses of a host, or ""."""
-    return f" at {', '.join(addresses)}" if addresses else ""
+    return [address for address in itertools.chain(*pairs) if address]
 
 
 class Lookup:
