@@ -103,7 +103,7 @@ class EnvOptions(NamedTuple):
         return EnvSource(addresses=addresses, import_modules=modules)
 
     def with_moved_files(self, config: Config) -> Config:
-        """Return a config in which files of --import replace files of that name."""
+        """Return a config in which files of --import replace files of the same name."""
         modules = self.applied_to(EnvSource()).import_modules
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
 
@@ -244,8 +244,7 @@ def open_run(
                 "seeds; choose one of its seed-N folders."
             )
         check_trust(None, run, [], options)
-        config = options.with_moved_files(stored)
-        config = config.replace(min_servers=0, num_servers=0)
+        config = options.with_moved_files(stored).replace(min_servers=0, num_servers=0)
         source = resolve_env_source(run_folder.env_source(), options)
         find_user_code(config, source)
         if source.addresses and options.connect is None:
@@ -259,7 +258,7 @@ def open_run(
 def check_trust(
     name: str | None, resume: Path | None, changes: list[str], options: EnvOptions
 ) -> None:
-    """Ask before code or servers are used that the user has neither typed nor trusted.
+    """Ask the user before using code or servers that are neither typed nor trusted.
 
     Args:
         name: Argument CONFIG; if it is a file and no run is used, the file is checked.
@@ -332,7 +331,7 @@ def resolve_env_source(source: EnvSource, options: EnvOptions) -> EnvSource:
 
 
 def find_user_code(config: Config, source: EnvSource) -> None:
-    """Find modules that a run names in the working directory too.
+    """Also find the modules that a run names in the working directory.
 
     Raises:
         EnvStartError: other users can write to the working directory, and a module is

@@ -1,4 +1,4 @@
-"""Decide whether the code and servers that a run or config names may be used unasked.
+"""Track which code and servers that runs and configs name are trusted by the user.
 
 A run folder or config file looks like data, but it names code: an env's file, modules,
 a network, a loss, callbacks. This code is loaded without a question only if the user
@@ -113,7 +113,7 @@ def _warn_once(text: str) -> None:
 
 
 def _record(config: Config, source: EnvSource, folder: Path | None) -> Path:
-    """Return the file whose name is a digest of all that decides which code runs."""
+    """Return the file that records trust; its name is a digest of settings and code."""
     names = code_names(config, source)
     for setting in names.keys() - {"connect"}:
         names[setting] = [_located(name, folder) for name in names[setting]]
