@@ -116,10 +116,10 @@ class _BackgroundStream:
     def flush(self) -> None:
         """Do nothing, because the thread writes all data as soon as possible."""
 
-    def drain(self, timeout_seconds: float) -> None:
-        """Wait until all data is written, or until the timeout."""
+    def drain(self) -> None:
+        """Wait until all data is written, but not longer than a second."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_idle, timeout_seconds)
+            self._changed.wait_for(lambda: self._is_idle, _LAST_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -164,7 +164,7 @@ def nonblocking_output() -> Iterator[None]:
             if _can_block(stream):
                 background = _BackgroundStream(stream)
                 stack.enter_context(redirect(cast(TextIO, background)))
-                stack.callback(background.drain, _LAST_SECONDS)
+                stack.callback(background.drain)
         yield
 
 

@@ -211,13 +211,12 @@ class RunFolder:
             yield
             return
         with self.writing():
-            path = self.path / "lock"
-            file = open(path, "a+", errors="replace", opener=_open_no_link)  # noqa: SIM115
+            descriptor = _open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
+            file = os.fdopen(descriptor, "r+", errors="replace")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                file.seek(0)
                 holder = one_line(file.read(200)) or "another process"
                 raise RunLockedError(
                     f"{self.path}: this run is already being trained, by {holder}; "
