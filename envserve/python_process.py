@@ -1,8 +1,8 @@
 """Command lines that run Python in a child process.
 
-Python looks for modules in the working directory first when it runs `-c` or `-m`. Any
-file there whose name is that of a module would then run in the child. `-P` prevents
-this, and is not inherited by the processes that envs start.
+Python looks for modules in the working directory first when it runs `-c` or `-m`. A
+file there with the name of a module would then run in the child. `-P` prevents this,
+and is not inherited by the processes that envs start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Logs of both programs: their formats, and output that never blocks the program.
 
-If nobody reads a pipe, or a terminal is stopped (Ctrl-S), a write to it blocks until
-somebody does. A server must keep serving, and a trainer must keep training, so in both
-a thread writes the output, and output beyond a limit is dropped and counted.
+A write to a pipe without a reader, or to a stopped terminal (Ctrl-S), blocks. Servers
+and trainers must continue, so a thread writes their output, and output beyond a limit
+is dropped and counted.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class _BackgroundStream:
     def flush(self) -> None:
         """Do nothing, because the thread writes all data as soon as possible."""
 
-    def drain(self, timeout_seconds: float) -> None:
-        """Wait until all data is written, or until the timeout."""
+    def drain(self) -> None:
+        """Wait until all data is written, but not longer than a second."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_idle, timeout_seconds)
+            self._changed.wait_for(lambda: self._is_idle, _LAST_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -154,7 +154,7 @@ def nonblocking_output() -> Iterator[None]:
     """Replace stdout and stderr by streams that never block.
 
     Files are not replaced. At the end, the remaining output is written, for at most a
-    second if nobody reads it. A process must not fork inside the context.
+    second. A process must not fork inside the context.
     """
     with contextlib.ExitStack() as stack:
         for stream, redirect in (
@@ -164,7 +164,7 @@ def nonblocking_output() -> Iterator[None]:
             if _can_block(stream):
                 background = _BackgroundStream(stream)
                 stack.enter_context(redirect(cast(TextIO, background)))
-                stack.callback(background.drain, _LAST_SECONDS)
+                stack.callback(background.drain)
         yield
 
 

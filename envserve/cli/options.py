@@ -79,7 +79,7 @@ def address_of(word: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Find modules in the working directory too; exit if others may have planted one.
+    """Also find modules in the working directory; exit if they may have been planted.
 
     Args:
       modules: Values of --import.

@@ -103,7 +103,7 @@ class Option:
 
     @property
     def is_negated(self) -> bool:
-        """Whether the flag, such as --no-preload, disables what is on by default."""
+        """Whether the flag, such as --no-preload, turns a default off."""
         return self.kind is bool and self.default is True
 
     @property

@@ -3,6 +3,7 @@
 from ppo.cli.options import (
     Checkpoint,
     Connect,
+    EnvOptions,
     Import,
     InterOpThreads,
     IntraOpThreads,
@@ -26,7 +27,8 @@ def evaluate(
 ) -> None:
     """Evaluate the policy of a checkpoint, by default the newest."""
     threads = intra_op_threads, inter_op_threads
-    with open_run(run, checkpoint, connect, import_, trust, *threads) as opened:
+    options = EnvOptions(connect, import_, trust)
+    with open_run(run, checkpoint, options, *threads) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.evaluate import evaluate_run
 

@@ -2,7 +2,15 @@
 
 from pathlib import Path
 
-from ppo.cli.options import Checkpoint, Connect, Import, Run, Trust, open_run
+from ppo.cli.options import (
+    Checkpoint,
+    Connect,
+    EnvOptions,
+    Import,
+    Run,
+    Trust,
+    open_run,
+)
 
 
 def export(
@@ -22,7 +30,7 @@ def export(
     Args:
         dir_: New folder to write the SavedModel to.
     """
-    with open_run(run, checkpoint, connect, import_, trust) as opened:
+    with open_run(run, checkpoint, EnvOptions(connect, import_, trust)) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.export import export_run
 

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from envserve.cli.program import GivenOptions
 from envserve.ray import connect_to_cluster, last_line
-from ppo.cli.run_setup import check_trust, create_folder
+from ppo.cli.options import EnvOptions, check_trust
+from ppo.cli.run_setup import create_folder
 from ppo.cli.seeds import start_training
 from ppo.cli.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
@@ -52,10 +53,12 @@ def train_on_ray(given: GivenOptions) -> int:
             "--page."
         )
     given_run = run_dir if run_dir and RunFolder(run_dir).config_path.exists() else None
-    changes = [*(values.get("set_") or [])]
-    options = values.get("connect"), values.get("import_"), "trust" in values
-    for place in {None, given_run}:
-        check_trust(values["config"], place, changes, *options)
+    changes = values.get("set_", [])
+    options = EnvOptions(
+        values.get("connect"), values.get("import_"), "trust" in values
+    )
+    for resumed in {None, given_run}:
+        check_trust(values["config"], resumed, changes, options)
     needs = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
     ray = connect_to_cluster(log_to_driver=False)
     run = RunFolder(run_dir or create_folder(values["config"]))

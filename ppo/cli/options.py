@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
@@ -33,9 +33,16 @@ from envserve.text import one_line
 from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
+from ppo.config.named_configs import apply_settings, load_config
 from ppo.errors import BadInputError, PpoError, RunFolderError, UntrustedCodeError
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.trust import EnvSource, describe_code, is_trusted, trust_code
+from ppo.run_folder.trust import (
+    EnvSource,
+    code_names,
+    describe_code,
+    is_trusted,
+    trust_code,
+)
 
 if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import CheckpointId
@@ -77,6 +84,35 @@ Checkpoint = Annotated[str | None, Option(_CHECKPOINT, metavar="STEPS|best")]
 NumWorkers = Annotated[Count | None, Option(_NUM_WORKERS)]
 IntraOpThreads = Annotated[int, Meta(ge=0), Option(_INTRA_OP)]
 InterOpThreads = Annotated[int, Meta(ge=0), Option(_INTER_OP)]
+
+
+class EnvOptions(NamedTuple):
+    """Values of the options that choose the envs of a command, None if not given."""
+
+    connect: list[str] | None = None
+    import_modules: list[str] | None = None
+    trust: bool = False
+
+    def applied_to(self, source: EnvSource) -> EnvSource:
+        """Return an env source, replaced where the user has given options."""
+        addresses, modules = source.addresses, source.import_modules
+        if self.connect is not None:
+            addresses = () if self.connect == ["local"] else tuple(self.connect)
+        if self.import_modules is not None:
+            modules = tuple(map(with_absolute_path, self.import_modules))
+        return EnvSource(addresses=addresses, import_modules=modules)
+
+    def with_moved_files(self, config: Config) -> Config:
+        """Return a config in which files of --import replace files of the same name."""
+        modules = self.applied_to(EnvSource()).import_modules
+        moved = {Path(file).name: file for file in modules if file.endswith(".py")}
+
+        def current(reference: str) -> str:
+            file, colon, name = reference.partition(":")
+            return f"{moved.get(Path(file).name, file)}{colon}{name}"
+
+        modules = tuple(map(current, config.import_modules))
+        return config.replace(env_name=current(config.env_name), import_modules=modules)
 
 
 class Terminated(KeyboardInterrupt):
@@ -189,9 +225,7 @@ def start_tensorflow(
 def open_run(
     run: Path,
     checkpoint: str | None,
-    connect: list[str] | None,
-    import_modules: list[str] | None,
-    trust: bool = False,
+    options: EnvOptions,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
 ) -> Iterator[tuple[RunFolder, Config, "CheckpointId", EnvSource, Screen]]:
@@ -209,12 +243,11 @@ def open_run(
                 f"{run}: expected the folder of a single run, found runs of several "
                 "seeds; choose one of its seed-N folders."
             )
-        config = with_moved_files(stored, import_modules)
-        require_trust(run, stored, config, connect, import_modules, trust)
-        config = config.replace(min_servers=0, num_servers=0)
-        source = resolve_env_source(run_folder.env_source(), connect, import_modules)
+        check_trust(None, run, [], options)
+        config = options.with_moved_files(stored).replace(min_servers=0, num_servers=0)
+        source = resolve_env_source(run_folder.env_source(), options)
         find_user_code(config, source)
-        if source.addresses and connect is None:
+        if source.addresses and options.connect is None:
             print(f"Env servers of the run: {one_line(', '.join(source.addresses))}")
         with Screen(console()) as screen:
             screen.phase("starting TensorFlow")
@@ -222,76 +255,65 @@ def open_run(
             yield run_folder, config, which, source, screen
 
 
-def require_trust(
-    place: Path,
-    stored: Config,
-    config: Config,
-    connect: list[str] | None,
-    import_modules: list[str] | None,
-    trust: bool,
-    typed: Collection[str] = (),
+def check_trust(
+    name: str | None, resume: Path | None, changes: list[str], options: EnvOptions
 ) -> None:
-    """Ask before code or servers are used that the user has neither typed nor trusted.
+    """Ask the user before using code or servers that are neither typed nor trusted.
 
     Args:
-        place: Run folder or config file that names them.
-        stored: The config in it.
-        config: The config with the changes of this command.
-        connect: Values of --connect.
-        import_modules: Values of --import.
-        trust: Whether to agree without a question.
-        typed: Other names on the command line.
+        name: Argument CONFIG; if it is a file and no run is used, the file is checked.
+        resume: Run folder to use.
+        changes: Values of --set.
+        options: Options that choose envs.
 
     Raises:
         UntrustedCodeError: The user does not agree, or there is no terminal.
     """
-    folder = place if place.is_dir() else None
-    source = RunFolder(place).env_source() if folder else EnvSource()
-    used = _apply_options(source, connect, import_modules)
-    words = {*(connect or ()), *map(with_absolute_path, import_modules or ()), *typed}
-    code = describe_code(config, used, words)
-    if not code or is_trusted(stored, source, folder):
+    is_file = name is not None and name.endswith((".toml", ".json"))
+    if resume is not None:
+        run, stored = RunFolder.read(resume)
+        source = run.env_source()
+    elif name is not None and is_file:
+        stored, source = load_config(name), EnvSource()
+    else:
         return
-    place_name = one_line(str(place))
-    text = f"{place_name} names code or servers that you have not used before: {code}"
-    remedy = "If you trust its author, repeat the command with --trust."
-    if not trust:
-        has_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-        if has_terminal:
-            print(f"{text}. Use them? [y/N] ", end="", file=sys.stderr, flush=True)
-        if not has_terminal or sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            raise UntrustedCodeError(f"{text}. {remedy}")
+    config = options.with_moved_files(apply_settings(stored, changes))
+    keys = {change.partition("=")[0] for change in changes}
+    typed_source = options.applied_to(EnvSource())
+    typed = {*typed_source.addresses, *typed_source.import_modules}
+    typed.update(*(each for key, each in code_names(config).items() if key in keys))
+    if name is not None and not is_file:
+        typed.update(*code_names(with_absolute_paths(load_config(name))).values())
+    code = describe_code(config, options.applied_to(source), typed)
+    if not code or is_trusted(stored, source, resume):
+        return
+    text = f"{one_line(str(resume or name))} names code or servers that you have not "
+    text += f"used before: {code}"
+    if not options.trust and not _is_confirmed(f"{text}. Use them? [y/N] "):
+        raise UntrustedCodeError(
+            f"{text}. If you trust its author, repeat the command with --trust."
+        )
     if code == describe_code(stored, source):  # the user has agreed to all of it
-        trust_code(stored, source, folder)
+        trust_code(stored, source, resume)
 
 
-def with_moved_files(config: Config, import_modules: list[str] | None) -> Config:
-    """Return a config that uses the files of --import instead of files of that name."""
-    files = [with_absolute_path(e) for e in import_modules or () if e.endswith(".py")]
-    moved = {Path(file).name: file for file in files}
-
-    def current(reference: str) -> str:
-        file, colon, name = reference.partition(":")
-        return f"{moved.get(Path(file).name, file)}{colon}{name}"
-
-    modules = tuple(map(current, config.import_modules))
-    return config.replace(env_name=current(config.env_name), import_modules=modules)
+def _is_confirmed(question: str) -> bool:
+    """Ask a question on the terminal; return False if there is none."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _apply_options(
-    source: EnvSource, connect: list[str] | None, import_modules: list[str] | None
-) -> EnvSource:
-    addresses, modules = source.addresses, source.import_modules
-    if connect is not None:
-        addresses = () if connect == ["local"] else tuple(connect)
-    if import_modules is not None:
-        modules = tuple(map(with_absolute_path, import_modules))
-    return EnvSource(addresses=addresses, import_modules=modules)
+def with_absolute_paths(config: Config) -> Config:
+    """Make file names in a config independent of the working directory."""
+    return config.replace(
+        env_name=with_absolute_path(config.env_name),
+        import_modules=tuple(map(with_absolute_path, config.import_modules)),
+    )
 
 
-def resolve_env_source(
-    source: EnvSource, connect: list[str] | None, import_modules: list[str] | None
-) -> EnvSource:
+def resolve_env_source(source: EnvSource, options: EnvOptions) -> EnvSource:
     """Return the env source of an earlier run, with the given options applied.
 
     Raises:
@@ -299,7 +321,7 @@ def resolve_env_source(
     """
     from envserve.client.link.discovery import resolve
 
-    source = _apply_options(source, connect, import_modules)
+    source = options.applied_to(source)
     try:
         for word in source.addresses:
             resolve(word)
@@ -309,7 +331,7 @@ def resolve_env_source(
 
 
 def find_user_code(config: Config, source: EnvSource) -> None:
-    """Find modules that a run names in the working directory too.
+    """Also find the modules that a run names in the working directory.
 
     Raises:
         EnvStartError: other users can write to the working directory, and a module is

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envserve.envs.user_envs import env_name_of, with_absolute_path
+from envserve.envs.user_envs import env_name_of
 from envserve.host_resources import num_cores
 from ppo.cli.options import (
+    EnvOptions,
     find_user_code,
     preserved_interrupts,
-    require_trust,
     resolve_env_source,
-    with_moved_files,
+    with_absolute_paths,
 )
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
@@ -29,7 +29,7 @@ from ppo.config.named_configs import (
 )
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.trust import EnvSource, code_names, is_trusted, trust_code
+from ppo.run_folder.trust import EnvSource, is_trusted, trust_code
 
 _CLUSTER = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -117,42 +117,8 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
     )
 
 
-def check_trust(
-    name: str | None,
-    resume: Path | None,
-    changes: list[str],
-    connect: list[str] | None,
-    import_modules: list[str] | None,
-    trust: bool,
-) -> None:
-    """Ask before code is loaded that `ppo train` finds in a config file or a run.
-
-    Raises:
-        UntrustedCodeError: the user does not agree, or there is no terminal.
-    """
-    is_file = name is not None and name.endswith((".toml", ".json"))
-    if resume is not None:
-        place, stored = resume, RunFolder.read(resume)[1]
-    elif name is not None and is_file:
-        place, stored = Path(name), load_config(name)
-    else:
-        return
-    config = with_moved_files(apply_settings(stored, changes), import_modules)
-    keys = {change.partition("=")[0] for change in changes}
-    found = code_names(config)
-    typed = {each for key in keys & found.keys() for each in found[key]}
-    if name is not None and not is_file:
-        again = code_names(_with_absolute_paths(load_config(name)))
-        typed |= {each for names in again.values() for each in names}
-    require_trust(place, stored, config, connect, import_modules, trust, typed)
-
-
 def plan_resumed_run(
-    path: Path,
-    name: str | None,
-    changes: list[str],
-    connect: list[str] | None,
-    import_modules: list[str] | None,
+    path: Path, name: str | None, changes: list[str], options: EnvOptions
 ) -> Plan:
     """Plan how to resume a run; `check_trust` has been called."""
     run_folder, earlier = RunFolder.read(path)
@@ -162,8 +128,8 @@ def plan_resumed_run(
             f"--resume uses the config of the earlier run, whose env is "
             f"{earlier.env_name}; omit CONFIG, and use --set to change a setting."
         )
-    source = resolve_env_source(run_folder.env_source(), connect, import_modules)
-    config = with_moved_files(apply_settings(earlier, changes), import_modules)
+    source = resolve_env_source(run_folder.env_source(), options)
+    config = options.with_moved_files(apply_settings(earlier, changes))
     find_user_code(config, source)
     return Plan(run_folder, config, "of the run", source, earlier)
 
@@ -176,8 +142,9 @@ def save_env_source(plan: Plan, earlier: Config) -> None:
     run, source = plan.run_folder, plan.env_source
     was_trusted = is_trusted(earlier, run.env_source(), run.path)
     run.save_env_source(source)
-    for config in [plan.config, earlier][: 1 + was_trusted]:
-        trust_code(config, source, run.path)
+    trust_code(plan.config, source, run.path)
+    if was_trusted:
+        trust_code(earlier, source, run.path)
 
 
 def plan_new_run(
@@ -196,7 +163,7 @@ def plan_new_run(
     if name is None:
         raise ConfigError(f"Expected {CONFIG_FORMS}.")
     base = load_config(name)
-    config = _with_absolute_paths(apply_settings(base, changes))
+    config = with_absolute_paths(apply_settings(base, changes))
     find_user_code(config, source)
     screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker
@@ -211,7 +178,7 @@ def plan_new_run(
         origin = f"of {names[0]}" if names else "suited to its spaces"
         if not names:
             base = base.replace(**recommended_settings(*spaces))
-            config = _with_absolute_paths(apply_settings(base, changes))
+            config = with_absolute_paths(apply_settings(base, changes))
     with preserved_interrupts(is_deferred=True):  # so that `runs` has every new folder
         path = run_dir or create_folder(name)
         runs.append(RunFolder.create(path, config, source))
@@ -232,11 +199,3 @@ def create_folder(name: str) -> Path:
             pass
         break
     return path
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    """Make file names in a config independent of the working directory."""
-    return config.replace(
-        env_name=with_absolute_path(config.env_name),
-        import_modules=tuple(map(with_absolute_path, config.import_modules)),
-    )

@@ -19,12 +19,14 @@ from envserve.worker.rendering import headless_variables
 from ppo.cli import on_ray
 from ppo.cli.options import (
     Connect,
+    EnvOptions,
     Import,
     InterOpThreads,
     IntraOpThreads,
     NumWorkers,
     Terminated,
     Trust,
+    check_trust,
     preserved_interrupts,
     report_errors,
     resolve_env_source,
@@ -34,7 +36,6 @@ from ppo.cli.options import (
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import (
     Plan,
-    check_trust,
     plan_new_run,
     plan_resumed_run,
     read_tf_config,
@@ -137,7 +138,8 @@ def train(
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
         changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
-        check_trust(config, resume, changes, connect, import_, trust)
+        options = EnvOptions(connect, import_, trust)
+        check_trust(config, resume, changes, options)
     logger = None
     if log_format == "json":
         set_up_logs("info", log_format)
@@ -153,12 +155,12 @@ def train(
         if index:  # only the first learner keeps its run folder
             folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
             run_dir = Path(monitors.enter_context(folder))
-        with _run_folders(screen, runs, is_kept=resume is not None, index=index):
+        try:
             if resume is not None:
-                plan = plan_resumed_run(resume, config, changes, connect, import_)
+                plan = plan_resumed_run(resume, config, changes, options)
                 runs.append(plan.run_folder)
             else:
-                source = resolve_env_source(EnvSource(), connect, import_)
+                source = resolve_env_source(EnvSource(), options)
                 plan = plan_new_run(screen, config, changes, run_dir, source, runs)
             monitors.enter_context(plan.run_folder.locked())
             if plan.earlier_config is not None:
@@ -171,40 +173,14 @@ def train(
             threads = (intra_op_threads, inter_op_threads)
             plan = _join_learners(screen, plan, threads, addresses, index)
             is_finished = _train(screen, monitors, plan, num_workers)
+        finally:
+            with preserved_interrupts(is_deferred=True):
+                for run in runs if not index else ():
+                    if resume is not None or not run.remove_if_unused():
+                        screen.print(f"Run folder: {run.path}")
         if is_finished and not index:
             _finish(screen, plan, film)
         return 3 if restartable and not is_finished else 0
-
-
-@contextlib.contextmanager
-def _run_folders(
-    screen: Screen, runs: list[RunFolder], *, is_kept: bool, index: int
-) -> Iterator[None]:
-    """Remove the folder of a run without results at the end, or print its path.
-
-    Args:
-        screen: prints the path.
-        runs: the run folder, once it exists.
-        is_kept: whether the folder is kept in any case.
-        index: index of the learner; only the first one has a folder.
-    """
-    waiting = [None]
-
-    def end() -> None:
-        with preserved_interrupts(is_deferred=True):
-            for run in runs if waiting and not index else ():
-                waiting.clear()
-                if is_kept or not run.remove_if_unused():
-                    screen.print(f"Run folder: {run.path}")
-
-    try:
-        try:
-            yield
-        finally:
-            end()
-    except KeyboardInterrupt:  # perhaps a second one, before `end` deferred it
-        end()
-        raise
 
 
 def _is_study(path: Path) -> bool:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from envserve.cli.options import Count
-from ppo.cli.options import Checkpoint, Connect, Import, Run, Trust, open_run
+from ppo.cli.options import (
+    Checkpoint,
+    Connect,
+    EnvOptions,
+    Import,
+    Run,
+    Trust,
+    open_run,
+)
 from ppo.cli.progress import Screen
 from ppo.config.config import Config
 from ppo.run_folder.folder import RunFolder
@@ -36,7 +44,7 @@ def visualize(
         episodes: Number of episodes to film.
         seed: Seed of the env; by default, the seed of the run's evaluation.
     """
-    with open_run(run, checkpoint, connect, import_, trust) as opened:
+    with open_run(run, checkpoint, EnvOptions(connect, import_, trust)) as opened:
         run_folder, config, which, source, screen = opened
         chosen: dict[str, Any] = {"outdir": outdir, "which": which, "seed": seed}
         film(screen, run_folder, config, source, episodes=episodes, **chosen)

@@ -289,7 +289,7 @@ def read_config(path: Path) -> Config:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read a `.toml` or `.json` file that may come from someone else.
+    """Read a table of values from an untrusted `.toml` or `.json` file.
 
     Raises:
         OSError: The file cannot be read.

@@ -178,9 +178,7 @@ def _read_counters(path: Path) -> Counters:
     path = path / "counters.json"
     try:
         counters = Counters(**read_table(path))
-        if any(
-            type(number) is not int or not 0 <= number < 2**53 for number in counters
-        ):
+        if not all(type(each) is int and 0 <= each < 2**53 for each in counters):
             raise ValueError(f"expected counts of iterations and steps, got {counters}")
         return counters
     except (OSError, ValueError, TypeError) as error:

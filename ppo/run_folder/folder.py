@@ -47,10 +47,8 @@ from ppo.run_folder.trust import (
 __all__ = ["RunFolder"]
 
 _LOGGER = logging.getLogger("envserve")
-_FIRST_FILES = (
-    *("config.json", "envs.json", "config.json.partial", "envs.json.partial"),
-    "lock",
-)
+_SETTINGS = ("config.json", "envs.json")
+_FIRST_FILES = ("lock", *_SETTINGS, *(f"{name}.partial" for name in _SETTINGS))
 
 
 class RunFolder:
@@ -119,8 +117,8 @@ class RunFolder:
         """Open the folder of a run whose code and servers the user trusts.
 
         Raises:
-            UntrustedCodeError: the run was not made by this user, and names code or
-                servers.
+            UntrustedCodeError: the run names code or servers that this user has
+                neither used nor trusted before.
             RunFolderError: the path is not a run folder.
             ConfigError: the config cannot be read.
         """
@@ -128,17 +126,17 @@ class RunFolder:
         source = run.env_source()
         if not is_trusted(config, source, path):
             raise UntrustedCodeError(
-                f"{path}: expected a run that you have trained, got one that names "
-                f"code or servers of somebody else: {describe_code(config, source)}; "
-                "if you trust them, use RunFolder.read."
+                f"{path}: expected code and servers that you have used before, got "
+                f"{describe_code(config, source)}; if you trust the author of the run, "
+                "use RunFolder.read."
             )
         return run, config
 
     @classmethod
     def read(cls, path: Path) -> tuple["RunFolder", Config]:
-        """Open the folder of an earlier run, whoever made it, and read its config.
+        """Open a run folder of any author, and read its config.
 
-        Using the config may load the code that it names.
+        Using the config can load the code that it names.
 
         Raises:
             RunFolderError: the path is not a run folder.
@@ -173,14 +171,13 @@ class RunFolder:
         Raises:
             RunFolderError: `envs.json` cannot be read.
         """
-        path = self.env_source_path
         try:
-            return msgspec.convert(read_table(path), EnvSource)
+            return msgspec.convert(read_table(self.env_source_path), EnvSource)
         except FileNotFoundError:
             return EnvSource()
         except (OSError, ValueError, msgspec.ValidationError) as error:
             raise RunFolderError(
-                f"{path}: cannot read the run's --connect and --import "
+                f"{self.env_source_path}: cannot read the run's --connect and --import "
                 f"options; {error!r:.200}. Remove this file, and repeat the options."
             ) from error
 
@@ -273,7 +270,7 @@ def _reason(error: OSError) -> str:
 
 
 def _open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file, but follow no link: a run folder may come from someone else."""
+    """Open a file, but follow no link, which another author may have put there."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

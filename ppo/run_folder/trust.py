@@ -1,4 +1,4 @@
-"""Decide whether the code and servers that a run or config names may be used unasked.
+"""Track which code and servers that runs and configs name are trusted by the user.
 
 A run folder or config file looks like data, but it names code: an env's file, modules,
 a network, a loss, callbacks. This code is loaded without a question only if the user
@@ -49,18 +49,17 @@ def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]
     modules = [*config.import_modules, *source.import_modules]
     names = {
         "env_name": [config.env_name] if is_user_env(config.env_name) else [],
-        "import_modules": [name for name in modules if not _is_harmless(name)],
+        "import_modules": [
+            name
+            for name in modules
+            if is_user_env(name) or name.partition(".")[0] not in _INSTALLED
+        ],
         "network": [config.network] if ":" in config.network else [],
         "objective": [config.objective] if ":" in config.objective else [],
         "callbacks": [*config.callbacks],
         "connect": [*source.addresses],
     }
     return {setting: found for setting, found in names.items() if found}
-
-
-def _is_harmless(module: str) -> bool:
-    """Return whether an import runs only code of packages that are loaded anyway."""
-    return not is_user_env(module) and module.partition(".")[0] in _INSTALLED
 
 
 def describe_code(
@@ -82,18 +81,11 @@ def describe_code(
 
 
 def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) -> bool:
-    """Return whether the user knows all code that a run names; true if it names none.
-
-    Args:
-        config: The config.
-        source: The source of the envs.
-        folder: The run folder, if there is one.
-    """
+    """Return whether the user trusts all code and servers that a run names."""
     if not code_names(config, source):
         return True
     try:
-        path = _records() / _digest(config, source, folder)
-        return private_files.read_private(path) is not None
+        return private_files.read_private(_record(config, source, folder)) is not None
     except (KeyFileError, OSError) as error:
         _warn_once(f"cannot read the record of trusted code: {error}")
         return False
@@ -104,7 +96,7 @@ def trust_code(config: Config, source: EnvSource, folder: Path | None = None) ->
     if not code_names(config, source):
         return
     try:
-        path = _records() / _digest(config, source, folder)
+        path = _record(config, source, folder)
         private_files.make_folder(path.parent.parent)
         private_files.make_folder(path.parent)
         private_files.write_private(path, f"{describe_code(config, source)}\n")
@@ -115,30 +107,27 @@ def trust_code(config: Config, source: EnvSource, folder: Path | None = None) ->
         )
 
 
-def _records() -> Path:
-    return KeyFolder().path / "trusted"
-
-
 @functools.cache
 def _warn_once(text: str) -> None:
     _LOGGER.warning("%s", text)
 
 
-def _digest(config: Config, source: EnvSource, folder: Path | None) -> str:
-    """Return a digest of all settings that decide which code runs, and how."""
+def _record(config: Config, source: EnvSource, folder: Path | None) -> Path:
+    """Return the file that records trust; its name is a digest of settings and code."""
     names = code_names(config, source)
     for setting in names.keys() - {"connect"}:
         names[setting] = [_located(name, folder) for name in names[setting]]
-    is_inside = any(name[:2] == "./" for found in names.values() for name in found)
-    content = {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in (folder.rglob("*") if folder and is_inside else ())
-        if folder and file.suffix in _CODE_SUFFIXES and file.is_file()
-    }
+    content: dict[str, str] = {}
+    if folder and any(name[:2] == "./" for found in names.values() for name in found):
+        files = [file for file in folder.rglob("*") if file.suffix in _CODE_SUFFIXES]
+        for file in filter(Path.is_file, files):
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            content[str(file.relative_to(folder))] = digest
     env_name = "" if is_user_env(config.env_name) else config.env_name
     rest = env_name, config.env_kwargs, config.wrappers, config.insecure
     text = json.dumps([names, content, rest], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return KeyFolder().path / "trusted" / digest
 
 
 def _located(name: str, folder: Path | None) -> str:

@@ -18,6 +18,7 @@ import pytest
 from envserve.errors import ServerLost, WrapperError
 from ppo.__main__ import main as program
 from ppo.cli.options import (
+    EnvOptions,
     open_run,
     parse_checkpoint,
     plain_warnings,
@@ -129,10 +130,10 @@ def test_options_override_the_saved_env_source(tmp_path: Path) -> None:
     made = EnvSource(addresses=("127.0.0.1:7",), import_modules=("mine",))
     run = RunFolder.create(tmp_path / "run", config, made)
     assert run.env_source() == made
-    assert resolve_env_source(made, None, None) == made
-    moved = resolve_env_source(made, ["127.0.0.2"], None)
+    assert resolve_env_source(made, EnvOptions()) == made
+    moved = resolve_env_source(made, EnvOptions(["127.0.0.2"]))
     assert moved == EnvSource(addresses=("127.0.0.2",), import_modules=("mine",))
-    here = resolve_env_source(made, ["local"], ["file.py", "module"])
+    here = resolve_env_source(made, EnvOptions(["local"], ["file.py", "module"]))
     assert here == EnvSource(import_modules=(str(Path("file.py").absolute()), "module"))
     run.env_source_path.unlink()  # as in run folders of older versions
     assert run.env_source() == EnvSource()
@@ -186,7 +187,7 @@ def test_an_env_file_that_has_moved_is_named_by_import(tmp_path: Path) -> None:
     code, _, error = ppo(*export, "--trust")
     assert (code, f"{old}: no such file" in error) == (2, True)
     assert ppo(*export, "--import", file)[0] == 0
-    plan = plan_resumed_run(run.path, None, [], None, [str(file)])
+    plan = plan_resumed_run(run.path, None, [], EnvOptions(None, [str(file)]))
     assert plan.config.env_name == f"{file}:Walk"
     assert plan.config.import_modules == (str(file),)
 
@@ -241,7 +242,7 @@ def test_commands_on_a_run_do_not_need_its_minimum_of_servers(
     RunFolder.create(
         tmp_path, config, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
     )
-    with open_run(tmp_path, None, ["local"], None, False) as (_, config, _, source, _):
+    with open_run(tmp_path, None, EnvOptions(["local"])) as (_, config, _, source, _):
         env_maker(config, source.addresses)  # must not raise an error
 
 

@@ -296,7 +296,8 @@ def test_learners_on_ray_share_a_run_folder_that_the_final_error_names(
     monkeypatch.setattr(sys, "argv", ["ppo", "train", *ON_RAY])
     code, _, errors = ppo("train", *ON_RAY)
     words = ["cartpole", "--run-dir", "runs/cartpole-now"]
-    assert learner_arguments == 3 * [[*words, "--distribute", "--restartable"]]
+    options = ["--distribute", "--restartable", "--trust"]
+    assert learner_arguments == 3 * [[*words, *options]]
     text = "Error: Gave up after 3 failures: exit code 9; to continue the run, use "
     text += "--run-dir runs/cartpole-now"
     assert (code, errors.splitlines()[-1]) == (1, text)

@@ -154,7 +154,8 @@ def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--import", *MODULES) as server:
         source = EnvSource(addresses=(server.address,))
         RunFolder(tmp_path / "run").save_env_source(source)
-        code, output, error = ppo("visualize", tmp_path / "run", "--episodes", 2)
+        options = "--episodes", 2, "--trust"
+        code, output, error = ppo("visualize", tmp_path / "run", *options)
         connect = "--connect", server.address
         other_code, _, other_error = ppo("visualize", other, *connect)
     assert code == 0, error

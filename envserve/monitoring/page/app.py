@@ -184,9 +184,8 @@ class _Page:
         return Response(status_code=204 if is_known else 404)
 
     async def record(self, request: Request) -> Response:
-        numbers = tuple(request.path_params.values())
         try:
-            tile = msgspec.convert(numbers, _Tile, strict=False)
+            tile = msgspec.convert([*request.path_params.values()], _Tile, strict=False)
         except msgspec.ValidationError:
             raise HTTPException(404) from None
         record = await asyncio.to_thread(self._feed.record, tile)

@@ -299,10 +299,7 @@ class _MetricsTail:
         except FileNotFoundError:
             return False
         except OSError as error:
-            before, self._error = (
-                self._error,
-                one_line(f"{self._path}: {error.strerror}"),
-            )
+            before, self._error = self._error, f"{self._path}: {error.strerror}"
             return before != self._error
         if b"\n" in text or len(text) < _MAX_READ_BYTES:  # not inside an endless line
             text = text[: text.rfind(b"\n") + 1]
@@ -314,8 +311,7 @@ class _MetricsTail:
                 numbers = ((k, n) for k, n in row.items() if isinstance(n, int | float))
                 self._row = {one_line(name): float(n) for name, n in numbers}
             except _INVALID as error:
-                found = f"{self._path} contains an invalid line: {error!r:.200}"
-                self._error = one_line(found)
+                self._error = f"{self._path} contains an invalid line: {error!r:.200}"
                 continue
             for name, points in self._points.items():
                 if name in self._row:
@@ -326,5 +322,5 @@ class _MetricsTail:
 
     def summary(self) -> dict[str, Any]:
         """Return the run's name, last row, and points `(steps, return)` by curve."""
-        name = one_line(self._path.parent.name)
-        return {"name": name, "row": self._row, "error": self._error, **self._points}
+        name, error = one_line(self._path.parent.name), one_line(self._error)
+        return {"name": name, "row": self._row, "error": error, **self._points}
