@@ -350,6 +350,18 @@ def test_time_in_which_the_client_was_suspended_does_not_count() -> None:
     assert len(finish(client, server, now)) == 2
 
 
+def test_copies_that_broken_connections_lose_are_no_evidence() -> None:
+    server, client = make_pair()
+    client.submit_step([0, 1], 0.0)
+    now, drop = 0.0, dropping(MessageType.STEP)
+    for _ in range(50):
+        now = pass_time(client, server, now, until=now + 2.0, filter_request=drop)
+        client.record_disconnect(now)
+        client.record_connect(now)
+        assert not absent_blocks(client)
+    assert len(finish(client, server, now)) == 2
+
+
 def test_a_restarted_server_is_not_taken_for_a_faulty_one() -> None:
     client, restarted = attach_and_restart()
     client.submit_step([0, 1], 1.0)

@@ -210,6 +210,8 @@ class ClientSession:
             self.attachment.send_hello(now)
         elif self.requests.unanswered:
             self.requests.resend_all(now)
+            if self.attachment.client_blocks is not None:
+                self.attachment.client_blocks.absent_is_stale = True
         elif self.state is ClientState.READY:
             self.requests.ping(now)  # the server may have been restarted
 

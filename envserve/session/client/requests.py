@@ -208,6 +208,7 @@ class Requests:
     def resend_all(self, now: float) -> None:
         """Resend all requests, because the last connection may have lost them."""
         for request in self.unanswered.values():
+            request.num_ignored, request.ignored_since = 0, math.inf
             if request.id not in self.outbox:
                 request.resend_delay = _FIRST_RESEND_SECONDS
                 self._send_again(request, now)
