@@ -18,7 +18,7 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 #: Settings that do not influence learning, or that the task or seed determines.
 _ASIDE = re.compile(
-    "import_modules|total_steps|seed|num_splits|spare_envs|jit_compile|use_gpu|"
+    "import_modules|preload|total_steps|seed|num_splits|spare_envs|jit_compile|use_gpu|"
     "on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
 )
 

@@ -393,7 +393,7 @@ class BlockOperations:
                     remote_traceback=fault.detail,
                 )
         if reason:
-            worker.kill(f"was replaced because {reason}", now)
+            worker.replace(reason, now)
 
     def _finish(self, slot: _BlockSlot, outcome: Outcome) -> None:
         slot.kind = _IDLE
@@ -462,8 +462,10 @@ class BlockOperations:
             if slot.worker in workers:
                 self._discard_rows(slot, finished)
         for worker in workers:
-            text = "was replaced because its rows were overwritten"
-            worker.kill(f"{text}; an env probably writes outside its memory", now)
+            text = (
+                "its rows were overwritten; an env probably writes outside its memory"
+            )
+            worker.replace(text, now)
             self._workers.watch_at = now
         self.outcomes = [*finished.values()]
 

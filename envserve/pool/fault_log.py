@@ -151,7 +151,9 @@ class FaultLog:
             exit_code=None if worker.exit is None else exit_.exit_code,
             stderr_tail=exit_.stderr_tail,
         )
-        parts, path = self._locate_fault(worker, end, running, now)
+        parts, path = list[str](), None
+        if not worker.was_replaced:
+            parts, path = self._locate_fault(worker, end, running, now)
         if exit_.stderr_summary:
             last = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
             parts.append(f'its stderr ends with "{last}"')

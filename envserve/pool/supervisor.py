@@ -92,6 +92,8 @@ class SupervisedWorker:
       num_unanswered: Number of operations that were sent to the process but not
         answered yet.
       has_stepped: Whether a step has succeeded since the start; set by the pool.
+      was_replaced: Whether `replace` has ended the last process, so that no env which
+        was running is to blame.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class SupervisedWorker:
         self.exit: Exit | None = None
         self.is_ending = False
         self.num_unanswered = 0
-        self.has_stepped = False
+        self.has_stepped = self.was_replaced = False
         self._num_workers = num_workers
         self._config = config
         self._launcher = launcher
@@ -151,7 +153,7 @@ class SupervisedWorker:
         self._set_state(WorkerState.STARTING)
         self._restarts.started_at = self._beat_at = now
         self._traceback, self._kill_status = "", Status.WORKER_DIED
-        self.has_stepped = self._is_built = False
+        self.has_stepped = self.was_replaced = self._is_built = False
         self.exit = None
         try:
             self.process = self._launcher.launch(self._selector, self)
@@ -198,6 +200,11 @@ class SupervisedWorker:
             self._set_state(WorkerState.KILLED)
             self._kill_status = status
             self.process.kill(reason, now, has_stack=status is Status.TIMEOUT)
+
+    def replace(self, reason: str, now: float) -> None:
+        """Kill the process because of what it did before its current operations."""
+        self.was_replaced = True
+        self.kill(f"was replaced because {reason}", now)
 
     def begin_close(self, kill_at: float) -> None:
         """Ask the process to exit; kill it if it is still running at `kill_at`."""

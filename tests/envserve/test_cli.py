@@ -105,9 +105,9 @@ def test_a_server_whose_imports_are_running_is_starting(
     tmp_path: Path, serve: Serve, wait_until: WaitUntil
 ) -> None:
     # The server imports the module first, then the template process. Only in the
-    # latter, where argv[0] is "-c", does it wait until the test opens the pipe.
+    # latter does it wait until the test opens the pipe.
     (tmp_path / "slow_envs.py").write_text(
-        "import sys\nif sys.argv[0] == '-c':\n    open('pipe').close()\n"
+        "import sys\nif '-c' in sys.orig_argv:\n    open('pipe').close()\n"
     )
     os.mkfifo(tmp_path / "pipe")
     server = serve("--import", "slow_envs", cwd=tmp_path)

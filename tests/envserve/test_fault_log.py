@@ -78,9 +78,11 @@ def test_line_of_an_env_that_raises(
     )
     assert "in _raise" in caplog.text
     caplog.clear()
+    step(pool, 0)
     step(pool, [0, 0, 0, 1])
     assert not caplog.text  # equals the previous fault
     frozen += 1.0
+    step(pool, 0)
     step(pool, [0, 0, 0, 1])
     (line,) = lines(caplog)
     assert "incarnation 2" in line

@@ -135,12 +135,14 @@ def test_memory_of_a_worker_can_run_out(
     allocating.reset()
     worker, _ = sorted(set(with_descendants(server.process.pid)) - others)
     status = Path(f"/proc/{worker}/statm").read_text().split()
-    used = int(status[0]) * resource.getpagesize()
-    with resource_limit(worker, resource.RLIMIT_AS, used + (1 << 26)):
-        (fault,) = (fault for outcome in allocating.step(1) for fault in outcome.faults)
-        assert fault.status is Status.ENV_ERROR
-        assert "MemoryError" in fault.text or "Unable to allocate" in fault.text
-        check_steps(client)
+    limit = int(status[0]) * resource.getpagesize() + (1 << 26)
+    resource.prlimit(worker, resource.RLIMIT_AS, (limit, limit))
+    (fault,) = (fault for outcome in allocating.step(1) for fault in outcome.faults)
+    assert fault.status is Status.ENV_ERROR
+    assert "MemoryError" in fault.text or "Unable to allocate" in fault.text
+    check_steps(client)
+    (lost,) = (fault for outcome in allocating.step(0) for fault in outcome.faults)
+    assert "ran out of memory" in lost.text  # the worker was replaced
     for _ in range(2):
         assert not any(outcome.faults for outcome in allocating.step(0))
 
