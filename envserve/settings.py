@@ -364,7 +364,7 @@ class HostSettings(WorkerSettings):
 
     @property
     def total_envs(self) -> int:
-        """The maximum number of envs over all leases."""
+        """The maximum total number of envs in all leases."""
         return self.num_workers * self.envs_per_worker
 
     @property

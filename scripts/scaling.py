@@ -58,7 +58,7 @@ SLEEPING = (
 
 
 def keep(part: str, found: Any) -> None:
-    """Replace a part of the numbers in docs/scaling.json."""
+    """Update one part of the results in docs/scaling.json, and keep the others."""
     numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
     numbers |= {"machine": in_words(machine_facts()), part: found}
     lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in numbers.items())

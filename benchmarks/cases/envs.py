@@ -103,7 +103,7 @@ class BusyEnv(_ConstantEnv):
 
 
 class ImageEnv(_ConstantEnv):
-    """Return an image, uint8 `[84, 84, 4]`, and do nothing else."""
+    """Env that does no work and returns uint8 images of shape `[84, 84, 4]`."""
 
     def __init__(self) -> None:
         super().__init__(spaces.Box(0, 255, (84, 84, 4), np.uint8), 0)

@@ -41,10 +41,11 @@ Transport = Literal["in-process", "ipc", "tcp"]
 _WHOLE, _POLICY, _ENV = "rollout", "policy alone", "envs"
 _LANE, _LOCAL_LANE = "lane alone", "lane alone, in-process"
 _NOTE = (
-    "envs: time of the envs in the slowest worker. client: CPU time of the stepping "
-    "thread in BatchEnv.step with envs in-process. workers and wake-ups: the rest of "
-    "that step. server and transport: additional time of a step on a server. graph: "
-    "time of a rollout minus policy and BatchEnv.step."
+    "envs: time of the envs in the slowest worker. client: CPU time of the thread that "
+    "calls BatchEnv.step with envs in-process. workers and wake-ups: remaining time of "
+    "BatchEnv.step with envs in-process. server and transport: additional time of "
+    "BatchEnv.step with envs on a server. graph: time of a rollout that is spent "
+    "neither in the policy nor in BatchEnv.step."
 )
 _REMEDIES = {
     **REMEDIES,

@@ -87,7 +87,7 @@ def _table(measured: Measurements) -> Table:
 
 
 def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
-    """Return sentences about the parts of a batch step's time."""
+    """Describe, in sentences, where the time of a batch step goes."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
         # Time that the bare loops need for this number of steps.

@@ -48,8 +48,8 @@ class CheckResult(NamedTuple):
     """Reason for a failed or skipped rule."""
 
 
-#: For each rule, its check, and whether the check runs within a lease that it must not
-#: affect.
+#: Maps each rule to its check, and to whether the check runs while its client holds a
+#: lease, whose rows it must not affect.
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 

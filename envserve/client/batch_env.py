@@ -281,7 +281,7 @@ class BatchEnv:
           min_servers: Number of servers that must be ready before `connect` returns; by
             default, all servers whose address is known now. The rows of the other
             servers are padding until these servers are ready.
-          insecure: Whether to use TCP without keys, in a network that you trust.
+          insecure: Whether to use TCP without keys; only on a network that you trust.
           max_row_mib: Maximum memory in MiB for the rows of one server. The limit
             protects the client, because the server determines the size of the rows.
           **options: See "Keyword Args".

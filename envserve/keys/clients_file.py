@@ -228,7 +228,7 @@ class ClientsFile:
         self.read()
 
     def _stat(self) -> tuple[object, ...]:
-        """Return what changes with the file's contents or access rights."""
+        """Return stat fields that change if the contents or permissions change."""
         try:
             folder = os.stat(self._path.parent)
             file = os.stat(self._path, follow_symlinks=False)

@@ -1,8 +1,8 @@
 """Log each fault in one line, and write a repro file for replaying the fault.
 
 The line names the worker, the env, the cause and the command that replays the fault. A
-traceback, the Python stack of a crash, or the end of stderr follows. Faults that equal
-a recent one, apart from numbers, are counted, and at most one of them is logged per
+traceback, the Python stack of a crash, or the end of stderr follows. Repeats of a
+recent fault (ignoring differences in numbers) are counted, and logged at most once per
 second. docs/crashes.md documents the format.
 
 After a worker's death, its heartbeat shows which env was running, and the action ring

@@ -210,7 +210,8 @@ class Launcher:
         self._template_error = ""
         self._has_imported = False
         with theirs:
-            # Send this first: it cannot fail before the template exists.
+            # Send this before the template starts: a template that ends immediately
+            # cannot make it fail, and if it fails, no process is left behind.
             self._send({"import": self._import_modules, "preload": self._preload})
             arguments = str(theirs.fileno()), json.dumps(self._limits)
             command = python_command(_START, *arguments, path=search_path())

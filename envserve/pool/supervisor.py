@@ -36,8 +36,8 @@ from envserve.worker.channel import (
 from envserve.worker.worker_report import decode_spaces
 from envserve.wrappers.specs import wrappers_to_plain
 
-#: Interval between heartbeat checks of a busy worker, which delays the detection of a
-#: hang.
+#: Seconds between heartbeat checks of a busy worker. A hang is detected up to this much
+#: later.
 _WATCH_SECONDS: Final = 0.1
 #: Polling interval for the exit status of a process that has just ended.
 _EXIT_STATUS_SECONDS: Final = 0.002
@@ -202,7 +202,7 @@ class SupervisedWorker:
             self.process.kill(reason, now, has_stack=status is Status.TIMEOUT)
 
     def replace(self, reason: str, now: float) -> None:
-        """Kill the process because of what it did before its current operations."""
+        """Kill the process because of a fault in an earlier operation."""
         self.was_replaced = True
         self.kill(f"was replaced because {reason}", now)
 
@@ -352,7 +352,11 @@ class SupervisedWorker:
         return []
 
     def _abandon_unkillable(self, process: WorkerProcess) -> str:
-        """Set the error for a process that cannot be killed; return a description."""
+        """Record an error for a process that cannot be killed.
+
+        Returns:
+          A description of the process's end, for the log.
+        """
         end = f"was killed, but did not exit within {KILL_SECONDS:g} s"
         self.error = WorkerError(
             f"{self.label} {process.kill_reason}; its process {process.pid} {end}, and "

@@ -127,8 +127,8 @@ def encode_infos(
 
     Args:
       infos: Info dict by row.
-      row_budget: Budget of each row.
-      budget: Budget of all rows together; not less than `row_budget`.
+      row_budget: Budget for the info of each row.
+      budget: Budget for the infos of all rows together; not less than `row_budget`.
 
     Returns:
       An encoded map from row to info; an empty map if even the lists of omitted keys
@@ -158,13 +158,13 @@ def join_infos(
     """Join encoded infos into a map, in the format of `encode_infos`.
 
     If the budget is exceeded, omit the largest values. If there are more than 8,192
-    values, omit whole infos instead, the largest first, because a search over all pairs
-    would take seconds.
+    values, omit the whole infos of rows instead, the largest first, because comparing
+    the sizes of all key-value pairs would take seconds.
 
     Args:
       packed: Encoded info by row.
       infos: The same infos before encoding.
-      budget: Budget of all rows together.
+      budget: Budget for the infos of all rows together.
     """
     num_bytes = _ROW_OVERHEAD_BYTES + sum(
         len(p.encoded) + _ROW_KEY_BYTES for p in packed.values()

@@ -42,7 +42,8 @@ MAX_ARGUMENT_BLOCKS: Final = 64
 MAX_ARGUMENT_BYTES: Final = 1 << 20
 #: Maximum size of rows in a body; larger rows are sent in a separate frame.
 MAX_INLINE_BYTES: Final = 64 << 10
-#: Limits of the report of one result (infos, faults, errors), and of the values in it.
+#: Limits of the report that accompanies a result (infos, faults, errors): its size, and
+#: the number of values in it.
 MAX_REPORT_BYTES: Final = 1 << 20
 MAX_REPORT_VALUES: Final = 1 << 17
 #: Maximum size of the rows of one result, which is the longest frame that clients

@@ -129,7 +129,7 @@ class RowPart:
         self._final_bytes = sum(array.shape[1] for array in codec.finals)
 
     def pack_actions(self) -> tuple[bytes, bytes]:
-        """Return the actions as body and payload of a STEP, both copied.
+        """Return the body and payload of a STEP message, both as copies of the actions.
 
         The copies are necessary because a resent request must contain the same bytes,
         even if the rows have changed.
@@ -160,9 +160,10 @@ class RowPart:
         _write(self._actions, self._action_ends, first, rest)
 
     def pack_results(self) -> tuple[bytes, Buffer]:
-        """Return the results as body and payload of a RESULT; see `split_rows`.
+        """Return the body and payload of a RESULT message; see `split_rows`.
 
-        They may be views of the rows, which must not change until they are sent.
+        Both may be views of the rows, so do not change the rows until the message has
+        been sent.
         """
         buffers: Sequence[Buffer] = self._results
         for view in self._flags:

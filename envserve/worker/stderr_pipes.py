@@ -29,8 +29,8 @@ _STACK_STARTS: Final = (b"Fatal Python error: ", b"Stack (most recent call first
 _MAX_BUFFER_BYTES: Final = 1 << 14
 #: Maximum amount of output to buffer for a slow reader of the template's stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
-#: Maximum output that is forwarded at once, and on average. Output beyond these limits
-#: is dropped for at least a second.
+#: Limits on forwarded output: bytes per burst, and bytes per second on average. Output
+#: beyond these limits is dropped for at least a second.
 _MAX_BURST_BYTES: Final = 8 << 20
 _BYTES_PER_SECOND: Final = 1 << 14
 _DROP_SECONDS: Final = 1.0

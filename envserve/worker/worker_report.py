@@ -33,7 +33,8 @@ _MAX_WARNINGS: Final = 4
 _MAX_WARNING_CHARS: Final = 400
 #: Maximum size of the other fields of a row.
 _ROW_BYTES: Final = 64 + _MIN_TRACEBACK_BYTES
-#: Maximum number of rebuilds per row in one operation: 2 if a reset fails twice.
+#: Maximum number of rebuilds per row in one operation. The worst case is a reset that
+#: fails, is retried on a new env, and fails again.
 _MAX_REBUILDS_PER_ROW: Final = 2
 #: Maximum number of values per KiB of a row's infos, and a fixed number per row in
 #: addition. The number is limited because even short values take time to decode.

@@ -123,8 +123,8 @@ CONFIGS: dict[str, Config] = {
     # A stroke pays off only much later. With a discount of 0.99, or with 0.9999 and the
     # lambda and the short rollouts of the other MuJoCo tasks, the policy only twitches
     # (return 70 instead of 361, one seed). These settings are those of RL Baselines3
-    # Zoo. With the gradient norm of the other MuJoCo tasks, exploration ends before the
-    # best stroke is found (304 instead of 360, means of five seeds).
+    # Zoo. With the maximum gradient norm of the other MuJoCo tasks, exploration ends
+    # before the best stroke is found (304 instead of 360, means of five seeds).
     "swimmer": Config(
         env_name="Swimmer-v5",
         discount=0.9999,
@@ -137,8 +137,9 @@ CONFIGS: dict[str, Config] = {
     "hopper": _variant(_MUJOCO, "Hopper-v5"),
     # Episodes end only at the time limit, so more envs mean more diverse rollouts.
     "cheetah": _variant(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
-    # The walker learns from falls: with their gradients clipped to the norm of the
-    # other MuJoCo tasks, the return was 2,560 instead of 4,063 (means of four seeds).
+    # The walker learns from falls, which cause large gradients. With the maximum
+    # gradient norm of the other MuJoCo tasks, the return was 2,560 instead of 4,063
+    # (means of four seeds).
     # The entropy bonus keeps enough exploration to find another gait.
     "walker": Config(env_name="Walker2d-v5", gae_lambda=0.9, entropy_coefficient=3e-4),
     "ant": _variant(_MUJOCO, "Ant-v5", total_steps=3_000_000),

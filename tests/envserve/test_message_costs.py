@@ -55,7 +55,7 @@ def filled(head: dict[str, Any], name: str, item: Any, limit: int) -> bytes:
 
 
 def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
-    """Yield the most expensive messages of each type, finally those for 1,024 rows."""
+    """Yield the most expensive messages of each type; those for 1,024 rows last."""
     boot = raw.server.boot
     numbers: dict[str, Any] = {"session": SESSION, "boot": boot, "epoch": 1}
     attach = dataclasses.replace(make_attach(), env_name="aeiorntl" * 25).encode()

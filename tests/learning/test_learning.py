@@ -1,4 +1,4 @@
-"""Named configs reach their returns, and policies learn in all kinds of spaces."""
+"""Named configs reach their target returns; policies learn in every kind of space."""
 
 import json
 from pathlib import Path

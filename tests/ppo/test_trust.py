@@ -252,7 +252,7 @@ def test_a_config_file_that_names_code_asks_once() -> None:
         return error
 
     assert "nosuch.py:Walk (env_name)" in train("mine.toml")
-    # What is typed needs no trust.
+    # Code that is named on the command line is used without a question.
     assert "no such file" in train("nosuch.py:Walk")
     assert "no such file" in train("mine.toml", "--set", "env_name=nosuch.py:Walk")
     assert "--trust" in train("mine.toml")

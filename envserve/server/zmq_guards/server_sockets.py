@@ -224,7 +224,11 @@ class ServerSockets:
         return next((socket.sender for socket in sockets), None)
 
     def is_shut_out(self, user: str) -> bool:
-        """Return whether this user has recently caused too many closures."""
+        """Return whether the user is rejected for causing `reopen` too often.
+
+        Each call of `reopen` closes the connections of all users; those that name this
+        user as the cause count for `_BLAMED_SECONDS`.
+        """
         since = self._loop.time() - _BLAMED_SECONDS
         return sum(at > since for at in self._blamed.get(user, ())) >= _MAX_BLAMED
 

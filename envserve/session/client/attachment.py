@@ -322,7 +322,11 @@ class Attachment:
 
     @property
     def _stalled(self) -> tuple[float, Request | None]:
-        """The operation that makes an answering server count as lost, and when."""
+        """The time from which an answering server counts as lost, and the reason.
+
+        The reason is the operation that is overdue at that time. Without unanswered
+        operations, the time is infinity and the operation None.
+        """
         is_ready = self.machine.state is ClientState.READY
         return self._requests.stalled(self._timeouts) if is_ready else (math.inf, None)
 

@@ -255,7 +255,7 @@ class Requests:
             request.num_ignored, request.ignored_since = 0, math.inf
 
     def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
-        """Return the operation that first reaches a time limit, and when it does."""
+        """Return when an operation first reaches a time limit, and which one does."""
         first_at, first = math.inf, None
         ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():

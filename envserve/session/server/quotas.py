@@ -40,7 +40,7 @@ class Usage(NamedTuple):
 
     @classmethod
     def requested_by(cls, attach: Attach, host: HostSettings) -> Usage:
-        """Return the usage of the lease that an ATTACH requests."""
+        """Return the resources that an ATTACH message requests."""
         most = attach.num_envs // min(attach.num_splits, attach.num_envs)
         each = min(host.num_workers, attach.blocks_per_split or most, most)
         return cls(attach.num_hosted, each, 1)

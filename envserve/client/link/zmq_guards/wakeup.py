@@ -57,8 +57,9 @@ class ByteCounter:
             self._num_bytes = _bytes_received(self._fd, self._port)
         if self._fd >= 0:
             return _bytes_received(self._fd, self._port) - self._num_bytes
-        # Without a message the descriptor is unknown, so use the connection to this
-        # port with the fewest bytes.
+        # libzmq reveals the descriptor only with a message, and this connection has not
+        # delivered one yet. Use the smallest count of all connections to this port, so
+        # that the bytes of other connections do not count against this one.
         descriptors = map(int, os.listdir("/proc/self/fd"))
         counts = (_bytes_received(fd, self._port) for fd in descriptors)
         return min(filter(None, counts), default=0)
