@@ -20,7 +20,7 @@ Name = Annotated[str, Meta(max_length=200)]
 #: The folders in a line of a traceback, and in any other absolute path.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
 #: Minimum time in seconds between two log lines of the same kind.
-_LOG_INTERVAL: Final = 1.0
+LOG_INTERVAL: Final = 1.0
 #: The parts of a text that `words_without_numbers` compares.
 _MAX_COMPARED_CHARS: Final = 1 << 12
 _MAX_COMPARED_WORDS: Final = 50
@@ -114,7 +114,7 @@ class LogThrottle:
           text to append to the line; "" if there were none.
         """
         logged_at, num_suppressed = self._kinds.get(kind, (-math.inf, 0))
-        if now < logged_at + _LOG_INTERVAL and not is_new:
+        if now < logged_at + LOG_INTERVAL and not is_new:
             self._kinds[kind] = logged_at, num_suppressed + 1
             return None
         more = self.take_suppressed(kind, now)

@@ -96,7 +96,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 def crash_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Every fault writes a file, including those that equal the previous fault.
     monkeypatch.setattr("envserve.crashes.crash_folder._INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr("envserve.text._LOG_INTERVAL", 0.0)
+    monkeypatch.setattr("envserve.text.LOG_INTERVAL", 0.0)
     return tmp_path / "crashes"
 
 

@@ -182,6 +182,6 @@ def test_error_of_the_command_contains_the_path_of_a_missing_file(
     save_run(tmp_path / "run", named("subclass"))
     run_folder, config = RunFolder.open(tmp_path / "run")
     run_folder.save_config(config.replace(network="gone.py:make"))
-    code, _, error = ppo("export", tmp_path / "run", tmp_path / "model")
+    code, _, error = ppo("export", tmp_path / "run", tmp_path / "model", "--trust")
     assert code == 2
     assert f"No such file or directory: '{Path.cwd() / 'gone.py'}'" in error
