@@ -297,12 +297,9 @@ def test_stopped_template_is_replaced_when_a_request_is_pending(
     start(launcher).wait_for_start()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
-def test_stopped_template_and_its_workers_end_with_a_killed_owner(
-    wait_until: Callable[[Callable[[], bool]], None],
-) -> None:
-    code = """
-import os, signal
+#: Code of a process that owns a template and a worker.
+OWNER = """
+import os, signal, sys
 from envserve.pool.launcher import Launcher
 
 launcher = Launcher()
@@ -311,10 +308,21 @@ while worker.pid is None:
     launcher.wait(10.0)
     launcher.poll()
 template = int(repr(launcher).split()[2].rstrip(","))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
+def test_stopped_template_and_its_workers_end_with_a_killed_owner(
+    wait_until: Callable[[Callable[[], bool]], None],
+) -> None:
+    code = (
+        OWNER
+        + """
 os.kill(template, signal.SIGSTOP)
 print(template, worker.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+    )
     result = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -338,22 +346,17 @@ def _is_running(pid: int) -> bool:
 def test_template_ends_with_its_owner_although_a_forked_child_keeps_the_socket(
     wait_until: Callable[[Callable[[], bool]], None],
 ) -> None:
-    code = """
-import os, signal, sys
-from envserve.pool.launcher import Launcher
-
-launcher = Launcher()
-worker = launcher.launch()
-while worker.pid is None:
-    launcher.wait(10.0)
-    launcher.poll()
+    code = (
+        OWNER
+        + """
 if os.fork() == 0:
     sys.stdin.read()
     os._exit(0)
-print(repr(launcher).split()[2].rstrip(","), worker.pid, flush=True)
+print(template, worker.pid, flush=True)
 os.close(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,  # the child exits at its end of file

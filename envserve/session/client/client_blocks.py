@@ -32,8 +32,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum number of distinct warnings from a server that are logged, each once.
 _MAX_WARNED: Final = 16
 
-#: What a reply produced: its outcomes and, if it contains rows, the request that it
-#: answers and the message.
+#: The outcomes of a reply and, if it contains rows, the request that it answers and the
+#: message.
 _Answer = tuple[list[Outcome], Request | None, Message | None]
 
 
