@@ -381,7 +381,7 @@ class BlockOperations:
             num_replaced = previous[row] + 1 if row in previous else 0
             slot.failing_rows[row] = num_replaced
             if num_replaced:
-                reason = f"{env} failed twice in a row"
+                reason = f"{env} failed twice in a row: {fault.cause}"
             elif "MemoryError" in fault.cause.partition(":")[0]:
                 reason = f"{env} ran out of memory"
             if num_replaced > config.max_restarts and worker.error is None:

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.lab.processes import vitals_of, with_descendants
 from envserve.errors import EnvStartError
 from envserve.pool.pool import Pool
+from envserve.slab import Status
 from tests.chaos.batches import (
     EPISODE,
     local_driver,
@@ -163,7 +164,11 @@ def kill(trial: Trial) -> None:
     check_latency(trial.result, 0.1)
 
 
-@chaos_case("an env raises in 1 of 1,000 steps", "one lost row, with the traceback")
+@chaos_case(
+    "an env raises in 1 of 1,000 steps",
+    "one lost row, with the traceback; if a rebuilt env raises before a valid step, "
+    "the rows of its worker, with the exception",
+)
 def raise_(trial: Trial) -> None:
     num_rows = trial.count(1_000_000, 2000)
     # In short runs, raise more often so that an env raises at least once.
@@ -175,11 +180,23 @@ def raise_(trial: Trial) -> None:
             trial.result.faults = sum(driver.ledger.losses.values())
         driver.settle()
         faults = trial.result.faults = sum(driver.ledger.losses.values())
-        num_with_traceback = driver.fault_texts[
-            "RuntimeError: the simulator lost its balance"
-        ]
+        error = "RuntimeError: the simulator lost its balance"
+        num_with_traceback = driver.fault_texts[error]
+        num_of_replaced = driver.ledger.losses[Status.WORKER_DIED]
+        num_with_exception = sum(
+            count
+            for text, count in driver.fault_texts.items()
+            if text.endswith(f"failed twice in a row: {error}")
+        )
+    num_raised = faults - num_of_replaced
     trial.result.check(
-        "faults without their traceback", faults - num_with_traceback, 0, "=="
+        "faults without their traceback", num_raised - num_with_traceback, 0, "=="
+    )
+    trial.result.check(
+        "rows of replaced workers without the exception",
+        num_of_replaced - num_with_exception,
+        0,
+        "==",
     )
     expected = probability * num_rows
     trial.result.check("faults", faults, expected / 4.0, ">=")
