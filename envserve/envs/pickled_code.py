@@ -49,6 +49,7 @@ class UserCode:
 
         Raises:
           TypeError: An element of a list is not a function.
+          ValueError: The list is empty.
         """
         if isinstance(env, str):
             spec = gymnasium.registry.get(env)
@@ -56,6 +57,10 @@ class UserCode:
         if isinstance(env, EnvSpec):
             return env.id, cls({env.id: env})
         if isinstance(env, Sequence):
+            if not env:
+                raise ValueError(
+                    "env: expected at least one function; got an empty list"
+                )
             for index, function in enumerate(env):
                 if not callable(function):
                     raise TypeError(
@@ -63,7 +68,7 @@ class UserCode:
                         f"{function!r:.200}"
                     )
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
-            return "".join([*names[:1], *("(...)" for _ in names[1:2])]), cls({}, env)
+            return names[0] + "(...)" * (len(names) > 1), cls({}, env)
         if not callable(env) or user_envs.is_importable(
             name := user_envs.name_of_code(env)
         ):
