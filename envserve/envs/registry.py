@@ -278,16 +278,20 @@ def _raise_for_arguments(
     error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]
 ) -> None:
     """Raise EnvStartError if a constructor argument is missing or unexpected."""
-    creator = env_creator_of(spec)
-    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
-    parameters = [item for init in inits for item in signature(init).parameters.items()]
-    accepted = {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
+    accepted = arguments_of(env_creator_of(spec))
     match = _BAD_ARGUMENT.search(str(error))
     if match and (match[1] or (match[2] in kwargs and match[2] not in accepted)):
         raise EnvStartError(
             f"env_kwargs: {error.__cause__}; {spec.id} takes "
             f"{', '.join(sorted(accepted)) or 'none'}"
         ) from None
+
+
+def arguments_of(creator: Callable[..., Any]) -> set[str]:
+    """Return the keyword arguments of a class, with those of its bases, or function."""
+    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
+    parameters = [item for init in inits for item in signature(init).parameters.items()]
+    return {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
 
 
 def env_creator_of(spec: EnvSpec) -> Any:
