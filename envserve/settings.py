@@ -37,7 +37,7 @@ from envserve.address import is_local_address
 from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.host_resources import num_cores
 from envserve.text import Name
-from envserve.wrappers.specs import Wrappers
+from envserve.wrappers.specs import WrapperLike, Wrappers
 
 Type = TypeVar("Type")
 
@@ -408,9 +408,9 @@ class EnvOptions(TypedDict, total=False):
     """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | None
     """Keyword arguments of the env's constructor; none by default."""
-    wrappers: Sequence[Mapping[str, Any]]
+    wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
-    default. See docs/wrappers.md."""
+    default. On this host also classes and functions; see docs/wrappers.md."""
     autoreset: Autoreset
     """When an env is reset after its episode has ended, as in Gymnasium: "same_step"
     (default), "next_step" or "disabled"."""

@@ -70,8 +70,10 @@ def local_settings(
     reference, code = UserCode.of(env_name)
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
+    options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     given = _checked_settings(options, LocalOptions, function)
-    if not options["import_modules"]:  # otherwise the modules may register wrappers
+    # Otherwise the modules may register wrappers.
+    if not (options["import_modules"] or code.wrappers):
         check_wrappers(given["wrappers"])
     if num_workers is not None:
         given["num_workers"] = num_workers
