@@ -11,6 +11,7 @@ from inspect import signature
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeVar, get_args
 
+import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from envserve.client.link.connection import NO_ADDRESS, SharedContext
@@ -139,6 +140,13 @@ def remote_name(env: EnvLike) -> str:
             "functions, which only workers of this host can run; start the servers "
             "with `envserve start my_env.py:make_env`, and pass that name"
         )
+    if isinstance(env, EnvSpec):
+        if env != gymnasium.registry.get(env.id):
+            raise TypeError(
+                f"expected a spec that equals the registered one, because the servers "
+                f"have their own; got {env}; pass its name and env_kwargs"
+            )
+        return env.id
     return user_envs.env_name_of(env)
 
 

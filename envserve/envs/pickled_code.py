@@ -74,10 +74,9 @@ class UserCode:
                     )
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
             return names[0] + "(...)" * (len(names) > 1), cls({}, env)
-        if not callable(env) or user_envs.is_importable(
-            name := user_envs.name_of_code(env)
-        ):
-            return env, cls()
+        if not callable(env):
+            return env, cls()  # `name_and_imports` raises the error
+        name = user_envs.name_of_code(env)
         return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
 
     def name_wrappers(self, wrappers: Any) -> Any:
@@ -109,17 +108,15 @@ class UserCode:
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
         """
-        parts = [
-            *(self.specs.items(), *self.wrappers.items(), *enumerate(self.env_fns))
-        ]
-        if not parts:
+        if not (self.specs or self.env_fns or self.wrappers):
             return b""
+        # One pickle, so that the functions of a worker share what their closures share.
         try:
-            # As one pickle, so that the functions of a worker share their closures.
             pickled = _pickle(self)
         except Exception:
-            for name, part in parts:
-                _pickle_part(name, part)
+            functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
+            for name, part in {**self.specs, **self.wrappers, **functions}.items():
+                _check_part(name, part)
             raise
         if len(pickled) > _MAX_BYTES:
             raise EnvStartError(
@@ -195,14 +192,13 @@ def _pickle(value: object) -> bytes:
     return pickled
 
 
-def _pickle_part(name: object, part: object) -> None:
-    """Pickle a part of the code, to find the part that cannot be pickled."""
+def _check_part(name: str, part: object) -> None:
+    """Raise EnvStartError if a part of the code cannot be pickled."""
     try:
         _pickle(part)
     except Exception as error:
-        where = f"env[{name}]" if isinstance(name, int) else name
         raise EnvStartError(
-            f"{where}: cannot be sent to the workers, because it refers to an object "
-            f"that cannot be pickled: {type(error).__name__}: {error}; create that "
+            f"{name}: expected code that workers can receive; it refers to an object "
+            f"that cannot be pickled ({type(error).__name__}: {error}); create that "
             f"object inside the function"
         ) from error

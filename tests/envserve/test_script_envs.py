@@ -31,13 +31,14 @@ from gymnasium.wrappers import (
 import envserve
 from envserve.client import BatchEnv
 from envserve.envs.pickled_code import UserCode
-from envserve.errors import EnvserveError, EnvStartError, WrapperError
+from envserve.errors import EnvserveError, EnvStartError, UnknownEnv, WrapperError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
+from tests.envserve.conftest import Serve
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -226,9 +227,7 @@ def test_the_error_about_code_that_cannot_be_pickled_names_the_function() -> Non
         with lock:
             return Numbered()
 
-    with pytest.raises(
-        EnvStartError, match=r"env\[1\]: cannot be sent .*'_thread.lock'"
-    ):
+    with pytest.raises(EnvStartError, match=r"env\[1\]: .*'_thread.lock' object"):
         envserve.make_vec([Numbered, locked])
 
 
@@ -411,3 +410,16 @@ def test_no_request_contains_code() -> None:
     settings = PoolSettings.of(Attach.decode(body), HostSettings())
     assert not settings.pickled_code
     assert "pickled_code" not in {each.name for each in fields(EnvRequest)}
+
+
+def test_the_error_of_a_server_names_the_option_that_registers_envs(
+    registered: str, serve: Serve
+) -> None:
+    gymnasium.register(registered, Numbered)
+    server = serve("CartPole-v1")
+    with pytest.raises(UnknownEnv, match="envserve start --import MODULE"):
+        envserve.make_vec(registered, 1, [server.address])
+    with contextlib.closing(
+        envserve.make_vec(gymnasium.spec("CartPole-v1"), 1, [server.address])
+    ) as envs:
+        assert envs.reset()[0].shape == (1, 4)
