@@ -71,6 +71,7 @@ def local_settings(
     reference, code = UserCode.of(env_name)
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
+    options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
     options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     given = _checked_settings(options, LocalOptions, function)
     # Otherwise the modules may register wrappers.
@@ -81,6 +82,8 @@ def local_settings(
     if code.env_fns:
         _check_env_fns(code.env_fns, num_envs, given)
         num_envs = len(code.env_fns)
+    is_complete = not (code.wrappers or code.kwargs)
+    given["is_replayable"] = is_complete and user_envs.is_importable(name)
     given["pickled_code"] = code.dumps()
     return PoolSettings(env_name=name[:200], num_envs=num_envs or 1, **given)
 

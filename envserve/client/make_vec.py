@@ -212,11 +212,11 @@ def _expand(
     if (limit := given.pop("max_episode_steps")) is not None:
         added["max_episode_steps"] = limit
     if added:
-        kwargs = given.get("env_kwargs") or {}
-        is_list = not isinstance(kwargs, Mapping)
-        given["env_kwargs"] = (
-            [{**each, **added} for each in kwargs] if is_list else {**kwargs, **added}
-        )
+        before: Any = given.get("env_kwargs") or {}
+        if isinstance(before, Mapping):
+            given["env_kwargs"] = {**before, **added}
+        else:  # one for each env
+            given["env_kwargs"] = [{**each, **added} for each in before]
     return env
 
 

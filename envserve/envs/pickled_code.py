@@ -14,6 +14,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, Self
 
 import gymnasium
@@ -21,6 +22,7 @@ from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
 from envserve.envs import user_envs
 from envserve.errors import EnvStartError, WrapperError
+from envserve.spaces import codec
 from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
 from envserve.wrappers.specs import parse_wrappers, table_of
 
@@ -39,11 +41,13 @@ class UserCode:
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
+      kwargs: Arguments of the env's constructor that have no plain form.
     """
 
     specs: Mapping[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
@@ -79,6 +83,20 @@ class UserCode:
         name = user_envs.name_of_code(env)
         return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
 
+    def take_kwargs(self, kwargs: Any) -> Any:
+        """Store the arguments that have no plain form; return the others."""
+        if not isinstance(kwargs, Mapping):
+            return kwargs
+        plain = {}
+        for name, value in kwargs.items():
+            try:
+                codec.encode(value)
+            except codec.CodecError:
+                self.kwargs[name] = value
+            else:
+                plain[name] = value
+        return plain
+
     def name_wrappers(self, wrappers: Any) -> Any:
         """Replace classes and functions among wrappers by the names of their code.
 
@@ -108,14 +126,15 @@ class UserCode:
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
         """
-        if not (self.specs or self.env_fns or self.wrappers):
+        if not (self.specs or self.env_fns or self.wrappers or self.kwargs):
             return b""
         # One pickle, so that the functions of a worker share what their closures share.
         try:
             pickled = _pickle(self)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
-            for name, part in {**self.specs, **self.wrappers, **functions}.items():
+            parts = self.specs, self.wrappers, self.kwargs, functions
+            for name, part in chain.from_iterable(each.items() for each in parts):
                 _check_part(name, part)
             raise
         if len(pickled) > _MAX_BYTES:
@@ -151,7 +170,7 @@ class UserCode:
             if str(spec.vector_entry_point).startswith("envserve.gym:"):
                 # Set by importing `envserve.gym`, which workers do not do.
                 known = gymnasium.registry.get(name)
-                spec.vector_entry_point = known and known.vector_entry_point
+                spec.vector_entry_point = known.vector_entry_point if known else None
             gymnasium.registry[name] = spec
         for name, wrapper in code.wrappers.items():
             WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
@@ -160,9 +179,9 @@ class UserCode:
     @property
     def roots(self) -> list[Callable[..., Any]]:
         """The functions and classes, except those that workers import by name."""
-        points = (spec.entry_point for spec in self.specs.values())
-        points = (each for each in points if callable(each))
-        return [*self.env_fns, *self.wrappers.values(), *points]
+        points = [spec.entry_point for spec in self.specs.values()]
+        named = [each for each in points if callable(each)]
+        return [*self.env_fns, *self.wrappers.values(), *named]
 
 
 def _is_valid(table: Any) -> bool:
@@ -181,7 +200,8 @@ def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
             f"{spec.name}: expected a wrapper that records its arguments with "
             f"RecordConstructorArgs; pass its class instead"
         )
-    wrapped: Env = load_env_creator(spec.entry_point)(env, **spec.kwargs)
+    make: Any = load_env_creator(spec.entry_point)
+    wrapped: Env = make(env, **spec.kwargs)
     return wrapped
 
 

@@ -50,9 +50,8 @@ class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.name[:64]}({', '.join(shown)})"
 
 
-#: A wrapper in Python code: a name, a dict, a class or function, or a `WrapperSpec` of
-#: Gymnasium, which is a tuple.
-WrapperLike = str | Mapping[str, Any] | Callable[..., Any] | tuple[Any, ...]
+#: A wrapper in Python code. Gymnasium's `WrapperSpec` is accepted too.
+WrapperLike = str | Mapping[str, Any] | Callable[..., Any]
 #: The wrappers of one env, the innermost first.
 Wrappers = Annotated[tuple[WrapperSpec, ...], msgspec.Meta(max_length=MAX_WRAPPERS)]
 

@@ -35,7 +35,7 @@ def test_misspelt_options_are_type_errors(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(FILE)
     first_wrong = 1 + FILE.splitlines().index('envserve.make_vec("A-v0", num_worker=1)')
-    arguments = [file, "--strict", "--no-incremental", "--config-file="]
+    arguments = [str(file), "--strict", "--no-incremental", "--config-file="]
     finished = subprocess.run(
         [sys.executable, "-m", "mypy", *arguments],
         cwd=ROOT,
