@@ -81,11 +81,12 @@ def local_settings(
         given["num_workers"] = num_workers
     if code.env_fns:
         _check_env_fns(code.env_fns, num_envs, given)
-        num_envs = len(code.env_fns)
+    if num_envs is None:
+        num_envs = len(code.env_fns) or 1
     is_complete = not (code.wrappers or code.kwargs)
     given["is_replayable"] = is_complete and user_envs.is_importable(name)
     given["pickled_code"] = code.dumps()
-    return PoolSettings(env_name=name[:200], num_envs=num_envs or 1, **given)
+    return PoolSettings(env_name=name, num_envs=num_envs, **given)
 
 
 def _check_env_fns(

@@ -300,7 +300,8 @@ def make_batch(
     if addresses is None:
         return BatchEnv.local(env, num_envs, num_workers, **given)
     if num_workers is None:
-        return BatchEnv.connect(env, addresses, num_envs or 1, **given)
+        num_envs = 1 if num_envs is None else num_envs
+        return BatchEnv.connect(env, addresses, num_envs, **given)
     raise ValueError(
         f"num_workers: expected None with addresses, because each server sets it "
         f"(envserve start --workers); got {num_workers}"

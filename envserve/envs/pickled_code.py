@@ -77,10 +77,10 @@ class UserCode:
                         f"{function!r:.200}"
                     )
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
-            return names[0] + "(...)" * (len(names) > 1), cls({}, env)
+            return (names[0] + "(...)" * (len(names) > 1))[:200], cls({}, env)
         if not callable(env):
             return env, cls()  # `name_and_imports` raises the error
-        name = user_envs.name_of_code(env)
+        name = user_envs.name_of_code(env)[:200]
         return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
 
     def take_kwargs(self, kwargs: Any) -> Any:
