@@ -37,7 +37,7 @@ from envserve.address import is_local_address
 from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.host_resources import num_cores
 from envserve.text import Name
-from envserve.wrappers.specs import Wrappers
+from envserve.wrappers.specs import WrapperLike, Wrappers
 
 Type = TypeVar("Type")
 
@@ -377,12 +377,16 @@ class HostSettings(WorkerSettings):
 class PoolSettings(WorkerSettings, EnvRequest):
     """Settings of a pool: a client's request and the host's worker settings."""
 
+    pickled_code: bytes = field(default=b"", repr=False)
+    """Code of this process for its workers; see `envs.pickled_code`."""
+    is_replayable: bool = True
+    """Whether repro files contain everything that is needed to create the envs."""
+
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:
         """Combine a request with the settings of a host."""
-        requested = {f.name for f in fields(EnvRequest)}
-        names = [f.name for f in fields(cls)]
-        values = {n: getattr(request if n in requested else host, n) for n in names}
+        values = {f.name: getattr(request, f.name) for f in fields(EnvRequest)}
+        values |= {f.name: getattr(host, f.name) for f in fields(WorkerSettings)}
         if isinstance(host, HostSettings) and request.env_name in map(
             env_name_of, host.vector_envs
         ):
@@ -406,9 +410,9 @@ class EnvOptions(TypedDict, total=False):
     """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | None
     """Keyword arguments of the env's constructor; none by default."""
-    wrappers: Sequence[Mapping[str, Any]]
+    wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
-    default. See docs/wrappers.md."""
+    default. On this host also classes and functions; see docs/wrappers.md."""
     autoreset: Autoreset
     """When an env is reset after its episode has ended, as in Gymnasium: "same_step"
     (default), "next_step" or "disabled"."""

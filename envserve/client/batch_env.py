@@ -145,7 +145,7 @@ class BatchEnv:
     def local(
         cls,
         env_name: EnvLike,
-        num_envs: int,
+        num_envs: int | None = None,
         num_workers: int | None = None,
         *,
         on_fault: OnFault = "truncate",
@@ -157,9 +157,9 @@ class BatchEnv:
 
         Args:
           env_name: Registered name, like "HalfCheetah-v5", or your own env:
-            "my_env.py:Walk", "my_package:Walk-v0", or an importable class or function;
-            see docs/own-envs.md.
-          num_envs: Number of rows.
+            "my_env.py:Walk", "my_package:Walk-v0", a class, a function, Gymnasium's
+            `EnvSpec`, or a list with one function per row; see docs/own-envs.md.
+          num_envs: Number of rows; by default 1, or the number of functions.
           num_workers: Number of worker processes; by default one per core.
           on_fault: What happens when an env fails: "truncate" ends its episode with an
             invalid row; "raise" also raises EnvError. A value outside the env's spaces
@@ -182,7 +182,8 @@ class BatchEnv:
             default.
           env_kwargs: Arguments of the env's constructor; none by default.
           wrappers: Wrappers of each env, innermost first, each a dict with its name
-            and arguments; none by default; see docs/wrappers.md.
+            and arguments, a class, or a function; none by default; see
+            docs/wrappers.md.
           autoreset: When an env is reset after its episode has ended, as in Gymnasium:
             "same_step" (default), "next_step" or "disabled".
           infos: Which info dicts a step returns: "all", "episode_end" (the default;
@@ -216,7 +217,7 @@ class BatchEnv:
         Raises:
           EnvStartError: An env cannot be built; contains the worker's traceback.
           TypeError: An option is unknown, or the env or the modules have a wrong type.
-          UnknownEnv: The env does not exist, or workers cannot import it.
+          UnknownEnv: The env does not exist.
           ValueError: An option is out of bounds.
           WrapperError: A wrapper is unknown, or has a wrong argument.
         """
@@ -308,8 +309,8 @@ class BatchEnv:
         """
         factory.check_choice("on_fault", on_fault, OnFault)
         factory.check_choice("on_server_lost", on_server_lost, OnServerLost)
-        servers = ServerPool(addresses, insecure=insecure)
         request = factory.remote_request(env_name, num_envs, options, cls.connect)
+        servers = ServerPool(addresses, insecure=insecure)
         timeouts = Timeouts(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
@@ -225,9 +226,12 @@ def _install_command(error: BaseException) -> str:
 
 
 def make_env(
-    name: str, kwargs: Mapping[str, Any], wrappers: Sequence[WrapperSpec] = ()
+    name: str,
+    kwargs: Mapping[str, Any],
+    wrappers: Sequence[WrapperSpec] = (),
+    env_fn: Callable[[], Env] | None = None,
 ) -> Env:
-    """Build a registered env and apply wrappers.
+    """Build a registered env, or call the function that creates it; apply wrappers.
 
     Gymnasium's OrderEnforcing and PassiveEnvChecker are left out: workers always reset
     an env before they step it, and check its values when they write them to the slab.
@@ -236,6 +240,7 @@ def make_env(
       name: Registered name.
       kwargs: Constructor arguments of the env.
       wrappers: Wrappers to apply, the innermost first.
+      env_fn: Function that creates the env; its wrappers are kept.
 
     Raises:
       UnknownEnv: No env of that name is registered.
@@ -243,6 +248,8 @@ def make_env(
       EnvStartError: A wrapper does not accept this env, the constructor does not take
         these arguments, a package is missing, or the env exists only as a vector env.
     """
+    if env_fn is not None:
+        return wrap(_call(env_fn, name), wrappers)
     spec = copy.copy(find_spec(name))
     spec.order_enforce = False
     if spec.entry_point is None:
@@ -251,7 +258,13 @@ def make_env(
             f"server with --vector {name}"
         )
     try:
-        env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
+        if ":" in name and not _can_be_registered(spec.entry_point):
+            limit = kwargs.get("max_episode_steps", -1)
+            kwargs = {k: v for k, v in kwargs.items() if k != "max_episode_steps"}
+            env = _call(functools.partial(env_creator_of(spec), **kwargs), name)
+            env = gymnasium.wrappers.TimeLimit(env, limit) if limit > 0 else env
+        else:
+            env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except DependencyNotInstalled as error:
         if not (install := _install_command(error)):
             raise
@@ -262,20 +275,49 @@ def make_env(
     return wrap(env, wrappers)
 
 
+def _call(create: Callable[[], Env], name: str) -> Env:
+    """Return the env that a function creates."""
+    env = create()
+    if not hasattr(env, "step"):
+        raise EnvStartError(
+            f"expected {name} to return an env; got {env!r:.200}; does the function "
+            f"lack a return statement?"
+        )
+    return env
+
+
+def _can_be_registered(entry_point: object) -> bool:
+    """Return whether `gymnasium.make` can create all envs of an entry point.
+
+    It sets their `spec`, and accepts only instances of `gymnasium.Env`. Which envs a
+    function creates is not known in advance.
+    """
+    if isinstance(entry_point, str | None):
+        return True
+    if not (isinstance(entry_point, type) and issubclass(entry_point, gymnasium.Env)):
+        return False
+    is_property = hasattr(inspect.getattr_static(entry_point, "spec"), "__get__")
+    return not is_property and entry_point.__setattr__ is object.__setattr__
+
+
 def _raise_for_arguments(
     error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]
 ) -> None:
     """Raise EnvStartError if a constructor argument is missing or unexpected."""
-    creator = env_creator_of(spec)
-    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
-    parameters = [item for init in inits for item in signature(init).parameters.items()]
-    accepted = {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
+    accepted = arguments_of(env_creator_of(spec))
     match = _BAD_ARGUMENT.search(str(error))
     if match and (match[1] or (match[2] in kwargs and match[2] not in accepted)):
         raise EnvStartError(
-            f"env_kwargs: {error.__cause__}; {spec.id} takes "
+            f"env_kwargs: {error.__cause__ or error}; {spec.id} takes "
             f"{', '.join(sorted(accepted)) or 'none'}"
         ) from None
+
+
+def arguments_of(creator: Callable[..., Any]) -> set[str]:
+    """Return the keyword arguments of a class, with those of its bases, or function."""
+    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
+    parameters = [item for init in inits for item in signature(init).parameters.items()]
+    return {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
 
 
 def env_creator_of(spec: EnvSpec) -> Any:
@@ -326,6 +368,12 @@ def find_spec(name: str) -> EnvSpec:
         _register_installed()
     if name in gymnasium.registry:
         return gymnasium.registry[name]
+    if not user_envs.is_importable(name):
+        raise UnknownEnv(
+            f"expected an env that can be imported; got {name!r}, which a script has "
+            f"defined; only workers that this script starts can create it; to replay "
+            f"its crashes, move it to a separate file"
+        )
     hint = did_you_mean(name, gymnasium.registry)
     if not hint and (name.startswith("ALE/") or "NoFrameskip" in name):
         hint = "; Atari games need --import ale_py (import_modules=['ale_py'])"

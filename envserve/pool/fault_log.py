@@ -328,9 +328,11 @@ class FaultLog:
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
-        purpose = (
-            "actions of its first row" if self._config.vectorized else "to replay it"
-        )
+        purpose = "to replay it"
+        if self._config.vectorized:
+            purpose = "actions of its first row"
+        elif not self._config.is_replayable:
+            purpose = "its actions, which cannot be replayed without the script"
         return [f"{purpose}: envserve replay {shlex.quote(str(path))}{imports}"]
 
 
