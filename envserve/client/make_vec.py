@@ -31,7 +31,7 @@ def make_vec(
     render_mode: str | None = None,
     copy: bool = True,
     wrappers: Sequence[Mapping[str, Any]] = (),
-    env_kwargs: Mapping[str, Any] | None = None,
+    env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> VectorEnv:
     """Make a vector env of identical envs, like `gymnasium.make_vec`.
@@ -51,7 +51,8 @@ def make_vec(
       copy: Whether each step returns new observation arrays. If False, each step
         overwrites the observations of an earlier step.
       wrappers: Wrappers of each env, by name; see docs/wrappers.md.
-      env_kwargs: Other arguments of the env's constructor.
+      env_kwargs: Other arguments of the env's constructor, or a list with those of each
+        env; see docs/own-envs.md.
       **options: Other options of `BatchEnv.local` or `BatchEnv.connect`. By default a
         step waits for absent envs: `padding_after=math.inf`.
 
@@ -147,8 +148,10 @@ def make_batch(
     given |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
     given |= {**options, **fixed}
     if render_mode is not None:
-        given["env_kwargs"] = {**(given.get("env_kwargs") or {})}
-        given["env_kwargs"]["render_mode"] = render_mode
+        kwargs = given.get("env_kwargs") or {}
+        all_kwargs = [kwargs] if isinstance(kwargs, Mapping) else kwargs
+        changed = [{**each, "render_mode": render_mode} for each in all_kwargs]
+        given["env_kwargs"] = changed[0] if kwargs is all_kwargs[0] else changed
     if addresses is None:
         return BatchEnv.local(env, num_envs, num_workers, **given)
     if num_workers is None:

@@ -69,8 +69,9 @@ class FaultLog:
         self._warned: set[str] = set()
         self.reset_options: dict[int, bytes] = {}
 
-    def attach(self, slab: Slab, spec: EnvSpec) -> None:
-        """Set the slab from which to read heartbeats and actions."""
+    def attach(self, slab: Slab, spec: EnvSpec, workers: Mapping[int, int]) -> None:
+        """Set the slab from which to read heartbeats and actions, and rows' workers."""
+        self._worker_of, self._num_workers = workers, len({*workers.values()})
         self._heartbeats = slab.heartbeats
         self._spec = spec
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
@@ -306,7 +307,7 @@ class FaultLog:
         timeouts = config.step_timeout_seconds, config.reset_timeout_seconds
         repro = Repro(
             env_name=config.env_name,
-            env_kwargs=dict(config.env_kwargs),
+            env_kwargs=dict(config.kwargs_of(row)),
             wrappers=config.wrappers,
             import_modules=config.import_modules,
             autoreset=config.autoreset,
@@ -319,6 +320,7 @@ class FaultLog:
             timeout_seconds=timeouts[is_reset],
             played=history,
             end=end,
+            context=config.context_of(row, self._worker_of[row], self._num_workers),
         )
         return encode_repro(repro)
 

@@ -103,7 +103,8 @@ class Attach(EnvRequest):
           CodecError: An argument cannot be sent.
         """
         wrappers = wrappers_to_plain(self.wrappers)
-        body = codec.encode({**vars(self), "wrappers": wrappers})
+        kwargs = self.plain_kwargs
+        body = codec.encode({**vars(self), "env_kwargs": kwargs, "wrappers": wrappers})
         part = "env_kwargs and wrappers"
         return _check_size(body, part, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
 

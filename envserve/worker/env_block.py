@@ -61,10 +61,11 @@ class EnvBlock:
         self._reports_end_infos = config.infos == "episode_end"
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
-            arguments = config, row, config.incarnations[row], checks
-            env = EnvRow(*arguments)
+            context = config.context_of(row, config.worker, config.num_workers)
+            new = partial(EnvRow, config, row, config.incarnations[row], checks)
+            env = new(context=context)
             self._envs.append(
-                SpareRow(env, EnvRow(*arguments), threads) if threads else env
+                SpareRow(env, new(context=context), threads) if threads else env
             )
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:

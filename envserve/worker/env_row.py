@@ -11,16 +11,18 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from envserve.crashes.action_ring import RowRecord
+from envserve.envs.context import EnvContext
 from envserve.envs.registry import make_env
 from envserve.envs.seeding import env_seed
 from envserve.settings import EnvRequest
-from envserve.slab import BEAT_INCREMENT, Rows, next_beat
+from envserve.slab import BEAT_INCREMENT, FIRST_STEP, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
@@ -36,10 +38,12 @@ from envserve.worker.env_checks import (
     split_reset_result,
     step_result_violation,
 )
-from envserve.worker.rendering import render
+from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.reset_signature import complete_reset_signature
 
 Array = np.ndarray[Any, Any]
+#: Reward, terminated, truncated and info.
+StepOutcome = tuple[float, bool, bool, Mapping[str, Any]]
 
 
 class EnvRow:
@@ -54,6 +58,8 @@ class EnvRow:
       inner_env: The env without its wrappers, after `build`.
       is_fresh: Whether this incarnation has never been reset.
       attributes: Attributes that a caller has set; they are set on rebuilt envs too.
+      step: Steps the env with an action; returns reward, terminated, truncated and
+        info.
       autoreset: See `settings.Autoreset`.
     """
 
@@ -63,8 +69,17 @@ class EnvRow:
         row: int,
         incarnation: int = 0,
         checks: EnvChecks | None = None,
+        context: EnvContext | None = None,
     ) -> None:
-        """Store the arguments; `build` builds the env."""
+        """Store the arguments; `build` builds the env.
+
+        Args:
+          request: Settings of the env.
+          row: Row of the pool.
+          incarnation: Number of times that the env was built before.
+          checks: Checks of the values that the env returns.
+          context: Place of the env in its batch; by default, without a worker.
+        """
         self.row = row
         self.env_index = request.first_env_index + row
         self.incarnation = incarnation
@@ -72,10 +87,13 @@ class EnvRow:
         self.autoreset = request.autoreset
         self.is_fresh = True
         self._checks = checks or EnvChecks()
+        self._context = context or request.context_of(row)
+        self._kwargs = request.kwargs_of(row)
         self._initial_seed: int | None = None
         self._last_seed: int | None = None
         self._beat = 0
         self._needs_reset = False
+        self.step: Callable[[Any], StepOutcome] = self._first_step
         self.attributes: dict[str, Any] = {}
 
     @property
@@ -90,7 +108,12 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
-        env = make_env(request.env_name, request.env_kwargs, request.wrappers)
+        context = replace(self._context, incarnation=self.incarnation)
+        kwargs = context.fill(self._kwargs)
+        prepare_rendering(kwargs)
+        with context.activate():
+            env = make_env(request.env_name, kwargs, request.wrappers)
+        self.step = self._first_step
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
@@ -131,7 +154,15 @@ class EnvRow:
         self._beat = next_beat(self._beat, self.row)
         self.record = record
 
-    def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
+    def _first_step(self, action: Any) -> StepOutcome:
+        """Step a newly built env, which may compile code in this step."""
+        self._heartbeat[1] = FIRST_STEP
+        self.step = self._step
+        outcome = self._step(action)
+        self._heartbeat[1] = 0
+        return outcome
+
+    def _step(self, action: Any) -> StepOutcome:
         """Step the env and write its observation.
 
         This method checks that the observation is finite only at the end of an episode.

@@ -24,7 +24,7 @@ from envserve.envs.registry import find_spec
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.lane import Fault
-from envserve.slab import Rows, Status, next_beat
+from envserve.slab import FIRST_STEP, Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
@@ -39,7 +39,7 @@ from envserve.worker.env_checks import (
     flatten_observation,
     leaf_label,
 )
-from envserve.worker.rendering import render
+from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.worker_report import encode_report, fault_from_error
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +50,11 @@ _COLUMNS: Final = ("reward", "terminated", "truncated")
 _NO_INFOS: Final[_Infos] = {}
 #: Maximum length of a fault's text in all rows except the first.
 _MAX_SUMMARY_CHARS: Final = 96
+_FINAL_OBS_MISSING: Final = (
+    "expected infos['final_obs'] with the last observations of the ended episodes, "
+    "because the vector env resets in mode SAME_STEP; got none; add them in step, or "
+    "let step not reset, and implement mode DISABLED; see docs/vector-envs.md"
+)
 #: Keys of a SAME_STEP env's infos that describe the ended episodes.
 _FINAL_KEYS: Final = frozenset({"final_obs", "final_info", "_final_obs", "_final_info"})
 
@@ -83,8 +88,8 @@ class VectorBlock:
     def _make_env(self) -> EnvSpec:
         """Build the vector env; its first reset uses the incarnation's seeds."""
         name, autoreset = self._config.env_name, self._config.autoreset
-        env = self._env = _make_vector_env(self._config, len(self.rows))
-        mode = AutoresetMode(env.metadata.get("autoreset_mode"))
+        env = self._env = self._make_vector_env()
+        mode = _autoreset_mode_of(env, name)
         self._accepts_reset_mask = env.metadata.get(
             "reset_mask", mode.name == "DISABLED"
         )
@@ -97,9 +102,14 @@ class VectorBlock:
                 f"of {name} resets in mode {mode.name}; got {autoreset}"
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
-        seed = inspect.signature(env.reset).parameters["seed"]
-        self._accepts_seed_list = "list" in str(seed.annotation).lower()
-        self._is_fresh = True
+        parameters = inspect.signature(env.reset).parameters
+        if not {"seed", "options"} <= parameters.keys():
+            raise EnvStartError(
+                f"expected reset(*, seed=None, options=None) of the vector env of "
+                f"{name}; got reset({', '.join(parameters)})"
+            )
+        self._accepts_seed_list = "list" in str(parameters["seed"].annotation).lower()
+        self._is_fresh = self._is_unstepped = True
         spaces = env.single_observation_space, env.single_action_space
         spec = self._spec = EnvSpec(name, *spaces)
         leaves = spec.observation_leaves + spec.action_leaves
@@ -108,6 +118,30 @@ class VectorBlock:
                 f"expected a vector env whose spaces consist of arrays; got {spec}"
             )
         return spec
+
+    def _make_vector_env(self) -> Any:
+        config, start = self._config, self.rows.start
+        for setting in ("wrappers", "spare_envs"):
+            if getattr(config, setting):
+                raise EnvStartError(
+                    f"expected no {setting} with a vector env; got some"
+                )
+        if not isinstance(config.env_kwargs, Mapping):
+            raise EnvStartError(
+                "expected one map of env_kwargs with a vector env, which has one "
+                "constructor for all rows of a block; got a list"
+            )
+        known = find_spec(config.env_name)
+        if known.vector_entry_point is None:
+            raise UnknownEnv(f"no env named {known.id!r} has a vector_entry_point")
+        context = config.context_of(start, config.worker, config.num_workers)
+        context = replace(context, incarnation=self._incarnation)
+        kwargs = context.fill(config.env_kwargs)
+        prepare_rendering(kwargs)
+        with context.activate():
+            return gymnasium.make_vec(
+                known, len(self.rows), vectorization_mode="vector_entry_point", **kwargs
+            )
 
     def attach(self, rows: Rows, heartbeat: memoryview, ring: ActionRing) -> None:
         """Set the arrays, the heartbeat and the action ring to write to."""
@@ -141,8 +175,9 @@ class VectorBlock:
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
         actions = [array.copy() for array in rows.action]  # envs may store actions
-        self._beat_once(is_slow=False)
+        self._beat_once(FIRST_STEP if self._is_unstepped else 0)
         results = self._env.step(unflatten(spec.action_space, actions))
+        self._is_unstepped, self._heartbeat[1] = False, 0
         observation, rewards, terminated, truncated, infos = results
         self._write_observation(rows.observation, observation)
         columns = rows.reward, rows.terminated, rows.truncated
@@ -157,7 +192,8 @@ class VectorBlock:
         begun = _NO_INFOS
         if ended.any():
             if self._resets_itself:
-                finals = infos["final_obs"]
+                if (finals := infos.get("final_obs")) is None:
+                    raise SpaceViolation(_FINAL_OBS_MISSING)
                 if isinstance(finals, np.ndarray) and finals.dtype.hasobject:
                     space, chosen = spec.observation_space, finals[ended]
                     batch: Any = create_empty_array(space, len(chosen))
@@ -235,7 +271,7 @@ class VectorBlock:
                 f"vector env does not support reset_mask; got a reset of {mask.sum()}"
             )
         self._is_fresh = False
-        self._beat_once(is_slow=True)
+        self._beat_once(1)
         self._record_resets(mask, seeds, options)
         seed: Any = seeds
         if seeds is not None and not self._accepts_seed_list:
@@ -262,9 +298,10 @@ class VectorBlock:
                 given = incarnation, seed, None, options
                 record.begin_episode(None, *given, is_autoreset=is_auto)
 
-    def _beat_once(self, *, is_slow: bool) -> None:
+    def _beat_once(self, slowness: int) -> None:
+        """Write a heartbeat, and its column 1; see `Slab`."""
         self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
-        self._heartbeat[1] = int(is_slow)
+        self._heartbeat[1] = slowness
 
     def _replace_failed(self, error: Exception) -> list[Fault]:
         """Replace the failed vector env; see `EnvBlock`."""
@@ -276,7 +313,7 @@ class VectorBlock:
         self._block.status[...] = Status.PENDING
         for record in self._records:
             record.save_failed()
-        self._beat_once(is_slow=True)
+        self._beat_once(1)
         self.close()
         self._incarnation += 1
         self._make_env()
@@ -290,7 +327,7 @@ class VectorBlock:
     def call(self, payload: bytes) -> bytes:
         """Access an attribute of the vector env; return the encoded answer."""
         task = CallRequest.decode(payload)
-        self._beat_once(is_slow=True)
+        self._beat_once(1)
         for record in self._records if task.may_change_env else ():
             record.mark_touched()
         answer = run_call_on_vector_env(task, self._env, self.rows)
@@ -324,16 +361,19 @@ class VectorBlock:
         target[... if mask is None else mask] = array
 
 
-def _make_vector_env(config: BuildMessage, num_envs: int) -> Any:
-    for setting in ("wrappers", "spare_envs"):
-        if getattr(config, setting):
-            raise EnvStartError(f"expected no {setting} with a vector env; got some")
-    name = config.env_name
-    known = find_spec(name)
-    if known.vector_entry_point is None:
-        raise UnknownEnv(f"no env named {name!r} has a vector_entry_point")
-    mode, kwargs = "vector_entry_point", config.env_kwargs
-    return gymnasium.make_vec(known, num_envs, vectorization_mode=mode, **kwargs)
+def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
+    """Return a vector env's autoreset mode; raise EnvStartError if it has none."""
+    given = env.metadata.get("autoreset_mode")
+    try:
+        return AutoresetMode(given)
+    except ValueError:
+        raise EnvStartError(
+            f"expected the vector env of {name} to state when it resets ended envs, in "
+            f"metadata['autoreset_mode']: AutoresetMode.SAME_STEP if its step does so "
+            f"and puts the last observations into infos['final_obs'], NEXT_STEP, or "
+            f"DISABLED if reset accepts options={{'reset_mask': ...}}; got {given!r}; "
+            f"see docs/vector-envs.md"
+        ) from None
 
 
 def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
@@ -346,7 +386,9 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
             continue
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)
-        elif isinstance(value, np.ndarray | list | tuple) and len(value) == size:
+        elif isinstance(value, list | tuple) and len(value) == size:
             value = value[row]
+        elif getattr(value, "shape", ())[:1] == (size,):  # also JAX's arrays
+            value = np.asarray(value)[row]
         info[key] = value  # a value that is not split by row belongs to all rows
     return info
