@@ -146,6 +146,7 @@ def test_line_of_a_worker_that_hangs_says_where(
         step_timeout_seconds=1.0,
         crash_dir=str(tmp_path),
     )
+    step(pool, 0)  # the first step has more time
     (outcome,) = step(pool, 1)
     (line,) = lines(caplog)
     assert "a step timed out after 1 s" in line
@@ -196,7 +197,7 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     slab = pool._workers.slab
     assert slab is not None
     ring = ActionRing(pool.spec, 1, slab.extra)
-    log.attach(slab, pool.spec)
+    log.attach(slab, pool.spec, {0: 0})
     text = "stopped:\nTraceback:\nValueError: no level"
     assert ring.read(0) is not None
     log.log_worker_loss(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
