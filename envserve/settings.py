@@ -74,7 +74,7 @@ _TYPE_DESCRIPTIONS: Final = {
 }
 
 #: Keyword arguments of all envs, or of each env.
-EnvKwargs = Mapping[str, Any] | tuple[Mapping[str, Any], ...]
+EnvKwargs = Mapping[str, Any] | list[Mapping[str, Any]]
 #: When an env is reset after its episode has ended, as in Gymnasium's `AutoresetMode`.
 Autoreset = Literal["same_step", "next_step", "disabled"]
 #: Rows whose info dicts are returned: all, those whose episode ended, or none.
@@ -244,31 +244,16 @@ class EnvRequest(_Validated):
                 f"envs; got {len(given)}"
             )
 
-    @property
-    def all_kwargs(self) -> tuple[Mapping[str, Any], ...]:
-        """The keyword arguments of all envs together, or of each env."""
-        given = self.env_kwargs
-        return (given,) if isinstance(given, Mapping) else tuple(given)
-
-    @property
-    def plain_kwargs(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The `env_kwargs` in a form that `codec` encodes as a map or array."""
-        given = self.env_kwargs
-        return dict(given) if isinstance(given, Mapping) else [*map(dict, given)]
-
     def kwargs_of(self, row: int) -> Mapping[str, Any]:
         """Return the keyword arguments of a row's env, with placeholders."""
         given = self.env_kwargs
         return given if isinstance(given, Mapping) else given[row]
 
-    def context_of(self, row: int, worker: int = 0, num_workers: int = 1) -> EnvContext:
-        """Return the place of a row's env in the whole batch."""
-        return EnvContext(
-            row=self.first_env_index + row,
-            num_envs=self.num_batch_envs or self.first_env_index + self.num_envs,
-            worker=worker,
-            num_workers=num_workers,
-        )
+    def context_of(self, row: int, worker: int = 0, workers: int = 1) -> EnvContext:
+        """Return the place of a row's env, which one of several workers builds."""
+        first = self.first_env_index
+        num_envs = self.num_batch_envs or first + self.num_envs
+        return EnvContext(first + row, num_envs, worker, workers)
 
     @property
     def num_hosted(self) -> int:

@@ -120,7 +120,7 @@ def main() -> None:
         device="cpu",
     )
     model.learn(args.steps)
-    average, _ = evaluate_policy(model, envs, n_eval_episodes=24)
+    average, _ = evaluate_policy(model, envs, n_eval_episodes=8)
     envs.close()
     print(f"average return: {average:.1f}")
 

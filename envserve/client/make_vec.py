@@ -148,10 +148,11 @@ def make_batch(
     given |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
     given |= {**options, **fixed}
     if render_mode is not None:
-        kwargs = given.get("env_kwargs") or {}
-        all_kwargs = [kwargs] if isinstance(kwargs, Mapping) else kwargs
-        changed = [{**each, "render_mode": render_mode} for each in all_kwargs]
-        given["env_kwargs"] = changed[0] if kwargs is all_kwargs[0] else changed
+        kwargs, mode = given.get("env_kwargs") or {}, {"render_mode": render_mode}
+        is_map = isinstance(kwargs, Mapping)
+        given["env_kwargs"] = (
+            {**kwargs, **mode} if is_map else [{**each, **mode} for each in kwargs]
+        )
     if addresses is None:
         return BatchEnv.local(env, num_envs, num_workers, **given)
     if num_workers is None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 _PLACEHOLDER: Final = re.compile(r"\{(\{(?:row|worker)\})\}|\{(row|worker)\}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EnvContext:
     """The place of an env in its batch.
 
@@ -41,9 +41,8 @@ class EnvContext:
         Other braces remain unchanged. `{{row}}` becomes a literal `{row}`.
         """
         if isinstance(value, str):
-            return _PLACEHOLDER.sub(
-                lambda found: found[1] or str(getattr(self, found[2])), value
-            )
+            number_of = vars(self)
+            return _PLACEHOLDER.sub(lambda m: m[1] or str(number_of[m[2]]), value)
         if isinstance(value, Mapping):
             return {key: self.fill(item) for key, item in value.items()}
         if type(value) in (list, tuple):

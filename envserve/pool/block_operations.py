@@ -300,11 +300,7 @@ class BlockOperations:
             return
         if self.state == "starting":
             assert workers.slab is not None, "all workers are ready"
-            blocks = [slot.block for slot in self._slots]
-            workers_by_row = {
-                row: block.worker for block in blocks for row in block.rows
-            }
-            self._fault_log.attach(workers.slab, spec, workers_by_row)
+            self._fault_log.attach(workers.slab, spec)
             self.metrics.slab = workers.slab
             self.state = "ready"
         messages = [

@@ -25,7 +25,7 @@ from envserve.crashes.crash_folder import CrashFolder
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError
-from envserve.lane import Fault
+from envserve.lane import Block, Fault
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_states import Exit, Lost
 from envserve.settings import PoolSettings
@@ -55,9 +55,16 @@ class FaultLog:
       reset_options: Encoded options of each row's last reset with options.
     """
 
-    def __init__(self, config: PoolSettings, label: str = "", owner: str = "") -> None:
-        """Store the settings, the prefix of log lines, and the owner of the envs."""
+    def __init__(
+        self,
+        config: PoolSettings,
+        blocks: Sequence[Block],
+        label: str = "",
+        owner: str = "",
+    ) -> None:
+        """Store the arguments, including the prefix of log lines and envs' owner."""
         self._config = config
+        self._workers = [block.worker for block in blocks for _ in block.rows]
         self._label = f"{label}: " if label else ""
         self._files = None
         if config.crash_dir not in (None, "none"):
@@ -69,9 +76,8 @@ class FaultLog:
         self._warned: set[str] = set()
         self.reset_options: dict[int, bytes] = {}
 
-    def attach(self, slab: Slab, spec: EnvSpec, workers: Mapping[int, int]) -> None:
-        """Set the slab from which to read heartbeats and actions, and rows' workers."""
-        self._worker_of, self._num_workers = workers, len({*workers.values()})
+    def attach(self, slab: Slab, spec: EnvSpec) -> None:
+        """Set the slab from which to read heartbeats and actions."""
         self._heartbeats = slab.heartbeats
         self._spec = spec
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
@@ -322,7 +328,7 @@ class FaultLog:
             timeout_seconds=timeouts[is_reset],
             played=history,
             end=end,
-            context=config.context_of(row, self._worker_of[row], self._num_workers),
+            context=config.context_of(row, self._workers[row], max(self._workers) + 1),
         )
         return encode_repro(repro)
 

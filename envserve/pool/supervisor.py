@@ -170,7 +170,6 @@ class SupervisedWorker:
         config = self._config
         message: dict[str, Any] = {
             **{name: getattr(config, name) for name in _SETTINGS},
-            "env_kwargs": config.plain_kwargs,
             "wrappers": wrappers_to_plain(config.wrappers),
             "num_workers": self._num_workers,
             "worker": self.index,

@@ -103,8 +103,7 @@ class Attach(EnvRequest):
           CodecError: An argument cannot be sent.
         """
         wrappers = wrappers_to_plain(self.wrappers)
-        kwargs = self.plain_kwargs
-        body = codec.encode({**vars(self), "env_kwargs": kwargs, "wrappers": wrappers})
+        body = codec.encode({**vars(self), "wrappers": wrappers})
         part = "env_kwargs and wrappers"
         return _check_size(body, part, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
 

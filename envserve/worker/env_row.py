@@ -71,15 +71,7 @@ class EnvRow:
         checks: EnvChecks | None = None,
         context: EnvContext | None = None,
     ) -> None:
-        """Store the arguments; `build` builds the env.
-
-        Args:
-          request: Settings of the env.
-          row: Row of the pool.
-          incarnation: Number of times that the env was built before.
-          checks: Checks of the values that the env returns.
-          context: Place of the env in its batch; by default, without a worker.
-        """
+        """Store the arguments; `build` builds the env."""
         self.row = row
         self.env_index = request.first_env_index + row
         self.incarnation = incarnation

@@ -122,9 +122,8 @@ def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvS
     except Exception as error:
         error.add_note(
             "The first env of this worker was built, a later one was not. If a process "
-            "or a host can have only one such env, use num_workers=num_envs without "
-            "spare_envs, and other ports and files for each row: {row} in env_kwargs, "
-            "or envserve.env_context()."
+            "can have only one, use num_workers=num_envs (servers: --workers), without "
+            "spare_envs; if each needs its own port or file, use {row} in env_kwargs."
         )
         raise
 

@@ -88,7 +88,7 @@ class VectorBlock:
     def _make_env(self) -> EnvSpec:
         """Build the vector env; its first reset uses the incarnation's seeds."""
         name, autoreset = self._config.env_name, self._config.autoreset
-        env = self._env = self._make_vector_env()
+        env = self._env = _make_vector_env(self._config, self.rows, self._incarnation)
         mode = _autoreset_mode_of(env, name)
         self._accepts_reset_mask = env.metadata.get(
             "reset_mask", mode.name == "DISABLED"
@@ -109,7 +109,7 @@ class VectorBlock:
                 f"{name}; got reset({', '.join(parameters)})"
             )
         self._accepts_seed_list = "list" in str(parameters["seed"].annotation).lower()
-        self._is_fresh = self._is_unstepped = True
+        self._is_fresh, self._step_slowness = True, FIRST_STEP
         spaces = env.single_observation_space, env.single_action_space
         spec = self._spec = EnvSpec(name, *spaces)
         leaves = spec.observation_leaves + spec.action_leaves
@@ -118,30 +118,6 @@ class VectorBlock:
                 f"expected a vector env whose spaces consist of arrays; got {spec}"
             )
         return spec
-
-    def _make_vector_env(self) -> Any:
-        config, start = self._config, self.rows.start
-        for setting in ("wrappers", "spare_envs"):
-            if getattr(config, setting):
-                raise EnvStartError(
-                    f"expected no {setting} with a vector env; got some"
-                )
-        if not isinstance(config.env_kwargs, Mapping):
-            raise EnvStartError(
-                "expected one map of env_kwargs with a vector env, which has one "
-                "constructor for all rows of a block; got a list"
-            )
-        known = find_spec(config.env_name)
-        if known.vector_entry_point is None:
-            raise UnknownEnv(f"no env named {known.id!r} has a vector_entry_point")
-        context = config.context_of(start, config.worker, config.num_workers)
-        context = replace(context, incarnation=self._incarnation)
-        kwargs = context.fill(config.env_kwargs)
-        prepare_rendering(kwargs)
-        with context.activate():
-            return gymnasium.make_vec(
-                known, len(self.rows), vectorization_mode="vector_entry_point", **kwargs
-            )
 
     def attach(self, rows: Rows, heartbeat: memoryview, ring: ActionRing) -> None:
         """Set the arrays, the heartbeat and the action ring to write to."""
@@ -175,9 +151,9 @@ class VectorBlock:
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
         actions = [array.copy() for array in rows.action]  # envs may store actions
-        self._beat_once(FIRST_STEP if self._is_unstepped else 0)
+        self._beat_once(self._step_slowness)
         results = self._env.step(unflatten(spec.action_space, actions))
-        self._is_unstepped, self._heartbeat[1] = False, 0
+        self._step_slowness = self._heartbeat[1] = 0
         observation, rewards, terminated, truncated, infos = results
         self._write_observation(rows.observation, observation)
         columns = rows.reward, rows.terminated, rows.truncated
@@ -361,18 +337,36 @@ class VectorBlock:
         target[... if mask is None else mask] = array
 
 
+def _make_vector_env(config: BuildMessage, rows: range, incarnation: int) -> Any:
+    for setting in ("wrappers", "spare_envs"):
+        if getattr(config, setting):
+            raise EnvStartError(f"expected no {setting} with a vector env; got some")
+    if not isinstance(config.env_kwargs, Mapping):
+        raise EnvStartError(
+            "expected one map of env_kwargs with a vector env, not more"
+        )
+    name = config.env_name
+    known = find_spec(name)
+    if known.vector_entry_point is None:
+        raise UnknownEnv(f"no env named {name!r} has a vector_entry_point")
+    context = config.context_of(rows.start, config.worker, config.num_workers)
+    mode, kwargs = "vector_entry_point", context.fill(config.env_kwargs)
+    prepare_rendering(kwargs)
+    with replace(context, incarnation=incarnation).activate():
+        return gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)
+
+
 def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
-    """Return a vector env's autoreset mode; raise EnvStartError if it has none."""
+    """Return a vector env's autoreset mode; raise EnvStartError if it states none."""
     given = env.metadata.get("autoreset_mode")
     try:
         return AutoresetMode(given)
     except ValueError:
         raise EnvStartError(
-            f"expected the vector env of {name} to state when it resets ended envs, in "
-            f"metadata['autoreset_mode']: AutoresetMode.SAME_STEP if its step does so "
-            f"and puts the last observations into infos['final_obs'], NEXT_STEP, or "
-            f"DISABLED if reset accepts options={{'reset_mask': ...}}; got {given!r}; "
-            f"see docs/vector-envs.md"
+            f"expected metadata['autoreset_mode'] of the vector env of {name} to be "
+            f"AutoresetMode.NEXT_STEP, SAME_STEP (its step resets ended envs, and puts "
+            f"the last observations into infos['final_obs']) or DISABLED (its reset "
+            f"takes reset_mask); got {given!r}; see docs/vector-envs.md"
         ) from None
 
 

@@ -137,10 +137,9 @@ def test_each_env_can_have_its_own_arguments(file: str, spare_envs: bool) -> Non
 
 
 def test_a_list_of_arguments_has_one_map_per_env(file: str) -> None:
-    for given in ([{}], [{}, {}, {}]):
-        text = (
-            f"env_kwargs: expected one map, or .* each of the 2 envs; got {len(given)}"
-        )
+    for count in (1, 3):
+        given: list[dict[str, Any]] = [{}] * count
+        text = f"env_kwargs: expected one map, or .* each of the 2 envs; got {count}"
         with pytest.raises(ValueError, match=text):
             BatchEnv.local(f"{file}:Place", 2, 1, env_kwargs=given)
     with pytest.raises(ValueError, match="a map, or a list with a map per env; got 5"):
@@ -183,7 +182,7 @@ def test_the_arguments_of_each_env_must_be_allowed() -> None:
     quota = Quota("", host, None)
 
     def check(*paths: str) -> None:
-        kwargs = tuple({"path": path} for path in paths)
+        kwargs: Any = [{"path": path} for path in paths]
         attach = Attach(env_name="A", num_envs=len(paths), seed=1, env_kwargs=kwargs)
         quota.check_env(Attach.decode(attach.encode()))
 

@@ -192,12 +192,12 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     assert "exited with code 3; in a reset of env 0" in line
     assert line.endswith('its stderr ends with "no licence"')
     caplog.clear()
-    log = FaultLog(pool.config, "session 7")
+    log = FaultLog(pool.config, pool.blocks, "session 7")
     worker = pool._workers.all[0]
     slab = pool._workers.slab
     assert slab is not None
     ring = ActionRing(pool.spec, 1, slab.extra)
-    log.attach(slab, pool.spec, {0: 0})
+    log.attach(slab, pool.spec)
     text = "stopped:\nTraceback:\nValueError: no level"
     assert ring.read(0) is not None
     log.log_worker_loss(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
