@@ -26,7 +26,7 @@ class EnvContext:
       num_envs: Number of rows of the whole batch.
       worker: Index of the worker process among those that serve the batch on this host.
       num_workers: Number of these worker processes.
-      incarnation: Number of times that the env of this row was built before.
+      incarnation: 0 for the first env of the row; grows whenever the env is replaced.
     """
 
     row: int
