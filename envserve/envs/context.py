@@ -63,13 +63,9 @@ _context: ContextVar[EnvContext | None] = ContextVar("env_context", default=None
 
 
 def env_context() -> EnvContext | None:
-    """Return the place in the batch of the env that is being built.
+    """Return the place in its batch of the env that a worker builds at the moment.
 
     Call it in the constructor of an env or wrapper, and store the result if you need it
-    later.
-
-    Returns:
-      The place; None outside of a constructor that a worker calls, for example if the
-      env is made by `gymnasium.make`.
+    later. It returns None everywhere else, for example in `gymnasium.make`.
     """
     return _context.get()

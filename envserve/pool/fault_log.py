@@ -207,9 +207,7 @@ class FaultLog:
         (block,) = hosts
         history = self._read_history(row)
         is_call = running.get(block.index) == MessageKind.CALL
-        doing = (
-            "a call of" if is_call else "a reset of" if is_slow == 1 else "a step of"
-        )
+        doing = "a call of" if is_call else ("a step of", "a reset of")[is_slow == 1]
         parts = [
             f"in {doing} env {self._index_of(row)}",
             *self._describe_history(row, history),

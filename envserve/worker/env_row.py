@@ -58,8 +58,7 @@ class EnvRow:
       inner_env: The env without its wrappers, after `build`.
       is_fresh: Whether this incarnation has never been reset.
       attributes: Attributes that a caller has set; they are set on rebuilt envs too.
-      step: Steps the env with an action; returns reward, terminated, truncated and
-        info.
+      step: Steps the env with an action; returns its `StepOutcome`.
       autoreset: See `settings.Autoreset`.
     """
 
@@ -85,7 +84,6 @@ class EnvRow:
         self._last_seed: int | None = None
         self._beat = 0
         self._needs_reset = False
-        self.step: Callable[[Any], StepOutcome] = self._first_step
         self.attributes: dict[str, Any] = {}
 
     @property
@@ -105,7 +103,7 @@ class EnvRow:
         prepare_rendering(kwargs)
         with context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers)
-        self.step = self._first_step
+        self.step: Callable[[Any], StepOutcome] = self._first_step
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
