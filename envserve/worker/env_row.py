@@ -58,7 +58,6 @@ class EnvRow:
       inner_env: The env without its wrappers, after `build`.
       is_fresh: Whether this incarnation has never been reset.
       attributes: Attributes that a caller has set; they are set on rebuilt envs too.
-      step: Steps the env with an action; returns its `StepOutcome`.
       autoreset: See `settings.Autoreset`.
     """
 
@@ -103,7 +102,7 @@ class EnvRow:
         prepare_rendering(kwargs)
         with context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers)
-        self.step: Callable[[Any], StepOutcome] = self._first_step
+        self.step = self._first_step  # type: ignore[method-assign]  # until it is called
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
@@ -147,12 +146,12 @@ class EnvRow:
     def _first_step(self, action: Any) -> StepOutcome:
         """Step a newly built env, which may compile code in this step."""
         self._heartbeat[1] = FIRST_STEP
-        self.step = self._step
-        outcome = self._step(action)
+        del self.step
+        outcome = self.step(action)
         self._heartbeat[1] = 0
         return outcome
 
-    def _step(self, action: Any) -> StepOutcome:
+    def step(self, action: Any) -> StepOutcome:
         """Step the env and write its observation.
 
         This method checks that the observation is finite only at the end of an episode.
