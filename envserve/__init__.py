@@ -8,13 +8,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from envserve.client import BatchEnv
     from envserve.client.make_vec import make, make_vec
+    from envserve.envs.context import env_context
 
     __version__: str
 
-__all__ = ["BatchEnv", "make", "make_vec"]
+__all__ = ["BatchEnv", "env_context", "make", "make_vec"]
 
 _HOMES = {
     "BatchEnv": "envserve.client",
+    "env_context": "envserve.envs.context",
     "make": "envserve.client.make_vec",
     "make_vec": "envserve.client.make_vec",
 }

@@ -8,7 +8,7 @@ imports Stable-Baselines3.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -61,7 +61,8 @@ def make_vec_env(
     batch = make_batch(env, n_envs, addresses, fixed, seed=seed, **options)
     kwargs, wrappers = options.get("env_kwargs") or {}, options.get("wrappers", ())
     names = [wrapper.name for wrapper in parse_wrappers(wrappers)]
-    vec_env = BatchVecEnv(batch, kwargs.get("render_mode"), names)
+    first = kwargs if isinstance(kwargs, Mapping) else kwargs[0]
+    vec_env = BatchVecEnv(batch, first.get("render_mode"), names)
     vec_env.seed(seed)
     monitored = VecMonitor(vec_env, monitor_file)
     # VecMonitor's own list would stay empty.

@@ -34,6 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from envserve.address import is_local_address
+from envserve.envs.context import EnvContext
 from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.host_resources import num_cores
 from envserve.text import Name
@@ -69,8 +70,11 @@ _TYPE_DESCRIPTIONS: Final = {
     "`array`": "a list",
     "`array | null`": "a list or None",
     "`object`": "a map",
+    "`object | array`": "a map, or a list with a map per env",
 }
 
+#: Keyword arguments of all envs, or of each env.
+EnvKwargs = Mapping[str, Any] | list[Mapping[str, Any]]
 #: When an env is reset after its episode has ended, as in Gymnasium's `AutoresetMode`.
 Autoreset = Literal["same_step", "next_step", "disabled"]
 #: Rows whose info dicts are returned: all, those whose episode ended, or none.
@@ -207,10 +211,13 @@ class EnvRequest(_Validated):
     None, as in Gymnasium."""
     first_env_index: _U32 = 0
     """Index of the first env's row in the whole batch, which can span several lanes."""
+    num_batch_envs: _U32 = 0
+    """Number of rows of the whole batch; 0 if this request contains its last row."""
     first_incarnation: _U32 = 0
     """Number of times that each env was built before, on any host."""
-    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the env's constructor."""
+    env_kwargs: EnvKwargs = field(default_factory=dict)
+    """Keyword arguments of the env's constructor: one map for all envs, or one per env.
+    In strings, `{row}` and `{worker}` are replaced; see `EnvContext`."""
     wrappers: Wrappers = ()
     """Wrappers of each env, innermost first."""
     autoreset: Autoreset = "same_step"
@@ -226,6 +233,27 @@ class EnvRequest(_Validated):
     are cast."""
     vectorized: bool = False
     """Whether each block is one vector env, created by the env's vector_entry_point."""
+
+    def __post_init__(self) -> None:
+        """Also check that a list of `env_kwargs` has one map per env."""
+        super().__post_init__()
+        given = self.env_kwargs
+        if not isinstance(given, Mapping) and len(given) != self.num_envs:
+            raise ValueError(
+                f"env_kwargs: expected one map, or one for each of the {self.num_envs} "
+                f"envs; got {len(given)}"
+            )
+
+    def kwargs_of(self, row: int) -> Mapping[str, Any]:
+        """Return the keyword arguments of a row's env, with placeholders."""
+        given = self.env_kwargs
+        return given if isinstance(given, Mapping) else given[row]
+
+    def context_of(self, row: int, worker: int = 0, workers: int = 1) -> EnvContext:
+        """Return the place of a row's env, which one of several workers builds."""
+        first = self.first_env_index
+        num_envs = self.num_batch_envs or first + self.num_envs
+        return EnvContext(first + row, num_envs, worker, workers)
 
     @property
     def num_hosted(self) -> int:
@@ -245,11 +273,14 @@ class WorkerSettings(_Validated):
     """Import the env modules in each worker, instead of once in the process from which
     workers are forked. Workers start more slowly, but modules may start threads or use
     a GPU when they are imported; see docs/forking.md."""
+    gpus: tuple[int | str, ...] = ()
+    """GPU for a worker, as in CUDA_VISIBLE_DEVICES; repeatable. Worker i uses the one
+    with index i modulo their number. By default, workers see all GPUs."""
     step_timeout_seconds: _Seconds = 30.0
     """Step timeout of one env in seconds, after which its worker is killed."""
     reset_timeout_seconds: _Seconds = 120.0
-    """Timeout in seconds for building or resetting one env, after which its worker is
-    killed."""
+    """Timeout in seconds for building one env, for its first step, which may compile
+    code, and for a reset, after which its worker is killed."""
     max_restarts: Annotated[int, Meta(ge=0)] = 5
     """Maximum number of times in a row that a worker is restarted without a valid step
     of the failing env in between; after that, the env's error is raised."""
@@ -408,8 +439,9 @@ class EnvOptions(TypedDict, total=False):
     envs get the seeds that they would have in the larger batch."""
     num_splits: int
     """Number of row groups that can be stepped independently; 1 by default."""
-    env_kwargs: Mapping[str, Any] | None
-    """Keyword arguments of the env's constructor; none by default."""
+    env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    """Keyword arguments of the env's constructor, or a list with those of each env;
+    none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
     wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
     default. On this host also classes and functions; see docs/wrappers.md."""
@@ -442,12 +474,15 @@ class LocalOptions(EnvOptions, total=False):
     """Whether the env modules are imported once, in the process from which workers are
     forked; True by default. If False, each worker imports them itself, so that they may
     start threads or use a GPU; see docs/forking.md."""
+    gpus: Sequence[int | str]
+    """GPUs for the workers, as in CUDA_VISIBLE_DEVICES: worker i uses the one with
+    index i modulo their number. By default, workers see all GPUs."""
     step_timeout: float
     """Step timeout of one env in seconds, after which its worker is killed; 30 by
     default."""
     reset_timeout: float
-    """Timeout in seconds for building or resetting one env, after which its worker is
-    killed; 120 by default."""
+    """Timeout in seconds for building one env, for its first step and for a reset,
+    after which its worker is killed; 120 by default."""
     max_restarts: int
     """Maximum number of times in a row that a worker is restarted without a valid step
     of the failing env in between; 5 by default. After that, the env's error is

@@ -180,7 +180,9 @@ class BatchEnv:
             part of. It determines the seeds of the envs; 0 by default.
           num_splits: Number of groups of blocks that are stepped independently; 1 by
             default.
-          env_kwargs: Arguments of the env's constructor; none by default.
+          env_kwargs: Arguments of the env's constructor, or a list with those of each
+            env; none by default. `{row}` and `{worker}` in strings are replaced by
+            numbers.
           wrappers: Wrappers of each env, innermost first, each a dict with its name
             and arguments, a class, or a function; none by default; see
             docs/wrappers.md.
@@ -205,7 +207,10 @@ class BatchEnv:
             itself, so that they may start threads or use a GPU; see docs/forking.md.
           step_timeout: Maximum seconds for one step of one env, after which its worker
             is killed; 30 by default.
-          reset_timeout: Maximum seconds to construct or reset one env; 120 by default.
+          gpus: GPUs for the workers, as in CUDA_VISIBLE_DEVICES; by default, workers
+            see all GPUs.
+          reset_timeout: Maximum seconds to construct one env, for its first step and
+            for a reset; 120 by default.
           max_restarts: Maximum number of times in a row that a worker is restarted
             without a valid step of the failing env in between; 5 by default. After
             that, the env's error is raised.

@@ -251,9 +251,15 @@ def _checked_settings(
 def _split_request(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
     """Divide a request evenly among servers."""
     edges = [i * whole.num_envs // num_servers for i in range(num_servers + 1)]
-    first = whole.first_env_index
+    first, kwargs = whole.first_env_index, whole.env_kwargs
     return [
-        replace(whole, num_envs=stop - start, first_env_index=first + start)
+        replace(
+            whole,
+            num_envs=stop - start,
+            first_env_index=first + start,
+            num_batch_envs=whole.num_batch_envs or first + whole.num_envs,
+            env_kwargs=kwargs if isinstance(kwargs, Mapping) else kwargs[start:stop],
+        )
         for start, stop in pairwise(edges)
     ]
 

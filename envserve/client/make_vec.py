@@ -96,8 +96,9 @@ def make_vec(
         all these envs are reset with seed None.
       wrappers: Wrappers of each env: names, dicts, or, on this host, classes and
         functions; see docs/wrappers.md.
-      env_kwargs: Arguments of the env's constructor. They can also be passed directly,
-        as to `gymnasium.make_vec`, unless an option has the same name.
+      env_kwargs: Arguments of the env's constructor, or a list with those of each env;
+        see docs/own-envs.md. Arguments for all envs can also be passed directly, as to
+        `gymnasium.make_vec`, unless an option has the same name.
       padding_after: As for `BatchEnv.local`; `math.inf` by default, so a step waits for
         absent envs. The other options are also those of `BatchEnv.local` or
         `BatchEnv.connect`.
@@ -295,8 +296,11 @@ def make_batch(
     given |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
     given |= {**options, **fixed}
     if render_mode is not None:
-        given["env_kwargs"] = {**(given.get("env_kwargs") or {})}
-        given["env_kwargs"]["render_mode"] = render_mode
+        kwargs, mode = given.get("env_kwargs") or {}, {"render_mode": render_mode}
+        is_map = isinstance(kwargs, Mapping)
+        given["env_kwargs"] = (
+            {**kwargs, **mode} if is_map else [{**each, **mode} for each in kwargs]
+        )
     if addresses is None:
         return BatchEnv.local(env, num_envs, num_workers, **given)
     if num_workers is None:

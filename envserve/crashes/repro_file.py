@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from envserve.crashes.action_ring import ActionHistory, Count
+from envserve.envs.context import EnvContext
 from envserve.errors import ReproError
 from envserve.settings import Autoreset, NonFinite
 from envserve.slab import Status
@@ -50,7 +51,7 @@ class Repro:
 
     Attributes:
       env_name: Registered name.
-      env_kwargs: Plain arguments of the env's constructor.
+      env_kwargs: Plain arguments of the env's constructor, with placeholders.
       wrappers: Wrappers of the env, the innermost first.
       vectorized: Whether the env was a row of a vector env, which cannot be replayed
         alone.
@@ -66,6 +67,7 @@ class Repro:
       played: History of the env. The fault occurs in the last action, or in the reset
         if there are no actions.
       end: How the env failed.
+      context: Place of the env in its batch; None in older files.
     """
 
     env_name: str
@@ -82,6 +84,7 @@ class Repro:
     nonfinite: NonFinite = "raise"
     strict_spaces: bool = False
     vectorized: bool = False
+    context: EnvContext | None = None
 
 
 def encode_repro(repro: Repro) -> bytes:
@@ -92,6 +95,7 @@ def encode_repro(repro: Repro) -> bytes:
         "wrappers": wrappers_to_plain(repro.wrappers),
         "played": vars(repro.played),
         "end": {**vars(repro.end), "status": int(repro.end.status)},
+        "context": repro.context and vars(repro.context),
     }
     return codec.encode(value)
 

@@ -25,7 +25,7 @@ from envserve.crashes.crash_folder import CrashFolder
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError
-from envserve.lane import Fault
+from envserve.lane import Block, Fault
 from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_states import Exit, Lost
 from envserve.settings import PoolSettings
@@ -55,9 +55,16 @@ class FaultLog:
       reset_options: Encoded options of each row's last reset with options.
     """
 
-    def __init__(self, config: PoolSettings, label: str = "", owner: str = "") -> None:
-        """Store the settings, the prefix of log lines, and the owner of the envs."""
+    def __init__(
+        self,
+        config: PoolSettings,
+        blocks: Sequence[Block],
+        label: str = "",
+        owner: str = "",
+    ) -> None:
+        """Store the arguments, including the prefix of log lines and envs' owner."""
         self._config = config
+        self._workers = [block.worker for block in blocks for _ in block.rows]
         self._label = f"{label}: " if label else ""
         self._files = None
         if config.crash_dir not in (None, "none"):
@@ -200,7 +207,7 @@ class FaultLog:
         (block,) = hosts
         history = self._read_history(row)
         is_call = running.get(block.index) == MessageKind.CALL
-        doing = "a call of" if is_call else "a reset of" if is_slow else "a step of"
+        doing = "a call of" if is_call else ("a step of", "a reset of")[is_slow == 1]
         parts = [
             f"in {doing} env {self._index_of(row)}",
             *self._describe_history(row, history),
@@ -306,7 +313,7 @@ class FaultLog:
         timeouts = config.step_timeout_seconds, config.reset_timeout_seconds
         repro = Repro(
             env_name=config.env_name,
-            env_kwargs=dict(config.env_kwargs),
+            env_kwargs=dict(config.kwargs_of(row)),
             wrappers=config.wrappers,
             import_modules=config.import_modules,
             autoreset=config.autoreset,
@@ -319,6 +326,7 @@ class FaultLog:
             timeout_seconds=timeouts[is_reset],
             played=history,
             end=end,
+            context=config.context_of(row, self._workers[row], max(self._workers) + 1),
         )
         return encode_repro(repro)
 

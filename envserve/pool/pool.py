@@ -86,7 +86,7 @@ class Pool:
         self._clock = clock
         self._workers = WorkerSet(config, self.blocks, launcher, clock)
         self._has_cores_for_all = len(self._workers.all) <= num_cores()
-        log = FaultLog(config, label, owner)
+        log = FaultLog(config, self.blocks, label, owner)
         counts_resets = config.autoreset == "next_step"
         self.metrics = PoolMetrics(self.blocks, counts_resets=counts_resets)
         self._operations = BlockOperations(

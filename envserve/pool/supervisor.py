@@ -25,7 +25,7 @@ from envserve.pool.worker_states import (
     WorkerState,
 )
 from envserve.settings import EnvRequest, PoolSettings
-from envserve.slab import Slab, Status
+from envserve.slab import FIRST_STEP, Slab, Status
 from envserve.spaces import codec
 from envserve.worker.channel import (
     REQUEST_ERRORS,
@@ -173,10 +173,10 @@ class SupervisedWorker:
         config = self._config
         message: dict[str, Any] = {
             **{name: getattr(config, name) for name in _SETTINGS},
-            "env_kwargs": dict(config.env_kwargs),
             "wrappers": wrappers_to_plain(config.wrappers),
             "num_workers": self._num_workers,
             "worker": self.index,
+            "gpu": str((config.gpus or ("",))[self.index % max(1, len(config.gpus))]),
             "blocks": [[block.index, block.start, block.stop] for block in self.blocks],
             "incarnations": [*incarnations],
         }
@@ -326,14 +326,15 @@ class SupervisedWorker:
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
             return
-        what, limit = "step", self._config.step_timeout_seconds
-        if beat[1]:
-            what, limit = "reset or call", self._config.reset_timeout_seconds
+        what, word, limit = "step", "step", self._config.step_timeout_seconds
+        if beat[1]:  # a first step may compile code
+            is_first = beat[1] == FIRST_STEP
+            what, word = "first step" if is_first else "reset or call", "reset"
+            limit = max(is_first * limit, self._config.reset_timeout_seconds)
         if now - self._beat_at > limit:
             self.kill(
-                f"a {what} timed out after {limit:g} s; "
-                f"raise {(word := what.split()[0])}_timeout (on a server, "
-                f"--{word}-timeout) if the env may take longer",
+                f"a {what} timed out after {limit:g} s; raise {word}_timeout (on a "
+                f"server, --{word}-timeout) if the env may take longer",
                 now,
                 Status.TIMEOUT,
             )

@@ -63,7 +63,7 @@ class WorkerSet:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
         """
         try:
-            codec.encode(dict(config.env_kwargs))
+            codec.encode(config.env_kwargs)
             codec.encode(wrappers_to_plain(config.wrappers))
         except codec.CodecError as error:
             raise EnvStartError(f"env_kwargs or wrappers: {error}") from None

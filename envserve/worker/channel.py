@@ -118,6 +118,8 @@ class BuildMessage(EnvRequest):
     """Number of workers in the pool."""
     worker: int
     """Index of this worker."""
+    gpu: str
+    """GPU of this worker, as in CUDA_VISIBLE_DEVICES; "" for all GPUs."""
     blocks: Sequence[tuple[int, int, int]]
     """Index, first row, and row after the last, of each block."""
     incarnations: Sequence[int]

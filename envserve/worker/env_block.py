@@ -61,12 +61,12 @@ class EnvBlock:
         self._reports_end_infos = config.infos == "episode_end"
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
+            context = config.context_of(row, config.worker, config.num_workers)
             env_fn = config.code.env_fns[row] if config.code.env_fns else None
-            arguments = config, row, config.incarnations[row], checks, env_fn
-            env = EnvRow(*arguments)
-            self._envs.append(
-                SpareRow(env, EnvRow(*arguments), threads) if threads else env
-            )
+            arguments = config, row, config.incarnations[row], checks
+            new = partial(EnvRow, *arguments, context=context, env_fn=env_fn)
+            env = new()
+            self._envs.append(SpareRow(env, new(), threads) if threads else env)
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
         """Build the envs; yield the index and the spaces of each env."""

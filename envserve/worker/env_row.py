@@ -11,16 +11,18 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from envserve.crashes.action_ring import RowRecord
+from envserve.envs.context import EnvContext
 from envserve.envs.registry import Env, make_env
 from envserve.envs.seeding import env_seed
 from envserve.settings import EnvRequest
-from envserve.slab import BEAT_INCREMENT, Rows, next_beat
+from envserve.slab import BEAT_INCREMENT, FIRST_STEP, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
@@ -36,10 +38,12 @@ from envserve.worker.env_checks import (
     split_reset_result,
     step_result_violation,
 )
-from envserve.worker.rendering import render
+from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.reset_signature import complete_reset_signature
 
 Array = np.ndarray[Any, Any]
+#: Reward, terminated, truncated and info.
+StepOutcome = tuple[float, bool, bool, Mapping[str, Any]]
 
 
 class EnvRow:
@@ -63,6 +67,7 @@ class EnvRow:
         row: int,
         incarnation: int = 0,
         checks: EnvChecks | None = None,
+        context: EnvContext | None = None,
         env_fn: Callable[[], Env] | None = None,
     ) -> None:
         """Store the arguments; `build` builds the env.
@@ -72,6 +77,7 @@ class EnvRow:
           row: Row of the pool.
           incarnation: Number of times the env was rebuilt before.
           checks: Checks of the values that the env returns.
+          context: Place of the env in its batch; by default, the only worker's.
           env_fn: Function that creates the env; by default, it is created by name.
         """
         self.row = row
@@ -81,6 +87,8 @@ class EnvRow:
         self.autoreset = request.autoreset
         self.is_fresh = True
         self._checks = checks or EnvChecks()
+        self._context = context or request.context_of(row)
+        self._kwargs = request.kwargs_of(row)
         self._env_fn = env_fn
         self._initial_seed: int | None = None
         self._last_seed: int | None = None
@@ -100,9 +108,12 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
-        env = make_env(
-            request.env_name, request.env_kwargs, request.wrappers, self._env_fn
-        )
+        context = replace(self._context, incarnation=self.incarnation)
+        kwargs = context.fill(self._kwargs)
+        prepare_rendering(kwargs)
+        with context.activate():
+            env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
+        self.step = self._first_step  # type: ignore[method-assign]  # until it is called
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = getattr(self._env, "unwrapped", self._env)
@@ -143,7 +154,15 @@ class EnvRow:
         self._beat = next_beat(self._beat, self.row)
         self.record = record
 
-    def step(self, action: Any) -> tuple[float, bool, bool, Mapping[str, Any]]:
+    def _first_step(self, action: Any) -> StepOutcome:
+        """Step a newly built env, which may compile code in this step."""
+        self._heartbeat[1] = FIRST_STEP
+        del self.step
+        outcome = self.step(action)
+        self._heartbeat[1] = 0
+        return outcome
+
+    def step(self, action: Any) -> StepOutcome:
         """Step the env and write its observation.
 
         This method checks that the observation is finite only at the end of an episode.

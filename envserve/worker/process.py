@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
@@ -57,12 +58,12 @@ _CLOSE_SECONDS: Final = 0.5
 _COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
 
 
-def run(channel: socket.socket, import_error: str = "") -> None:
+def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None:
     """Serve a pool until it sends CLOSE or closes its socket.
 
     Args:
       channel: The worker's end of the socket pair.
-      import_error: Error from importing the user's env modules, or "".
+      import_modules: Imports the user's env modules, and returns the error or "".
     """
     with channel:
         try:
@@ -74,12 +75,15 @@ def run(channel: socket.socket, import_error: str = "") -> None:
                 MessageKind.REPLAY,
             ):
                 return
-            if import_error:
+            is_replay = build.kind is MessageKind.REPLAY
+            fields = {} if is_replay else codec.decode(build.payload, max_bytes=1 << 26)
+            if gpu := fields.get("gpu"):  # read when a library initialises CUDA
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+            if import_error := import_modules():
                 raise EnvStartError(import_error)
-            if build.kind is MessageKind.REPLAY:
+            if is_replay:
                 replay_worker.run(channel, build.payload, build.sequence)
                 return
-            fields = codec.decode(build.payload, max_bytes=1 << 26)
             wrappers = wrappers_from_plain(fields.pop("wrappers"))
             code = UserCode.loads(fields.pop("pickled_code"))
             if code.kwargs:
@@ -115,6 +119,19 @@ def run(channel: socket.socket, import_error: str = "") -> None:
                 channel.sendall(failed)
 
 
+def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:
+    """Add a hint to the error of an env that is not the first one of its process."""
+    try:
+        yield from built
+    except Exception as error:
+        error.add_note(
+            "The first env of this worker was built, a later one was not. If a process "
+            "can have only one, use num_workers=num_envs (servers: --workers), without "
+            "spare_envs; if each needs its own port or file, use {row} in env_kwargs."
+        )
+        raise
+
+
 class _Worker:
     """The blocks of a worker process, and the slab that they share."""
 
@@ -147,7 +164,7 @@ class _Worker:
         built = (each for block in self._blocks.values() for each in block.build())
         first_index, first = next(built)
         self._send(pack_message(MessageKind.BUILT))
-        for env_index, spec in built:
+        for env_index, spec in _with_hint(built):
             different = first.differences(spec)
             if different:
                 raise EnvStartError(

@@ -140,6 +140,12 @@ def render(env: Any) -> Any:
         inner.render_mode = None
 
 
+def prepare_rendering(env_kwargs: Mapping[str, Any]) -> None:
+    """Choose a renderer that needs no display, if an env is built to render images."""
+    if env_kwargs.get("render_mode") not in (None, "human"):
+        _configure_headless()
+
+
 @cache
 def _configure_headless() -> None:
     """Prevent GLFW from opening a display: it ends the process if there is none."""

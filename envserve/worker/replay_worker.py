@@ -81,7 +81,7 @@ def build_env(repro: Repro) -> tuple[EnvRow, EnvSpec]:
         autoreset=repro.autoreset,
     )
     checks = EnvChecks(repro.nonfinite, repro.strict_spaces)
-    env = EnvRow(request, 0, repro.played.incarnation, checks)
+    env = EnvRow(request, 0, repro.played.incarnation, checks, context=repro.context)
     spec = env.build()
     _check_actions(repro, spec)
     return env, spec

@@ -310,8 +310,8 @@ class _Template:
             os.set_inheritable(fd, False)
             channel = socket.socket(fileno=fd)
             channel.settimeout(None)  # an imported module may have set a default
-            error = self._import_error or _import_error(self._worker_imports)
-            process.run(channel, error)
+            modules = self._worker_imports
+            process.run(channel, lambda: self._import_error or _import_error(modules))
             code = 0
         except BaseException:
             # The frames above belong to the template, and must not run in the child.

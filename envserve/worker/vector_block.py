@@ -24,7 +24,7 @@ from envserve.envs.registry import find_spec
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.lane import Fault
-from envserve.slab import Rows, Status, next_beat
+from envserve.slab import FIRST_STEP, Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
@@ -39,7 +39,7 @@ from envserve.worker.env_checks import (
     flatten_observation,
     leaf_label,
 )
-from envserve.worker.rendering import render
+from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.worker_report import encode_report, fault_from_error
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +50,11 @@ _COLUMNS: Final = ("reward", "terminated", "truncated")
 _NO_INFOS: Final[_Infos] = {}
 #: Maximum length of a fault's text in all rows except the first.
 _MAX_SUMMARY_CHARS: Final = 96
+_FINAL_OBS_MISSING: Final = (
+    "expected infos['final_obs'] with the last observations of the ended episodes, "
+    "because the vector env resets in mode SAME_STEP; got none; add them in step, or "
+    "let step not reset, and implement mode DISABLED; see docs/vector-envs.md"
+)
 #: Keys of a SAME_STEP env's infos that describe the ended episodes.
 _FINAL_KEYS: Final = frozenset({"final_obs", "final_info", "_final_obs", "_final_info"})
 
@@ -83,8 +88,8 @@ class VectorBlock:
     def _make_env(self) -> EnvSpec:
         """Build the vector env; its first reset uses the incarnation's seeds."""
         name, autoreset = self._config.env_name, self._config.autoreset
-        env = self._env = _make_vector_env(self._config, len(self.rows))
-        mode = AutoresetMode(env.metadata.get("autoreset_mode"))
+        env = self._env = _make_vector_env(self._config, self.rows, self._incarnation)
+        mode = _autoreset_mode_of(env, name)
         self._accepts_reset_mask = env.metadata.get(
             "reset_mask", mode.name == "DISABLED"
         )
@@ -97,9 +102,14 @@ class VectorBlock:
                 f"of {name} resets in mode {mode.name}; got {autoreset}"
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
-        seed = inspect.signature(env.reset).parameters["seed"]
-        self._accepts_seed_list = "list" in str(seed.annotation).lower()
-        self._is_fresh = True
+        parameters = inspect.signature(env.reset).parameters
+        if not {"seed", "options"} <= parameters.keys():
+            raise EnvStartError(
+                f"expected reset(*, seed=None, options=None) of the vector env of "
+                f"{name}; got reset({', '.join(parameters)})"
+            )
+        self._accepts_seed_list = "list" in str(parameters["seed"].annotation).lower()
+        self._is_fresh, self._step_slowness = True, FIRST_STEP
         spaces = env.single_observation_space, env.single_action_space
         spec = self._spec = EnvSpec(name, *spaces)
         leaves = spec.observation_leaves + spec.action_leaves
@@ -141,8 +151,9 @@ class VectorBlock:
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
         actions = [array.copy() for array in rows.action]  # envs may store actions
-        self._beat_once(is_slow=False)
+        self._beat_once(self._step_slowness)
         results = self._env.step(unflatten(spec.action_space, actions))
+        self._step_slowness = self._heartbeat[1] = 0
         observation, rewards, terminated, truncated, infos = results
         self._write_observation(rows.observation, observation)
         columns = rows.reward, rows.terminated, rows.truncated
@@ -157,7 +168,8 @@ class VectorBlock:
         begun = _NO_INFOS
         if ended.any():
             if self._resets_itself:
-                finals = infos["final_obs"]
+                if (finals := infos.get("final_obs")) is None:
+                    raise SpaceViolation(_FINAL_OBS_MISSING)
                 if isinstance(finals, np.ndarray) and finals.dtype.hasobject:
                     space, chosen = spec.observation_space, finals[ended]
                     batch: Any = create_empty_array(space, len(chosen))
@@ -235,7 +247,7 @@ class VectorBlock:
                 f"vector env does not support reset_mask; got a reset of {mask.sum()}"
             )
         self._is_fresh = False
-        self._beat_once(is_slow=True)
+        self._beat_once(1)
         self._record_resets(mask, seeds, options)
         seed: Any = seeds
         if seeds is not None and not self._accepts_seed_list:
@@ -262,9 +274,10 @@ class VectorBlock:
                 given = incarnation, seed, None, options
                 record.begin_episode(None, *given, is_autoreset=is_auto)
 
-    def _beat_once(self, *, is_slow: bool) -> None:
+    def _beat_once(self, slowness: int) -> None:
+        """Write a heartbeat, and its column 1; see `Slab`."""
         self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
-        self._heartbeat[1] = int(is_slow)
+        self._heartbeat[1] = slowness
 
     def _replace_failed(self, error: Exception) -> list[Fault]:
         """Replace the failed vector env; see `EnvBlock`."""
@@ -276,7 +289,7 @@ class VectorBlock:
         self._block.status[...] = Status.PENDING
         for record in self._records:
             record.save_failed()
-        self._beat_once(is_slow=True)
+        self._beat_once(1)
         self.close()
         self._incarnation += 1
         self._make_env()
@@ -290,7 +303,7 @@ class VectorBlock:
     def call(self, payload: bytes) -> bytes:
         """Access an attribute of the vector env; return the encoded answer."""
         task = CallRequest.decode(payload)
-        self._beat_once(is_slow=True)
+        self._beat_once(1)
         for record in self._records if task.may_change_env else ():
             record.mark_touched()
         answer = run_call_on_vector_env(task, self._env, self.rows)
@@ -324,16 +337,37 @@ class VectorBlock:
         target[... if mask is None else mask] = array
 
 
-def _make_vector_env(config: BuildMessage, num_envs: int) -> Any:
+def _make_vector_env(config: BuildMessage, rows: range, incarnation: int) -> Any:
     for setting in ("wrappers", "spare_envs"):
         if getattr(config, setting):
             raise EnvStartError(f"expected no {setting} with a vector env; got some")
+    if not isinstance(config.env_kwargs, Mapping):
+        raise EnvStartError(
+            "expected one map of env_kwargs with a vector env, not more"
+        )
     name = config.env_name
     known = find_spec(name)
     if known.vector_entry_point is None:
         raise UnknownEnv(f"no env named {name!r} has a vector_entry_point")
-    mode, kwargs = "vector_entry_point", config.env_kwargs
-    return gymnasium.make_vec(known, num_envs, vectorization_mode=mode, **kwargs)
+    context = config.context_of(rows.start, config.worker, config.num_workers)
+    mode, kwargs = "vector_entry_point", context.fill(config.env_kwargs)
+    prepare_rendering(kwargs)
+    with replace(context, incarnation=incarnation).activate():
+        return gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)
+
+
+def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
+    """Return a vector env's autoreset mode; raise EnvStartError if it states none."""
+    given = env.metadata.get("autoreset_mode")
+    try:
+        return AutoresetMode(given)
+    except ValueError:
+        raise EnvStartError(
+            f"expected metadata['autoreset_mode'] of the vector env of {name} to be "
+            f"AutoresetMode.NEXT_STEP, SAME_STEP (its step resets ended envs, and puts "
+            f"the last observations into infos['final_obs']) or DISABLED (its reset "
+            f"takes reset_mask); got {given!r}; see docs/vector-envs.md"
+        ) from None
 
 
 def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
@@ -346,7 +380,9 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
             continue
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)
-        elif isinstance(value, np.ndarray | list | tuple) and len(value) == size:
+        elif isinstance(value, list | tuple) and len(value) == size:
             value = value[row]
+        elif getattr(value, "shape", ())[:1] == (size,):  # also JAX's arrays
+            value = np.asarray(value)[row]
         info[key] = value  # a value that is not split by row belongs to all rows
     return info

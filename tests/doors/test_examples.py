@@ -83,6 +83,21 @@ def test_ppo_can_be_swept_and_pruned(tmp_path: Path) -> None:
     assert float(done.stdout.rpartition(" ")[2]) > 9.0
 
 
+@pytest.mark.timeout(660)
+def test_a_batched_simulator_in_jax_is_learnt(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "jax_env.py")
+    done = subprocess.run(
+        [sys.executable, example],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.rpartition(" ")[2]) > 195.0
+
+
 @pytest.mark.parametrize("name", TRAINED_WHILE_KILLING)
 def test_training_continues_while_workers_are_killed(
     name: str, servers: list[ServerProcess]

@@ -237,6 +237,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
             Attach,
             [
                 Attach(**asked, env_kwargs={"g": 9.8, "s": [1, 2], "a": np.zeros(3)}),
+                Attach(**asked, env_kwargs=[{"g": 1}] * asked["num_envs"]),
                 Attach(**asked, wrappers=wrappers, infos="all", spare_envs=True),
             ],
         ),

@@ -95,7 +95,7 @@ def test_help_shows_defaults(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     text = " ".join(run("envserve", "start", "--help")[1].split())
     settings = HostSettings()
-    assert "one per core. --step-timeout" in text  # not the number of this host
+    assert "one per core. --gpus" in text  # not the number of this host
     assert f"[default: {settings.lease_seconds}]" in text
     assert "0 means unlimited. [default: 0]" in text
     assert f"[default: {settings.binds[0]}]" in text

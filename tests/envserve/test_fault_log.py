@@ -146,6 +146,7 @@ def test_line_of_a_worker_that_hangs_says_where(
         step_timeout_seconds=1.0,
         crash_dir=str(tmp_path),
     )
+    step(pool, 0)  # the first step has more time
     (outcome,) = step(pool, 1)
     (line,) = lines(caplog)
     assert "a step timed out after 1 s" in line
@@ -191,7 +192,7 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     assert "exited with code 3; in a reset of env 0" in line
     assert line.endswith('its stderr ends with "no licence"')
     caplog.clear()
-    log = FaultLog(pool.config, "session 7")
+    log = FaultLog(pool.config, pool.blocks, "session 7")
     worker = pool._workers.all[0]
     slab = pool._workers.slab
     assert slab is not None

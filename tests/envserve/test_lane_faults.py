@@ -170,6 +170,7 @@ def test_an_env_that_hangs_is_replaced_at_the_step_timeout(
 ) -> None:
     batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": fault}, step_timeout=1.0)
     batch.reset()
+    batch.step(actions_of(batch))  # the first step has more time
     began = time.monotonic()
     lost = batch.step(actions_of(batch, failing=1))
     assert 1.0 <= time.monotonic() - began < 20.0

@@ -20,7 +20,9 @@ import pytest
 from envserve.errors import WorkerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.worker_states import Exit
+from envserve.spaces import codec
 from envserve.worker import process
+from envserve.worker.channel import MessageKind, pack_message
 
 from .limits import limit_for_descriptors, resource_limit
 from .pool_driver import kill
@@ -555,6 +557,9 @@ def test_workers_import_the_modules_themselves_if_they_are_not_preloaded(
     launcher = make_launcher(None, logs=text)
     workers = [start(launcher).wait_for_start() for _ in range(2)]
     for worker in workers:
+        # They read the first message before they import, because it names their GPU.
+        build = pack_message(MessageKind.BUILD, payload=codec.encode({}))
+        worker.process.channel.send(build)
         worker.close()
         assert worker.wait_for_end().exit_code == 0
     assert sorted(log.read_text().split()) == sorted(

@@ -68,7 +68,8 @@ def test_an_env_that_hangs_is_one_fault_and_costs_a_row_of_each_env(
     make_pool: PoolMaker,
 ) -> None:
     hangs = {"step": "if action == 1: time.sleep(3600)"}
-    pool = make_pool.and_reset(SCRIPT, 3, 1, env_kwargs=hangs, step_timeout_seconds=3.0)
+    timeouts = dict.fromkeys(["step_timeout_seconds", "reset_timeout_seconds"], 3.0)
+    pool = make_pool.and_reset(SCRIPT, 3, 1, env_kwargs=hangs, **timeouts)
     step(pool, [0, 1, 0])
     step(pool, 0)
     status = lease_status(pool)

@@ -234,3 +234,88 @@ def test_resets_accept_options_and_missing_seeds(make_batch: MakeBatch) -> None:
         batch.reset(options={"x": "no level"})
     batch.reset()
     assert batch.step([0] * 4).valid.all()
+
+
+BATCHED = """
+import gymnasium, numpy as np
+from gymnasium.vector import AutoresetMode
+
+class Device:
+    \"\"\"An array on a device, such as one of JAX, which NumPy can read.\"\"\"
+    def __init__(self, array): self.array, self.shape = array, array.shape
+    def __array__(self, dtype=None, copy=None): return self.array
+    def __getitem__(self, index): raise TypeError("slow")
+
+class Counts(gymnasium.vector.VectorEnv):
+    \"\"\"Counts its steps up to 3, and resets ended rows, as simulators do.\"\"\"
+    single_observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
+    single_action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, num_envs, mode=None, has_final=False):
+        self.num_envs, self.has_final = num_envs, has_final
+        if mode: self.metadata = {"autoreset_mode": AutoresetMode(mode)}
+
+    def reset(self, *, seed=None, options=None):
+        self.t = np.zeros((self.num_envs, 1), np.float32)
+        return self.t.copy(), {}
+
+    def step(self, actions):
+        self.t += 1
+        ended, final = self.t[:, 0] == 3, self.t.copy()
+        self.t[ended] = 0
+        infos = {"count": Device(10 * final[:, 0])}
+        if self.has_final: infos["final_obs"] = final
+        return self.t.copy(), np.ones(self.num_envs), ended, ended & False, infos
+
+class Bare(Counts):
+    def reset(self): return super().reset()
+
+gymnasium.register("Counts-v0", None, vector_entry_point="counts_file:Counts")
+gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
+"""
+
+
+@pytest.fixture
+def batched(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "counts_file.py").write_text(BATCHED)
+    modules = [str(tmp_path / "counts_file.py")]
+    return {"vectorized": True, "import_modules": modules, "infos": "all"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "text"),
+    [
+        ("Counts-v0", {}, r"metadata\['autoreset_mode'\].*; got None; see docs"),
+        ("Bare-v0", {"mode": "SameStep"}, r"expected reset\(\*, seed=None, options"),
+    ],
+)
+def test_a_simulator_that_cannot_be_used_is_refused_with_a_sentence(
+    batched: dict[str, Any], name: str, kwargs: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(EnvStartError, match=text) as caught:
+        BatchEnv.local(name, 4, 2, env_kwargs=kwargs, **batched)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_missing_final_observations_are_an_error_and_not_a_lost_episode(
+    batched: dict[str, Any],
+) -> None:
+    kwargs = {"mode": "SameStep"}
+    with BatchEnv.local("Counts-v0", 4, 2, env_kwargs=kwargs, **batched) as batch:
+        batch.reset()
+        batch.step([0] * 4)
+        batch.step([0] * 4)
+        with pytest.raises(EnvError, match=r"expected infos\['final_obs'\] with the"):
+            batch.step([0] * 4)
+
+
+def test_arrays_that_are_not_numpys_are_split_into_rows(
+    batched: dict[str, Any],
+) -> None:
+    kwargs = {"mode": "SameStep", "has_final": True}
+    with BatchEnv.local("Counts-v0", 4, 2, env_kwargs=kwargs, **batched) as batch:
+        batch.reset()
+        results = [batch.step([0] * 4) for _ in range(3)]
+        assert [results[1].infos[row]["count"] for row in range(4)] == [20.0] * 4
+        assert results[2].final_observation[:, 0].tolist() == [3.0] * 4
+        assert results[2].observation[:, 0].tolist() == [0.0] * 4

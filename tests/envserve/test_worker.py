@@ -48,9 +48,7 @@ class WorkerThread:
         self._reader = MessageDecoder()
         self._messages: list[ChannelMessage] = []
         self._sequence = 0
-        self._thread = threading.Thread(
-            target=process.run, args=(theirs, ""), daemon=True
-        )
+        self._thread = threading.Thread(target=process.run, args=(theirs,), daemon=True)
         self._thread.start()
         message = {
             "env_name": env_name,
@@ -59,6 +57,7 @@ class WorkerThread:
             "num_envs": rows,
             "num_workers": 1,
             "worker": 0,
+            "gpu": "",
             "seed": SEED,
             "first_env_index": 0,
             "autoreset": "same_step",

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -95,9 +95,11 @@ class Quota:
                 f"{self.user} may use {' and '.join(grant.envs)}, but requested "
                 f"{attach.env_name}; the operator can add it to the clients file",
             )
-        check_kwargs(self.host.allowed_kwargs, attach.env_kwargs)
-        if grant is not None and grant.allowed_kwargs is not None:
-            check_kwargs(grant.allowed_kwargs, attach.env_kwargs)
+        given = attach.env_kwargs
+        for kwargs in [given] if isinstance(given, Mapping) else given:
+            check_kwargs(self.host.allowed_kwargs, kwargs)
+            if grant is not None and grant.allowed_kwargs is not None:
+                check_kwargs(grant.allowed_kwargs, kwargs)
 
     def check_usage(self, requested: Usage, held: Iterable[tuple[str, Usage]]) -> None:
         """Raise OverQuota if a request exceeds a limit of the user or the server.

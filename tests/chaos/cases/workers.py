@@ -214,6 +214,7 @@ def hang(trial: Trial) -> None:
     with local_driver(
         trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs, step_timeout=_HANG_TIMEOUT
     ) as driver:
+        driver.step()  # the first step of an env has a longer timeout
         while trial.result.faults < num_hangs:
             actions = driver.draw()
             blocks = trial.random.permutation(len(driver.batch.blocks))

@@ -1,0 +1,71 @@
+"""The place of an env in its batch, which the env can query while it is built.
+
+Envs need it if they use something that exists only once: a port, a folder, a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+#: A placeholder, or one in double braces, which stands for itself.
+_PLACEHOLDER: Final = re.compile(r"\{(\{(?:row|worker)\})\}|\{(row|worker)\}")
+
+
+@dataclass(frozen=True)
+class EnvContext:
+    """The place of an env in its batch.
+
+    Attributes:
+      row: Row of the env in the whole batch, even if the batch uses several servers;
+        the first row of the block if the env is a vector env.
+      num_envs: Number of rows of the whole batch.
+      worker: Index of the worker process among those that serve the batch on this host.
+      num_workers: Number of these worker processes.
+      incarnation: 0 for the first env of the row; grows whenever the env is replaced.
+    """
+
+    row: int
+    num_envs: int
+    worker: int = 0
+    num_workers: int = 1
+    incarnation: int = 0
+
+    def fill(self, value: Any) -> Any:
+        """Return a copy of a value, with `{row}` and `{worker}` replaced in strings.
+
+        Other braces remain unchanged. `{{row}}` becomes a literal `{row}`.
+        """
+        if isinstance(value, str):
+            number_of = vars(self)
+            return _PLACEHOLDER.sub(lambda m: m[1] or str(number_of[m[2]]), value)
+        if isinstance(value, Mapping):
+            return {key: self.fill(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(self.fill, value))
+        return value
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Make `env_context` return this object in the current thread."""
+        token = _context.set(self)
+        try:
+            yield
+        finally:
+            _context.reset(token)
+
+
+_context: ContextVar[EnvContext | None] = ContextVar("env_context", default=None)
+
+
+def env_context() -> EnvContext | None:
+    """Return the place in its batch of the env that a worker builds at the moment.
+
+    Call it in the constructor of an env or wrapper, and store the result if you need it
+    later. It returns None everywhere else, for example in `gymnasium.make`.
+    """
+    return _context.get()
