@@ -735,7 +735,7 @@ class BatchEnv:
         def pack(chosen: Sequence[int]) -> bytes:
             values = [arguments[row] for row in chosen] if kind == "set" else arguments
             try:
-                return codec.encode([list(values), named or {}])
+                return codec.encode([list(values), named or {}], keep_types=True)
             except codec.CodecError as error:
                 raise CallError(
                     f"Env {chosen[0]}: {name}: {error}", env_index=chosen[0]

@@ -93,7 +93,7 @@ def encode_repro(repro: Repro) -> bytes:
         "played": vars(repro.played),
         "end": {**vars(repro.end), "status": int(repro.end.status)},
     }
-    return codec.encode(value)
+    return codec.encode(value, keep_types=True)
 
 
 def decode_repro(data: bytes) -> Repro:
