@@ -68,6 +68,17 @@ def test_keys_of_unsupported_values_are_listed() -> None:
     assert encode_and_decode({0: types.MappingProxyType({"k": 1})}) == {0: {"k": 1}}
 
 
+def test_values_of_dicts_in_infos_are_left_out_one_by_one() -> None:
+    inner = {"odd": object(), "mask": (1, 0), "image": bytes(70_000), "lap": 7}
+    kept = {"mask": (1, 0), "lap": 7, "omitted": ["odd", "image"]}
+    infos = {row: {"k": row, "reset_info": inner} for row in range(3)}
+    found = encode_and_decode(infos)
+    assert found == {row: {"k": row, "reset_info": kept} for row in range(3)}
+    deep: Any = {"k": 1, "inner": {"deeper": {"odd": object()}, "l": 2}, "\udcff": {}}
+    expected = {"k": 1, "inner": {"l": 2, "omitted": ["deeper"]}}
+    assert encode_and_decode({0: deep}) == {0: {**expected, "omitted": ["\\udcff"]}}
+
+
 def test_the_list_of_omitted_keys_is_limited() -> None:
     infos = {0: {f"{number:0100}": bytes(9000) for number in range(100)}}
     (info,) = encode_and_decode(infos).values()
