@@ -264,7 +264,7 @@ def _encode_exactly(value: Any) -> Any:
     while isinstance(value, Enum):
         value = value.value
     if isinstance(value, np.generic):
-        return msgpack.ExtType(_SCALAR, _encode_array(np.asarray(value)))
+        return msgpack.ExtType(_SCALAR, _encode_array(as_numpy(np.asarray(value))))
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, _pack_exactly([*value]))
     for kind in (bool, int, float, str, bytes, list):

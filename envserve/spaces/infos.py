@@ -6,15 +6,16 @@ exceed the budget. Their keys are listed under the key "omitted".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, sub
 from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
 
 from envserve.spaces import codec
+from envserve.spaces.info_columns import InfoColumns
 
 #: Maximum number of omitted keys listed per row, and maximum characters of each.
 _MAX_OMITTED_NAMES: Final = 16
@@ -53,6 +54,20 @@ class InfoBudget(NamedTuple):
         The fraction exceeds 1 if the budget is exceeded.
         """
         return max(num_bytes / self.num_bytes, num_values / self.num_values)
+
+    def half(self) -> InfoBudget:
+        """Return half of the budget."""
+        return InfoBudget(self.num_bytes // 2, self.num_values // 2)
+
+    def within(self, other: InfoBudget) -> InfoBudget:
+        """Return the budget, reduced to another one where that is smaller."""
+        return InfoBudget(*map(min, self, other))
+
+    def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
+        """Return what columns of infos leave of the budget."""
+        costs = [each.cost for each in columns]
+        used = (sum(part) for part in zip((0, 0), *costs, strict=True))
+        return InfoBudget(*map(sub, self, used))
 
     def fits(self, encoded: bytes) -> bool:
         """Return whether an encoded value is within the budget."""

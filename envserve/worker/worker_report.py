@@ -19,6 +19,7 @@ from envserve.lane import Block, Fault, Outcome
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
+from envserve.spaces.info_columns import RowInfos, read_columns, split_infos
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos
 from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
@@ -87,14 +88,16 @@ class WorkerReport(msgspec.Struct):
       faults: Faults of rows whose envs were rebuilt. Their status is OK if a reset has
         failed and then succeeded with the new env.
       rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
-      infos: Encoded info dicts by row.
+      infos: Encoded info dicts by row, without the values in `columns`.
       warnings: Warnings about the envs.
+      columns: Numbers in the infos of adjacent rows: first row, layout and records.
     """
 
     faults: list[Fault]
     rebuilt: list[int]
     infos: dict[int, msgspec.Raw]
     warnings: list[str]
+    columns: list[tuple[int, bytes, bytes]]
 
 
 def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
@@ -132,7 +135,11 @@ def decode_report(
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
     try:
         report = msgspec.msgpack.decode(payload, type=WorkerReport)
-        packed, left, infos = {}, room.num_values, {}
+        columns = read_columns(report.columns)
+        left = room.num_values - sum(each.cost[1] for each in columns)
+        packed, infos = {}, {}
+        if left < 0:
+            raise ValueError("expected fewer columns of infos")
         for row, raw in report.infos.items():
             encoded = bytes(raw)
             num_values = codec.check(encoded, left)
@@ -149,7 +156,8 @@ def decode_report(
     rebuilt = [*report.rebuilt, *failed]
     if len(rebuilt) > _MAX_REBUILDS_PER_ROW * len(rows):
         raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
-    if unknown := {*rebuilt, *infos} - {*rows}:
+    ends = [each for part in columns[:1] + columns[-1:] for each in part.ends]
+    if unknown := {*rebuilt, *infos, *ends} - {*rows}:
         raise ValueError(f"rows {unknown} are not in block {block.index}")
     warnings = [
         one_line(warning, _MAX_WARNING_CHARS)
@@ -157,7 +165,7 @@ def decode_report(
     ]
     outcome = Outcome(
         block.index,
-        infos,
+        RowInfos(columns, infos) if columns else infos,
         [fault for fault in report.faults if fault.status != Status.OK],
         warnings=warnings,
         packed_infos=packed,
@@ -200,6 +208,14 @@ def encode_report(
         text = cut[index].text.encode()[-kept:].decode(errors="ignore")
         cut[index] = cut[index]._replace(text=text)
         left -= len(text.encode())
-    encoded = encode_infos(infos, *info_budgets(num_rows, max_infos_kib))
-    report = {"faults": cut, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
-    return msgspec.msgpack.encode({**report, "warnings": warnings[:_MAX_WARNINGS]})
+    of_row, budget = info_budgets(num_rows, max_infos_kib)
+    columns, others = split_infos(infos, *budget.half())
+    left = budget.without(columns)
+    report = {
+        "faults": cut,
+        "rebuilt": rebuilt,
+        "infos": msgspec.Raw(encode_infos(others, of_row.within(left), left)),
+        "warnings": warnings[:_MAX_WARNINGS],
+        "columns": [(each.start, each.layout.encoded, each.data) for each in columns],
+    }
+    return msgspec.msgpack.encode(report)

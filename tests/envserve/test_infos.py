@@ -157,7 +157,10 @@ def test_a_result_with_many_infos_is_encoded_quickly() -> None:
 
 
 FAULT = [0, 2, "it fell", False]
-EMPTY: dict[str, Any] = {"faults": [], "rebuilt": [], "infos": {}, "warnings": []}
+EMPTY: dict[str, Any] = {
+    **{"faults": [], "rebuilt": [], "infos": {}, "warnings": []},
+    "columns": [],
+}
 
 
 @pytest.mark.parametrize(
