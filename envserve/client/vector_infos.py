@@ -28,7 +28,7 @@ class _Part(NamedTuple):
     """
 
     rows: Sequence[int]
-    values: Sequence[Any] | Array
+    values: Any
     is_python: bool = False
 
     @property
@@ -38,7 +38,9 @@ class _Part(NamedTuple):
 
     def pairs(self) -> Iterable[tuple[int, Any]]:
         """Return each row with its value."""
-        values = self.values.tolist() if self.is_python else self.values
+        values = self.values
+        if isinstance(values, np.ndarray):
+            values = values.tolist() if self.is_python else values.copy()
         return zip(self.rows, values, strict=True)
 
 
@@ -99,18 +101,18 @@ def _batch(
         for key, column in zip(keys, values, strict=True):
             columns.setdefault(key, []).append(_Part(rows, column))
     for each in join_columns(packed):
-        rows = range(each.start, each.stop)
-        is_complete = len(rows) == num_envs
+        block = range(each.start, each.stop)
+        is_complete = len(block) == num_envs
         for key, is_python, array in each.columns():
             is_array = is_python or array.dtype != np.bool_ or array.ndim > 1
             if is_complete and is_array and key not in columns:  # the usual case
                 batched[key] = array.copy()
                 batched[f"_{key}"] = np.ones(num_envs, np.bool_)
             else:
-                columns.setdefault(key, []).append(_Part(rows, array, is_python))
+                columns.setdefault(key, []).append(_Part(block, array, is_python))
     omitted = []
     for key, parts in columns.items():
-        # A peer may send a row twice.
+        # A server may send a value twice, in a column and in a dict.
         num_unfilled = max(0, num_envs - sum(len(part.rows) for part in parts))
         if not budget.take(num_unfilled, _ELEMENT_BYTES):
             omitted.append(key)
@@ -144,11 +146,11 @@ def _batch_column(
                     values = [value for _, value in part.pairs()]  # checks each number
                 array[_index(part.rows, num_envs)] = values
             return array
-    values = {row: value for part in parts for row, value in part.pairs()}
-    if all(isinstance(value, dict) for value in values.values()):
-        return _batch(values, num_envs, budget)
+    by_row = {row: value for part in parts for row, value in part.pairs()}
+    if all(isinstance(value, dict) for value in by_row.values()):
+        return _batch(by_row, num_envs, budget)
     array = np.full(num_envs, None, object)
-    for row, value in values.items():
+    for row, value in by_row.items():
         array[row] = value
     return array
 

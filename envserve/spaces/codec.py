@@ -34,7 +34,10 @@ _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 #: encoded as arrays of code points or bytes, whose last dimension is the width.
 _STRING_CODES: Final = {"U": len(DTYPES), "S": len(DTYPES) + 1}
 _STRING_KINDS: Final = {code: kind for kind, code in _STRING_CODES.items()}
-_STRING_UNITS: Final = {"U": np.dtype("<u4"), "S": np.dtype("u1")}
+_STRING_UNITS: Final[dict[str, np.dtype[Any]]] = {
+    "U": np.dtype("<u4"),
+    "S": np.dtype("u1"),
+}
 
 _ARRAY: Final = 1
 _SCALAR: Final = 2
@@ -112,7 +115,7 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
       CodecError: The value is not plain, or `decode` would reject it.
     """
     try:
-        packed = _pack_exactly(value) if keep_types else _pack(value)
+        packed: bytes = _pack_exactly(value) if keep_types else _pack(value)
     except CodecError:
         raise
     except Exception as error:  # a user-defined container or array may raise any error
@@ -267,6 +270,7 @@ def _encode_exactly(value: Any) -> Any:
         return msgpack.ExtType(_SCALAR, _encode_array(as_numpy(np.asarray(value))))
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, _pack_exactly([*value]))
+    kind: Any
     for kind in (bool, int, float, str, bytes, list):
         if isinstance(value, kind):  # an instance of a subclass, or an Enum's value
             return kind(value)
@@ -282,16 +286,15 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any]:
 
     Numbers whose dtype NumPy lacks, such as bfloat16, become float32.
     """
-    if not isinstance(value, np.ndarray):
-        if hasattr(value, "detach"):  # a tensor of PyTorch
-            value = value.detach().cpu()
-        try:
-            value = np.asarray(value)
-        except TypeError:  # PyTorch does not convert bfloat16
-            value = np.asarray(value.float())
-    if value.dtype.kind == "V" and np.can_cast(value.dtype, np.float32):
-        return value.astype(np.float32)
-    return value
+    if hasattr(value, "detach"):  # a tensor of PyTorch
+        value = value.detach().cpu()
+    try:
+        array = np.asarray(value)
+    except TypeError:  # PyTorch does not convert bfloat16
+        array = np.asarray(value.float())
+    if array.dtype.kind == "V" and np.can_cast(array.dtype, np.float32):
+        return array.astype(np.float32)
+    return array
 
 
 _pack: Final = partial(msgpack.packb, default=_encode_other)
@@ -301,11 +304,13 @@ _pack_exactly: Final = partial(
 
 
 def _encode_array(value: np.ndarray[Any, Any]) -> bytes:
-    kind, dtype = value.dtype.kind, value.dtype.newbyteorder("<")
+    kind = value.dtype.kind
     if kind in _STRING_CODES:
         code, unit = _STRING_CODES[kind], _STRING_UNITS[kind]
-        dtype = np.dtype(f"<{kind}{max(1, dtype.itemsize // unit.itemsize)}")
-        items = np.array(value, dtype, order="C").reshape(*value.shape, 1).view(unit)
+        if not value.dtype.itemsize:
+            value = value.astype(f"{kind}1")
+        items = np.array(value, value.dtype.newbyteorder("<"), order="C")
+        items = items.reshape(*items.shape, 1).view(unit)
         _check_text(items)
     else:
         code, items = dtype_code(value.dtype), value

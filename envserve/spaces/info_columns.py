@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,11 @@ from envserve.spaces import codec
 Array = np.ndarray[Any, Any]
 
 #: Python types in columns, with the dtypes that store them.
-_PYTHON_DTYPES: Final = {bool: "bool", int: "int64", float: "float64"}
+_PYTHON_DTYPES: Final = {
+    bool: np.dtype(np.bool_),
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+}
 #: Format for `struct` by dtype.
 _FORMATS: Final = {dtype: dtype.char for dtype in codec.DTYPES} | {
     np.dtype(np.int64): "q",
@@ -216,7 +220,7 @@ def read_layout(encoded: bytes) -> Layout:
                 f"expected records of at most {_MAX_RECORD_BYTES} bytes, and a shape "
                 f"of arrays only"
             )
-        if kind == _PYTHON and dtype.name not in _PYTHON_DTYPES.values():
+        if kind == _PYTHON and dtype not in _PYTHON_DTYPES.values():
             raise codec.CodecError(f"expected a dtype of Python numbers; got {dtype}")
         keys.append(key)
         kinds.append(kind == _PYTHON)
@@ -281,9 +285,9 @@ class _Plan(NamedTuple):
         return values
 
 
-#: Plans by the keys and types of infos; None for combinations that occurred only once,
-#: because envs may add keys at random.
-_plans: Final[dict[tuple[Any, ...], _Plan | None]] = {}
+#: Plans by the keys and types of infos; None for infos without numbers, and False for
+#: keys and types that occurred only once, because envs may add keys at random.
+_plans: Final[dict[tuple[Any, ...], _Plan | Literal[False] | None]] = {}
 
 
 def split_infos(
@@ -302,8 +306,9 @@ def split_infos(
     """
     runs: list[tuple[int, _Plan, list[bytes]]] = []
     others: dict[int, Mapping[Any, Any]] = {}
-    last, plan, is_plain, stop = None, None, False, -1
     records: list[bytes] = []
+    last: tuple[Any, ...] = ()  # the signature of the row before
+    plan, is_plain, stop = None, False, -1
     for row, info in infos.items():
         signature = (*info, *map(type, info.values()))
         if signature != last:
@@ -358,26 +363,27 @@ def _plan_for(signature: tuple[Any, ...], info: Mapping[Any, Any]) -> _Plan | No
     if signature not in _plans:
         if len(_plans) == _MAX_PLANS:
             _plans.clear()
-        _plans[signature] = None
+        _plans[signature] = False
         return None
-    if _plans[signature] is None:
+    if _plans[signature] is False:
         _plans[signature] = _make_plan(info)
-    return _plans[signature]
+    return _plans[signature] or None
 
 
 def _make_plan(info: Mapping[Any, Any]) -> _Plan | None:
-    columns, arrays, formats, num_bytes = [], [], "<", 0
-    others = []
+    columns: list[list[Any]] = []
+    arrays: list[tuple[int, np.dtype[Any], tuple[int, ...]]] = []
+    others, formats, left = [], "<", _MAX_RECORD_BYTES
     for key, value in info.items():
         kind, dtype, shape = _kind_of(value)
-        nbytes = dtype.itemsize * math.prod(shape) if dtype in _FORMATS else 0
-        if type(key) is not str or not 0 < nbytes <= _MAX_RECORD_BYTES - num_bytes:
+        size = dtype.itemsize * math.prod(shape)
+        if dtype not in _FORMATS or type(key) is not str or not 0 < size <= left:
             others.append(key)
             continue
-        num_bytes += nbytes
+        left -= size
         if kind == _ARRAY:
             arrays.append((len(columns), dtype, shape))
-        formats += f"{nbytes}s" if kind == _ARRAY else _FORMATS[dtype]
+        formats += f"{size}s" if kind == _ARRAY else _FORMATS[dtype]
         columns.append([key, kind, codec.dtype_code(dtype), [*shape]])
     try:
         layout = read_layout(codec.encode(columns))
@@ -389,11 +395,11 @@ def _make_plan(info: Mapping[Any, Any]) -> _Plan | None:
 
 
 def _kind_of(value: Any) -> tuple[int, np.dtype[Any], tuple[int, ...]]:
-    """Return the kind, dtype and shape of a value; dtype object for other values."""
+    """Return the kind, dtype and shape of a value; dtype object if it is no number."""
     if type(value) in _PYTHON_DTYPES:
-        return _PYTHON, np.dtype(_PYTHON_DTYPES[type(value)]), ()
+        return _PYTHON, _PYTHON_DTYPES[type(value)], ()
     if isinstance(value, np.generic):
         return _SCALAR, value.dtype, ()
     if type(value) is np.ndarray and value.ndim:
         return _ARRAY, value.dtype, value.shape
-    return _SCALAR, np.dtype(object), ()
+    return _SCALAR, np.dtype(np.object_), ()

@@ -210,11 +210,11 @@ def encode_report(
         left -= len(text.encode())
     of_row, budget = info_budgets(num_rows, max_infos_kib)
     columns, others = split_infos(infos, *budget.half())
-    left = budget.without(columns)
+    rest = budget.without(columns)
     report = {
         "faults": cut,
         "rebuilt": rebuilt,
-        "infos": msgspec.Raw(encode_infos(others, of_row.within(left), left)),
+        "infos": msgspec.Raw(encode_infos(others, of_row.within(rest), rest)),
         "warnings": warnings[:_MAX_WARNINGS],
         "columns": [(each.start, each.layout.encoded, each.data) for each in columns],
     }

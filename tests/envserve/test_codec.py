@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as nps
 
 from envserve.spaces import codec
 from envserve.spaces.codec import DTYPES, CodecError, decode, encode
+from tests.oracle.identical import assert_identical
 
 keys = st.text(max_size=8) | st.integers(-(2**63), 2**64 - 1)
 scalars = (
@@ -158,21 +159,10 @@ typed = st.recursive(
 )
 
 
-def same(left: Any, right: Any) -> bool:
-    """Return whether values have equal types and contents, including inside them."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, np.generic | np.ndarray):
-        return are_identical(left, right)
-    return bool(left == right)
-
-
 @given(typed)
 def test_tuples_and_numpy_scalars_keep_their_types(value: Any) -> None:
     again = decode(encode(value, keep_types=True), max_bytes=1 << 24)
-    assert same(again, value)
+    assert_identical(again, value)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +185,7 @@ def test_arrays_of_strings_survive_a_round_trip(array: np.ndarray[Any, Any]) -> 
 
 @pytest.mark.parametrize("text", [np.str_("a\u00e9"), np.str_(""), np.bytes_(b"x")])
 def test_numpy_strings_keep_their_types(text: Any) -> None:
-    assert same(decode(encode([text], keep_types=True)), [text])
+    assert_identical(decode(encode([text], keep_types=True)), [text])
 
 
 class Size(enum.IntEnum):
@@ -235,7 +225,7 @@ class Array:
     ids=str,
 )
 def test_values_of_other_types_become_plain(value: Any, expected: Any) -> None:
-    assert same(decode(encode([value], keep_types=True)), [expected])
+    assert_identical(decode(encode([value], keep_types=True)), [expected])
 
 
 def test_an_array_that_cannot_be_converted_raises_codec_error() -> None:

@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envserve.client.vector_infos import batch_infos
+from envserve.errors import RemoteProtocolError
 from envserve.lane import Block
 from envserve.spaces import codec
+from envserve.spaces.info_columns import RowInfos
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
 from envserve.wire.result_report import ResultReport
 from envserve.worker.worker_report import decode_report, encode_report, info_budgets
 from tests.envserve.stalls import fastest
+from tests.oracle.identical import assert_identical
+from tests.oracle.random_envs import KINDS
 
 ROW = InfoBudget(64 << 10, 16 << 10)
 ALL = InfoBudget(1 << 20, 20 << 10)
@@ -102,6 +107,124 @@ def test_infos_within_the_budget_are_accepted_by_the_pool(info: dict[Any, Any]) 
 def test_the_budget_of_a_block_suffices_for_16_full_rows() -> None:
     rows = [info_budgets(num_rows, 64)[1].num_bytes >> 16 for num_rows in (1, 16, 1000)]
     assert rows == [1, 16, 16]
+
+
+def report_twice(infos: Mapping[int, Any], num_rows: int) -> Any:
+    """Report infos twice, because their keys become columns when they recur."""
+    block = Block(0, 0, num_rows, 0, 0)
+    for _ in range(2):
+        payload = encode_report(num_rows, 64, infos=infos)
+    return decode_report(payload, block, 64)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_infos_in_columns_equal_those_in_dicts(kind: str) -> None:
+    draw = np.random.default_rng(1)
+    for _ in range(20):
+        infos = {row: KINDS[kind][0](draw, row) for row in range(5)}
+        found = report_twice(infos, 5).infos
+        assert_identical({row: {**found[row]} for row in found}, infos)
+        assert_identical(batch_infos(found, 6), batch_infos(infos, 6))
+        sent = ResultReport.decode(ResultReport(infos=found).encode())
+        assert_identical({row: {**sent.infos[row]} for row in sent.infos}, infos)
+
+
+def test_numbers_of_every_row_are_columns() -> None:
+    info = {"x": 0.5, "n": np.int8(3), "mask": np.zeros(4, bool), "word": "text"}
+    outcome = report_twice(dict.fromkeys(range(6), info), 6)
+    ((columns,), others) = outcome.infos.columns, outcome.infos.others
+    assert (columns.start, columns.stop) == (0, 6)
+    assert columns.layout.keys == ("x", "n", "mask")
+    assert others == {row: {"word": "text"} for row in range(6)}
+    assert outcome.packed_infos.keys() == {*range(6)}
+
+
+def test_rows_with_other_keys_and_numbers_beyond_64_bits_are_not_in_columns() -> None:
+    infos: dict[int, Any] = {row: {"n": row, "x": 0.5} for row in range(6)}
+    infos[2] = {"n": 2**63, "x": 0.5}
+    infos[4] = {"n": 4, "end": (1,)}
+    report_twice({0: infos[4]}, 1)
+    found = report_twice(infos, 6).infos
+    assert [(each.start, each.stop) for each in found.columns] == [
+        *((0, 2), (3, 4), (4, 5), (5, 6))
+    ]
+    assert found.others == {2: infos[2], 4: {"end": (1,)}}
+    assert found == infos
+
+
+def test_numbers_that_exceed_the_budget_are_not_in_columns() -> None:
+    large = {"array": np.zeros(65), "x": 1.0}
+    assert report_twice({0: large}, 1).infos.columns[0].layout.keys == ("x",)
+    many = {row: {f"k{number}": 0.5 for number in range(60)} for row in range(1000)}
+    found = report_twice(many, 1000).infos
+    assert type(found) is dict
+    few = {row: {"x": 0.5} for row in range(1000)}
+    assert len(report_twice(few, 1000).infos.columns) == 1
+
+
+def test_the_columns_of_adjacent_blocks_are_joined_in_a_result() -> None:
+    infos = RowInfos()
+    for start in (4, 0, 2):
+        infos.add(report_twice({0: {"x": start}, 1: {"x": 1 + start}}, 2).infos, start)
+    report = ResultReport.decode(ResultReport(infos=infos).encode())
+    ((columns,), others) = report.infos.columns, report.infos.others
+    assert (columns.start, columns.stop, others) == (0, 6, {})
+    outcomes = report.outcomes([(1, 1), (0, 1)], [0] * 4 + [1] * 2, "")
+    assert outcomes[0].infos == {row: {"x": row} for row in range(4)}
+    assert outcomes[1].infos == {row: {"x": row} for row in range(4, 6)}
+    with pytest.raises(RemoteProtocolError, match="others"):
+        report.outcomes([(0, 1)], [0] * 4 + [1] * 2, "")
+    with pytest.raises(RemoteProtocolError, match="others"):
+        report.outcomes([(0, 1)], [0] * 5, "")
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ([[0, [["x", 0, 11, []]], bytes(7)]], "length of records"),
+        ([[0, [["x", 0, 11, []]], b""]], "length of records"),
+        ([[0, [["x", 0, 11, []]], bytes(24)]], "not in block"),
+        ([[-1, [["x", 0, 11, []]], bytes(8)]], "order of their rows"),
+        ([[1, [["x", 0, 11, []]], bytes(8)]] * 2, "order of their rows"),
+        ([[0, [["x", 0, 11, []]] * 2, bytes(16)]], "each key once"),
+        ([[0, [["x", 0, 10, []]], bytes(4)]], "dtype of Python numbers"),
+        ([[0, [["x", 1, 12, []]], bytes(8)]], "dtype code"),
+        ([[0, [["x", 3, 11, []]], bytes(8)]], "kind of value"),
+        ([[0, [["x", 2, 11, []]], bytes(8)]], "shape of arrays only"),
+        ([[0, [["x", 1, 11, [1]]], bytes(8)]], "shape of arrays only"),
+        ([[0, [["x", 2, 11, [0]]], bytes(8)]], "shape"),
+        ([[0, [["x", 2, 11, [1] * 40]], bytes(8)]], "shape"),
+        ([[0, [["x", 2, 11, [512] * 8]], bytes(8)]], "records of at most"),
+        ([[0, [[5, 1, 11, []]], bytes(8)]], "a str"),
+        ([[0, [["x", 1, 11]], bytes(8)]], "shape of a column"),
+        ([[0, [], bytes(8)]], "list of 1 to 128"),
+        ([[0, [[f"{n}", 1, 0, []] for n in range(129)], bytes(129)]], "1 to 128"),
+        ([[0, 5, bytes(8)]], "list of 1 to 128"),
+        ([[0, ["x" * 9000], bytes(8)]], "at most 8192 bytes"),
+    ],
+)
+def test_invalid_columns_raise_errors(columns: list[Any], text: str) -> None:
+    sent = [[start, codec.encode(layout), data] for start, layout, data in columns]
+    payload = codec.encode({**EMPTY, "columns": sent})
+    with pytest.raises(ValueError, match=text):
+        decode_report(payload, Block(0, 0, 2, 0, 0), 64)
+    if text == "not in block":
+        return
+    fields = {"infos": {}, "faults": [], "errors": [], "columns": sent}
+    with pytest.raises(RemoteProtocolError, match=f"{text}|>= 0"):
+        ResultReport.decode(codec.encode(fields))
+
+
+def test_the_values_in_columns_are_limited() -> None:
+    """Small columns would otherwise take much memory as dicts."""
+    layout = codec.encode([[f"{number}", 0, 0, []] for number in range(128)])
+    sent = [[0, layout, bytes(128 * 4000)]]
+    payload = codec.encode({**EMPTY, "columns": sent})
+    with pytest.raises(ValueError, match="fewer columns"):
+        decode_report(payload, Block(0, 0, 4000, 0, 0), 64)
+    fields = {"infos": {}, "faults": [], "errors": [], "columns": sent}
+    with pytest.raises(RemoteProtocolError, match="values"):
+        ResultReport.decode(codec.encode(fields))
 
 
 def join_and_decode(infos: Mapping[int, Any], budget: InfoBudget = ALL) -> Any:

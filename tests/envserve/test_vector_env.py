@@ -25,6 +25,7 @@ from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, LocalProtocolError
 from tests.envserve.conftest import MakeEnvs, local_or_tcp
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
+from tests.oracle.identical import assert_identical
 from tests.oracle.random_envs import KINDS, RANDOM_ENV
 
 MODES = [mode.value for mode in AutoresetMode]
@@ -71,28 +72,6 @@ def flat(observation: Any) -> list[Any]:
     if isinstance(observation, list | tuple):
         return [flat(each) for each in observation]
     return [np.asarray(observation).tolist()]
-
-
-def assert_identical(ours: Any, theirs: Any) -> None:
-    """Check that values, and the values inside them, have equal types and bits."""
-    assert type(ours) is type(theirs), (ours, theirs)
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert_identical(ours[key], value)
-        return
-    if isinstance(theirs, np.ndarray | np.generic):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), (ours, theirs)
-        if theirs.dtype != object:
-            assert ours.tobytes() == theirs.tobytes(), (ours, theirs)
-            return
-        ours, theirs = [*ours.flat], [*theirs.flat]
-    if isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert_identical(one, other)
-    else:
-        assert ours == theirs
 
 
 def assert_equal_resets(ours: Any, theirs: Any) -> None:
