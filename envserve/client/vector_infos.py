@@ -100,6 +100,7 @@ def _batch(
         values = zip(*[infos[row].values() for row in rows], strict=True)
         for key, column in zip(keys, values, strict=True):
             columns.setdefault(key, []).append(_Part(rows, column))
+    every = np.ones(num_envs, np.bool_)
     for each in join_columns(packed):
         block = range(each.start, each.stop)
         is_complete = len(block) == num_envs
@@ -107,7 +108,7 @@ def _batch(
             is_array = is_python or array.dtype != np.bool_ or array.ndim > 1
             if is_complete and is_array and key not in columns:  # the usual case
                 batched[key] = array.copy()
-                batched[f"_{key}"] = np.ones(num_envs, np.bool_)
+                batched[f"_{key}"] = every.copy()
             else:
                 columns.setdefault(key, []).append(_Part(block, array, is_python))
     omitted = []

@@ -67,42 +67,28 @@ class Layout(NamedTuple):
     names: tuple[str, ...]
     dtype: np.dtype[Any]
 
-    @property
-    def overhead_bytes(self) -> int:
-        """Upper bound for the bytes of columns without their records."""
-        return len(self.encoded) + _HEADER_BYTES
-
 
 class InfoColumns(NamedTuple):
     """The numbers in the infos of adjacent rows.
 
     Attributes:
       start: First row.
+      stop: Row after the last.
       layout: Keys and types of the numbers.
       data: The records of the rows.
     """
 
     start: int
+    stop: int
     layout: Layout
     data: bytes
 
     @property
-    def stop(self) -> int:
-        """The row after the last."""
-        return self.start + len(self.data) // self.layout.dtype.itemsize
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The first and the last row."""
-        return self.start, self.stop - 1
-
-    @property
     def cost(self) -> tuple[int, int]:
         """The numbers of bytes and values that count towards the limits of reports."""
-        num_values = (_VALUES_PER_COLUMN + self.stop - self.start) * len(
-            self.layout.keys
-        )
-        return len(self.data) + self.layout.overhead_bytes, num_values
+        layout, num_rows = self.layout, self.stop - self.start
+        num_values = (_VALUES_PER_COLUMN + num_rows) * len(layout.keys)
+        return len(self.data) + len(layout.encoded) + _HEADER_BYTES, num_values
 
     def columns(self) -> Iterator[tuple[str, bool, Array]]:
         """Yield key, whether the values are Python numbers, and array `[n, ...]`.
@@ -125,11 +111,9 @@ class InfoColumns(NamedTuple):
 
     def part(self, rows: Sequence[int]) -> InfoColumns:
         """Return the columns of some adjacent rows."""
-        size = self.layout.dtype.itemsize
-        first = (rows[0] - self.start) * size
-        return InfoColumns(
-            rows[0], self.layout, self.data[first : first + len(rows) * size]
-        )
+        start, stop, size = rows[0], rows[-1] + 1, self.layout.dtype.itemsize
+        part = slice((start - self.start) * size, (stop - self.start) * size)
+        return InfoColumns(start, stop, self.layout, self.data[part])
 
 
 class RowInfos(Mapping[int, Mapping[str, Any]]):
@@ -154,8 +138,8 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         """Add the infos of other rows, whose numbers increase by `offset`."""
         self._dicts = None
         columns, others = split_columns(infos)
-        for each in columns:
-            self.columns.append(InfoColumns(each.start + offset, *each[1:]))
+        for start, stop, *rest in columns:
+            self.columns.append(InfoColumns(start + offset, stop + offset, *rest))
         for row, info in others.items():
             self.others[row + offset] = info
 
@@ -238,15 +222,16 @@ def read_columns(parts: Sequence[tuple[int, bytes, bytes]]) -> list[InfoColumns]
       CodecError: A layout is not valid, records have another length, or the rows are
         not ascending.
     """
-    found, stop = [], 0
-    for start, layout, data in parts:
-        columns = InfoColumns(start, read_layout(layout), data)
-        if not data or len(data) % columns.layout.dtype.itemsize:
+    found, last = [], 0
+    for start, encoded, data in parts:
+        layout = read_layout(encoded)
+        num_rows, rest = divmod(len(data), layout.dtype.itemsize)
+        if rest or not num_rows:
             raise codec.CodecError("the length of records does not match their layout")
-        if start < stop:
+        if start < last:
             raise codec.CodecError("expected columns in the order of their rows")
-        stop = columns.stop
-        found.append(columns)
+        last = start + num_rows
+        found.append(InfoColumns(start, last, layout, data))
     return found
 
 
@@ -332,7 +317,7 @@ def split_infos(
         if plan.others:
             others[row] = {key: info[key] for key in plan.others}
     columns = [
-        InfoColumns(start, plan.layout, b"".join(records))
+        InfoColumns(start, start + len(records), plan.layout, b"".join(records))
         for start, plan, records in runs
     ]
     costs = [each.cost for each in columns]
@@ -352,7 +337,13 @@ def join_columns(columns: Sequence[InfoColumns]) -> list[InfoColumns]:
         else:
             joined.append([each])
     return [
-        run[0]._replace(data=b"".join([each.data for each in run])) for run in joined
+        InfoColumns(
+            run[0].start,
+            run[-1].stop,
+            run[0].layout,
+            b"".join([each.data for each in run]),
+        )
+        for run in joined
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter, sub
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -33,6 +33,7 @@ _MAX_VALUES_BY_PAIR: Final = 1 << 13
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
 _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
+_EMPTY_MAP: Final = codec.encode({})
 
 
 class InfoBudget(NamedTuple):
@@ -65,9 +66,12 @@ class InfoBudget(NamedTuple):
 
     def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
         """Return what columns of infos leave of the budget."""
-        costs = [each.cost for each in columns]
-        used = (sum(part) for part in zip((0, 0), *costs, strict=True))
-        return InfoBudget(*map(sub, self, used))
+        num_bytes, num_values = self
+        for each in columns:
+            cost = each.cost
+            num_bytes -= cost[0]
+            num_values -= cost[1]
+        return InfoBudget(num_bytes, num_values)
 
     def fits(self, encoded: bytes) -> bool:
         """Return whether an encoded value is within the budget."""
@@ -170,6 +174,8 @@ def encode_infos(
       An encoded map from row to info; an empty map if even the lists of omitted keys
       exceed the budget.
     """
+    if not infos:
+        return _EMPTY_MAP
     try:
         encoded = codec.encode(infos, keep_types=True)
     except codec.CodecError:
@@ -184,7 +190,7 @@ def encode_infos(
     _omit_largest([*chain.from_iterable(parts.values())], budget)
     encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
     # The lists of omitted keys alone may exceed the budget.
-    return encoded if budget.fits(encoded) else codec.encode({})
+    return encoded if budget.fits(encoded) else _EMPTY_MAP
 
 
 def join_infos(
@@ -222,7 +228,7 @@ def join_infos(
             num_values -= packed[row].num_values - _OMITTED_VALUES
             kept[row] = _ALL_OMITTED
         if not budget.allows(num_bytes, num_values):
-            return codec.encode({})
+            return _EMPTY_MAP
     return _pack_map([_PACKER.pack(row) + each for row, each in kept.items()])
 
 

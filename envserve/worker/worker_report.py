@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -100,6 +101,7 @@ class WorkerReport(msgspec.Struct):
     columns: list[tuple[int, bytes, bytes]]
 
 
+@lru_cache(maxsize=64)
 def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
     """Return the budgets for the infos of one row, and of `num_rows` rows together."""
     num_bytes, num_values = max_infos_kib << 10, max_infos_kib * _VALUES_PER_KIB
@@ -108,6 +110,7 @@ def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBud
     return InfoBudget(num_bytes, num_values), InfoBudget(total, total_values)
 
 
+@lru_cache(maxsize=64)
 def max_report_bytes(num_rows: int, max_infos_kib: int) -> int:
     """Return the maximum size of a report about `num_rows` rows, in bytes."""
     _, infos = info_budgets(num_rows, max_infos_kib)
@@ -136,8 +139,8 @@ def decode_report(
     try:
         report = msgspec.msgpack.decode(payload, type=WorkerReport)
         columns = read_columns(report.columns)
-        left = room.num_values - sum(each.cost[1] for each in columns)
         packed, infos = {}, {}
+        left = room.without(columns).num_values
         if left < 0:
             raise ValueError("expected fewer columns of infos")
         for row, raw in report.infos.items():
@@ -148,6 +151,10 @@ def decode_report(
             infos[row] = codec.unpack(encoded)
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
         raise ValueError(repr(error)) from None
+    if columns and (columns[0].start < block.start or columns[-1].stop > block.stop):
+        raise ValueError(f"columns of other rows than those of block {block.index}")
+    if not (infos or report.faults or report.rebuilt or report.warnings):
+        return Outcome(block.index, RowInfos(columns)), ()  # the usual case
     if any(type(info) is not dict for info in infos.values()):
         raise ValueError("expected a dict as the info of each row")
     failed = {fault.env_index for fault in report.faults}
@@ -156,8 +163,7 @@ def decode_report(
     rebuilt = [*report.rebuilt, *failed]
     if len(rebuilt) > _MAX_REBUILDS_PER_ROW * len(rows):
         raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
-    ends = [each for part in columns[:1] + columns[-1:] for each in part.ends]
-    if unknown := {*rebuilt, *infos, *ends} - {*rows}:
+    if unknown := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {unknown} are not in block {block.index}")
     warnings = [
         one_line(warning, _MAX_WARNING_CHARS)

@@ -183,7 +183,7 @@ def test_the_columns_of_adjacent_blocks_are_joined_in_a_result() -> None:
     [
         ([[0, [["x", 0, 11, []]], bytes(7)]], "length of records"),
         ([[0, [["x", 0, 11, []]], b""]], "length of records"),
-        ([[0, [["x", 0, 11, []]], bytes(24)]], "not in block"),
+        ([[0, [["x", 0, 11, []]], bytes(24)]], "columns of other rows"),
         ([[-1, [["x", 0, 11, []]], bytes(8)]], "order of their rows"),
         ([[1, [["x", 0, 11, []]], bytes(8)]] * 2, "order of their rows"),
         ([[0, [["x", 0, 11, []]] * 2, bytes(16)]], "each key once"),
@@ -208,7 +208,7 @@ def test_invalid_columns_raise_errors(columns: list[Any], text: str) -> None:
     payload = codec.encode({**EMPTY, "columns": sent})
     with pytest.raises(ValueError, match=text):
         decode_report(payload, Block(0, 0, 2, 0, 0), 64)
-    if text == "not in block":
+    if text == "columns of other rows":
         return
     fields = {"infos": {}, "faults": [], "errors": [], "columns": sent}
     with pytest.raises(RemoteProtocolError, match=f"{text}|>= 0"):
