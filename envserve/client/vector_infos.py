@@ -8,41 +8,17 @@ which is faster if every row has infos at every step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Final
 
 import numpy as np
 
 from envserve.spaces.info_columns import join_columns, split_columns
 
 Array = np.ndarray[Any, Any]
-
-
-class _Part(NamedTuple):
-    """Some rows, and their values for one key.
-
-    Attributes:
-      rows: The rows, in ascending order.
-      values: A value per row, or an array of them.
-      is_python: Whether an array contains Python numbers.
-    """
-
-    rows: Sequence[int]
-    values: Any
-    is_python: bool = False
-
-    @property
-    def first(self) -> Any:
-        """The value of the first row."""
-        return self.values[0].item() if self.is_python else self.values[0]
-
-    def pairs(self) -> Iterable[tuple[int, Any]]:
-        """Return each row with its value."""
-        values = self.values
-        if isinstance(values, np.ndarray):
-            values = values.tolist() if self.is_python else values.copy()
-        return zip(self.rows, values, strict=True)
-
+#: Some rows, and their values for one key.
+_Part = tuple[list[int], Sequence[Any]]
 
 _NUMBERS: Final = frozenset({int, float, bool})
 #: Maximum total size of the array elements of rows that do not have the key.
@@ -91,37 +67,36 @@ def _batch(
     infos: Mapping[int, Mapping[str, Any]], num_envs: int, budget: _FillBudget
 ) -> dict[str, Any]:
     packed, infos = split_columns(infos)
-    columns: dict[str, list[_Part]] = {}
-    batched: dict[str, Any] = {}
     rows_by_keys: dict[tuple[str, ...], list[int]] = {}
     for row in sorted(infos):
         rows_by_keys.setdefault(tuple(infos[row]), []).append(row)
+    columns: dict[str, list[_Part]] = {}
     for keys, rows in rows_by_keys.items():
         values = zip(*[infos[row].values() for row in rows], strict=True)
         for key, column in zip(keys, values, strict=True):
-            columns.setdefault(key, []).append(_Part(rows, column))
+            columns.setdefault(key, []).append((rows, column))
+    batched: dict[str, Any] = {}
     every = np.ones(num_envs, np.bool_)
     for each in join_columns(packed):
-        block = range(each.start, each.stop)
-        is_complete = len(block) == num_envs
+        rows = [*range(each.start, each.stop)]
         for key, is_python, array in each.columns():
-            is_array = is_python or array.dtype != np.bool_ or array.ndim > 1
-            if is_complete and is_array and key not in columns:  # the usual case
-                batched[key] = array.copy()
-                batched[f"_{key}"] = every.copy()
+            is_array = is_python or array.ndim > 1 or array.dtype != np.bool_
+            if is_array and len(rows) == num_envs and key not in columns:
+                batched[key], batched[f"_{key}"] = array.copy(), every.copy()
             else:
-                columns.setdefault(key, []).append(_Part(block, array, is_python))
+                numbers = array.tolist() if is_python else list(array.copy())
+                columns.setdefault(key, []).append((rows, numbers))
     omitted = []
     for key, parts in columns.items():
+        parts.sort(key=itemgetter(0))  # the first row determines the dtype
         # A server may send a value twice, in a column and in a dict.
-        num_unfilled = max(0, num_envs - sum(len(part.rows) for part in parts))
+        num_unfilled = max(0, num_envs - sum(len(rows) for rows, _ in parts))
         if not budget.take(num_unfilled, _ELEMENT_BYTES):
             omitted.append(key)
             continue
         batched[key] = _batch_column(parts, num_envs, num_unfilled, budget)
         batched[f"_{key}"] = mask = np.zeros(num_envs, np.bool_)
-        for part in parts:
-            mask[_index(part.rows, num_envs)] = True
+        _write(mask, [(rows, True) for rows, _ in parts])
     if omitted:
         names = ", ".join([f"{key!s:.32}" for key in omitted[:_MAX_NAMES]])
         batched["omitted"] = np.full(num_envs, names, object)
@@ -132,7 +107,7 @@ def _batch(
 def _batch_column(
     parts: Sequence[_Part], num_envs: int, num_unfilled: int, budget: _FillBudget
 ) -> Any:
-    first = min(parts, key=lambda part: part.rows[0]).first
+    first = parts[0][1][0]
     kind, shape = type(first), ()
     if isinstance(first, np.ndarray):
         kind, shape = first.dtype, first.shape
@@ -141,23 +116,17 @@ def _batch_column(
         array = np.zeros((num_envs, *shape), kind)
         # This fails if other rows have None, or arrays of other shapes.
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            for part in parts:
-                values = part.values
-                if isinstance(values, np.ndarray) and values.dtype != array.dtype:
-                    values = [value for _, value in part.pairs()]  # checks each number
-                array[_index(part.rows, num_envs)] = values
+            _write(array, parts)
             return array
-    by_row = {row: value for part in parts for row, value in part.pairs()}
-    if all(isinstance(value, dict) for value in by_row.values()):
-        return _batch(by_row, num_envs, budget)
+    values = {r: v for rows, vs in parts for r, v in zip(rows, vs, strict=True)}
+    if all(isinstance(value, dict) for value in values.values()):
+        return _batch(values, num_envs, budget)
     array = np.full(num_envs, None, object)
-    for row, value in by_row.items():
+    for row, value in values.items():
         array[row] = value
     return array
 
 
-def _index(rows: Sequence[int], num_envs: int) -> slice | Sequence[int]:
-    """Return an index of the rows that is fast for NumPy."""
-    if len(rows) == num_envs:
-        return slice(None)
-    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+def _write(array: Array, parts: Sequence[tuple[list[int], Any]]) -> None:
+    for rows, values in parts:
+        array[slice(None) if len(rows) == len(array) else rows] = values

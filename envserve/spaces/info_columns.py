@@ -1,10 +1,9 @@
 """Numbers in infos as columns: one packed record per row, and a layout for all rows.
 
-Most envs return the same numeric keys in every info. Encoding, decoding and batching
-them as dicts takes longer than the rest of a step. Instead, the numbers of adjacent
-rows with the same keys and types are packed into records, which are read as arrays in
-one call. The layout (keys, types and shapes) is sent with the records, and each end
-caches the layouts that it has seen.
+Most envs return the same numeric keys in every info. The numbers of adjacent rows with
+the same keys and types are packed into records, which are read as arrays in one call.
+This takes a fraction of the time that dicts take. The layout is sent with the records,
+and each end caches the layouts that it has seen.
 """
 
 from __future__ import annotations
@@ -22,29 +21,19 @@ from envserve.spaces import codec
 
 Array = np.ndarray[Any, Any]
 
-#: Python types in columns, with the dtypes that store them.
 _PYTHON_DTYPES: Final = {
     bool: np.dtype(np.bool_),
     int: np.dtype(np.int64),
     float: np.dtype(np.float64),
 }
 #: Format for `struct` by dtype.
-_FORMATS: Final = {dtype: dtype.char for dtype in codec.DTYPES} | {
-    np.dtype(np.int64): "q",
-    np.dtype(np.uint64): "Q",
-}
-#: Kinds of values; sent as numbers.
-_PYTHON, _SCALAR, _ARRAY = range(3)
-#: Maximum sizes of a record and of an encoded layout in bytes, and maximum number of
-#: columns. Larger values are encoded as dicts.
+_FORMATS: Final = dict(zip(codec.DTYPES, "?bhiqBHIQefd", strict=True))
+#: Maximum sizes in bytes. Larger values are encoded as dicts.
 _MAX_RECORD_BYTES: Final = 1 << 9
 _MAX_LAYOUT_BYTES: Final = 1 << 13
-_MAX_COLUMNS: Final = 1 << 7
-_MAX_DIMENSIONS: Final = 8
 #: Upper bound for the encoded lengths and the first row of columns in bytes.
 _HEADER_BYTES: Final = 32
-#: Decoding a column takes as long as decoding this number of values, in addition to
-#: its values.
+#: A column takes as long to decode as this number of values, in addition to its own.
 _VALUES_PER_COLUMN: Final = 16
 #: Maximum number of combinations of keys and types that a worker remembers.
 _MAX_PLANS: Final = 1 << 8
@@ -54,29 +43,24 @@ class Layout(NamedTuple):
     """The columns of records.
 
     Attributes:
-      encoded: The layout as bytes, for `read_layout`.
+      encoded: A dict with a zero of each column's type, encoded by `codec`.
       keys: Keys of the columns.
       is_python: For each column, whether its values are Python numbers.
-      names: Names of the fields of a record, "0", "1" and so on.
-      dtype: Dtype of a record.
+      arrays: Position, dtype and shape of each column that consists of arrays.
+      dtype: Dtype of a record; the names of its fields are "0", "1" and so on.
+      record: Packs a record.
     """
 
     encoded: bytes
     keys: tuple[str, ...]
     is_python: tuple[bool, ...]
-    names: tuple[str, ...]
+    arrays: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
     dtype: np.dtype[Any]
+    record: struct.Struct
 
 
 class InfoColumns(NamedTuple):
-    """The numbers in the infos of adjacent rows.
-
-    Attributes:
-      start: First row.
-      stop: Row after the last.
-      layout: Keys and types of the numbers.
-      data: The records of the rows.
-    """
+    """The numbers in the infos of rows `start` to `stop` (exclusive), as records."""
 
     start: int
     stop: int
@@ -95,10 +79,10 @@ class InfoColumns(NamedTuple):
 
         The arrays are read-only.
         """
-        _, keys, is_python, names, dtype = self.layout
-        records = np.frombuffer(self.data, dtype)
-        for key, is_number, name in zip(keys, is_python, names, strict=True):
-            yield key, is_number, records[name]
+        layout = self.layout
+        records = np.frombuffer(self.data, layout.dtype)
+        for at, key in enumerate(layout.keys):
+            yield key, layout.is_python[at], records[str(at)]
 
     def dicts(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each row, and the numbers in its info as a dict."""
@@ -117,7 +101,7 @@ class InfoColumns(NamedTuple):
 
 
 class RowInfos(Mapping[int, Mapping[str, Any]]):
-    """Infos by row, some of whose numbers are in columns until a row is read.
+    """Infos by row; the numbers in columns become dicts when the first row is read.
 
     Attributes:
       columns: Numbers in the infos of adjacent rows.
@@ -138,8 +122,9 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         """Add the infos of other rows, whose numbers increase by `offset`."""
         self._dicts = None
         columns, others = split_columns(infos)
-        for start, stop, *rest in columns:
-            self.columns.append(InfoColumns(start + offset, stop + offset, *rest))
+        for start, stop, layout, data in columns:
+            each = InfoColumns(start + offset, stop + offset, layout, data)
+            self.columns.append(each)
         for row, info in others.items():
             self.others[row + offset] = info
 
@@ -177,42 +162,11 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         return self._dicts
 
 
-@lru_cache(maxsize=128)
-def read_layout(encoded: bytes) -> Layout:
-    """Decode a layout from a peer.
-
-    Raises:
-      CodecError: The layout is not valid.
-    """
-    columns = codec.decode(encoded, max_bytes=_MAX_LAYOUT_BYTES)
-    if type(columns) is not list or not 0 < len(columns) <= _MAX_COLUMNS:
-        raise codec.CodecError(f"expected a list of 1 to {_MAX_COLUMNS} columns")
-    keys, kinds, fields, num_bytes = [], [], [], 0
-    for at, column in enumerate(columns):
-        if type(column) is not list or len(column) != 4:
-            raise codec.CodecError("expected a key, kind, dtype and shape of a column")
-        key, kind, code, shape = column
-        dtype = codec.dtype_from_code(code)
-        is_shape = (type(shape) is list and len(shape) <= _MAX_DIMENSIONS) and all(
-            type(size) is int and 0 < size <= _MAX_RECORD_BYTES for size in shape
-        )
-        if type(key) is not str or kind not in range(3) or not is_shape:
-            raise codec.CodecError("expected a str, a kind of value, and a shape")
-        num_bytes += dtype.itemsize * math.prod(shape)
-        if bool(shape) != (kind == _ARRAY) or num_bytes > _MAX_RECORD_BYTES:
-            raise codec.CodecError(
-                f"expected records of at most {_MAX_RECORD_BYTES} bytes, and a shape "
-                f"of arrays only"
-            )
-        if kind == _PYTHON and dtype not in _PYTHON_DTYPES.values():
-            raise codec.CodecError(f"expected a dtype of Python numbers; got {dtype}")
-        keys.append(key)
-        kinds.append(kind == _PYTHON)
-        fields.append((str(at), dtype.newbyteorder("<"), tuple(shape)))
-    if len({*keys}) < len(keys):
-        raise codec.CodecError("expected each key once")
-    names = tuple(name for name, *_ in fields)
-    return Layout(encoded, tuple(keys), tuple(kinds), names, np.dtype(fields))
+def split_columns(
+    infos: Mapping[int, Mapping[str, Any]],
+) -> tuple[Sequence[InfoColumns], Mapping[int, Mapping[str, Any]]]:
+    """Return the columns of infos, and all other values."""
+    return (infos.columns, infos.others) if isinstance(infos, RowInfos) else ((), infos)
 
 
 def read_columns(parts: Sequence[tuple[int, bytes, bytes]]) -> list[InfoColumns]:
@@ -224,55 +178,67 @@ def read_columns(parts: Sequence[tuple[int, bytes, bytes]]) -> list[InfoColumns]
     """
     found, last = [], 0
     for start, encoded, data in parts:
-        layout = read_layout(encoded)
+        layout = _read_layout(encoded)
         num_rows, rest = divmod(len(data), layout.dtype.itemsize)
-        if rest or not num_rows:
-            raise codec.CodecError("the length of records does not match their layout")
-        if start < last:
-            raise codec.CodecError("expected columns in the order of their rows")
+        if rest or not num_rows or start < last:
+            raise codec.CodecError("expected whole records, in the order of their rows")
         last = start + num_rows
         found.append(InfoColumns(start, last, layout, data))
     return found
 
 
-def split_columns(
-    infos: Mapping[int, Mapping[str, Any]],
-) -> tuple[Sequence[InfoColumns], Mapping[int, Mapping[str, Any]]]:
-    """Return the columns of infos, and all other values."""
-    return (infos.columns, infos.others) if isinstance(infos, RowInfos) else ((), infos)
+def join_columns(columns: Sequence[InfoColumns]) -> list[InfoColumns]:
+    """Join the columns of adjacent rows that have the same layout."""
+    joined: list[list[InfoColumns]] = []
+    for each in sorted(columns, key=itemgetter(0)):
+        before = joined[-1][-1] if joined else None
+        if before and before.layout is each.layout and before.stop == each.start:
+            joined[-1].append(each)
+        else:
+            joined.append([each])
+    return [
+        run[0]._replace(stop=run[-1].stop, data=b"".join([each.data for each in run]))
+        for run in joined
+    ]
 
 
-class _Plan(NamedTuple):
-    """The layout of infos with certain keys and types, and how to pack them.
-
-    Attributes:
-      layout: Layout of the records.
-      keys: Keys of the numbers.
-      arrays: Position in `keys`, dtype and shape of each array.
-      others: Keys of all other values.
-      record: Packs a record.
-    """
-
-    layout: Layout
-    keys: tuple[str, ...]
-    arrays: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
-    others: tuple[Any, ...]
-    record: struct.Struct
-
-    def values(self, info: Mapping[str, Any]) -> list[Any]:
-        """Return the values to pack; raise ValueError if an array differs."""
-        values = [info[key] for key in self.keys]
-        for at, dtype, shape in self.arrays:
-            array = values[at]
-            if array.dtype != dtype or array.shape != shape:
-                raise ValueError("an array has another dtype or shape")
-            values[at] = array.tobytes()
-        return values
+@lru_cache(maxsize=128)
+def _read_layout(encoded: bytes) -> Layout:
+    zeros = codec.decode(encoded, max_bytes=_MAX_LAYOUT_BYTES)
+    if type(zeros) is not dict or not zeros or {*map(type, zeros)} != {str}:
+        raise codec.CodecError("expected a dict with a value for each column")
+    fields, arrays, formats, num_bytes = [], [], "<", 0
+    for at, value in enumerate(zeros.values()):
+        dtype, shape, size = _form_of(value)
+        num_bytes += size
+        if not 0 < size <= num_bytes <= _MAX_RECORD_BYTES:
+            raise codec.CodecError(
+                f"expected numbers and arrays, of at most {_MAX_RECORD_BYTES} bytes"
+            )
+        fields.append((str(at), dtype.newbyteorder("<"), shape))
+        formats += f"{size}s" if shape else _FORMATS[dtype]
+        if shape:
+            arrays.append((at, dtype, shape))
+    is_python = tuple(type(value) in _PYTHON_DTYPES for value in zeros.values())
+    dtype, record = np.dtype(fields), struct.Struct(formats)
+    return Layout(encoded, (*zeros,), is_python, (*arrays,), dtype, record)
 
 
-#: Plans by the keys and types of infos; None for infos without numbers, and False for
-#: keys and types that occurred only once, because envs may add keys at random.
-_plans: Final[dict[tuple[Any, ...], _Plan | Literal[False] | None]] = {}
+def _form_of(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    """Return dtype, shape and size in bytes; size 0 of what cannot be in a column."""
+    is_array, dtype = type(value) is np.ndarray, _PYTHON_DTYPES.get(type(value))
+    if is_array or isinstance(value, np.generic):
+        dtype = value.dtype
+    if dtype not in _FORMATS or (is_array and not value.ndim):
+        return np.dtype(np.bool_), (), 0
+    shape = value.shape if is_array else ()
+    return dtype, shape, dtype.itemsize * math.prod(shape)
+
+
+#: Layouts by the keys and types of infos, with the keys of all other values; None for
+#: infos without numbers, and False for keys and types that occurred only once, because
+#: envs may add keys at random.
+_plans: Final[dict[Any, tuple[Layout, Sequence[Any]] | Literal[False] | None]] = {}
 
 
 def split_infos(
@@ -289,108 +255,77 @@ def split_infos(
       The columns, and the infos with all other values. There are no columns if they
       would exceed a limit.
     """
-    runs: list[tuple[int, _Plan, list[bytes]]] = []
-    others: dict[int, Mapping[Any, Any]] = {}
-    records: list[bytes] = []
-    last: tuple[Any, ...] = ()  # the signature of the row before
-    plan, is_plain, stop = None, False, -1
+    runs: list[tuple[int, Layout, list[bytes]]] = []
+    left: dict[int, Mapping[Any, Any]] = {}
+    plan, stop, last, records = None, -1, (), list[bytes]()
     for row, info in infos.items():
         signature = (*info, *map(type, info.values()))
         if signature != last:
             last, plan, stop = signature, _plan_for(signature, info), -1
-            if plan is not None:
-                is_plain = not plan.others and not plan.arrays
-                pack = plan.record.pack
         if plan is None:
-            others[row] = info
+            left[row] = info
             continue
+        layout, others = plan
+        is_plain = not (others or layout.arrays)
         try:
-            record = pack(*(info.values() if is_plain else plan.values(info)))
+            values = info.values() if is_plain else _values_of(info, layout)
+            record = layout.record.pack(*values)
         except (ValueError, struct.error):  # also an int beyond 64 bits
-            others[row] = info
+            left[row] = info
             continue
         if row != stop:
-            records = []
-            runs.append((row, plan, records))
+            runs.append((row, layout, records := []))
         records.append(record)
         stop = row + 1
-        if plan.others:
-            others[row] = {key: info[key] for key in plan.others}
+        if others:
+            left[row] = {key: info[key] for key in others}
     columns = [
-        InfoColumns(start, start + len(records), plan.layout, b"".join(records))
-        for start, plan, records in runs
+        InfoColumns(start, start + len(records), layout, b"".join(records))
+        for start, layout, records in runs
     ]
     costs = [each.cost for each in columns]
     num_bytes, num_values = map(sum, zip((0, 0), *costs, strict=True))
     if num_bytes > max_bytes or num_values > max_values:
         return [], infos
-    return columns, others
+    return columns, left
 
 
-def join_columns(columns: Sequence[InfoColumns]) -> list[InfoColumns]:
-    """Join the columns of adjacent rows that have the same layout."""
-    joined: list[list[InfoColumns]] = []
-    for each in sorted(columns, key=itemgetter(0)):
-        before = joined[-1][-1] if joined else None
-        if before and before.layout is each.layout and before.stop == each.start:
-            joined[-1].append(each)
-        else:
-            joined.append([each])
-    return [
-        InfoColumns(
-            run[0].start,
-            run[-1].stop,
-            run[0].layout,
-            b"".join([each.data for each in run]),
-        )
-        for run in joined
-    ]
+def _values_of(info: Mapping[Any, Any], layout: Layout) -> list[Any]:
+    """Return the values to pack; raise ValueError if an array differs."""
+    values = [info[key] for key in layout.keys]
+    for at, dtype, shape in layout.arrays:
+        array = values[at]
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError("an array has another dtype or shape")
+        values[at] = array.tobytes()
+    return values
 
 
-def _plan_for(signature: tuple[Any, ...], info: Mapping[Any, Any]) -> _Plan | None:
+def _plan_for(
+    signature: tuple[Any, ...], info: Mapping[Any, Any]
+) -> tuple[Layout, Sequence[Any]] | None:
     arrays = [value for value in info.values() if type(value) is np.ndarray]
-    if arrays:
-        signature += tuple((array.dtype, array.shape) for array in arrays)
+    signature += tuple((array.dtype, array.shape) for array in arrays)
     if signature not in _plans:
         if len(_plans) == _MAX_PLANS:
             _plans.clear()
         _plans[signature] = False
-        return None
-    if _plans[signature] is False:
+    elif _plans[signature] is False:
         _plans[signature] = _make_plan(info)
     return _plans[signature] or None
 
 
-def _make_plan(info: Mapping[Any, Any]) -> _Plan | None:
-    columns: list[list[Any]] = []
-    arrays: list[tuple[int, np.dtype[Any], tuple[int, ...]]] = []
-    others, formats, left = [], "<", _MAX_RECORD_BYTES
+def _make_plan(info: Mapping[Any, Any]) -> tuple[Layout, Sequence[Any]] | None:
+    zeros: dict[str, Any] = {}
+    left = _MAX_RECORD_BYTES
     for key, value in info.items():
-        kind, dtype, shape = _kind_of(value)
-        size = dtype.itemsize * math.prod(shape)
-        if dtype not in _FORMATS or type(key) is not str or not 0 < size <= left:
-            others.append(key)
-            continue
-        left -= size
-        if kind == _ARRAY:
-            arrays.append((len(columns), dtype, shape))
-        formats += f"{size}s" if kind == _ARRAY else _FORMATS[dtype]
-        columns.append([key, kind, codec.dtype_code(dtype), [*shape]])
+        size = _form_of(value)[2]
+        if type(key) is str and 0 < size <= left:
+            is_array = type(value) is np.ndarray
+            zeros[key] = np.zeros_like(value) if is_array else type(value)(0)
+            left -= size
     try:
-        layout = read_layout(codec.encode(columns))
-    except codec.CodecError:  # no columns, too many, or keys that are too long
+        layout = _read_layout(codec.encode(zeros, keep_types=True))
+    except codec.CodecError:  # no columns, or keys that are too long
         return None
-    return _Plan(
-        layout, layout.keys, tuple(arrays), tuple(others), struct.Struct(formats)
-    )
-
-
-def _kind_of(value: Any) -> tuple[int, np.dtype[Any], tuple[int, ...]]:
-    """Return the kind, dtype and shape of a value; dtype object if it is no number."""
-    if type(value) in _PYTHON_DTYPES:
-        return _PYTHON, _PYTHON_DTYPES[type(value)], ()
-    if isinstance(value, np.generic):
-        return _SCALAR, value.dtype, ()
-    if type(value) is np.ndarray and value.ndim:
-        return _ARRAY, value.dtype, value.shape
-    return _SCALAR, np.dtype(np.object_), ()
+    return layout, [key for key in info if key not in zeros]
