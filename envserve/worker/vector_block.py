@@ -348,5 +348,7 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
             value = _row_info(value, row, size)
         elif isinstance(value, np.ndarray | list | tuple) and len(value) == size:
             value = value[row]
+            if isinstance(value, np.bool_):  # Gymnasium batches only bool as an array
+                value = bool(value)
         info[key] = value  # a value that is not split by row belongs to all rows
     return info

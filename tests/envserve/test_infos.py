@@ -14,7 +14,7 @@ from envserve.client.vector_infos import batch_infos
 from envserve.errors import RemoteProtocolError
 from envserve.lane import Block
 from envserve.spaces import codec
-from envserve.spaces.info_columns import RowInfos
+from envserve.spaces.info_columns import RowInfos, split_columns
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
 from envserve.wire.result_report import ResultReport
 from envserve.worker.worker_report import decode_report, encode_report, info_budgets
@@ -167,7 +167,7 @@ def test_the_columns_of_adjacent_blocks_are_joined_in_a_result() -> None:
     for start in (4, 0, 2):
         infos.add(report_twice({0: {"x": start}, 1: {"x": 1 + start}}, 2).infos, start)
     report = ResultReport.decode(ResultReport(infos=infos).encode())
-    ((columns,), others) = report.infos.columns, report.infos.others
+    ((columns,), others) = split_columns(report.infos)
     assert (columns.start, columns.stop, others) == (0, 6, {})
     outcomes = report.outcomes([(1, 1), (0, 1)], [0] * 4 + [1] * 2, "")
     assert outcomes[0].infos == {row: {"x": row} for row in range(4)}
