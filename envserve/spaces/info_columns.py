@@ -152,6 +152,10 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         """Return the representation of a dict."""
         return repr(self._by_row())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the infos as a dict."""
+        return dict, (self._by_row(),)
+
     def _by_row(self) -> dict[int, Mapping[str, Any]]:
         if self._dicts is None:
             found = dict(self.others)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 import types
 from collections.abc import Mapping
@@ -137,6 +139,9 @@ def test_numbers_of_every_row_are_columns() -> None:
     assert columns.layout.keys == ("x", "n", "mask")
     assert others == {row: {"word": "text"} for row in range(6)}
     assert outcome.packed_infos.keys() == {*range(6)}
+    copied = pickle.loads(pickle.dumps(outcome.infos))
+    assert_identical(copied, copy.deepcopy(outcome.infos))
+    assert_identical(copied[5], info)
 
 
 def test_rows_with_other_keys_and_numbers_beyond_64_bits_are_not_in_columns() -> None:
