@@ -62,7 +62,7 @@ from tests.oracle.probe_envs import SPACES
 _HEX_FRAGMENTS: Final = (
     "ddffffffff df0000ffff c97fffffff01 dcffff deffff c702010009 "
     "d6ff00000000 819001 c1 d901ff cb7ff8000000000000 cfffffffffffffffff "
-    "d38000000000000000 c0 90 80 a0 "
+    "d38000000000000000 c0 90 80 a0 d40390 c703039201c0 c706020a000000c07f "
 )
 _FRAGMENTS: Final = (*map(bytes.fromhex, _HEX_FRAGMENTS.split()), b"\x91" * 40)
 BLOCK: Final = Block(0, 0, 2, 0, 0)
