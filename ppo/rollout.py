@@ -225,8 +225,9 @@ def info_means(episodes: Iterable[Episode]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.info.items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
-                values.setdefault(f"info/{name}", []).append(value)
+            is_number = isinstance(value, float | int | np.number | np.bool_)
+            if is_number and math.isfinite(value):
+                values.setdefault(f"info/{name}", []).append(float(value))
     return {name: float(np.mean(values[name])) for name in sorted(values)[:_MAX_NAMES]}
 
 

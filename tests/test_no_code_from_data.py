@@ -48,6 +48,7 @@ PICKLES = {
 #: Dtypes that are not literals, and where they come from.
 DTYPES = {
     "envserve/spaces/codec.py: name": "a table of allowed names",
+    "envserve/spaces/info_columns.py: fields": "dtypes of the table in codec.py",
     "envserve/spaces/leaves.py: space.dtype": "an existing space",
     "envserve/spaces/env_spec.py: space.dtype": "an existing space",
     "envserve/slab.py: kind": "a tuple of types in that file",

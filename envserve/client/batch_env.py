@@ -49,6 +49,7 @@ from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.action_checks import check_actions
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.info_columns import RowInfos
 from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import decode_observation
 from envserve.wire.bodies import pack_options
@@ -741,7 +742,7 @@ class BatchEnv:
         def pack(chosen: Sequence[int]) -> bytes:
             values = [arguments[row] for row in chosen] if kind == "set" else arguments
             try:
-                return codec.encode([list(values), named or {}])
+                return codec.encode([list(values), named or {}], keep_types=True)
             except codec.CodecError as error:
                 raise CallError(
                     f"Env {chosen[0]}: {name}: {error}", env_index=chosen[0]
@@ -840,7 +841,7 @@ class BatchEnv:
           The result, and the position of the first block with an error to raise and
           that error, or None.
         """
-        infos: dict[int, Mapping[str, Any]] = {}
+        infos: RowInfos | None = None
         first_error = None
         outcomes = self._group.queue.outcomes
         for block in row_set.blocks:
@@ -848,10 +849,12 @@ class BatchEnv:
             if outcome is not None and (
                 outcome.infos or outcome.faults or outcome.error
             ):
+                infos = RowInfos() if infos is None else infos
                 error = add_infos(infos, outcome, block, self._raises_faults)
                 if error is not None and first_error is None:
                     first_error = (block.position, error)
-        result = gather_result(self.spec, row_set, infos, out)
+        found = {} if infos is None else infos.simplified()
+        result = gather_result(self.spec, row_set, found, out)
         absence = self._group.absence
         if absence.padded or absence.awaited_late_steps:
             absence.show(self.spec, row_set, result)

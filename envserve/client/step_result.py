@@ -16,6 +16,7 @@ from envserve.errors import EnvError, EnvserveError
 from envserve.lane import Outcome
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.info_columns import RowInfos
 from envserve.spaces.leaves import flatten, unflatten
 from envserve.spaces.variable_length import decode_observation
 
@@ -255,7 +256,7 @@ def _allocate(spec: EnvSpec, num_rows: int) -> StepResult:
 
 
 def add_infos(
-    infos: dict[int, Mapping[str, Any]],
+    infos: RowInfos,
     outcome: Outcome,
     block: BatchBlock,
     raises_faults: bool,
@@ -268,11 +269,11 @@ def add_infos(
       envs that returned a value outside their spaces are raised.
     """
     error = outcome.error
-    for row, info in outcome.infos.items():
-        infos[row + block.offset] = info
+    infos.add(outcome.infos, block.offset)
     for fault in outcome.faults:
         env_index = fault.env_index + block.offset
-        infos[env_index] = {"fault": {"status": fault.status.name, "text": fault.text}}
+        text = {"status": fault.status.name, "text": fault.text}
+        infos.others[env_index] = {"fault": text}
         if error is None and (fault.is_violation or raises_faults):
             error = EnvError(
                 f"Env {env_index} ({block.lane.name}): {fault.cause}",

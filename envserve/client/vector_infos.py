@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
+
+from envserve.spaces.info_columns import join_columns, split_columns
 
 Array = np.ndarray[Any, Any]
 #: Some rows, and their values for one key.
@@ -63,6 +66,7 @@ class _FillBudget:
 def _batch(
     infos: Mapping[int, Mapping[str, Any]], num_envs: int, budget: _FillBudget
 ) -> dict[str, Any]:
+    packed, infos = split_columns(infos)
     rows_by_keys: dict[tuple[str, ...], list[int]] = {}
     for row in sorted(infos):
         rows_by_keys.setdefault(tuple(infos[row]), []).append(row)
@@ -72,9 +76,21 @@ def _batch(
         for key, column in zip(keys, values, strict=True):
             columns.setdefault(key, []).append((rows, column))
     batched: dict[str, Any] = {}
+    every = np.ones(num_envs, np.bool_)
+    for each in join_columns(packed):
+        rows = [*range(each.start, each.stop)]
+        for key, is_python, array in each.columns():
+            is_array = is_python or array.ndim > 1 or array.dtype != np.bool_
+            if is_array and len(rows) == num_envs and key not in columns:
+                batched[key], batched[f"_{key}"] = array.copy(), every.copy()
+            else:
+                numbers = array.tolist() if is_python else list(array.copy())
+                columns.setdefault(key, []).append((rows, numbers))
     omitted = []
     for key, parts in columns.items():
-        num_unfilled = num_envs - sum(len(rows) for rows, _ in parts)
+        parts.sort(key=itemgetter(0))  # the first row determines the dtype
+        # A server may send a value twice, in a column and in a dict.
+        num_unfilled = max(0, num_envs - sum(len(rows) for rows, _ in parts))
         if not budget.take(num_unfilled, _ELEMENT_BYTES):
             omitted.append(key)
             continue

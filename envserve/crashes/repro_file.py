@@ -97,7 +97,7 @@ def encode_repro(repro: Repro) -> bytes:
         "end": {**vars(repro.end), "status": int(repro.end.status)},
         "context": repro.context and vars(repro.context),
     }
-    return codec.encode(value)
+    return codec.encode(value, keep_types=True)
 
 
 def decode_repro(data: bytes) -> Repro:

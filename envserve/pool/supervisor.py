@@ -180,7 +180,7 @@ class SupervisedWorker:
             "blocks": [[block.index, block.start, block.stop] for block in self.blocks],
             "incarnations": [*incarnations],
         }
-        return codec.encode(message)
+        return codec.encode(message, keep_types=True)
 
     def attach(self, slab: Slab) -> None:
         """Pass the slab to the current process and all later processes."""

@@ -63,8 +63,8 @@ class WorkerSet:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
         """
         try:
-            codec.encode(config.env_kwargs)
-            codec.encode(wrappers_to_plain(config.wrappers))
+            codec.encode(config.env_kwargs, keep_types=True)
+            codec.encode(wrappers_to_plain(config.wrappers), keep_types=True)
         except codec.CodecError as error:
             raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
         self.incarnations = [config.first_incarnation] * config.num_envs

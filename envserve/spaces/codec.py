@@ -1,14 +1,17 @@
 """Encode plain values as bytes: scalars, strings, lists, dicts and NumPy arrays.
 
-The format is msgpack with one extension type for arrays, whose dtype is a number from a
-fixed table. Decoding never executes code. Both ends first validate the bytes with
-`check`, so that a value that is nested too deeply, too large or truncated is rejected
-before any object is created.
+The format is msgpack with extension types for arrays, NumPy scalars and tuples; the
+dtype is a number from a fixed table. Decoding never executes code. Both ends first
+validate the bytes with `check`, so that a value that is nested too deeply, too large or
+truncated is rejected before any object is created.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 import msgpack
@@ -27,13 +30,25 @@ DTYPES: Final = tuple(
 )
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-_ARRAY_EXTENSION: Final = 1
+#: Dtypes of strings, which only arrays and scalars inside values may have. They are
+#: encoded as arrays of code points or bytes, whose last dimension is the width.
+_STRING_CODES: Final = {"U": len(DTYPES), "S": len(DTYPES) + 1}
+_STRING_KINDS: Final = {code: kind for kind, code in _STRING_CODES.items()}
+_STRING_UNITS: Final[dict[str, np.dtype[Any]]] = {
+    "U": np.dtype("<u4"),
+    "S": np.dtype("u1"),
+}
+
+_ARRAY: Final = 1
+_SCALAR: Final = 2
+_TUPLE: Final = 3
 _MAX_DIMENSIONS: Final = 8
 _MAX_DEPTH: Final = 32
 #: Maximum number of items in a list, or of pairs in a dict.
 _MAX_ITEMS: Final = 1 << 16
-#: Decoding an array takes as long as decoding this many scalars.
-_VALUES_PER_ARRAY: Final = 16
+#: Number of Python scalars that take as long to decode as one value of each extension
+#: type, without the items of a tuple.
+_COSTS: Final = {_ARRAY: 16, _SCALAR: 4, _TUPLE: 4}
 #: Encoded size of a value in bytes, indexed by its first byte; 0 if the first byte does
 #: not determine the size.
 _SIZES_BY_FIRST_BYTE: Final = bytes(
@@ -86,17 +101,24 @@ def dtype_from_code(code: object) -> np.dtype[Any]:
     return DTYPES[code]
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any, *, keep_types: bool = False) -> bytes:
     """Encode a plain value, which may contain NumPy scalars and arrays, as msgpack.
+
+    Args:
+      value: The value.
+      keep_types: Whether the value belongs to an env or a user: tuples and NumPy
+        scalars keep their types, arrays of other libraries become NumPy arrays, and an
+        Enum becomes its value. If False, tuples become lists, and NumPy scalars become
+        Python scalars.
 
     Raises:
       CodecError: The value is not plain, or `decode` would reject it.
     """
     try:
-        packed = bytes(msgpack.packb(value, default=_encode_other))
+        packed: bytes = _pack_exactly(value) if keep_types else _pack(value)
     except CodecError:
         raise
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except Exception as error:  # a user-defined container or array may raise any error
         raise CodecError(f"cannot encode the value: {error}") from error
     check(packed)
     return packed
@@ -136,13 +158,17 @@ def unpack(data: _Buffer) -> Any:
         raise CodecError(f"not a valid encoding: {type(error).__name__}") from None
 
 
-def check(data: _Buffer, max_values: int | None = None) -> int:
+def check(
+    data: _Buffer, max_values: int | None = None, max_depth: int = _MAX_DEPTH
+) -> int:
     """Validate an encoded value and count its values, without decoding it.
 
     Args:
       data: Encoded bytes.
       max_values: Maximum number of values, including dict keys, where an array of
-        numbers counts as 16. None: no limit, and an array counts as 1.
+        numbers counts as 16, and a tuple or NumPy scalar as 4. None: no limit, and each
+        of these counts as 1.
+      max_depth: Maximum number of nested lists, dicts and tuples.
 
     Returns:
       The number of values.
@@ -152,7 +178,6 @@ def check(data: _Buffer, max_values: int | None = None) -> int:
         are not a valid encoding.
     """
     at, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
-    array_cost = 0 if max_values is None else _VALUES_PER_ARRAY - 1
     limit = room = end if max_values is None else max_values
     left, is_map = 1, False  # values left in the innermost open list or map
     outer: list[tuple[int, bool]] = []  # (left, is_map) of enclosing lists and maps
@@ -166,24 +191,34 @@ def check(data: _Buffer, max_values: int | None = None) -> int:
         if sizes[kind]:  # the usual case
             at += sizes[kind]
             continue
+        start, body = at, 0
         if kind < 0xA0:  # a short list or map
             at, count = at + 1, (kind & 15) << (kind < 0x90)
         else:
             at, count = _read_header(data, at, kind)
-        room -= count if count >= 0 else array_cost * (kind in _EXTENSIONS)
+            if kind in _EXTENSIONS:
+                body = start + 2 + _HEADERS[kind][0]
+                room -= _COSTS[data[body - 1]] - 1 if max_values is not None else 0
+        is_tuple = body > 0 and data[body - 1] == _TUPLE
+        room -= max(count, 0)
         # Every item takes at least one byte, so a larger count cannot be valid.
         if room < 0 or count > end - at:
             raise CodecError(
                 f"expected at most {limit} values (an array of numbers counts as "
-                f"{_VALUES_PER_ARRAY}); got more"
+                f"{_COSTS[_ARRAY]}); got more"
             )
-        if count < 0:
+        if count < 0 and not is_tuple:
             continue
         if is_map and left & 1:
             raise CodecError("expected a scalar as a dict key; got a list or dict")
-        if len(outer) == _MAX_DEPTH:
+        if len(outer) == max_depth:
             raise CodecError(f"nested deeper than {_MAX_DEPTH} levels")
-        if count:
+        if is_tuple:
+            depth = max_depth - len(outer)
+            room -= check(
+                data[body:at], room if max_values is not None else None, depth
+            )
+        elif count:
             outer.append((left, is_map))
             left, is_map = count, kind in _MAPS
     if at != end or left or any(count for count, _ in outer):
@@ -210,31 +245,102 @@ def _read_header(data: _Buffer, at: int, kind: int) -> tuple[int, int]:
                 f"as an array"
             )
         return start, -unit * length
-    if unit and data[start : start + 1] != bytes([_ARRAY_EXTENSION]):
-        raise CodecError("unknown extension type; only arrays are supported")
+    if unit and (start >= len(data) or data[start] not in _COSTS):
+        raise CodecError("unknown extension type")
     return start + length + unit, -1
 
 
 def _encode_other(value: Any) -> Any:
+    """Convert a value of a message for msgpack."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
-        if value.ndim > _MAX_DIMENSIONS:
-            raise CodecError(f"expected at most 8 dimensions; got {value.ndim}")
-        header = bytes([dtype_code(value.dtype), value.ndim])
-        shape = b"".join(size.to_bytes(8, "little") for size in value.shape)
-        body = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
-        return msgpack.ExtType(_ARRAY_EXTENSION, header + shape + body)
+        return msgpack.ExtType(_ARRAY, _encode_array(value))
     raise CodecError(
         f"cannot encode a value of type {type(value).__name__}; expected numbers, "
         f"strings, bytes, lists, dicts or NumPy arrays"
     )
 
 
+def _encode_exactly(value: Any) -> Any:
+    """Convert a value for msgpack, which keeps its type."""
+    while isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, np.generic):
+        return msgpack.ExtType(_SCALAR, _encode_array(as_numpy(np.asarray(value))))
+    if isinstance(value, tuple):
+        return msgpack.ExtType(_TUPLE, _pack_exactly([*value]))
+    kind: Any
+    for kind in (bool, int, float, str, bytes, list):
+        if isinstance(value, kind):  # an instance of a subclass, or an Enum's value
+            return kind(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if value is not None and hasattr(type(value), "__array__"):
+        value = as_numpy(value)
+    return value if value is None else _encode_other(value)
+
+
+def as_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """Convert an array of any library that has `__array__` (JAX, PyTorch) to NumPy.
+
+    Numbers whose dtype NumPy lacks, such as bfloat16, become float32.
+    """
+    if hasattr(value, "detach"):  # a tensor of PyTorch
+        value = value.detach().cpu()
+    try:
+        array = np.asarray(value)
+    except TypeError:  # PyTorch does not convert bfloat16
+        array = np.asarray(value.float())
+    if array.dtype.kind == "V" and np.can_cast(array.dtype, np.float32):
+        return array.astype(np.float32)
+    return array
+
+
+_pack: Final = partial(msgpack.packb, default=_encode_other)
+_pack_exactly: Final = partial(
+    msgpack.packb, default=_encode_exactly, strict_types=True
+)
+
+
+def _encode_array(value: np.ndarray[Any, Any]) -> bytes:
+    kind = value.dtype.kind
+    if kind in _STRING_CODES:
+        code, unit = _STRING_CODES[kind], _STRING_UNITS[kind]
+        if not value.dtype.itemsize:
+            value = value.astype(f"{kind}1")
+        items = np.array(value, value.dtype.newbyteorder("<"), order="C")
+        items = items.reshape(*items.shape, 1).view(unit)
+        _check_text(items)
+    else:
+        code, items = dtype_code(value.dtype), value
+    if items.ndim > _MAX_DIMENSIONS:
+        raise CodecError(f"expected at most 8 dimensions; got {items.ndim}")
+    header = bytes([code, items.ndim])
+    shape = b"".join(size.to_bytes(8, "little") for size in items.shape)
+    body = np.ascontiguousarray(items, items.dtype.newbyteorder("<")).tobytes()
+    return header + shape + body
+
+
 def _decode_extension(code: int, data: bytes) -> Any:
-    if code != _ARRAY_EXTENSION or len(data) < 2:
-        raise CodecError(f"unknown extension {code}")
-    dtype, dimensions = dtype_from_code(data[0]), data[1]
+    if code == _TUPLE:
+        items = unpack(data)
+        if type(items) is not list:
+            raise CodecError("expected a list as the items of a tuple")
+        return tuple(items)
+    array = _decode_array(data)
+    if code == _ARRAY:
+        return array
+    if array.ndim:
+        raise CodecError("expected no dimensions of a scalar")
+    return array[()]
+
+
+def _decode_array(data: bytes) -> np.ndarray[Any, Any]:
+    if len(data) < 2:
+        raise CodecError("truncated array header")
+    kind, dimensions = _STRING_KINDS.get(data[0]), data[1]
+    dtype = _STRING_UNITS[kind] if kind else dtype_from_code(data[0])
     start = 2 + 8 * dimensions
     if dimensions > _MAX_DIMENSIONS or len(data) < start:
         raise CodecError("truncated array header")
@@ -242,4 +348,16 @@ def _decode_extension(code: int, data: bytes) -> Any:
     if len(data) - start != math.prod(shape) * dtype.itemsize:
         raise CodecError("the length of an array does not match its shape")
     flat = np.frombuffer(data, dtype.newbyteorder("<"), offset=start)
-    return flat.reshape(shape).astype(dtype)
+    array = flat.reshape(shape).astype(dtype.newbyteorder("="))
+    if kind is None:
+        return array
+    if not shape or not shape[-1]:
+        raise CodecError("expected the width of strings as the last dimension")
+    _check_text(array)
+    return array.view(f"{kind}{shape[-1]}").reshape(shape[:-1])
+
+
+def _check_text(units: np.ndarray[Any, Any]) -> None:
+    """Raise CodecError for numbers that are not Unicode code points."""
+    if ((units >= 0xD800) & (units < 0xE000) | (units > 0x10FFFF)).any():
+        raise CodecError("expected Unicode code points in an array of strings")

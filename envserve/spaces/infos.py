@@ -6,7 +6,8 @@ exceed the budget. Their keys are listed under the key "omitted".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,7 @@ import msgpack
 import numpy as np
 
 from envserve.spaces import codec
+from envserve.spaces.info_columns import InfoColumns
 
 #: Maximum number of omitted keys listed per row, and maximum characters of each.
 _MAX_OMITTED_NAMES: Final = 16
@@ -31,6 +33,7 @@ _MAX_VALUES_BY_PAIR: Final = 1 << 13
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
 _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
+_EMPTY_MAP: Final = codec.encode({})
 
 
 class InfoBudget(NamedTuple):
@@ -53,6 +56,23 @@ class InfoBudget(NamedTuple):
         """
         return max(num_bytes / self.num_bytes, num_values / self.num_values)
 
+    def half(self) -> InfoBudget:
+        """Return half of the budget."""
+        return InfoBudget(self.num_bytes // 2, self.num_values // 2)
+
+    def within(self, other: InfoBudget) -> InfoBudget:
+        """Return the budget, reduced to another one where that is smaller."""
+        return InfoBudget(*map(min, self, other))
+
+    def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
+        """Return what columns of infos leave of the budget."""
+        num_bytes, num_values = self
+        for each in columns:
+            cost = each.cost
+            num_bytes -= cost[0]
+            num_values -= cost[1]
+        return InfoBudget(num_bytes, num_values)
+
     def fits(self, encoded: bytes) -> bool:
         """Return whether an encoded value is within the budget."""
         if len(encoded) > self.num_bytes:
@@ -74,28 +94,46 @@ class PackedInfo(NamedTuple):
 
 
 class _EncodedInfo:
-    """The encoded key-value pairs of one row's info, and its omitted keys."""
+    """The encoded key-value pairs of one row's info, and its omitted keys.
 
-    def __init__(self, info: Mapping[Any, Any]) -> None:
+    Pairs of dicts directly inside the info, such as "reset_info", are omitted one by
+    one too.
+    """
+
+    def __init__(self, info: Mapping[Any, Any], depth: int = 2) -> None:
+        """Encode the pairs; `depth` is the number of containers around the info."""
         self.omitted: list[str] = []
         self.num_bytes, self.num_values = _ROW_OVERHEAD_BYTES, _ROW_OVERHEAD_VALUES
         self.pairs: dict[Any, tuple[bytes, int]] = {}
+        self.inner: dict[bytes, _EncodedInfo] = {}
         for key, value in info.items():
             try:
+                if depth == 2 and isinstance(value, Mapping):
+                    packed_key = codec.encode(key, keep_types=True)
+                    self.inner[packed_key] = _EncodedInfo(value, depth + 1)
+                    self.num_bytes += len(packed_key)
+                    continue
                 # Nest the value as deeply as in a report, so that the same depth limit
                 # applies.
-                encoded = codec.encode([[{key: value}]])
+                nested: Any = {key: value}
+                for _ in range(depth):
+                    nested = [nested]
+                encoded = codec.encode(nested, keep_types=True)
             except codec.CodecError:
                 self._add_omitted(key)
                 continue
-            count = codec.check(encoded, _UNLIMITED)
-            self.pairs[key] = encoded[3:], count
-            self.num_bytes += len(encoded)
+            pair, count = encoded[depth + 1 :], codec.check(encoded, _UNLIMITED)
+            self.pairs[key] = pair, count
+            self.num_bytes += len(pair)
             self.num_values += count
+
+    def parts(self) -> list[_EncodedInfo]:
+        """Return this info and the dicts inside it."""
+        return [self, *self.inner.values()]
 
     def omit(self, key: Any) -> None:
         pair, count = self.pairs.pop(key)
-        self.num_bytes -= len(pair) + 3
+        self.num_bytes -= len(pair)
         self.num_values -= count
         self._add_omitted(key)
 
@@ -113,7 +151,9 @@ class _EncodedInfo:
     def encode(self) -> bytes:
         if self.omitted:
             self.pairs["omitted"] = codec.encode({"omitted": self.omitted})[1:], 0
-        return _pack_map([pair for pair, _ in self.pairs.values()])
+        pairs = [pair for pair, _ in self.pairs.values()]
+        inner = [key + each.encode() for key, each in self.inner.items()]
+        return _pack_map([*pairs, *inner])
 
 
 def _pack_map(pairs: Sequence[bytes]) -> bytes:
@@ -134,20 +174,23 @@ def encode_infos(
       An encoded map from row to info; an empty map if even the lists of omitted keys
       exceed the budget.
     """
+    if not infos:
+        return _EMPTY_MAP
     try:
-        encoded = codec.encode(infos)
+        encoded = codec.encode(infos, keep_types=True)
     except codec.CodecError:
         pass
     else:
         if row_budget.fits(encoded):
             return encoded
     fitted = {row: _EncodedInfo(info) for row, info in infos.items()}
-    for info in fitted.values():
-        _omit_largest([info], row_budget)
-    _omit_largest(fitted.values(), budget)
+    parts = {row: info.parts() for row, info in fitted.items()}
+    for each in parts.values():
+        _omit_largest(each, row_budget)
+    _omit_largest([*chain.from_iterable(parts.values())], budget)
     encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
     # The lists of omitted keys alone may exceed the budget.
-    return encoded if budget.fits(encoded) else codec.encode({})
+    return encoded if budget.fits(encoded) else _EMPTY_MAP
 
 
 def join_infos(
@@ -185,7 +228,7 @@ def join_infos(
             num_values -= packed[row].num_values - _OMITTED_VALUES
             kept[row] = _ALL_OMITTED
         if not budget.allows(num_bytes, num_values):
-            return codec.encode({})
+            return _EMPTY_MAP
     return _pack_map([_PACKER.pack(row) + each for row, each in kept.items()])
 
 
@@ -223,8 +266,8 @@ def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.copy()
+    if hasattr(type(value), "__array__") and not isinstance(value, np.generic):
+        return codec.as_numpy(value).copy()
     if id(value) in seen:
         return seen[id(value)][1]
     copied: Any = value
@@ -235,4 +278,7 @@ def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     elif isinstance(value, list | tuple):
         seen[id(value)] = value, (copied := [])
         copied.extend(_copy(each, seen) for each in value)
+        if isinstance(value, tuple):
+            copied = tuple(copied)
+            seen[id(value)] = value, copied
     return copied

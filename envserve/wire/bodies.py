@@ -103,7 +103,7 @@ class Attach(EnvRequest):
           CodecError: An argument cannot be sent.
         """
         wrappers = wrappers_to_plain(self.wrappers)
-        body = codec.encode({**vars(self), "wrappers": wrappers})
+        body = codec.encode({**vars(self), "wrappers": wrappers}, keep_types=True)
         part = "env_kwargs and wrappers"
         return _check_size(body, part, MAX_ATTACH_BYTES, MAX_ATTACH_VALUES)
 
@@ -266,7 +266,7 @@ def pack_options(options: Mapping[str, Any] | None) -> bytes:
         return b""
     try:
         convert(options, _Options)
-        body = codec.encode(options)
+        body = codec.encode(options, keep_types=True)
         return _check_size(body, "values", MAX_OPTIONS_BYTES, MAX_OPTIONS_VALUES)
     except ValueError as error:
         raise codec.CodecError(f"options: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -19,6 +20,14 @@ from msgspec.structs import replace
 from envserve.errors import EnvserveError, RemoteProtocolError
 from envserve.lane import Fault, Outcome
 from envserve.slab import Status
+from envserve.spaces import codec
+from envserve.spaces.info_columns import (
+    InfoColumns,
+    RowInfos,
+    join_columns,
+    read_columns,
+    split_columns,
+)
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
 from envserve.text import one_line, printable
 from envserve.wire.bodies import decode_values
@@ -47,6 +56,10 @@ _MERGED_TEXT_BYTES: Final = 256
 #: Maximum number of rows or blocks in a set that is sent as numbers. A larger set is
 #: sent as a bitmap (bit i % 8 of byte i // 8 is index i), so that its size is bounded.
 _MAX_LISTED: Final = 64
+
+#: Columns of infos, and the encoded map of all other values.
+_EncodedInfos = tuple[Sequence[InfoColumns], bytes]
+_NO_INFOS: Final[_EncodedInfos] = (), b"\x80"
 
 #: Rows by (status, is_violation, text), and blocks by error.
 _Faults = dict[tuple[Status, bool, str], list[int]]
@@ -77,6 +90,7 @@ class _ReportBody(Body, frozen=True, kw_only=True):
     """
 
     infos: Raw
+    columns: Sequence[tuple[Row, bytes, bytes]] = ()
     faults: Sequence[_FaultGroup]
     errors: Sequence[tuple[_Indices, ErrorBody]]
     notes: Annotated[tuple[_Note, ...], Meta(max_length=_MAX_NOTES)] = ()
@@ -87,12 +101,12 @@ class ResultReport:
     """The infos, faults, errors and notes of a RESULT.
 
     Attributes:
-      infos: Info dict by row.
+      infos: Infos by row.
       faults: Faults of rows.
       errors: Errors by block, for operations that failed as a whole.
       notes: A few short messages about the envs, each to be logged once.
-      packed_infos: Encoded infos by row, set by a sender; used only if they include all
-        rows of `infos`.
+      packed_infos: Encoded infos by row, without the values in columns, set by a
+        sender; used only if they include all rows of `infos`.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -115,18 +129,23 @@ class ResultReport:
             errors.setdefault(error, []).append(block)
         if max(len(faults), len(errors)) <= MAX_ENTRIES:
             for text_bytes in _TEXT_BYTES:
-                frame = _pack(b"\x80", faults, errors, notes, text_bytes)
+                frame = _pack(_NO_INFOS, faults, errors, notes, text_bytes)
                 budget = InfoBudget(MAX_REPORT_BYTES - len(frame), MAX_REPORT_VALUES)
                 if budget.num_bytes > 0:
                     infos = self._encode_infos(budget)
                     return _pack(infos, faults, errors, notes, text_bytes)
         merged = _merge_faults(faults), _merge_errors(errors)
-        return _pack(b"\x80", *merged, notes, _MERGED_TEXT_BYTES)
+        return _pack(_NO_INFOS, *merged, notes, _MERGED_TEXT_BYTES)
 
-    def _encode_infos(self, budget: InfoBudget) -> bytes:
-        if len(self.packed_infos) == len(self.infos):
-            return join_infos(self.packed_infos, self.infos, budget)
-        return encode_infos(self.infos, budget, budget)
+    def _encode_infos(self, budget: InfoBudget) -> _EncodedInfos:
+        columns, others = split_columns(self.infos)
+        columns = join_columns(columns)
+        left = budget.without(columns)
+        if left.within(half := budget.half()) != half:  # the columns are too large
+            return [], encode_infos(self.infos, budget, budget)
+        if len(self.packed_infos) == len(others):
+            return columns, join_infos(self.packed_infos, others, left)
+        return columns, encode_infos(others, left, left)
 
     @classmethod
     def decode(cls, frame: Buffer) -> ResultReport:
@@ -140,13 +159,15 @@ class ResultReport:
         report = decode_struct(frame, _ReportBody, "report")
         rows = _unpack_disjoint([group.rows for group in report.faults], "faults")
         blocks = _unpack_disjoint([blocks for blocks, _ in report.errors], "errors")
+        columns, num_values = _decode_columns(report.columns)
+        others = decode_values(
+            memoryview(report.infos),
+            dict[Row, Mapping[Any, Any]],
+            "report.infos",
+            MAX_REPORT_VALUES - num_values,
+        )
         return cls(
-            infos=decode_values(
-                memoryview(report.infos),
-                dict[Row, Mapping[Any, Any]],
-                "report.infos",
-                MAX_REPORT_VALUES,
-            ),
+            infos=RowInfos(columns, others).simplified(),
             faults=tuple(
                 Fault(row, group.status, group.text, group.is_violation)
                 for group, listed in zip(report.faults, rows, strict=True)
@@ -173,15 +194,20 @@ class ResultReport:
         Raises:
           RemoteProtocolError: The report contains other rows or blocks than the RESULT.
         """
-        infos: dict[int, dict[int, Any]] = {block: {} for block, _ in entries}
+        infos = {block: RowInfos() for block, _ in entries}
         faults: dict[int, list[Fault]] = {block: [] for block in infos}
         errors: dict[int, EnvserveError | None] = dict.fromkeys(infos)
         # Thousands of blocks may share one error.
         shared = {body: exception_of(body, where) for body in {*self.errors.values()}}
         errors.update({block: shared[body] for block, body in self.errors.items()})
         try:
-            for row, info in self.infos.items():
-                infos[row_blocks[row]][row] = info
+            columns, others = split_columns(self.infos)
+            for each in columns:
+                rows = range(each.start, each.stop)
+                for block, some in groupby(rows, row_blocks.__getitem__):
+                    infos[block].columns.append(each.part([*some]))
+            for row, info in others.items():
+                infos[row_blocks[row]].others[row] = info
             for fault in self.faults:
                 faults[row_blocks[fault.env_index]].append(fault)
         except LookupError:  # a row outside the lease, or of another block
@@ -190,15 +216,29 @@ class ResultReport:
             raise RemoteProtocolError(
                 "report: expected only rows and blocks of the RESULT; got others"
             )
-        outcomes = {b: Outcome(b, infos[b], faults[b], error=errors[b]) for b in infos}
+        outcomes = {
+            block: Outcome(block, each.simplified(), faults[block], error=errors[block])
+            for block, each in infos.items()
+        }
         if self.notes:
             first = entries[0][0]
             outcomes[first] = outcomes[first]._replace(warnings=self.notes)
         return outcomes
 
 
+def _decode_columns(
+    columns: Sequence[tuple[int, bytes, bytes]],
+) -> tuple[list[InfoColumns], int]:
+    """Return the columns of infos, and their number of values."""
+    try:
+        found = read_columns(columns)
+    except codec.CodecError as error:
+        raise RemoteProtocolError(f"report.columns: {error}") from None
+    return found, sum(each.cost[1] for each in found)
+
+
 def _pack(
-    infos: bytes,
+    infos: _EncodedInfos,
     faults: _Faults,
     errors: _Errors,
     notes: tuple[str, ...],
@@ -206,7 +246,8 @@ def _pack(
 ) -> bytes:
     return _ReportBody(
         notes=tuple(clip(note, _MAX_NOTE_LENGTH) for note in notes),
-        infos=Raw(infos),
+        infos=Raw(infos[1]),
+        columns=[(each.start, each.layout.encoded, each.data) for each in infos[0]],
         faults=[
             _FaultGroup(
                 *(status, is_violation),

@@ -98,7 +98,7 @@ def run_call(
             value_of = _raise_too_large
         try:
             # Encode it in a list, because the answer is a list and nesting is limited.
-            value = codec.encode([value_of(position)])
+            value = codec.encode([value_of(position)], keep_types=True)
             num_values += codec.check(value, MAX_RESULT_VALUES)
             value = value[1:]
             if len(value) > MAX_CALL_BYTES:
@@ -158,7 +158,7 @@ def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
     arguments, keywords = request.arguments_for(-1)
     if request.kind == "set":
         given = [
-            codec.encode(request.arguments_for(at)[0])
+            codec.encode(request.arguments_for(at)[0], keep_types=True)
             for at in range(len(request.rows))
         ]
         if len({*given}) > 1:

@@ -380,9 +380,11 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
             continue
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)
-        elif isinstance(value, list | tuple) and len(value) == size:
-            value = value[row]
-        elif getattr(value, "shape", ())[:1] == (size,):  # also JAX's arrays
-            value = np.asarray(value)[row]
+        elif (isinstance(value, list | tuple) and len(value) == size) or (
+            getattr(value, "shape", ())[:1] == (size,)  # also JAX's arrays
+        ):
+            value = np.asarray(value)[row] if hasattr(value, "shape") else value[row]
+            if isinstance(value, np.bool_):  # Gymnasium batches only bool as an array
+                value = bool(value)
         info[key] = value  # a value that is not split by row belongs to all rows
     return info

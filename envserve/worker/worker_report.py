@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from envserve.lane import Block, Fault, Outcome
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
+from envserve.spaces.info_columns import RowInfos, read_columns, split_infos
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos
 from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
@@ -87,16 +89,19 @@ class WorkerReport(msgspec.Struct):
       faults: Faults of rows whose envs were rebuilt. Their status is OK if a reset has
         failed and then succeeded with the new env.
       rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
-      infos: Encoded info dicts by row.
+      infos: Encoded info dicts by row, without the values in `columns`.
       warnings: Warnings about the envs.
+      columns: Numbers in the infos of adjacent rows: first row, layout and records.
     """
 
     faults: list[Fault]
     rebuilt: list[int]
     infos: dict[int, msgspec.Raw]
     warnings: list[str]
+    columns: list[tuple[int, bytes, bytes]]
 
 
+@lru_cache(maxsize=64)
 def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBudget]:
     """Return the budgets for the infos of one row, and of `num_rows` rows together."""
     num_bytes, num_values = max_infos_kib << 10, max_infos_kib * _VALUES_PER_KIB
@@ -105,6 +110,7 @@ def info_budgets(num_rows: int, max_infos_kib: int) -> tuple[InfoBudget, InfoBud
     return InfoBudget(num_bytes, num_values), InfoBudget(total, total_values)
 
 
+@lru_cache(maxsize=64)
 def max_report_bytes(num_rows: int, max_infos_kib: int) -> int:
     """Return the maximum size of a report about `num_rows` rows, in bytes."""
     _, infos = info_budgets(num_rows, max_infos_kib)
@@ -132,7 +138,11 @@ def decode_report(
         raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
     try:
         report = msgspec.msgpack.decode(payload, type=WorkerReport)
-        packed, left, infos = {}, room.num_values, {}
+        columns = read_columns(report.columns)
+        packed, infos = {}, {}
+        left = room.without(columns).num_values
+        if left < 0:
+            raise ValueError("expected fewer columns of infos")
         for row, raw in report.infos.items():
             encoded = bytes(raw)
             num_values = codec.check(encoded, left)
@@ -141,6 +151,10 @@ def decode_report(
             infos[row] = codec.unpack(encoded)
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
         raise ValueError(repr(error)) from None
+    if columns and (columns[0].start < block.start or columns[-1].stop > block.stop):
+        raise ValueError(f"columns of other rows than those of block {block.index}")
+    if not (infos or report.faults or report.rebuilt or report.warnings):
+        return Outcome(block.index, RowInfos(columns)), ()  # the usual case
     if any(type(info) is not dict for info in infos.values()):
         raise ValueError("expected a dict as the info of each row")
     failed = {fault.env_index for fault in report.faults}
@@ -157,7 +171,7 @@ def decode_report(
     ]
     outcome = Outcome(
         block.index,
-        infos,
+        RowInfos(columns, infos) if columns else infos,
         [fault for fault in report.faults if fault.status != Status.OK],
         warnings=warnings,
         packed_infos=packed,
@@ -200,6 +214,14 @@ def encode_report(
         text = cut[index].text.encode()[-kept:].decode(errors="ignore")
         cut[index] = cut[index]._replace(text=text)
         left -= len(text.encode())
-    encoded = encode_infos(infos, *info_budgets(num_rows, max_infos_kib))
-    report = {"faults": cut, "rebuilt": rebuilt, "infos": msgspec.Raw(encoded)}
-    return msgspec.msgpack.encode({**report, "warnings": warnings[:_MAX_WARNINGS]})
+    of_row, budget = info_budgets(num_rows, max_infos_kib)
+    columns, others = split_infos(infos, *budget.half())
+    rest = budget.without(columns)
+    report = {
+        "faults": cut,
+        "rebuilt": rebuilt,
+        "infos": msgspec.Raw(encode_infos(others, of_row.within(rest), rest)),
+        "warnings": warnings[:_MAX_WARNINGS],
+        "columns": [(each.start, each.layout.encoded, each.data) for each in columns],
+    }
+    return msgspec.msgpack.encode(report)

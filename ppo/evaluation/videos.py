@@ -112,7 +112,7 @@ def frames_per_second(env: BatchEnv) -> float:
     except CallError:  # the metadata cannot be serialised
         return _DEFAULT_FRAMES_PER_SECOND
     rate = metadata.get("render_fps") if isinstance(metadata, dict) else None
-    if isinstance(rate, int | float) and 0.01 <= rate <= 1000.0:
+    if isinstance(rate, int | float | np.number) and 0.01 <= rate <= 1000.0:
         return float(rate)
     return _DEFAULT_FRAMES_PER_SECOND
 

@@ -40,6 +40,7 @@ WaitUntil = Callable[..., None]
 OPENINGS = [
     *("--allow-kwarg", "length", "--allow-kwarg", "reset_seconds"),
     *("--allow-kwarg", "space:any", "--allow-kwarg", "fault:any"),
+    *("--allow-kwarg", "kind:any"),
     *("--allow-kwarg", "journal:any", "--allow-kwarg", "breakdowns:any"),
     *("--expose", "echo", "--expose", "complain", "--expose", "difficulty"),
     *("--expose", "set:difficulty"),

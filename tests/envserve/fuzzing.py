@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from envserve.client.vector_infos import batch_infos
 from envserve.errors import CodecError, RemoteProtocolError, WorkerError
 from envserve.keys import formats
 from envserve.lane import Block, Fault, make_blocks
@@ -61,9 +62,10 @@ from tests.oracle.probe_envs import SPACES
 _HEX_FRAGMENTS: Final = (
     "ddffffffff df0000ffff c97fffffff01 dcffff deffff c702010009 "
     "d6ff00000000 819001 c1 d901ff cb7ff8000000000000 cfffffffffffffffff "
-    "d38000000000000000 c0 90 80 a0 "
+    "d38000000000000000 c0 90 80 a0 d40390 c703039201c0 c706020a000000c07f "
 )
 _FRAGMENTS: Final = (*map(bytes.fromhex, _HEX_FRAGMENTS.split()), b"\x91" * 40)
+BLOCK: Final = Block(0, 0, 2, 0, 0)
 #: Time limit in seconds for decoders that build spaces with up to 64 MiB of bounds.
 _MAX_SPACE_SECONDS: Final = 0.5
 
@@ -160,7 +162,9 @@ def make_targets() -> dict[str, Target]:
         {"a": [1, 2.5, None, "x", b"y", {"b": True}], "c": np.arange(6.0)},
         [[[]]],
     ]
-    targets["codec"] = Target(codec.decode, [*map(codec.encode, values)], (CodecError,))
+    typed = [{"a": (1, (np.float32(2), np.str_("x")))}, [np.array(["é", "z"]), (1, [])]]
+    valid = [codec.encode(value, keep_types=True) for value in (*values, *typed)]
+    targets["codec"] = Target(codec.decode, valid, (CodecError,))
     frame = pack_message(MessageKind.DONE, 1, 2, b"payload") + pack_message(
         MessageKind.READY
     )
@@ -170,8 +174,8 @@ def make_targets() -> dict[str, Target]:
     faults = [Fault(1, Status.ENV_ERROR, "no")]
     report = encode_report(2, 64, faults, {0: {"a": 1.5}, 1: {}}, rebuilt=[0])
     targets["report of a worker"] = Target(
-        lambda data: decode_report(data, Block(0, 0, 2, 0, 0), 64),
-        [report],
+        lambda data: batch_infos(decode_report(data, BLOCK, 64)[0].infos, 2),
+        [report, columns_of_worker()],
         (ValueError,),
     )
     targets["spaces of a worker"] = Target(
@@ -190,6 +194,14 @@ def make_targets() -> dict[str, Target]:
     targets["server"] = _server_target()
     targets["client"] = _client_target()
     return targets
+
+
+def columns_of_worker() -> bytes:
+    """Return a report of a worker whose infos are columns."""
+    info = {"a": 1.5, "b": np.int8(3), "c": np.arange(3), "d": "text", "e": True}
+    for _ in range(2):  # the keys are columns if they occur again
+        report = encode_report(2, 64, infos={0: info, 1: info})
+    return report
 
 
 def _values_target() -> Target:
@@ -225,6 +237,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         faults=[Fault(1, Status.ENV_ERROR, "no", is_violation=True)],
         errors={0: error},
     ).encode()
+    columns = decode_report(columns_of_worker(), BLOCK, 64)[0].infos
     return [
         (Hello, [Hello(client="host:1")]),
         (Welcome, [make_welcome(env_names=("A-v0", "B-v0"), num_names=2)]),
@@ -232,7 +245,10 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         (Pong, [Pong(running={0: 12, 3: 4000})]),
         (Drain, [Drain(grace_ms=7)]),
         (ErrorBody, [error]),
-        (ResultReport, [_Encoded(report)]),
+        (
+            ResultReport,
+            [_Encoded(report), ResultReport(infos=columns)],
+        ),
         (
             Attach,
             [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import re
 import tracemalloc
+import types
 from typing import Any
 
 import msgpack
@@ -15,6 +17,7 @@ from hypothesis.extra import numpy as nps
 
 from envserve.spaces import codec
 from envserve.spaces.codec import DTYPES, CodecError, decode, encode
+from tests.oracle.identical import assert_identical
 
 keys = st.text(max_size=8) | st.integers(-(2**63), 2**64 - 1)
 scalars = (
@@ -118,8 +121,8 @@ def test_array_scalars_become_python_scalars() -> None:
     "value",
     [
         np.array([object()], object),
-        np.array(["text"]),
-        np.array([b"bytes"]),
+        np.array(["\ud800"]),
+        np.zeros((1,) * 8, "U2"),
         np.array([1j]),
         np.array(["2020-01-01"], "datetime64[D]"),
         np.zeros(2, [("a", np.int8)]),
@@ -134,14 +137,100 @@ def test_array_scalars_become_python_scalars() -> None:
         msgpack.ExtType(5, b""),
         {(1, 2): "a tuple as a key"},
         [0] * (2**16 + 1),
+        np.longdouble(1),
+        np.datetime64("2020-01-01"),
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)),
 )
-def test_unsupported_values_raise_codec_error_when_encoded(value: Any) -> None:
+@pytest.mark.parametrize("keep_types", [False, True])
+def test_unsupported_values_raise_codec_error_when_encoded(
+    value: Any, keep_types: bool
+) -> None:
     with pytest.raises(CodecError):
-        encode(value)
+        encode(value, keep_types=keep_types)
     with pytest.raises(CodecError):
-        encode({"deeper": [value]})
+        encode({"deeper": [value]}, keep_types=keep_types)
+
+
+typed = st.recursive(
+    scalars | arrays.filter(lambda array: array.ndim == 0).map(lambda array: array[()]),
+    lambda inner: st.lists(inner, max_size=4).map(tuple) | st.lists(inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(typed)
+def test_tuples_and_numpy_scalars_keep_their_types(value: Any) -> None:
+    again = decode(encode(value, keep_types=True), max_bytes=1 << 24)
+    assert_identical(again, value)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["one", "", "\U0001f600\0"]),
+        np.array([[b"x", b"yz"]]),
+        np.array("scalar"),
+        np.array([], "U3"),
+        np.array(["swapped"], ">U7"),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_of_strings_survive_a_round_trip(array: np.ndarray[Any, Any]) -> None:
+    again = decode(encode(array))
+    assert again.dtype == array.dtype.newbyteorder("=")
+    assert again.shape == array.shape
+    assert again.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("text", [np.str_("a\u00e9"), np.str_(""), np.bytes_(b"x")])
+def test_numpy_strings_keep_their_types(text: Any) -> None:
+    assert_identical(decode(encode([text], keep_types=True)), [text])
+
+
+class Size(enum.IntEnum):
+    SMALL = 3
+
+
+class Place(enum.Enum):
+    HERE = ("x", 1)
+
+
+class Inherited(dict[str, Any]):
+    """A dict of another type."""
+
+
+class Array:
+    """An array of another library."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Size.SMALL, 3),
+        (Place.HERE, ("x", 1)),
+        (Inherited(a=(1,)), {"a": (1,)}),
+        (types.MappingProxyType({"a": np.uint8(1)}), {"a": np.uint8(1)}),
+        (Array(np.arange(3, dtype=np.int16)), np.arange(3, dtype=np.int16)),
+        (Array(np.array(2.5, np.float32)), np.array(2.5, np.float32)),
+    ],
+    ids=str,
+)
+def test_values_of_other_types_become_plain(value: Any, expected: Any) -> None:
+    assert_identical(decode(encode([value], keep_types=True)), [expected])
+
+
+def test_an_array_that_cannot_be_converted_raises_codec_error() -> None:
+    with pytest.raises(CodecError, match="out of reach"):
+        encode(Array(RuntimeError("out of reach")), keep_types=True)
 
 
 def nested(depth: int) -> Any:
@@ -152,6 +241,12 @@ def nested(depth: int) -> Any:
 
 
 def test_nesting_has_the_same_limit_on_both_sides() -> None:
+    tuples: Any = 1
+    for _ in range(32):
+        tuples = (tuples,)
+    assert decode(encode(tuples, keep_types=True)) == tuples
+    with pytest.raises(CodecError, match="nested deeper than 32"):
+        encode([tuples], keep_types=True)
     assert decode(encode(nested(32))) == nested(32)
     with pytest.raises(CodecError, match="nested deeper than 32"):
         encode(nested(33))
@@ -182,10 +277,22 @@ def test_input_longer_than_the_limit_raises_codec_error() -> None:
         encode(1) + b"\x00",
         msgpack.packb(msgpack.ExtType(1, b"")),
         msgpack.packb(msgpack.ExtType(2, b"\x00\x00")),
+        msgpack.packb(msgpack.ExtType(2, b"\x01\x01" + b"\x01" + bytes(8))),
+        msgpack.packb(msgpack.ExtType(3, b"")),
+        msgpack.packb(msgpack.ExtType(3, b"\x05")),
+        msgpack.packb(msgpack.ExtType(3, b"\x92\x05")),
+        msgpack.packb(msgpack.ExtType(3, b"\x90\x90")),
+        msgpack.packb(msgpack.ExtType(4, b"\x90")),
+        b"\xc7\xff\x03\x90",
+        b"\xc9\xff\xff\xff\xff\x03",
+        array_bytes(12, (1, 1), b"\xff\xff\xff\xff"),
+        array_bytes(12, (1, 1), b"\x00\xd8\x00\x00"),
+        array_bytes(12, (2**40, 0)),
+        array_bytes(12, ()),
+        array_bytes(14, (1,), b"x"),
         msgpack.packb(msgpack.Timestamp(1, 2)),
         msgpack.packb({"t": [msgpack.Timestamp(1)]}),
         b"\x81" + msgpack.packb(msgpack.Timestamp(1)) + b"\x01",
-        array_bytes(12, (1,), b"x"),
         array_bytes(1, (2,), b"x"),
         array_bytes(1, (1,), b"xy"),
         array_bytes(4, (2**61,)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,3 +68,13 @@ def test_a_step_over_tcp_makes_few_calls(start_server: StartServer) -> None:
     assert found.functions <= 55, found
     assert found.calls <= 75, found
     assert found.files <= 14, found
+
+
+def test_infos_of_more_envs_take_no_more_calls() -> None:
+    counts = []
+    for num_envs in (4, 64):
+        options: Any = {"infos": "all", "env_kwargs": {"is_slippery": False}}
+        with BatchEnv.local("FrozenLake-v1", num_envs, 2, **options) as batch:
+            counts.append(fewest_calls(batch).calls)
+            assert batch.step(np.zeros(num_envs, np.int64)).infos[3] == {"prob": 1.0}
+    assert counts[0] == counts[1] <= 80

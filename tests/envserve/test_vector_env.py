@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,12 @@ from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, LocalProtocolError
 from tests.envserve.conftest import MakeEnvs, local_or_tcp
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
+from tests.oracle.identical import assert_identical
+from tests.oracle.random_envs import KINDS, RANDOM_ENV
 
 MODES = [mode.value for mode in AutoresetMode]
+#: Number of random sequences for each kind of env and mode.
+NUM_SEQUENCES = int(os.environ.get("ENVSERVE_TEST_SEQUENCES", "2"))
 lane_kind = local_or_tcp
 
 
@@ -51,15 +56,22 @@ def assert_equal_rows(ours: Any, theirs: Any) -> None:
 
 
 def assert_equal_infos(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compare infos; envserve's contain Python numbers instead of NumPy scalars."""
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        if isinstance(value, dict):
-            assert_equal_infos(ours[key], value)
-        elif value.dtype == object:
-            assert_equal_rows(ours[key], value)
-        else:
-            np.testing.assert_array_equal(ours[key], value)
+    """Compare infos to the bit; types too, except inside final observations."""
+    ours, theirs = dict(ours), dict(theirs)
+    for one, other in zip(
+        ours.pop("final_obs", ()), theirs.pop("final_obs", ()), strict=True
+    ):
+        assert str(flat(one)) == str(flat(other))
+    assert_identical(ours, theirs)
+
+
+def flat(observation: Any) -> list[Any]:
+    """Return the numbers of an observation, with the keys of a dict in order."""
+    if isinstance(observation, dict):
+        observation = [observation[key] for key in sorted(observation)]
+    if isinstance(observation, list | tuple):
+        return [flat(each) for each in observation]
+    return [np.asarray(observation).tolist()]
 
 
 def assert_equal_resets(ours: Any, theirs: Any) -> None:
@@ -68,7 +80,7 @@ def assert_equal_resets(ours: Any, theirs: Any) -> None:
 
 
 def assert_equal_runs(
-    ours: VectorEnv, theirs: SyncVectorEnv[Any, Any], num_steps: int
+    ours: VectorEnv, theirs: SyncVectorEnv[Any, Any], num_steps: int, seed: int = 5
 ) -> None:
     """Step both vector envs with the same actions, and compare all results."""
     assert ours.single_observation_space == theirs.single_observation_space
@@ -76,7 +88,7 @@ def assert_equal_runs(
     assert ours.single_action_space == theirs.single_action_space
     assert ours.action_space == theirs.action_space
     assert ours.metadata == theirs.metadata
-    assert_equal_resets(ours.reset(seed=5), theirs.reset(seed=5))
+    assert_equal_resets(ours.reset(seed=seed), theirs.reset(seed=seed))
     theirs.action_space.seed(1)
     for _ in range(num_steps):
         actions = theirs.action_space.sample()
@@ -111,6 +123,21 @@ def test_steps_with_infos_equal_those_of_gymnasium(
     envs = [lambda: TimeLimit(gymnasium.make("HalfCheetah-v5"), 12)] * 3
     with contextlib.closing(SyncVectorEnv(envs, autoreset_mode=mode)) as theirs:
         assert_equal_runs(ours, theirs, 30)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_sequences_equal_those_of_gymnasium(
+    make_envs: MakeEnvs, kind: str, mode: str, random_seed: int
+) -> None:
+    random = np.random.default_rng(random_seed)
+    num_envs = int(random.integers(1, 6))
+    options: dict[str, Any] = {"autoreset_mode": mode, "env_kwargs": {"kind": kind}}
+    ours = make_envs(RANDOM_ENV, num_envs, **options)
+    envs = [partial(gymnasium.make, RANDOM_ENV, kind=kind)] * num_envs
+    with contextlib.closing(SyncVectorEnv(envs, autoreset_mode=mode)) as theirs:
+        for seed in random.integers(1 << 30, size=NUM_SEQUENCES).tolist():
+            assert_equal_runs(ours, theirs, 30, seed)
 
 
 @pytest.mark.parametrize("space", ["dict", "tuple", "discrete_start"])

@@ -18,6 +18,7 @@ from gymnasium import spaces
 from tests.oracle.breakdowns import BREAKDOWNS
 from tests.oracle.journal import Array
 from tests.oracle.ledger_env import LedgerEnv
+from tests.oracle.random_envs import RANDOM_ENV as RANDOM_ENV
 from tests.oracle.vector_envs import MODES
 
 #: The module whose import registers the envs.

@@ -32,9 +32,9 @@ def test_means_are_over_the_episodes_that_have_the_number() -> None:
         episode_with(
             success=True, term=1.0, text="x", array=np.ones(2), nested={"a": 1}
         ),
-        episode_with(success=False, term=np.nan),
+        episode_with(success=np.bool_(False), term=np.float32(np.nan)),
         Episode(0, 0.0, 1),
-        episode_with(success=False, term=2, huge=np.inf, nothing=None),
+        episode_with(success=False, term=np.int8(2), huge=np.inf, nothing=None),
     ]
     assert info_means(episodes) == {
         "info/success": pytest.approx(1 / 3),

@@ -53,6 +53,7 @@ from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spaces.action_checks import ActionBounds, check_action_rows
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.info_columns import RowInfos
 from envserve.wire.bodies import CallBody, Pong, ResetBody
 from envserve.wire.constants import (
     MAX_ARGUMENT_BLOCKS,
@@ -423,9 +424,12 @@ class Lease:
         """Return the report frame of a RESULT."""
         redacted = self._reply_builder.redacted
         packed = (out.packed_infos.items() for out in outcomes)
+        infos = RowInfos()
+        for outcome in outcomes:
+            infos.add(outcome.infos)
         return ResultReport(
             packed_infos=dict(chain.from_iterable(packed)),
-            infos={row: info for out in outcomes for row, info in out.infos.items()},
+            infos=infos,
             faults=[
                 fault._replace(text=redacted(fault.text))
                 for outcome in outcomes

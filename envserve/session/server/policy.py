@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
+
 from envserve.keys.grant import Grant
 from envserve.settings import ExposeRule, HostSettings, KwargRule
 from envserve.wire.constants import ErrorCode
@@ -62,6 +64,7 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
     for name, value in kwargs.items():
         if name == "render_mode" and isinstance(value, str) and value == "rgb_array":
             continue
+        value = value.item() if isinstance(value, np.generic) else value
         named = (rule.partition(":") for rule in rules)
         if any(known == name and _matches(rule, value) for known, _, rule in named):
             continue
