@@ -78,6 +78,9 @@ Infos = Literal["all", "episode_end", "none"]
 #: Handling of NaN and infinity in observations and rewards: raise `EnvError`, mark the
 #: row as lost (`valid` is False), or pass them to the caller.
 NonFinite = Literal["raise", "mask", "pass"]
+#: Handling of finite actions outside the action space: pass them to the env, clip them
+#: to the bounds of a Box, or raise `ActionError` unless only a rounding is to blame.
+ActionMode = Literal["pass", "clip", "check"]
 
 _Count = Annotated[int, Meta(ge=1)]
 _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -226,6 +229,8 @@ class EnvRequest(_Validated):
     are cast."""
     vectorized: bool = False
     """Whether each block is one vector env, created by the env's vector_entry_point."""
+    actions: ActionMode = "check"
+    """Handling of finite actions outside the action space."""
 
     @property
     def num_hosted(self) -> int:
@@ -427,6 +432,10 @@ class EnvOptions(TypedDict, total=False):
     vectorized: bool
     """Whether each block is one vector env, created by the env's `vector_entry_point`;
     False by default."""
+    actions: ActionMode
+    """Handling of finite actions outside the action space: "pass" them to the env,
+    "clip" them to the bounds of a Box, or "check" (default), which raises ActionError
+    unless the difference is a rounding error. NaN and infinity always raise it."""
 
 
 class LocalOptions(EnvOptions, total=False):

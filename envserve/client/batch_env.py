@@ -44,7 +44,7 @@ from envserve.errors import (
 )
 from envserve.lane import Call, CallKind, Lane
 from envserve.session.client.liveness import Timeouts
-from envserve.settings import Autoreset, EnvOptions, LocalOptions
+from envserve.settings import ActionMode, Autoreset, EnvOptions, LocalOptions
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.action_checks import check_actions
@@ -97,9 +97,11 @@ class BatchEnv:
       reset_infos: Info dicts from the last `reset`, by row, if `infos="all"`.
       autoreset: When an env is reset after its episode has ended.
       reset_call: The call that resets a row, as shown in error messages.
+      is_single: Whether `step` takes the action of one env, without a batch dimension.
     """
 
     reset_call = "reset(env_indices=...)"
+    is_single = False
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class BatchEnv:
         autoreset: Autoreset = "same_step",
         on_fault: OnFault = "truncate",
         padding_after: float = 0.1,
+        actions: ActionMode = "check",
     ) -> None:
         """Combine lanes into a batch.
 
@@ -116,6 +119,7 @@ class BatchEnv:
           autoreset: The mode that the lanes were built with.
           on_fault: As for `local`.
           padding_after: As for `local`.
+          actions: The mode that the lanes were built with.
 
         Raises:
           SpaceError: The spaces of two lanes differ.
@@ -130,6 +134,7 @@ class BatchEnv:
         self.blocks = self._row_sets.rows_by(lambda block: block.position)
         self.splits = self._row_sets.rows_by(lambda block: block.split)
         self.autoreset = autoreset
+        self._actions = actions
         self._raises_faults = on_fault == "raise"
         self._has_reset = False
         #: Rows and block positions of the reset in flight, and whether all rows have
@@ -197,6 +202,9 @@ class BatchEnv:
             it.
           vectorized: Whether each block is one vector env, made by the env's
             `vector_entry_point`; False by default.
+          actions: How finite actions outside the action space are handled: "check"
+            (default) raises ActionError unless the difference is a rounding error,
+            "clip" clips them to the bounds of a Box, and "pass" passes them to the env.
           import_modules: Modules or files that register envs or wrappers; none by
             default.
           preload: Whether the env modules are imported once, in the process from which
@@ -289,7 +297,8 @@ class BatchEnv:
         Keyword Args:
           seed: As for `local`. The other options are also those of `local`: `seeded`,
             `first_env_index`, `num_splits`, `env_kwargs`, `wrappers`, `autoreset`,
-            `infos`, `spare_envs`, `nonfinite`, `strict_spaces` and `vectorized`.
+            `infos`, `spare_envs`, `nonfinite`, `strict_spaces`, `vectorized` and
+            `actions`.
             Servers accept only the `env_kwargs` and wrappers that they were started
             with.
 
@@ -496,7 +505,8 @@ class BatchEnv:
             self._check_out()
         began_at = time.perf_counter()
         everything = self._row_sets.all_rows
-        arrays = check_actions(self.spec, actions, None, self.num_envs)
+        num_actions = 0 if self.is_single else self.num_envs
+        arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
         if self.autoreset == "disabled":
             self._check_not_ended(everything)
         group.send(everything, arrays, together=True, is_cancelled=True)
@@ -535,7 +545,9 @@ class BatchEnv:
         """
         self._begin(needs_reset=True)
         row_set, order = self._row_sets.for_rows(env_indices)
-        arrays = check_actions(self.spec, actions, env_indices, len(row_set))
+        arrays = check_actions(
+            self.spec, actions, env_indices, len(row_set), self._actions
+        )
         self._check_not_ended(row_set)
         if order is not None:
             arrays = [array[order] for array in arrays]

@@ -83,7 +83,7 @@ def start_pool(
         pool = Pool(settings)
         stack.callback(pool.close)
         pool.finish_start(time.monotonic() + timeout_seconds)
-        batch = make([pool], autoreset=settings.autoreset)
+        batch = make([pool], autoreset=settings.autoreset, actions=settings.actions)
         stack.pop_all()
         return batch
 
@@ -155,7 +155,7 @@ def start_remote(
         for index in sorted(missing):
             lanes[index : index + 1] = [late := start_lane(index, like)]
             stack.callback(late.close)
-        batch = make(lanes, autoreset=request.autoreset)
+        batch = make(lanes, autoreset=request.autoreset, actions=request.actions)
         stack.pop_all()
         return batch
 

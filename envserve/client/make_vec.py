@@ -16,8 +16,6 @@ from envserve.client.batch_env import BatchEnv
 from envserve.client.factory import EnvLike
 from envserve.client.single_env import Env
 from envserve.client.vector_env import AUTORESET_MODES, VectorEnv
-from envserve.errors import ActionError
-from envserve.spaces.action_checks import clip_rounding_errors
 
 
 def make_vec(
@@ -157,19 +155,6 @@ def make_batch(
         f"num_workers: expected None with addresses, because each server sets it "
         f"(envserve start --workers); got {num_workers}"
     )
-
-
-def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) -> None:
-    """Start a step; tolerate actions that exceed a Box's bounds by rounding errors.
-
-    Such errors occur in trainers that scale actions to the bounds of a Box.
-    """
-    try:
-        batch.send(actions, rows, together=True)
-        return
-    except ActionError:  # clip only now, so that valid actions cost no extra time
-        near = clip_rounding_errors(batch.action_space, actions)
-    batch.send(near, rows, together=True)
 
 
 def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:
