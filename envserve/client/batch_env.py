@@ -150,7 +150,7 @@ class BatchEnv:
     def local(
         cls,
         env_name: EnvLike,
-        num_envs: int,
+        num_envs: int | None = None,
         num_workers: int | None = None,
         *,
         on_fault: OnFault = "truncate",
