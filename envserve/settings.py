@@ -81,6 +81,8 @@ NonFinite = Literal["raise", "mask", "pass"]
 #: Handling of finite actions outside the action space: pass them to the env, clip them
 #: to the bounds of a Box, or raise `ActionError` unless only a rounding is to blame.
 ActionMode = Literal["pass", "clip", "check"]
+#: Whether the observation spaces of all envs are equal, or may have different bounds.
+ObservationMode = Literal["same", "different"]
 
 _Count = Annotated[int, Meta(ge=1)]
 _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -231,6 +233,8 @@ class EnvRequest(_Validated):
     """Whether each block is one vector env, created by the env's vector_entry_point."""
     actions: ActionMode = "check"
     """Handling of finite actions outside the action space."""
+    observation_mode: ObservationMode = "same"
+    """Whether observation spaces are equal, or only their shapes and dtypes."""
 
     @property
     def num_hosted(self) -> int:
@@ -438,6 +442,9 @@ class EnvOptions(TypedDict, total=False):
     """Handling of finite actions outside the action space: "pass" them to the env,
     "clip" them to the bounds of a Box, or "check" (default), which raises ActionError
     unless the difference is a rounding error. NaN and infinity always raise it."""
+    observation_mode: ObservationMode
+    """Whether the observation spaces of all envs must be equal ("same", the default) or
+    may have different bounds ("different"); the batch then has that of the first."""
 
 
 class LocalOptions(EnvOptions, total=False):

@@ -10,12 +10,18 @@ from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.spaces import Space
 from gymnasium.vector import AutoresetMode
 
 from envserve.client.batch_env import BatchEnv
 from envserve.client.factory import EnvLike
 from envserve.client.single_env import Env
-from envserve.client.vector_env import AUTORESET_MODES, VectorEnv
+from envserve.client.vector_env import (
+    AUTORESET_MODES,
+    VectorEnv,
+    parse_observation_mode,
+)
+from envserve.settings import ActionMode
 
 
 def make_vec(
@@ -30,6 +36,8 @@ def make_vec(
     copy: bool = True,
     wrappers: Sequence[Mapping[str, Any]] = (),
     env_kwargs: Mapping[str, Any] | None = None,
+    actions: ActionMode = "pass",
+    observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
     **options: Any,
 ) -> VectorEnv:
     """Make a vector env of identical envs, like `gymnasium.make_vec`.
@@ -50,6 +58,11 @@ def make_vec(
         overwrites the observations of an earlier step.
       wrappers: Wrappers of each env, by name; see docs/wrappers.md.
       env_kwargs: Other arguments of the env's constructor.
+      actions: How finite actions outside the action space are handled: "pass" passes
+        them to the env, as Gymnasium does, "clip" clips them to the bounds of a Box,
+        and "check" raises ActionError unless the difference is a rounding error.
+      observation_mode: "same", or "different" if the observation spaces have different
+        bounds; or a tuple of the batched and the single observation space.
       **options: Other options of `BatchEnv.local` or `BatchEnv.connect`. By default a
         step waits for absent envs: `padding_after=math.inf`.
 
@@ -64,11 +77,12 @@ def make_vec(
     autoreset = next(name for name, each in AUTORESET_MODES.items() if each is mode)
     instead = "autoreset_mode='SameStep', 'NextStep' or 'Disabled'"
     fixed = {"autoreset": autoreset}
-    batch = make_batch(
-        env, num_envs, addresses, fixed, instead, num_workers=num_workers, **options
-    )
-    made = VectorEnv(batch, copy=copy)
-    options |= {"addresses": addresses, "num_workers": num_workers, "copy": copy}
+    options |= {"observation_mode": parse_observation_mode(observation_mode)}
+    options |= {"actions": actions, "num_workers": num_workers}
+    batch = make_batch(env, num_envs, addresses, fixed, instead, **options)
+    made = VectorEnv(batch, copy=copy, observation_mode=observation_mode)
+    options |= {"addresses": addresses, "copy": copy}
+    options |= {"observation_mode": observation_mode}
     options |= {"autoreset_mode": mode.value, "num_envs": batch.num_envs}
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
@@ -83,6 +97,7 @@ def make(
     seed: int | None = None,
     render_mode: str | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
+    actions: ActionMode = "pass",
     **options: Any,
 ) -> Env:
     """Make one env, like `gymnasium.make`.
@@ -94,12 +109,14 @@ def make(
       seed: As for `make_vec`.
       render_mode: As for `gymnasium.make`.
       env_kwargs: Other arguments of the env's constructor.
+      actions: As for `make_vec`.
       **options: As for `make_vec`.
 
     Raises:
       EnvserveError: As for `make_vec`.
     """
     options |= {"seed": seed, "render_mode": render_mode, "env_kwargs": env_kwargs}
+    options |= {"actions": actions}
     addresses = None if address is None else [address]
     fixed = {"autoreset": "disabled"}
     instead = "no value, because the caller resets the env"

@@ -15,15 +15,15 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Discrete, Space
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from envserve.client.batch_env import BatchEnv, EnvsClosed
 from envserve.client.step_result import StepResult, final_observations
 from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
-from envserve.settings import Autoreset
+from envserve.settings import Autoreset, ObservationMode
 
 Array = np.ndarray[Any, Any]
 
@@ -39,15 +39,47 @@ _any: Final = np.logical_or.reduce
 
 
 class CallPending(AlreadyPendingCallError, LocalProtocolError):
-    """A method was called between `reset_async` or `step_async` and its `_wait`."""
+    """A method was called between an `_async` method and its `_wait`."""
 
 
 class NoCall(NoAsyncCallError, LocalProtocolError):
-    """`reset_wait` or `step_wait` was called, but no reset or step is pending."""
+    """A `_wait` method was called, but its operation is not pending."""
 
 
 class EnvsTimeout(EnvTimeout, multiprocessing.TimeoutError):
     """Not all envs have finished in time. Nothing is lost, and you can wait again."""
+
+
+def parse_observation_mode(mode: Any) -> ObservationMode:
+    """Return the mode of a batch for an `observation_mode` of Gymnasium.
+
+    Raises:
+      TypeError: The mode is a tuple of other values than two spaces.
+      ValueError: The mode is unknown.
+    """
+    # Gymnasium's tests require the text of these errors.
+    if isinstance(mode, tuple) and len(mode) == 2:
+        if not all(isinstance(each, Space) for each in mode):
+            raise TypeError(
+                f"Expected both elements of observation_mode to be Spaces, got {mode}"
+            )
+        return "different"
+    if mode not in ("same", "different"):
+        raise ValueError(
+            f"Invalid `observation_mode`, expected: 'same' or 'different' or tuple of "
+            f"single and batch observation space, actual got {mode}"
+        )
+    choice: ObservationMode = mode
+    return choice
+
+
+def _own_action_space(batch: BatchEnv) -> Space[Any]:
+    """Return the action space of the first env, with the env's random generator."""
+    with contextlib.suppress(CallError):  # servers of other releases do not expose it
+        (space,) = batch.get_attr("action_space", [0])
+        if space == batch.action_space:
+            return space  # type: ignore[no-any-return]
+    return batch.action_space
 
 
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
@@ -66,12 +98,15 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     there is no key "valid".
     """
 
-    def __init__(self, batch: BatchEnv, *, copy: bool = True) -> None:
+    def __init__(
+        self, batch: BatchEnv, *, copy: bool = True, observation_mode: Any = "same"
+    ) -> None:
         """Wrap a batch, and take ownership of it.
 
         Args:
           batch: A batch made with `infos="all"`.
           copy: As for `make_vec`.
+          observation_mode: As for `make_vec`.
         """
         super().__init__()
         # Closes the batch if the user drops this object without closing it.
@@ -83,9 +118,15 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self.autoreset_mode = AUTORESET_MODES[batch.autoreset]
         self._is_same_step = batch.autoreset == "same_step"
         self.single_observation_space = batch.observation_space
-        self.single_action_space = batch.action_space
         self.observation_space = batch_space(batch.observation_space, self.num_envs)
-        self.action_space = batch_space(batch.action_space, self.num_envs)
+        if observation_mode == "different":
+            spaces = batch.get_attr("observation_space")
+            self.single_observation_space = spaces[0]
+            self.observation_space = batch_differing_spaces(spaces)
+        elif observation_mode != "same":
+            self.observation_space, self.single_observation_space = observation_mode
+        self.single_action_space = _own_action_space(batch)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
         (self.render_mode,) = batch.get_attr("render_mode", [0])
         self.metadata = {**metadata_of(batch), "autoreset_mode": self.autoreset_mode}
         self._is_copied = copy
@@ -143,14 +184,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         if options is not None and "reset_mask" in options:
             rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]
             others = {key: options[key] for key in options if key != "reset_mask"}
-            options = others or None  # some envs accept no options at all
+            options = others
         seeds = None
         if seed is not None and any(each is not None for each in seed):
             seeds = [seed[row] for row in rows.tolist()]
         every = len(rows) == self.num_envs
         self._batch.send_reset(None if every else rows, seeds, options=options)
-        if first is not None:
-            super().reset(seed=first)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset that `reset_async` has started, and return its result.
@@ -224,6 +263,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     # gymnasium.vector.VectorEnv.
 
     @property
+    def np_random(self) -> Any:
+        """The random number generators of the envs, as a tuple of copies."""
+        return self.get_attr("np_random")
+
+    @property
     def np_random_seed(self) -> Any:
         """The last seed of each env, as a tuple."""
         return self.get_attr("np_random_seed")
@@ -238,6 +282,27 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         if name in _NOT_CALLED:
             raise ValueError(f"{name}: expected {name}() instead of call({name!r})")
         return tuple(self._batch.call_each(name, *arguments, **named))
+
+    def call_async(self, name: str, /, *arguments: Any, **named: Any) -> None:
+        """Start a `call` without waiting; `call_wait` returns its result."""
+        self._check_idle("call_async")
+        if name in _NOT_CALLED:
+            raise ValueError(f"{name}: expected {name}() instead of call({name!r})")
+        self._batch.send_call(name, *arguments, **named)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Wait for the call that `call_async` has started, and return its result.
+
+        Args:
+          timeout: Maximum seconds to wait; None for no limit.
+
+        Raises:
+          EnvsTimeout: The call has not finished in time; call this again to wait
+            longer.
+          NoCall: No call was started.
+        """
+        with self._waiting_for("call"):
+            return tuple(self._batch.recv_call(timeout))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return the values of an attribute, one per env."""

@@ -1,8 +1,8 @@
 """Check actions: structure, shape, dtype, finiteness and bounds.
 
 Actions are checked when they enter a batch, and again when they enter a server. NaN and
-infinity are always errors. `settings.ActionMode` determines what happens to finite actions
-outside their space. Every error names the first env whose action is invalid.
+infinity are always errors. `settings.ActionMode` determines what happens to finite
+actions outside their space. Every error names the first env whose action is invalid.
 """
 
 from __future__ import annotations
