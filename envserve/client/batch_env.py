@@ -55,7 +55,7 @@ from envserve.settings import (
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.action_checks import check_actions
-from envserve.spaces.attribute_values import from_plain
+from envserve.spaces.attribute_values import METHOD, from_plain
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import decode_observation
@@ -125,10 +125,12 @@ class BatchEnv:
       autoreset: When an env is reset after its episode has ended.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.
+      steps_ended: Whether `step` accepts rows whose episode has ended, unless it was
+        lost. Gymnasium steps such envs with autoreset "disabled".
     """
 
     reset_call = "reset(env_indices=...)"
-    is_single = False
+    is_single = steps_ended = False
 
     def __init__(
         self,
@@ -717,7 +719,7 @@ class BatchEnv:
         return self._access(env_indices, "call", name, arguments, named)
 
     def get_attr(self, name: str, env_indices: RowIndices = None) -> list[Any]:
-        """Return the values of an attribute, one per env.
+        """Return the values of an attribute, one per env; a method is called remotely.
 
         Args:
           name: Name of the attribute; servers allow only exposed attributes.
@@ -862,7 +864,11 @@ class BatchEnv:
                         env_index=failed,
                         remote_traceback=fault.detail,
                     )
-                results.update(zip(part, _values_of(outcome.result), strict=False))
+                values = _values_of(outcome.result)
+                for row, value in zip(part, values, strict=False):
+                    if value is METHOD:
+                        value = partial(self.call, row, access.name)
+                    results[row] = value
             missing = sorted({*access.rows} - results.keys())
             access.called = called = access.start(missing) if missing else []
         return [results[row] for row in access.rows]
@@ -952,7 +958,10 @@ class BatchEnv:
         if self._is_encoded:
             result = decode_result(self.spec, result, row_set.env_indices)
         if self.autoreset == "disabled":
-            self._ended[row_set.env_indices] = result.terminated | result.truncated
+            ended = result.terminated | result.truncated
+            if self.steps_ended:
+                ended = result.lost
+            self._ended[row_set.env_indices] = ended
         if first_error is None:
             recorder = self._recorder
             recorder.steps += 1

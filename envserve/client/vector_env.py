@@ -114,6 +114,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self._finalizer.atexit = False
         self._batch = batch
         batch.reset_call = "reset(options={'reset_mask': ...})"
+        batch.steps_ended = True
         self.num_envs = batch.num_envs
         self.autoreset_mode = AUTORESET_MODES[batch.autoreset]
         self._is_same_step = batch.autoreset == "same_step"

@@ -1,7 +1,8 @@
 """Adapt envs whose `reset` lacks the arguments `seed` or `options`.
 
 The worker calls `reset(seed=..., options=...)`, as Gymnasium defines it. An argument
-that the env does not declare is dropped if it is None or empty; otherwise an error is raised.
+that the env does not declare is dropped if it is None or empty; otherwise an error is
+raised.
 """
 
 from __future__ import annotations
