@@ -20,7 +20,11 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from envserve.client.batch_env import BatchEnv, EnvsClosed
-from envserve.client.step_result import StepResult, final_observations
+from envserve.client.step_result import (
+    StepResult,
+    final_observations,
+    with_last_observation,
+)
 from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset, ObservationMode
@@ -360,11 +364,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Convert a result to the tuple that Gymnasium's `step` returns."""
         if not self._is_copied:
             # Only observation arrays are reused: the other arrays are small, and
-            # trainers keep them. With "SameStep", two results alternate, because lost
-            # episodes need the observations of the previous step.
+            # trainers keep them. Two results alternate, because lost episodes need the
+            # observations of the previous step.
             written = None if self._is_encoded else result
-            self._reused = self._latest if self._is_same_step else written
-            self._latest = written
+            self._reused, self._latest = self._latest, written
             result = result._replace(
                 reward=result.reward.copy(),
                 terminated=result.terminated.copy(),
@@ -372,6 +375,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 valid=result.valid.copy(),
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
+        if not self._is_same_step and not _all(result.valid):
+            shown = with_last_observation(
+                self.single_observation_space, result, self._observation
+            )
+            result = result._replace(observation=shown)
         self._observation = result.observation
         if not _all(result.valid):
             infos["valid"] = result.valid

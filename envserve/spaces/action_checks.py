@@ -254,7 +254,7 @@ def _to_bounds(
                 f"{_out_of_bounds(leaf, array, is_good, name_of)}. It is passed to "
                 f"{env_name}, as in Gymnasium; actions='clip' clips all actions, and "
                 f"actions='check' makes this an error. This warning is shown once",
-                stacklevel=2,
+                stacklevel=5,
             )
         return array
     if isinstance(leaf.space, Box):

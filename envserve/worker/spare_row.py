@@ -81,7 +81,7 @@ class SpareRow:
         self._next_spare_seed = (
             spare_seed(active.seed) if active.request.seeded else None
         )
-        self._episode_has_ended = False
+        self._episode_has_ended = True
         self._pending_attributes: dict[str, Any] = {}  # set during the spare's reset
 
     @property
@@ -108,6 +108,7 @@ class SpareRow:
         """Replace the active env with its next incarnation; keep the spare."""
         self._active.incarnation = self.incarnation
         self._active.rebuild()
+        self._episode_has_ended = True
         self.incarnation = self._active.incarnation
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
