@@ -38,6 +38,7 @@ from envserve.errors import (
     CallError,
     EnvError,
     EnvserveError,
+    EnvStartError,
     EnvTimeout,
     LocalProtocolError,
     RemoteProtocolError,
@@ -549,7 +550,8 @@ class BatchEnv:
         self._recorder.latencies.append(time.perf_counter() - began_at)
         if error is not None:
             # The other rows of the step are discarded, so all envs must be reset.
-            self._has_reset = not isinstance(error[1], EnvError)
+            is_fault = isinstance(error[1], EnvError)
+            self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
             group.release(ready)
             raise error[1]
         group.release(ready)

@@ -7,8 +7,8 @@ follows:
 - A step of a lost block is sent to the worker's successor as a reset. Its outcome is
   one lost transition per row (truncated, with the status of the loss), and the block is
   no longer lost. Each loss therefore costs each row exactly one transition, whenever
-  the loss happens. With autoreset "next_step", the reset is empty, because the next
-  step resets the new envs.
+  the loss happens. With autoreset "next_step", the reset is deferred to the next
+  step.
 - A reset is resent. If it resets the whole block, the block is no longer lost
   afterwards, and no lost transition is reported, because the caller has abandoned the
   episodes anyway.

@@ -169,6 +169,7 @@ class EnvBlock:
         env.rebuild()
         if in_step and self._config.autoreset == "next_step":
             self._heartbeat[1] = 0
+            env.defer_reset()
             if isinstance(error, SpaceViolation):  # the observation may not be finite
                 for last in rows.observation:
                     last[env.row] = 0
@@ -177,11 +178,16 @@ class EnvBlock:
         return fault
 
     def reset(self, payload: bytes) -> bytes:
-        """Reset some or all rows; return the encoded report."""
+        """Reset some or all rows; return the encoded report.
+
+        An empty list of rows defers the reset of all rows to the next step.
+        """
         request = codec.decode(payload) if payload else {}
         chosen = request.get("rows")
         if chosen is None:
             chosen = self.rows
+        for env in () if chosen else self._envs:
+            env.defer_reset()
         seeds, options = request.get("seeds"), request.get("options", b"")
         infos, rebuilt, faults = {}, [], list[Fault]()
         for position, row in enumerate(chosen):

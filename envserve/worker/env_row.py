@@ -106,7 +106,7 @@ class EnvRow:
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped
-        self.is_fresh = self._needs_reset = True
+        self.is_fresh = True
         self._initial_seed = self.seed if request.seeded else None
         spaces = self._env.observation_space, self._env.action_space
         spec = EnvSpec(request.env_name, *spaces)
@@ -273,6 +273,10 @@ class EnvRow:
         if kind == "call" and (callable(value) or arguments or keywords):
             return value(*arguments, **keywords)
         return value
+
+    def defer_reset(self) -> None:
+        """Let the next step reset the env, with autoreset "next_step"."""
+        self._needs_reset = True
 
     def render(self) -> Any:
         """Return the rendered frame; see `rendering.render`."""

@@ -81,7 +81,7 @@ class SpareRow:
         self._next_spare_seed = (
             spare_seed(active.seed) if active.request.seeded else None
         )
-        self._episode_has_ended = True
+        self._episode_has_ended = False
         self._pending_attributes: dict[str, Any] = {}  # set during the spare's reset
 
     @property
@@ -108,7 +108,6 @@ class SpareRow:
         """Replace the active env with its next incarnation; keep the spare."""
         self._active.incarnation = self.incarnation
         self._active.rebuild()
-        self._episode_has_ended = True
         self.incarnation = self._active.incarnation
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
@@ -181,6 +180,10 @@ class SpareRow:
             self._set_attributes(self._spare, {name: value})
         else:
             self._pending_attributes[name] = value
+
+    def defer_reset(self) -> None:
+        """Let the next step begin an episode, with autoreset "next_step"."""
+        self._episode_has_ended = True
 
     def render(self) -> Any:
         """Return the rendered frame of the active env."""

@@ -70,6 +70,7 @@ class VectorBlock:
         self._all_mask = np.ones(len(rows), np.bool_)
         self._incarnation = config.incarnations[rows.start]
         self._beat = 0
+        self._needs_reset = False
 
     @property
     def _seeds(self) -> list[int | None]:
@@ -140,7 +141,7 @@ class VectorBlock:
 
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
-        if self._is_fresh:  # with "next_step", after a fault
+        if self._needs_reset:  # with autoreset "next_step", after a fault
             infos = self._reset(None, self._all_mask)
             for array in (rows.reward, rows.terminated, rows.truncated):
                 array[...] = 0
@@ -197,10 +198,11 @@ class VectorBlock:
         return by_row
 
     def reset(self, payload: bytes) -> bytes:
-        """Reset some or all rows; return the encoded report."""
+        """Reset some or all rows; return the encoded report; see `EnvBlock.reset`."""
         request = codec.decode(payload) if payload else {}
         numbers = request.get("rows")
         if numbers == []:
+            self._needs_reset = True
             return self._encode_report()
         numbers = numbers or [*self.rows]
         given, options = request.get("seeds"), request.get("options", b"")
@@ -242,7 +244,7 @@ class VectorBlock:
                 f"expected a reset of all {len(mask)} rows of a block, because their "
                 f"vector env does not support reset_mask; got a reset of {mask.sum()}"
             )
-        self._is_fresh = False
+        self._is_fresh = self._needs_reset = False
         self._beat_once(is_slow=True)
         self._record_resets(mask, seeds, options)
         seed: Any = seeds
@@ -290,7 +292,8 @@ class VectorBlock:
         self.close()
         self._incarnation += 1
         self._make_env()
-        if not (in_step and self._config.autoreset == "next_step"):
+        self._needs_reset = in_step and self._config.autoreset == "next_step"
+        if not self._needs_reset:
             self._reset(None, self._all_mask)
         elif isinstance(error, SpaceViolation):  # the observation may not be finite
             for _, last in self._final_and_last:

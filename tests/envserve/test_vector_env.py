@@ -148,10 +148,14 @@ def test_a_lost_row_is_truncated_and_its_info_has_the_reason(
         assert infos["final_obs"][2].tolist() == [1, 1, 1]
     if mode == "Disabled":
         envs.reset(options={"reset_mask": truncated})
+    if mode != "SameStep":  # the row shows its last observation
+        assert observation[2].tolist() == [1, 1, 1]
+    num_resets = int(mode == "NextStep")
     for step in range(1, 4):
         observation, *_, infos = envs.step([0, 0, 0, 0])
         assert infos == {}
-        assert observation[:, 0].tolist() == [step + 2, step + 2, step, step + 2]
+        counts = [step + 2, step + 2, step - num_resets, step + 2]
+        assert observation[:, 0].tolist() == counts
 
 
 def test_a_step_waits_for_a_worker_that_died(make_envs: MakeEnvs) -> None:
@@ -165,6 +169,29 @@ def test_a_step_waits_for_a_worker_that_died(make_envs: MakeEnvs) -> None:
     assert (infos["valid"] == ~lost).all()
     assert set(infos["fault"]["status"][lost]) == {"WORKER_DIED"}
     assert envs.step([0, 0, 0, 0])[4] == {}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("fault", ["raise", "kill", "nan"])
+def test_after_a_fault_the_next_step_is_a_reset(
+    make_envs: MakeEnvs, fault: str, copy: bool
+) -> None:
+    options: dict[str, Any] = {"env_kwargs": {"fault": fault}, "copy": copy}
+    envs = make_envs("envserve/Faulty-v0", 2, nonfinite="mask", **options)
+    envs = RecordEpisodeStatistics(envs)
+    envs.reset()
+    for _ in range(3):
+        envs.step([0, 0])
+        envs.step([0, 0])
+        observation, reward, _, truncated, infos = envs.step([0, 1])
+        assert truncated[1]
+        assert reward[1] == 0
+        assert observation[1].tolist() == [2, 2, 2]
+        assert infos["episode"]["l"][1] == 3
+        observation, reward, _, truncated, _ = envs.step([0, 1])  # it is ignored
+        assert not truncated.any()
+        assert observation[1].tolist() == [0, 0, 0]
+        assert reward[1] == 0
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -216,7 +243,8 @@ def test_observations_are_not_overwritten_unless_copy_is_false(
         first, *first_others, _ = envs.step([0, 0, 0, 0])
         kept = first.copy(), [array.copy() for array in first_others]
         second, *_ = envs.step([0, 0, 0, 0])
-        assert (first is second) == (not copy)
+        assert second is not first
+        assert (envs.step([0, 0, 0, 0])[0] is first) == (not copy)
         assert (first == kept[0]).all() == copy
         assert_equal_rows(first_others, kept[1])
 
