@@ -28,6 +28,8 @@ from envserve.client.step_result import (
 from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset, ObservationMode
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten, unflatten
 
 Array = np.ndarray[Any, Any]
 
@@ -393,10 +395,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         infos, final_infos = dict(result.infos), {}
         observations = np.full(self.num_envs, None, object)
         last = final_observations(self.observation_space, result, self._observation)
-        if isinstance(self.single_observation_space, Discrete):
-            last = [each.item() for each in last]  # most envs return ints
         for row in ended.nonzero()[0].tolist():
-            observations[row] = copying.deepcopy(last[row])
+            observations[row] = _as_returned(self._batch.spec, last[row])
             info = dict(infos.pop(row, {}))
             # In a valid row, the key "fault" comes from the env itself.
             is_lost = not result.valid[row] and "fault" in info
@@ -412,6 +412,17 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             "final_obs": observations,
             "_final_obs": ended,
         }
+
+
+def _as_returned(spec: EnvSpec, observation: Any) -> Any:
+    """Copy a final observation; scalars get the types that most envs return."""
+    leaves = copying.deepcopy(flatten(spec.observation_space, observation))
+    for index, leaf in enumerate(spec.observation_leaves):
+        if isinstance(leaf.space, Discrete):
+            leaves[index] = int(leaves[index])
+        elif not leaf.shape:
+            leaves[index] = np.asarray(leaves[index])
+    return unflatten(spec.observation_space, leaves)
 
 
 def _checked_mask(mask: Any, num_envs: int) -> Array:
