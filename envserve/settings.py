@@ -37,7 +37,7 @@ from envserve.address import is_local_address
 from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.host_resources import num_cores
 from envserve.text import Name
-from envserve.wrappers.specs import Wrappers
+from envserve.wrappers.specs import WrapperLike, Wrappers
 
 Type = TypeVar("Type")
 
@@ -417,9 +417,9 @@ class EnvOptions(TypedDict, total=False):
     """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | None
     """Keyword arguments of the env's constructor; none by default."""
-    wrappers: Sequence[Mapping[str, Any]]
+    wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
-    default. See docs/wrappers.md."""
+    default. On this host also classes and functions; see docs/wrappers.md."""
     autoreset: Autoreset
     """When an env is reset after its episode has ended, as in Gymnasium: "same_step"
     (default), "next_step" or "disabled"."""
@@ -442,9 +442,10 @@ class EnvOptions(TypedDict, total=False):
     """Handling of finite actions outside the action space: "pass" them to the env,
     "clip" them to the bounds of a Box, or "check" (default), which raises ActionError
     unless the difference is a rounding error. NaN and infinity always raise it."""
-    observation_mode: ObservationMode
+    observation_mode: ObservationMode | tuple[Any, Any]
     """Whether the observation spaces of all envs must be equal ("same", the default) or
-    may have different bounds ("different"); the batch then has that of the first."""
+    may have different bounds ("different"); the batch then has that of the first.
+    `make_vec` also takes a tuple of spaces."""
 
 
 class LocalOptions(EnvOptions, total=False):

@@ -352,8 +352,8 @@ class BatchEnv:
         """
         factory.check_choice("on_fault", on_fault, OnFault)
         factory.check_choice("on_server_lost", on_server_lost, OnServerLost)
-        servers = ServerPool(addresses, insecure=insecure)
         request = factory.remote_request(env_name, num_envs, options, cls.connect)
+        servers = ServerPool(addresses, insecure=insecure)
         timeouts = Timeouts(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,

@@ -70,8 +70,10 @@ def local_settings(
     reference, code = UserCode.of(env_name)
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
+    options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     given = _checked_settings(options, LocalOptions, function)
-    if not options["import_modules"]:  # otherwise the modules may register wrappers
+    # Otherwise the modules may register wrappers.
+    if not (options["import_modules"] or code.wrappers):
         check_wrappers(given["wrappers"])
     if num_workers is not None:
         given["num_workers"] = num_workers
@@ -121,14 +123,23 @@ def remote_request(
 ) -> EnvRequest:
     """Return the request for all rows; `function` is named in error messages."""
     given = _checked_settings(options, EnvOptions, function)
-    if isinstance(env_name, Sequence) and not isinstance(env_name, str):
+    name = remote_name(env_name)
+    return EnvRequest(env_name=name, num_envs=num_envs, **given)
+
+
+def remote_name(env: EnvLike) -> str:
+    """Return the name of an env that servers offer.
+
+    Raises:
+      TypeError, UnknownEnv: Servers cannot create this env.
+    """
+    if isinstance(env, Sequence) and not isinstance(env, str):
         raise TypeError(
             "expected the name of an env that the servers offer; got a list of "
             "functions, which only workers of this host can run; start the servers "
             "with `envserve start my_env.py:make_env`, and pass that name"
         )
-    name = user_envs.env_name_of(env_name)
-    return EnvRequest(env_name=name, num_envs=num_envs, **given)
+    return user_envs.env_name_of(env)
 
 
 def start_remote(
