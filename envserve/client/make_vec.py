@@ -81,7 +81,8 @@ def make_vec(
       vectorization_mode: Accepted for `gymnasium.make_vec`: "vector_entry_point" is
         the option `vectorized`; "sync" and "async" have no effect.
       vector_kwargs: Accepted for `gymnasium.make_vec`: `autoreset_mode`, `copy` and
-        `observation_mode` are used; `shared_memory`, `context` and `daemon` have no effect.
+        `observation_mode` are used; `shared_memory`, `context` and `daemon` have no
+        effect.
       max_episode_steps: Maximum number of steps per episode; by default, the registered
         one.
       num_workers: Number of worker processes on this host; by default one per core.
@@ -129,11 +130,14 @@ def make_vec(
     instead = f"autoreset_mode={_AUTORESET_CHOICES}"
     is_copied = given.pop("copy")
     mode = given.get("observation_mode", "same")
-    options = {"actions": "pass", **given}
-    options["observation_mode"] = parse_observation_mode(mode)
-    batch = make_batch(env, fixed={"autoreset": autoreset}, instead=instead, **options)
+    given["observation_mode"] = parse_observation_mode(mode)
+    fixed = {"autoreset": autoreset}
+    batch = make_batch(
+        env, fixed=fixed, instead=instead, **{"actions": "pass", **given}
+    )
     made = VectorEnv(batch, copy=is_copied, observation_mode=mode)
     given |= {"copy": is_copied, "num_envs": batch.num_envs}
+    given |= {"observation_mode": None if mode == "same" else mode}
     given["autoreset_mode"] = made.autoreset_mode.value
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
@@ -173,8 +177,10 @@ def make(
     given["addresses"] = None if address is None else [address]
     instead = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
-    options = {"actions": "pass", **given}
-    made = Env(make_batch(env, 1, fixed=fixed, instead=instead, **options))
+    batch = make_batch(
+        env, 1, fixed=fixed, instead=instead, **{"actions": "pass", **given}
+    )
+    made = Env(batch)
     del given["addresses"]
     given |= {"address": address, **({"env": env} if isinstance(env, str) else {})}
     made.spec = _spec_of(env, given, entry_point="envserve:make")
