@@ -6,7 +6,7 @@ Messages state the expected value, the actual value, the location and the remedy
 from __future__ import annotations
 
 import builtins
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final, Self
 
 __all__ = [
@@ -83,9 +83,10 @@ class EnvError(EnvserveError, RuntimeError):
         """Combine the class with the built-in exception that the env raised."""
         cause = fields.get("remote_traceback", "").rstrip().rpartition("\n")[2]
         kind = _BUILTINS.get(cause.partition(":")[0], RuntimeError)
-        if issubclass(cls, kind):
-            return super().__new__(cls, message)
-        error: Self = kind.__new__(_combined(cls, kind), message)
+        if not issubclass(cls, kind):
+            members = {"_plain": cls, "__module__": cls.__module__}
+            cls = type(cls.__name__, (cls, kind), members)
+        error: Self = kind.__new__(cls, message)
         return error
 
     def __init__(
@@ -100,6 +101,18 @@ class EnvError(EnvserveError, RuntimeError):
         self.env_index = env_index
         self.remote_traceback = remote_traceback
 
+    def __str__(self) -> str:
+        """Return the text; the built-in exception may format it differently."""
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the class by its name, without the built-in exception."""
+        fields = {
+            "env_index": self.env_index,
+            "remote_traceback": self.remote_traceback,
+        }
+        return partial(getattr(self, "_plain", type(self)), self.message, **fields), ()
+
 
 #: Built-in exceptions that an EnvError can be combined with. Others need more arguments
 #: than a message, or have a meaning for generators.
@@ -110,20 +123,6 @@ _BUILTINS: Final[dict[str, type[Exception]]] = {
     and issubclass(kind, Exception)
     and not issubclass(kind, ExceptionGroup | StopIteration | StopAsyncIteration)
 }
-
-
-@cache
-def _combined(base: type[EnvError], kind: type[Exception]) -> Any:
-    """Return a subclass of both exceptions, with the name of the first one."""
-
-    def reduce(error: EnvError) -> tuple[Any, ...]:  # pickle finds only `base` by name
-        where, trace = error.env_index, error.remote_traceback
-        make = partial(base, error.message, env_index=where, remote_traceback=trace)
-        return make, ()
-
-    members = {"__module__": base.__module__, "__doc__": base.__doc__}
-    members |= {"__str__": Exception.__str__, "__reduce__": reduce}
-    return type(base.__name__, (base, kind), members)
 
 
 class EnvStartError(EnvError, ValueError):

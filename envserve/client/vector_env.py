@@ -269,7 +269,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     # Methods that AsyncVectorEnv has in addition to those of
     # gymnasium.vector.VectorEnv.
 
-    @property
+    @property  # type: ignore[misc]  # read-only, as in AsyncVectorEnv
     def np_random(self) -> Any:
         """The random number generators of the envs, as a tuple of copies."""
         return self.get_attr("np_random")

@@ -186,8 +186,8 @@ def test_after_a_fault_the_next_step_is_a_reset(
     make_envs: MakeEnvs, fault: str, copy: bool
 ) -> None:
     options: dict[str, Any] = {"env_kwargs": {"fault": fault}, "copy": copy}
-    envs = make_envs("envserve/Faulty-v0", 2, nonfinite="mask", **options)
-    envs = RecordEpisodeStatistics(envs)
+    made = make_envs("envserve/Faulty-v0", 2, nonfinite="mask", **options)
+    envs = RecordEpisodeStatistics(made)
     envs.reset()
     for _ in range(3):
         envs.step([0, 0])
@@ -377,7 +377,7 @@ def test_observation_spaces_may_have_different_bounds() -> None:
     with pytest.raises(RuntimeError, match="differ from those of"):
         make_vec([make_box(1), make_box(1, (3,))], observation_mode="different")
     with pytest.raises(ValueError, match="Invalid `observation_mode`"):
-        make_vec(functions, observation_mode="similar")
+        make_vec(functions, observation_mode="similar")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="to be Spaces"):
         make_vec(functions, observation_mode=(1, 2))
 
