@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Final, Self, Unpack
@@ -81,25 +80,6 @@ class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
 
 class ResetFirst(LocalProtocolError, ResetNeeded):
     """The batch was stepped before all of its envs were reset."""
-
-
-@dataclass
-class _Access:
-    """Access to an attribute of some rows, which may need several calls per block.
-
-    Attributes:
-      name: Name of the attribute.
-      rows: The rows.
-      results: The values by row, as far as they have arrived.
-      start: Starts calls for rows without a value.
-      called: The blocks that are called now, and their rows.
-    """
-
-    name: str
-    rows: Sequence[int]
-    results: dict[int, Any]
-    start: Callable[[Sequence[int]], list[tuple[BatchBlock, list[int]]]]
-    called: list[tuple[BatchBlock, list[int]]]
 
 
 class BatchEnv:
@@ -172,7 +152,8 @@ class BatchEnv:
         #: Rows and block positions of the reset in flight, and whether all rows have
         #: been reset once it has finished.
         self._resetting: tuple[Array, Set[int], bool] | None = None
-        self._calling: _Access | None = None
+        #: Waits for the call in flight until a deadline, and returns its values.
+        self._calling: Callable[[float], list[Any]] | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
         self._is_closed = False
@@ -792,13 +773,13 @@ class BatchEnv:
         """
         if self._calling is None:
             raise LocalProtocolError("expected send_call() before recv_call()")
-        access, self._calling = self._calling, None
+        finish, self._calling = self._calling, None
         self._group.recover()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            return self._finish_access(access, deadline)
+            return finish(deadline)
         except EnvTimeout:
-            self._calling = access
+            self._calling = finish
             raise
 
     def _access(
@@ -809,8 +790,7 @@ class BatchEnv:
         arguments: Sequence[Any] | Mapping[int, Any] = (),
         named: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        access = self._start_access(env_indices, kind, name, arguments, named)
-        return self._finish_access(access)
+        return self._start_access(env_indices, kind, name, arguments, named)(math.inf)
 
     def _start_access(
         self,
@@ -819,7 +799,7 @@ class BatchEnv:
         name: str,
         arguments: Sequence[Any] | Mapping[int, Any] = (),
         named: Mapping[str, Any] | None = None,
-    ) -> _Access:
+    ) -> Callable[[float], list[Any]]:
         self._begin()
         rows = check_rows(env_indices, self.num_envs).tolist()
 
@@ -848,32 +828,35 @@ class BatchEnv:
             self._group.start_call(calls)
             return called
 
-        return _Access(name, rows, {}, start, start(sorted({*rows})))
+        results: dict[int, Any] = {}
+        called = start(sorted({*rows}))
 
-    def _finish_access(self, access: _Access, deadline: float = math.inf) -> list[Any]:
-        results, called = access.results, access.called
-        while called:
-            positions = {block.position for block, _ in called}
-            outcomes = self._group.finish_call(positions, deadline)
-            for (block, part), outcome in zip(called, outcomes, strict=True):
-                faults = {f.env_index + block.offset: f for f in outcome.faults}
-                failed = next((row for row in part if row in faults), None)
-                if failed is not None:
-                    fault = faults[failed]
-                    raise CallError(
-                        f"Env {failed} ({block.lane.name}): {access.name}: "
-                        f"{fault.cause}",
-                        env_index=failed,
-                        remote_traceback=fault.detail,
-                    )
-                values = _values_of(outcome.result)
-                for row, value in zip(part, values, strict=False):
-                    if value is METHOD:
-                        value = partial(self.call, row, access.name)
-                    results[row] = value
-            missing = sorted({*access.rows} - results.keys())
-            access.called = called = access.start(missing) if missing else []
-        return [results[row] for row in access.rows]
+        def finish(deadline: float) -> list[Any]:
+            nonlocal called
+            while called:
+                positions = {block.position for block, _ in called}
+                outcomes = self._group.finish_call(positions, deadline)
+                for (block, part), outcome in zip(called, outcomes, strict=True):
+                    faults = {f.env_index + block.offset: f for f in outcome.faults}
+                    failed = next((row for row in part if row in faults), None)
+                    if failed is not None:
+                        fault = faults[failed]
+                        raise CallError(
+                            f"Env {failed} ({block.lane.name}): {name}: {fault.cause}",
+                            env_index=failed,
+                            remote_traceback=fault.detail,
+                        )
+                    values = _values_of(outcome.result)
+                    for row, value in zip(part, values, strict=False):
+                        is_method = value is METHOD
+                        results[row] = (
+                            partial(self.call, row, name) if is_method else value
+                        )
+                missing = sorted({*rows} - results.keys())
+                called = start(missing) if missing else []
+            return [results[row] for row in rows]
+
+        return finish
 
     # The batch as a whole.
 

@@ -216,15 +216,13 @@ def with_last_observation(space: Space[Any], step: StepResult, previous: Any) ->
       step: Result of the step, whose observations may be overwritten.
       previous: Observations before the step.
     """
-    lost = step.lost.nonzero()[0].tolist()
+    pairs = zip(flatten(space, step.observation), flatten(space, previous), strict=True)
     leaves = []
-    for now, before in zip(
-        flatten(space, step.observation), flatten(space, previous), strict=True
-    ):
+    for now, before in pairs:
         rows = now if isinstance(now, np.ndarray) else list(now)
-        for row in lost:
+        for row in step.lost.nonzero()[0].tolist():
             rows[row] = before[row]
-        leaves.append(rows if isinstance(now, np.ndarray) else tuple(rows))
+        leaves.append(rows if rows is now else tuple(rows))
     return unflatten(space, leaves)
 
 

@@ -7,6 +7,7 @@ and looks up a spec by its name.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -56,7 +57,10 @@ def from_plain(value: Any) -> Any:
         space = restore(value["space"])
         for each, state in zip(_with_children(space), value["states"], strict=True):
             each._np_random = state and _generator_of(state)
-    except (LookupError, SpaceError, TypeError, ValueError) as error:
+    except (
+        *(ArithmeticError, LookupError, RecursionError, SpaceError),
+        *(TypeError, ValueError),
+    ) as error:
         raise CodecError(f"not a valid attribute: {error!s:.200}") from None
     return space
 
@@ -67,28 +71,17 @@ def _with_children(space: Space[Any]) -> Iterator[Space[Any]]:
         yield from _with_children(child)
 
 
-def _state_of(generator: np.random.Generator | None) -> Any:
-    return generator and _to_text(generator.bit_generator.state)
+def _state_of(generator: np.random.Generator | None) -> str | None:
+    if generator is None:
+        return None
+    # As JSON, because some states contain ints of 128 bits.
+    return json.dumps(generator.bit_generator.state, default=np.ndarray.tolist)
 
 
-def _to_text(state: Any) -> Any:
-    """Convert the ints of a state, which may have 128 bits, to str."""
-    if isinstance(state, Mapping):
-        return {key: _to_text(value) for key, value in state.items()}
-    return str(state) if isinstance(state, int) else state
-
-
-def _generator_of(state: Any) -> np.random.Generator:
-    name = state["bit_generator"]
-    if name not in _BIT_GENERATORS:
+def _generator_of(text: str) -> np.random.Generator:
+    state = json.loads(text)
+    if (name := state["bit_generator"]) not in _BIT_GENERATORS:
         raise ValueError(f"unknown bit generator {name!r:.99}")
     bit_generator = getattr(np.random, name)()
-    bit_generator.state = {**_from_text(state), "bit_generator": name}
+    bit_generator.state = state
     return np.random.Generator(bit_generator)
-
-
-def _from_text(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        pairs = ((k, v) for k, v in state.items() if k != "bit_generator")
-        return {key: _from_text(value) for key, value in pairs}
-    return int(state) if isinstance(state, str) else state
