@@ -336,6 +336,7 @@ def test_a_single_action_becomes_one_row(space: Any, action: Any, row: Any) -> N
     ("action", "text"),
     [
         ([0, 0, 0], "action: expected shape [2]; got [3]"),
+        (np.zeros((0, 2), np.float32), "action: expected shape [2]; got [0, 2]"),
         ([0.0, 3.0], "expected action[1] in [-1.0, 1.0]; got 3.0;"),
         ([0.0, nan], "expected finite actions; got nan in action[1];"),
     ],

@@ -72,5 +72,5 @@ SPACE = to_plain(spaces.Discrete(2))
     ids=range(11),
 )
 def test_invalid_descriptions_are_errors(value: dict[str, Any]) -> None:
-    with pytest.raises(CodecError, match="^not a valid attribute: "):
+    with pytest.raises(CodecError, match=r"^not a valid attribute: "):
         from_plain({"envserve.kind": "none", **value})
