@@ -32,7 +32,8 @@ class StepResult(NamedTuple):
 
     Attributes:
       observation: `[n, ...]`, with the dtypes of the observation space. In rows whose
-        episode has ended it is the first observation of the next episode.
+        episode has ended it is the first observation of the next episode, if autoreset
+        is "same_step".
       reward: float64 `[n]`.
       terminated: bool `[n]`; the env reached a terminal state.
       truncated: bool `[n]`; the episode was cut off.
