@@ -109,7 +109,9 @@ class Harness:
 
 def start_server() -> str:
     """Start a server whose workers can create the envs; return its address."""
-    options = ["--allow-kwarg", "path:any", "--import", SELF, "--expose", "gravity"]
+    options = ["--allow-kwarg", "path:any", "--import", SELF]
+    for name in ("gravity", "set:gravity", "max_count", "set:max_count"):
+        options += ["--expose", name]
     # In row order: one worker.
     options += ["--workers", "1", "--insecure-no-auth", "--bind", "tcp://127.0.0.1:0"]
     command = main_command(
