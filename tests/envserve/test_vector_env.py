@@ -203,6 +203,24 @@ def test_after_a_fault_the_next_step_is_a_reset(
         assert reward[1] == 0
 
 
+def test_after_a_fault_of_a_vector_env_the_next_step_is_a_reset(
+    make_envs: MakeEnvs,
+) -> None:
+    envs = make_envs("CartPole-v1", 4, vectorized=True)
+    envs.reset(seed=1)
+    before = envs.step([0] * 4)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        observation, _, _, truncated, _ = envs.step([0, 7, 0, 0])
+    assert truncated[1]
+    assert_equal_rows(observation[truncated], before[truncated])
+    observation, reward, _, ended, _ = envs.step([0] * 4)
+    assert not ended.any()
+    assert reward.tolist() == (~truncated).tolist()
+    assert np.abs(observation[truncated]).max() <= 0.05  # as after a reset
+    assert envs.step([0] * 4)[1].tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize("copy", [True, False])
 def test_the_final_observation_of_a_lost_row_is_the_last_one_returned(
     copy: bool,
