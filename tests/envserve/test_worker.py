@@ -69,9 +69,9 @@ class WorkerThread:
             "nonfinite": "raise",
             "strict_spaces": False,
             "seeded": True,
-            "pickled_code": b"",
             "blocks": [[0, 0, rows]],
             "incarnations": [0] * rows,
+            "pickled_code": b"",
         }
         self.send(MessageKind.BUILD, codec.encode(message | build))
 
