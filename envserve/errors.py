@@ -5,6 +5,10 @@ Messages state the expected value, the actual value, the location and the remedy
 
 from __future__ import annotations
 
+import builtins
+from functools import partial
+from typing import Any, Final, Self
+
 __all__ = [
     "ActionError",
     "AddressError",
@@ -66,11 +70,24 @@ class WrapperError(EnvserveError, ValueError):
 class EnvError(EnvserveError, RuntimeError):
     """An env raised an exception, or returned a value outside its spaces.
 
+    If the last line of the traceback names a built-in exception, such as ValueError,
+    the error is also an instance of that class.
+
     Attributes:
       message: The error without the traceback.
       env_index: Row of the env in its batch; None if the error concerns all rows.
       remote_traceback: Traceback text from the worker; empty if there is none.
     """
+
+    def __new__(cls, message: str, **fields: Any) -> Self:
+        """Combine the class with the built-in exception that the env raised."""
+        cause = fields.get("remote_traceback", "").rstrip().rpartition("\n")[2]
+        kind = _BUILTINS.get(cause.partition(":")[0], RuntimeError)
+        if not issubclass(cls, kind):
+            members = {"_plain": cls, "__module__": cls.__module__}
+            cls = type(cls.__name__, (cls, kind), members)
+        error: Self = kind.__new__(cls, message)
+        return error
 
     def __init__(
         self, message: str, *, env_index: int | None = None, remote_traceback: str = ""
@@ -84,9 +101,35 @@ class EnvError(EnvserveError, RuntimeError):
         self.env_index = env_index
         self.remote_traceback = remote_traceback
 
+    def __str__(self) -> str:
+        """Return the text; the built-in exception may format it differently."""
+        return str(self.args[0])
 
-class EnvStartError(EnvError):
-    """An env could not be built or reset for the first time."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the class by its name, without the built-in exception."""
+        fields = {
+            "env_index": self.env_index,
+            "remote_traceback": self.remote_traceback,
+        }
+        return partial(getattr(self, "_plain", type(self)), self.message, **fields), ()
+
+
+#: Built-in exceptions that an EnvError can be combined with. Others need more arguments
+#: than a message, or have a meaning for generators.
+_BUILTINS: Final[dict[str, type[Exception]]] = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, ExceptionGroup | StopIteration | StopAsyncIteration)
+}
+
+
+class EnvStartError(EnvError, ValueError):
+    """An env could not be built or reset for the first time.
+
+    It is also a ValueError, because Gymnasium raises one for unsupported spaces.
+    """
 
 
 class CallError(EnvError):

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space
 
 from envserve.client import BatchEnv
-from envserve.client.make_vec import make_batch, send_step
+from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
@@ -112,7 +112,7 @@ class BatchVecEnv(VecEnv):
         """
         if self.batch.num_in_flight:
             self.batch.cancel_step()
-        send_step(self.batch, actions)
+        self.batch.send(actions, together=True)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Wait for the step; return observations, rewards, dones and infos.

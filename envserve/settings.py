@@ -82,6 +82,11 @@ Infos = Literal["all", "episode_end", "none"]
 #: Handling of NaN and infinity in observations and rewards: raise `EnvError`, mark the
 #: row as lost (`valid` is False), or pass them to the caller.
 NonFinite = Literal["raise", "mask", "pass"]
+#: Handling of finite actions outside the action space: pass them to the env, clip them
+#: to the bounds of a Box, or raise `ActionError` unless only a rounding is to blame.
+ActionMode = Literal["pass", "clip", "check"]
+#: Whether the observation spaces of all envs are equal, or may have different bounds.
+ObservationMode = Literal["same", "different"]
 
 _Count = Annotated[int, Meta(ge=1)]
 _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -233,6 +238,10 @@ class EnvRequest(_Validated):
     are cast."""
     vectorized: bool = False
     """Whether each block is one vector env, created by the env's vector_entry_point."""
+    actions: ActionMode = "check"
+    """Handling of finite actions outside the action space."""
+    observation_mode: ObservationMode = "same"
+    """Whether observation spaces are equal, or only their shapes and dtypes."""
 
     def __post_init__(self) -> None:
         """Also check that a list of `env_kwargs` has one map per env."""
@@ -463,6 +472,14 @@ class EnvOptions(TypedDict, total=False):
     vectorized: bool
     """Whether each block is one vector env, created by the env's `vector_entry_point`;
     False by default."""
+    actions: ActionMode
+    """Handling of finite actions outside the action space: "pass" them to the env,
+    "clip" them to the bounds of a Box, or "check" (default), which raises ActionError
+    unless the difference is a rounding error. NaN and infinity always raise it."""
+    observation_mode: ObservationMode | tuple[Any, Any]
+    """Whether the observation spaces of all envs must be equal ("same", the default) or
+    may have different bounds ("different"); the batch then has that of the first.
+    `make_vec` also takes a tuple of spaces."""
 
 
 class LocalOptions(EnvOptions, total=False):

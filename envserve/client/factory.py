@@ -115,7 +115,7 @@ def start_pool(
         pool = Pool(settings)
         stack.callback(pool.close)
         pool.finish_start(time.monotonic() + timeout_seconds)
-        batch = make([pool], autoreset=settings.autoreset)
+        batch = make([pool], **_modes(settings))
         stack.pop_all()
         return batch
 
@@ -209,9 +209,15 @@ def start_remote(
         for index in sorted(missing):
             lanes[index : index + 1] = [late := start_lane(index, like)]
             stack.callback(late.close)
-        batch = make(lanes, autoreset=request.autoreset)
+        batch = make(lanes, **_modes(request))
         stack.pop_all()
         return batch
+
+
+def _modes(request: EnvRequest) -> dict[str, Any]:
+    """Return the settings that the batch and its lanes share."""
+    names = ("autoreset", "actions", "observation_mode")
+    return {name: getattr(request, name) for name in names}
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -18,18 +18,20 @@ from gymnasium.vector import AutoresetMode
 from envserve.client.batch_env import BatchEnv
 from envserve.client.factory import EnvLike, OnFault, OnServerLost
 from envserve.client.single_env import Env
-from envserve.client.vector_env import AUTORESET_MODES, VectorEnv
+from envserve.client.vector_env import (
+    AUTORESET_MODES,
+    VectorEnv,
+    parse_observation_mode,
+)
 from envserve.envs.registry import arguments_of, env_creator_of
-from envserve.errors import ActionError
 from envserve.settings import Autoreset, LocalOptions
-from envserve.spaces.action_checks import clip_rounding_errors
 
 _AUTORESET_CHOICES: Final = "'SameStep', 'NextStep' or 'Disabled'"
 #: Arguments of `AsyncVectorEnv` that change nothing: rows are always in shared memory,
 #: and workers are always forked from one process.
 _WITHOUT_EFFECT: Final = ("shared_memory", "context", "daemon")
 #: Defaults of other arguments of `AsyncVectorEnv`, which have no counterpart.
-_DEFAULTS: Final = {"worker": None, "observation_mode": "same"}
+_DEFAULTS: Final = {"worker": None}
 
 
 class Options(LocalOptions, total=False):
@@ -78,8 +80,9 @@ def make_vec(
         processes on this host.
       vectorization_mode: Accepted for `gymnasium.make_vec`: "vector_entry_point" is
         the option `vectorized`; "sync" and "async" have no effect.
-      vector_kwargs: Accepted for `gymnasium.make_vec`: `autoreset_mode` and `copy` are
-        used; `shared_memory`, `context` and `daemon` have no effect.
+      vector_kwargs: Accepted for `gymnasium.make_vec`: `autoreset_mode`, `copy` and
+        `observation_mode` are used; `shared_memory`, `context` and `daemon` have no
+        effect.
       max_episode_steps: Maximum number of steps per episode; by default, the registered
         one.
       num_workers: Number of worker processes on this host; by default one per core.
@@ -99,6 +102,12 @@ def make_vec(
       env_kwargs: Arguments of the env's constructor, or a list with those of each env;
         see docs/own-envs.md. Arguments for all envs can also be passed directly, as to
         `gymnasium.make_vec`, unless an option has the same name.
+      actions: How finite actions outside the action space are handled: "pass" (default)
+        passes them to the env, as Gymnasium does, "clip" clips them to the bounds of a
+        Box, and "check" raises ActionError unless the difference is a rounding error.
+      observation_mode: As for `gymnasium.vector.AsyncVectorEnv`: "same", "different" if
+        the observation spaces have different bounds, or a tuple of the batched and the
+        single observation space.
       padding_after: As for `BatchEnv.local`; `math.inf` by default, so a step waits for
         absent envs. The other options are also those of `BatchEnv.local` or
         `BatchEnv.connect`.
@@ -121,9 +130,15 @@ def make_vec(
     autoreset = _autoreset_of(given.pop("autoreset_mode"))
     instead = f"autoreset_mode={_AUTORESET_CHOICES}"
     is_copied = given.pop("copy")
-    batch = make_batch(env, fixed={"autoreset": autoreset}, instead=instead, **given)
-    made = VectorEnv(batch, copy=is_copied)
+    mode = given.get("observation_mode", "same")
+    given["observation_mode"] = parse_observation_mode(mode)
+    fixed = {"autoreset": autoreset}
+    batch = make_batch(
+        env, fixed=fixed, instead=instead, **{"actions": "pass", **given}
+    )
+    made = VectorEnv(batch, copy=is_copied, observation_mode=mode)
     given |= {"copy": is_copied, "num_envs": batch.num_envs}
+    given |= {"observation_mode": None if mode == "same" else mode}
     given["autoreset_mode"] = made.autoreset_mode.value
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
@@ -163,7 +178,10 @@ def make(
     given["addresses"] = None if address is None else [address]
     instead = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
-    made = Env(make_batch(env, 1, fixed=fixed, instead=instead, **given))
+    batch = make_batch(
+        env, 1, fixed=fixed, instead=instead, **{"actions": "pass", **given}
+    )
+    made = Env(batch)
     del given["addresses"]
     given |= {"address": address, **({"env": env} if isinstance(env, str) else {})}
     made.spec = _spec_of(env, given, entry_point="envserve:make")
@@ -251,11 +269,11 @@ def _apply_gymnasium_options(given: dict[str, Any]) -> None:
                 stacklevel=3,
             )
     for name, value in (given.pop("vector_kwargs") or {}).items():
-        if name in ("autoreset_mode", "copy"):
+        if name in ("autoreset_mode", "copy", "observation_mode"):
             given[name] = value
         elif name not in _WITHOUT_EFFECT and value != _DEFAULTS.get(name, ...):
             raise TypeError(
-                f"vector_kwargs: expected autoreset_mode, copy, "
+                f"vector_kwargs: expected autoreset_mode, copy, observation_mode, "
                 f"{', '.join(_WITHOUT_EFFECT)}; got {name}={value!r:.200}"
             )
 
@@ -310,19 +328,6 @@ def make_batch(
         f"num_workers: expected None with addresses, because each server sets it "
         f"(envserve start --workers); got {num_workers}"
     )
-
-
-def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) -> None:
-    """Start a step; tolerate actions that exceed a Box's bounds by rounding errors.
-
-    Such errors occur in trainers that scale actions to the bounds of a Box.
-    """
-    try:
-        batch.send(actions, rows, together=True)
-        return
-    except ActionError:  # clip only now, so that valid actions cost no extra time
-        near = clip_rounding_errors(batch.action_space, actions)
-    batch.send(near, rows, together=True)
 
 
 def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:

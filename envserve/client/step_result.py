@@ -33,7 +33,8 @@ class StepResult(NamedTuple):
 
     Attributes:
       observation: `[n, ...]`, with the dtypes of the observation space. In rows whose
-        episode has ended it is the first observation of the next episode.
+        episode has ended it is the first observation of the next episode, if autoreset
+        is "same_step".
       reward: float64 `[n]`.
       terminated: bool `[n]`; the env reached a terminal state.
       truncated: bool `[n]`; the episode was cut off.
@@ -207,6 +208,24 @@ def final_observations(space: Space[Any], step: StepResult, previous: Any) -> li
         for row in lost:
             rows[row] = before[row]
     return rows
+
+
+def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:
+    """Return the observations of a step, with the previous ones of lost episodes.
+
+    Args:
+      space: Observation space of one env.
+      step: Result of the step, whose observations may be overwritten.
+      previous: Observations before the step.
+    """
+    pairs = zip(flatten(space, step.observation), flatten(space, previous), strict=True)
+    leaves = []
+    for now, before in pairs:
+        rows = now if isinstance(now, np.ndarray) else list(now)
+        for row in step.lost.nonzero()[0].tolist():
+            rows[row] = before[row]
+        leaves.append(rows if rows is now else tuple(rows))
+    return unflatten(space, leaves)
 
 
 def _check_shape(target: Array, shape: tuple[int, ...]) -> None:

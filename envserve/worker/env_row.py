@@ -296,6 +296,10 @@ class EnvRow:
             return value(*arguments, **keywords)
         return value
 
+    def defer_reset(self) -> None:
+        """Let the next step reset the env, with autoreset "next_step"."""
+        self._needs_reset = True
+
     def _set_attribute(self, name: str, value: Any) -> None:
         # An env need not derive from `gymnasium.Env`.
         env = self._env

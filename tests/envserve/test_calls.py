@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envserve.client import BatchEnv
 from envserve.client.batch_env import _values_of
 from envserve.client.link.connection import Connection
 from envserve.errors import CallError, CodecError
@@ -21,6 +22,7 @@ from envserve.worker.attribute_calls import (
     run_call,
     run_call_on_vector_env,
 )
+from tests.oracle.probe_envs import MODULE
 
 from .conftest import MakeBatch
 from .pool_driver import LEDGER
@@ -72,14 +74,16 @@ def test_each_env_returns_its_own_value(make_batch: MakeBatch) -> None:
     assert batch.render(2).shape == (2, 3, 3)
 
 
-def test_a_value_that_cannot_be_encoded_raises_a_one_line_error(
-    make_batch: MakeBatch,
-) -> None:
+def test_a_method_is_read_as_a_function_that_calls_it(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 1)
-    with pytest.raises(
-        CallError, match=r"^Env 0 \(.*\): echo: cannot encode a value of type method"
-    ):
-        batch.get_attr("echo")
+    assert [echo(7) for echo in batch.get_attr("echo")] == [[7], [7]]
+
+
+def test_a_value_that_cannot_be_encoded_raises_a_one_line_error() -> None:
+    with BatchEnv.local(LEDGER, 2, 1, import_modules=[MODULE]) as batch:
+        error = r"^Env 0 \(local\): unwrapped: cannot encode a value of type Ledger"
+        with pytest.raises(CallError, match=error):
+            batch.get_attr("unwrapped")
 
 
 def test_keyword_arguments_are_passed_to_methods(make_batch: MakeBatch) -> None:

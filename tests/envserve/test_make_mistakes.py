@@ -16,7 +16,6 @@ from gymnasium.vector import AutoresetMode
 
 from envserve import make, make_vec
 from envserve.client.make_vec import make_batch
-from envserve.client.single_env import Env
 from envserve.errors import ActionError, LocalProtocolError
 from envserve.pool.replay import load_repro
 from tests.oracle.probe_envs import MODULE
@@ -149,13 +148,10 @@ def test_render_mode_is_passed_as_in_gymnasium() -> None:
         assert envs.spec.kwargs["render_mode"] == "rgb_array"
 
 
-BOX, PAIR = gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
-
-
 @pytest.mark.parametrize(
     ("env", "actions"),
     [
-        ("CartPole-v1", [0.0, np.array([0]), None, 2]),
+        ("CartPole-v1", [0.5, np.array([0, 1]), None, np.nan]),
         ("Pendulum-v1", [np.zeros(2), None, [[0.0], [0.0, 1.0]], {}]),
     ],
 )
@@ -173,31 +169,6 @@ def test_a_single_env_rejects_actions_outside_its_space(
     for use in (one.reset, partial(one.step, 0), one.render):
         with pytest.raises(ClosedEnvironmentError, match=f"^{env}: .* already closed"):
             use()
-
-
-def test_a_single_env_accepts_nested_actions() -> None:
-    space = gymnasium.spaces.Dict({"push": BOX, "jump": PAIR})
-    batch = _FakeBatch(space)
-    env = Env(batch)  # type: ignore[arg-type]
-    with pytest.raises(ActionError, match=r"expected a dict with .*; got \['push'\]"):
-        env.step({"push": [0.5]})
-    with contextlib.suppress(KeyError):
-        env.step({"push": [0.5], "jump": 1})
-    assert batch.actions == {"push": [[0.5]], "jump": [1]}
-
-
-class _FakeBatch:
-    observation_space = PAIR
-
-    def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        self.action_space = action_space
-
-    def get_attr(self, name: str, rows: Any = None) -> list[Any]:
-        return [{} if name == "metadata" else None]
-
-    def step(self, actions: Any) -> Any:
-        self.actions = actions
-        raise KeyError
 
 
 def test_the_error_about_an_ended_episode_names_the_call_that_resets_it() -> None:

@@ -50,7 +50,9 @@ class Ledger:
       precedes any action, and belongs to a higher incarnation than all previous ones,
       or to one in which no action has been applied. Its final observation is the last
       one received, or the result of the action that was lost (local envs write their
-      result before they report it).
+      result before they report it). With autoreset "next_step", its observation is the
+      final one, and the next OK or LATE row is the reset: reward 0, no end, and the
+      observation described above.
 
     Attributes:
       num_rows: Number of verified rows.
@@ -86,6 +88,7 @@ class Ledger:
         self._autoreset = autoreset
         self._clock = clock
         self._steps = np.zeros(num_envs, np.int64)  # for messages
+        self._lost_actions: dict[int, int] = {}  # of rows that the next step resets
         self._model = ReferenceModel(
             num_envs, root_seed, length=length, autoreset=autoreset, **options
         )
@@ -102,6 +105,7 @@ class Ledger:
         rows = self._rows(env_indices)
         check_shape("observation", observation, (len(rows), 4))
         for index, row in enumerate(rows.tolist()):
+            self._lost_actions.pop(row, None)
             seen = tuple(observation[index].tolist())
             seed = None if seeds is None else seeds[index]
             if seed is None:
@@ -158,6 +162,8 @@ class Ledger:
         self._steps[rows] += 1
         self._expect(part, "valid", part.valid, part.status == Status.OK)
         self._resolve(part)
+        if self._lost_actions:
+            part = self._take_resets(part)
         if not part.status.any():  # the usual case
             self._on_ok(part)
         else:
@@ -178,6 +184,22 @@ class Ledger:
             if chosen.any():
                 handle(part.at(chosen))
         self._expect(part, "known status", is_known, np.ones_like(is_known))
+
+    def _take_resets(self, part: ResultRows) -> ResultRows:
+        """Verify the rows that were reset after a loss; return the other rows."""
+        is_done = np.isin(part.status, (Status.OK, Status.LATE))
+        is_reset = is_done & np.isin(part.rows, [*self._lost_actions])
+        resets = part.at(is_reset)
+        self._expect(resets, "reward", resets.reward, np.zeros(len(resets.rows)))
+        never = np.zeros(len(resets.rows), np.bool_)
+        self._expect(resets, "terminated", resets.terminated, never)
+        self._expect(resets, "truncated", resets.truncated, never)
+        for row, seen in zip(resets.rows.tolist(), resets.observation, strict=True):
+            action = self._lost_actions.pop(row)
+            self._check_new_incarnation(row, tuple(seen.tolist()), action)
+        self.num_valid += int((resets.status == Status.OK).sum())
+        self.num_late += int((resets.status == Status.LATE).sum())
+        return part.at(~is_reset)
 
     def mark_unanswered(
         self, actions: Any, env_indices: Sequence[int] | Array | None = None
@@ -282,11 +304,18 @@ class Ledger:
             unseen.final_observation,
             model.advance(rows, part.actions).observation,  # see `record_reset`
         )
+        if self._autoreset == "next_step":
+            what = "observation after a loss"
+            self._expect(part, what, part.observation, part.final_observation)
         for index, row in enumerate(rows.tolist()):
-            self._check_new_incarnation(
-                row, tuple(part.observation[index].tolist()), int(lost_action[index])
-            )
             self.losses[Status(int(part.status[index]))] += 1
+            action = int(lost_action[index])
+            if self._autoreset == "next_step":
+                self._lost_actions.setdefault(row, action)
+                continue
+            self._check_new_incarnation(
+                row, tuple(part.observation[index].tolist()), action
+            )
         model.has_ended[rows] = self._autoreset == "disabled"
 
     def _check_new_incarnation(

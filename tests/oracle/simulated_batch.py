@@ -35,6 +35,7 @@ class SimulatedBatch:
         self._envs = [LedgerEnv(**options) for _ in range(num_envs)]
         self._incarnations = [0] * num_envs
         self._has_ended = [False] * num_envs
+        self._is_new = [False] * num_envs
         self._waiting: dict[int, tuple[Any, ...]] = {}
         self.observation = np.zeros((num_envs, 4), np.int64)
 
@@ -44,7 +45,7 @@ class SimulatedBatch:
         return self.observation.copy()
 
     def reset_row(self, row: int) -> Array:
-        self._has_ended[row] = False
+        self._has_ended[row] = self._is_new[row] = False
         self.observation[row] = self._envs[row].reset()[0]
         return self.observation[[row]]
 
@@ -70,8 +71,11 @@ class SimulatedBatch:
                 self._envs[row] = LedgerEnv(**self._options)
                 self._incarnations[row] += 1
                 self._waiting.pop(row, None)
-                self.observation[row] = self._fresh(row)
                 self._has_ended[row] = False
+                if self._autoreset == "next_step":
+                    self._is_new[row] = True
+                else:
+                    self.observation[row] = self._fresh(row)
                 continue
             if row in in_flight:
                 self._waiting[row] = self._apply(row, int(actions[row]))
@@ -104,6 +108,9 @@ class SimulatedBatch:
         """Return observation, final observation, reward, terminated, truncated."""
         env = self._envs[row]
         zeros = np.zeros(4, np.int64)
+        if self._is_new[row]:
+            self._is_new[row] = False
+            return self._fresh(row), zeros, 0.0, False, False
         if self._has_ended[row]:
             self._has_ended[row] = False
             return env.reset()[0], zeros, 0.0, False, False

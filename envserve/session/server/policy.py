@@ -23,7 +23,10 @@ _ALWAYS_EXPOSED: Final = {
     "render": frozenset({"call"}),
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
-    "np_random_seed": frozenset({"get"}),
+    **dict.fromkeys(
+        ("action_space", "np_random", "np_random_seed", "observation_space", "spec"),
+        frozenset({"get"}),
+    ),
 }
 
 
