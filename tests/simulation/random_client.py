@@ -5,9 +5,9 @@ It steps, resets and calls envs as a BatchEnv does, but without a BatchEnv.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
 from envserve.slab import Status
 from envserve.spaces import codec
+from envserve.spaces.info_columns import RowInfos
 from envserve.wire.bodies import Attach, pack_options
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
@@ -302,7 +303,7 @@ class RandomClient(Endpoint):
         outcome: Outcome,
         block: Block,
     ) -> None:
-        infos: dict[int, Mapping[str, Any]] = {}
+        infos = RowInfos()
         add_infos(infos, outcome, _BLOCK, False)
         rows = session.rows.at(slice(block.start, block.stop))
         result = StepResult(
@@ -313,7 +314,7 @@ class RandomClient(Endpoint):
             rows.status == Status.OK,
             rows.final_observation[0],
             rows.status,
-            infos,
+            infos.simplified(),
         )
         if operation.kind == "refused" and result.valid.any():
             raise Violation("an invalid action was executed")
