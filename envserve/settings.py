@@ -377,12 +377,14 @@ class HostSettings(WorkerSettings):
 class PoolSettings(WorkerSettings, EnvRequest):
     """Settings of a pool: a client's request and the host's worker settings."""
 
+    pickled_code: bytes = field(default=b"", repr=False)
+    """Code of this process for its workers; see `envs.pickled_code`."""
+
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:
         """Combine a request with the settings of a host."""
-        requested = {f.name for f in fields(EnvRequest)}
-        names = [f.name for f in fields(cls)]
-        values = {n: getattr(request if n in requested else host, n) for n in names}
+        values = {f.name: getattr(request, f.name) for f in fields(EnvRequest)}
+        values |= {f.name: getattr(host, f.name) for f in fields(WorkerSettings)}
         if isinstance(host, HostSettings) and request.env_name in map(
             env_name_of, host.vector_envs
         ):

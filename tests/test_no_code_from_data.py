@@ -41,6 +41,10 @@ IMPORTS = {
     "ppo/config/named_configs.py": "the user's config, in Python",
     "ppo/user_code.py": "user code that the user's config names",
 }
+#: Files that unpickle, and who has pickled the data.
+PICKLES = {
+    "envserve/envs/pickled_code.py": "the user's process, for workers that it starts",
+}
 #: Dtypes that are not literals, and where they come from.
 DTYPES = {
     "envserve/spaces/codec.py: name": "a table of allowed names",
@@ -63,7 +67,7 @@ def found_in(path: Path) -> Iterator[str]:
                 modules = []
         for module in modules:
             top = module.partition(".")[0]
-            if top in MODULES:
+            if top in MODULES and place not in PICKLES:
                 yield f"{place}: import {module}"
             by_name = top in ("importlib", "pkgutil", "imp", "runpy")
             by_name &= module != "importlib.metadata"  # imports no modules

@@ -145,7 +145,7 @@ class BatchEnv:
     def local(
         cls,
         env_name: EnvLike,
-        num_envs: int,
+        num_envs: int | None = None,
         num_workers: int | None = None,
         *,
         on_fault: OnFault = "truncate",
@@ -308,8 +308,8 @@ class BatchEnv:
         """
         factory.check_choice("on_fault", on_fault, OnFault)
         factory.check_choice("on_server_lost", on_server_lost, OnServerLost)
-        servers = ServerPool(addresses, insecure=insecure)
         request = factory.remote_request(env_name, num_envs, options, cls.connect)
+        servers = ServerPool(addresses, insecure=insecure)
         timeouts = Timeouts(
             connect_seconds=connect_timeout,
             lost_seconds=server_lost_after,

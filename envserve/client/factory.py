@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import signature
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeVar, get_args
 
+from gymnasium.envs.registration import EnvSpec
+
 from envserve.client.link.connection import NO_ADDRESS, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.server_pool import ServerPool
 from envserve.envs import user_envs
+from envserve.envs.pickled_code import UserCode
 from envserve.envs.seeding import draw_root_seed
 from envserve.errors import AddressError, ConnectError, EnvsBusy
 from envserve.lane import Lane
@@ -31,8 +34,9 @@ from envserve.wrappers.specs import check_wrappers, parse_wrappers
 
 Batch = TypeVar("Batch")
 
-#: The name of an env, or a class or function that creates it.
-EnvLike = str | Callable[..., Any]
+#: The name or spec of an env, a class or function that creates it, or one function for
+#: each row.
+EnvLike = str | EnvSpec | Callable[..., Any] | Sequence[Callable[[], Any]]
 #: Whether a failed env only returns an invalid row, or also raises EnvError.
 OnFault = Literal["truncate", "raise"]
 #: Whether a lost server raises ServerLost, or its rows are padding until another server
@@ -45,7 +49,7 @@ _SECONDS: Final = "_seconds"
 
 def local_settings(
     env_name: EnvLike,
-    num_envs: int,
+    num_envs: int | None,
     num_workers: int | None,
     options: LocalOptions,
     function: Callable[..., Any],
@@ -63,14 +67,35 @@ def local_settings(
       TypeError, UnknownEnv, ValueError, WrapperError: As for `BatchEnv.local`.
     """
     modules = options.get("import_modules") or ()
-    name, options["import_modules"] = user_envs.name_and_imports(env_name, modules)
+    reference, code = UserCode.of(env_name)
+    name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
     given = _checked_settings(options, LocalOptions, function)
     if not options["import_modules"]:  # otherwise the modules may register wrappers
         check_wrappers(given["wrappers"])
     if num_workers is not None:
         given["num_workers"] = num_workers
-    return PoolSettings(env_name=name, num_envs=num_envs, **given)
+    if code.env_fns:
+        _check_env_fns(code.env_fns, num_envs, given)
+        num_envs = len(code.env_fns)
+    given["pickled_code"] = code.dumps()
+    return PoolSettings(env_name=name[:200], num_envs=num_envs or 1, **given)
+
+
+def _check_env_fns(
+    env_fns: Sequence[Callable[[], Any]], num_envs: int | None, given: dict[str, Any]
+) -> None:
+    if num_envs not in (None, len(env_fns)):
+        raise ValueError(
+            f"num_envs: expected {len(env_fns)}, the number of functions, or no value; "
+            f"got {num_envs}"
+        )
+    for name in ("env_kwargs", "vectorized"):
+        if given.get(name):
+            raise ValueError(
+                f"{name}: expected no value with a list of functions, because they "
+                f"create the envs; got {given[name]!r:.200}"
+            )
 
 
 def start_pool(
@@ -96,8 +121,23 @@ def remote_request(
 ) -> EnvRequest:
     """Return the request for all rows; `function` is named in error messages."""
     given = _checked_settings(options, EnvOptions, function)
-    name = user_envs.env_name_of(env_name)
+    name = remote_name(env_name)
     return EnvRequest(env_name=name, num_envs=num_envs, **given)
+
+
+def remote_name(env: EnvLike) -> str:
+    """Return the name of an env that servers offer.
+
+    Raises:
+      TypeError, UnknownEnv: Servers cannot create this env.
+    """
+    if isinstance(env, Sequence) and not isinstance(env, str):
+        raise TypeError(
+            "expected the name of an env that the servers offer; got a list of "
+            "functions, which only workers of this host can run; start the servers "
+            "with `envserve start my_env.py:make_env`, and pass that name"
+        )
+    return user_envs.env_name_of(env)
 
 
 def start_remote(

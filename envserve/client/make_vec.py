@@ -22,7 +22,7 @@ from envserve.spaces.action_checks import clip_rounding_errors
 
 def make_vec(
     env: EnvLike,
-    num_envs: int,
+    num_envs: int | None = None,
     addresses: Sequence[str] | None = None,
     *,
     num_workers: int | None = None,
@@ -71,7 +71,7 @@ def make_vec(
     )
     made = VectorEnv(batch, copy=copy)
     options |= {"addresses": addresses, "num_workers": num_workers, "copy": copy}
-    options |= {"autoreset_mode": mode.value, "num_envs": num_envs}
+    options |= {"autoreset_mode": mode.value, "num_envs": batch.num_envs}
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
     made.spec = _spec_of(env, options, vector_entry_point=f"envserve.gym:{env}")
@@ -113,7 +113,7 @@ def make(
 
 def make_batch(
     env: EnvLike,
-    num_envs: int,
+    num_envs: int | None,
     addresses: Sequence[str] | None,
     fixed: Mapping[str, Any],
     instead: str = "no value, because the trainer determines it",
@@ -152,7 +152,7 @@ def make_batch(
     if addresses is None:
         return BatchEnv.local(env, num_envs, num_workers, **given)
     if num_workers is None:
-        return BatchEnv.connect(env, addresses, num_envs, **given)
+        return BatchEnv.connect(env, addresses, num_envs or 1, **given)
     raise ValueError(
         f"num_workers: expected None with addresses, because each server sets it "
         f"(envserve start --workers); got {num_workers}"

@@ -3,8 +3,9 @@
 Workers are forks of one process, so a generator that a module creates when it is
 imported would draw the same numbers in all of them. Each worker therefore seeds the
 global generators of `random`, NumPy and PyTorch, and every generator that it can reach
-from the globals of the user's modules: through containers, default arguments, closures,
-the user's classes and functions, and objects of the user's classes.
+from the globals of the user's modules and functions: through containers, default
+arguments, closures, the user's classes and functions, and objects of the user's
+classes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any, Final
@@ -22,7 +24,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 
-from envserve.envs import registry
+from envserve.envs import registry, user_envs
 
 #: Types in which generators are searched, also if they are not defined by the user.
 _CONTAINERS: Final = (
@@ -35,7 +37,9 @@ _MAX_OBJECTS: Final = 20_000
 _NUMPY: Final = np.random.Generator, np.random.BitGenerator, np.random.RandomState
 
 
-def seed_global_generators(env_name: str, seed: int) -> None:
+def seed_global_generators(
+    env_name: str, seed: int, functions: Sequence[Callable[..., Any]] = ()
+) -> None:
     """Seed all generators of this process that an env may use but does not own.
 
     Generators keep their identity, so other references to them see the new state.
@@ -43,6 +47,7 @@ def seed_global_generators(env_name: str, seed: int) -> None:
     Args:
       env_name: Name of the worker's envs, whose module is imported if necessary.
       seed: Seed in [0, 2**32).
+      functions: Functions and classes that create envs, and were not imported.
     """
     # A failed import is reported when the env is built.
     with contextlib.suppress(BaseException):
@@ -50,7 +55,7 @@ def seed_global_generators(env_name: str, seed: int) -> None:
     torch: Any = sys.modules.get("torch")
     torch_kind = getattr(torch, "Generator", random.Random)
     sequence = np.random.SeedSequence(seed)
-    for value in _objects_of(registry.user_modules(env_name)):
+    for value in _objects_of(registry.user_modules(env_name), functions):
         kind = type(value)  # `isinstance` would make a lazy proxy load its object
         if not issubclass(kind, (*_NUMPY, random.Random, torch_kind)):
             continue
@@ -67,10 +72,14 @@ def seed_global_generators(env_name: str, seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def _objects_of(modules: dict[str, dict[str, Any]]) -> Iterator[Any]:
-    """Yield the objects that modules hold, in the same order in every process."""
-    packages = {name.partition(".")[0] for name in modules}
-    found, seen = deque[Any](modules[name] for name in sorted(modules)), set[int]()
+def _objects_of(
+    modules: dict[str, dict[str, Any]], functions: Sequence[Callable[..., Any]]
+) -> Iterator[Any]:
+    """Yield the objects that modules and functions hold, in the same order always."""
+    names = [*modules, *(user_envs.name_of_code(each) for each in functions)]
+    packages = {re.split("[.:]", name)[0] for name in names}
+    found = deque[Any]([*(modules[name] for name in sorted(modules)), *functions])
+    seen = set[int]()
     while found and len(seen) < _MAX_OBJECTS:
         value = found.popleft()
         if id(value) in seen:

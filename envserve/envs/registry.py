@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
@@ -225,9 +225,12 @@ def _install_command(error: BaseException) -> str:
 
 
 def make_env(
-    name: str, kwargs: Mapping[str, Any], wrappers: Sequence[WrapperSpec] = ()
+    name: str,
+    kwargs: Mapping[str, Any],
+    wrappers: Sequence[WrapperSpec] = (),
+    env_fn: Callable[[], Env] | None = None,
 ) -> Env:
-    """Build a registered env and apply wrappers.
+    """Build a registered env, or call the function that creates it; apply wrappers.
 
     Gymnasium's OrderEnforcing and PassiveEnvChecker are left out: workers always reset
     an env before they step it, and check its values when they write them to the slab.
@@ -236,6 +239,7 @@ def make_env(
       name: Registered name.
       kwargs: Constructor arguments of the env.
       wrappers: Wrappers to apply, the innermost first.
+      env_fn: Function that creates the env; its wrappers are kept.
 
     Raises:
       UnknownEnv: No env of that name is registered.
@@ -243,6 +247,14 @@ def make_env(
       EnvStartError: A wrapper does not accept this env, the constructor does not take
         these arguments, a package is missing, or the env exists only as a vector env.
     """
+    if env_fn is not None:
+        env = env_fn()
+        if not hasattr(env, "step"):
+            raise EnvStartError(
+                f"expected {name} to return an env; got {env!r:.200}; does the "
+                f"function lack a return statement?"
+            )
+        return wrap(env, wrappers)
     spec = copy.copy(find_spec(name))
     spec.order_enforce = False
     if spec.entry_point is None:
@@ -326,6 +338,12 @@ def find_spec(name: str) -> EnvSpec:
         _register_installed()
     if name in gymnasium.registry:
         return gymnasium.registry[name]
+    if not user_envs.is_importable(name):
+        raise UnknownEnv(
+            f"expected an env that can be imported; got {name!r}, which a script has "
+            f"defined; only workers that this script starts can create it; to replay "
+            f"its crashes, move it to a separate file"
+        )
     hint = did_you_mean(name, gymnasium.registry)
     if not hint and (name.startswith("ALE/") or "NoFrameskip" in name):
         hint = "; Atari games need --import ale_py (import_modules=['ale_py'])"

@@ -7,6 +7,7 @@ starts the envs on this host, never from a peer.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
@@ -48,7 +49,7 @@ def env_name_of(env: object) -> str:
 
     Raises:
       TypeError: The argument is none of these.
-      UnknownEnv: Workers cannot import the class or function.
+      UnknownEnv: Servers cannot import the class or function.
     """
     if isinstance(env, str):
         place, colon, rest = env.partition(":")
@@ -60,9 +61,27 @@ def env_name_of(env: object) -> str:
             f"expected the name of an env, or a class or function that creates one; "
             f"got {env!r:.200}"
         )
-    if module == "__main__" or "<" in name:  # <lambda>, <locals>
-        raise _not_importable(name)
+    if not is_importable(f"{module}:{name}"):
+        raise UnknownEnv(
+            f"expected an env that servers can import; got {name!r} of this script; "
+            f"move it to a separate file, start the servers with `envserve start "
+            f'my_env.py:MyEnv`, and pass the name "my_env.py:MyEnv"'
+        )
     return f"{module}:{name}"
+
+
+def name_of_code(code: Any) -> str:
+    """Return "module:name" of a class or function; "module:name(...)" of a partial."""
+    end = "" if hasattr(code, "__qualname__") else "(...)"
+    while isinstance(code, functools.partial):
+        code = code.func
+    owner = code if hasattr(code, "__qualname__") else type(code)
+    return f"{owner.__module__}:{owner.__qualname__}{end}"
+
+
+def is_importable(name: str) -> bool:
+    """Return whether other processes can import the class or function of this name."""
+    return not (name.startswith("__main__:") or {*"<("} & {*name})  # <lambda>, <locals>
 
 
 def name_and_imports(
@@ -71,15 +90,15 @@ def name_and_imports(
     """Return the plain name of an env, and the modules that workers must import.
 
     Args:
-      env: A registered name, a reference, or an importable class or function. If this
-        process has registered the name itself, workers also import the module of the
-        env's class, because that module probably registers the name.
+      env: A registered name, a reference, an importable class or function, or the name
+        of code that the workers receive. If this process has registered the name
+        itself, workers also import the module of the env's class.
       import_modules: Modules and files that the user asked to import.
 
     Raises:
       EnvStartError: A module starts envs while it is being imported.
       TypeError: The env has the wrong type, or `import_modules` is a single string.
-      UnknownEnv: Workers cannot import the env.
+      UnknownEnv: The env is only the name of a file.
     """
     # Otherwise, each worker would import the module and start further workers,
     # endlessly.
@@ -101,10 +120,10 @@ def name_and_imports(
             )
         module = module_of(name)
         packages = {Path(each).name.partition(".")[0] for each in import_modules}
-        if module == "__main__" and not packages:
-            raise _not_importable(name)
         if module.partition(".")[0] in {"gymnasium", "__main__", *packages}:
             module = ""  # imported anyway, or not importable
+    elif not is_importable(name):
+        module = ""
     modules = filter(None, map(with_absolute_path, (*import_modules, module)))
     return name, tuple(dict.fromkeys(modules))
 
@@ -115,15 +134,8 @@ def module_of(name: str) -> str:
     entry = getattr(gymnasium and gymnasium.registry.get(name), "entry_point", "")
     if isinstance(entry, str):
         return entry.partition(":")[0]
-    return str(getattr(entry, "__module__", ""))
-
-
-def _not_importable(name: str) -> UnknownEnv:
-    return UnknownEnv(
-        f"expected an env that workers can import; got {name!r} of this script, which "
-        f"they do not run; move it to a separate file and name that file: "
-        f'"my_env.py:MyEnv"'
-    )
+    name = name_of_code(entry)
+    return name.partition(":")[0] if is_importable(name) else ""
 
 
 def writable_by_others(path: str) -> str:

@@ -24,6 +24,7 @@ from envserve.crashes.action_ring import ActionHistory, ActionRing
 from envserve.crashes.crash_folder import CrashFolder
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.envs.seeding import env_seed
+from envserve.envs.user_envs import is_importable
 from envserve.errors import CodecError, EnvError
 from envserve.lane import Fault
 from envserve.pool.supervisor import SupervisedWorker
@@ -328,9 +329,11 @@ class FaultLog:
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
-        purpose = (
-            "actions of its first row" if self._config.vectorized else "to replay it"
-        )
+        purpose = "to replay it"
+        if self._config.vectorized:
+            purpose = "actions of its first row"
+        elif not is_importable(self._config.env_name):
+            purpose = "its actions, which cannot be replayed without the script"
         return [f"{purpose}: envserve replay {shlex.quote(str(path))}{imports}"]
 
 

@@ -46,7 +46,10 @@ _FIRST_BACKOFF_SECONDS: Final = 0.05
 _MIN_START_INTERVAL_SECONDS: Final = 0.1
 _MAX_BACKOFF_SECONDS: Final = 30.0
 #: Settings that are sent to the worker unchanged.
-_SETTINGS: Final = (*(field.name for field in fields(EnvRequest)), "max_infos_kib")
+_SETTINGS: Final = (
+    *(field.name for field in fields(EnvRequest)),
+    *("max_infos_kib", "pickled_code"),
+)
 
 
 class _RestartSchedule:

@@ -26,10 +26,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from envserve.errors import UnknownEnv, WorkerError, WrapperError
 from envserve.settings import EnvRequest
+
+if TYPE_CHECKING:  # it imports gymnasium
+    from envserve.envs.pickled_code import UserCode
 
 #: Kind, block, sequence number, number of payload bytes.
 HEADER: Final = struct.Struct("<BxHII")
@@ -119,6 +122,8 @@ class BuildMessage(EnvRequest):
     """Index, first row, and row after the last, of each block."""
     incarnations: Sequence[int]
     """Number of times that the env of each row of the pool was rebuilt before."""
+    code: UserCode
+    """Code of the process that owns the pool, pickled in the message."""
 
     def __post_init__(self) -> None:
         """Skip validation: resolving the types would delay the worker's start."""

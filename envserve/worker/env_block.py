@@ -61,7 +61,8 @@ class EnvBlock:
         self._reports_end_infos = config.infos == "episode_end"
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
-            arguments = config, row, config.incarnations[row], checks
+            env_fn = config.code.env_fns[row] if config.code.env_fns else None
+            arguments = config, row, config.incarnations[row], checks, env_fn
             env = EnvRow(*arguments)
             self._envs.append(
                 SpareRow(env, EnvRow(*arguments), threads) if threads else env

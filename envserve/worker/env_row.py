@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from envserve.crashes.action_ring import RowRecord
-from envserve.envs.registry import make_env
+from envserve.envs.registry import Env, make_env
 from envserve.envs.seeding import env_seed
 from envserve.settings import EnvRequest
 from envserve.slab import BEAT_INCREMENT, Rows, next_beat
@@ -63,8 +63,17 @@ class EnvRow:
         row: int,
         incarnation: int = 0,
         checks: EnvChecks | None = None,
+        env_fn: Callable[[], Env] | None = None,
     ) -> None:
-        """Store the arguments; `build` builds the env."""
+        """Store the arguments; `build` builds the env.
+
+        Args:
+          request: Settings of the env.
+          row: Row of the pool.
+          incarnation: Number of times the env was rebuilt before.
+          checks: Checks of the values that the env returns.
+          env_fn: Function that creates the env; by default, it is created by name.
+        """
         self.row = row
         self.env_index = request.first_env_index + row
         self.incarnation = incarnation
@@ -72,6 +81,7 @@ class EnvRow:
         self.autoreset = request.autoreset
         self.is_fresh = True
         self._checks = checks or EnvChecks()
+        self._env_fn = env_fn
         self._initial_seed: int | None = None
         self._last_seed: int | None = None
         self._beat = 0
@@ -90,7 +100,9 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
-        env = make_env(request.env_name, request.env_kwargs, request.wrappers)
+        env = make_env(
+            request.env_name, request.env_kwargs, request.wrappers, self._env_fn
+        )
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = self._env.unwrapped

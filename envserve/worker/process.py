@@ -21,6 +21,7 @@ from typing import Final
 
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
 from envserve.envs.global_generators import seed_global_generators
+from envserve.envs.pickled_code import UserCode
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, SpaceError, WorkerError
 from envserve.host_resources import num_cores
@@ -80,7 +81,8 @@ def run(channel: socket.socket, import_error: str = "") -> None:
                 return
             fields = codec.decode(build.payload, max_bytes=1 << 26)
             wrappers = wrappers_from_plain(fields.pop("wrappers"))
-            config = BuildMessage(wrappers=wrappers, **fields)
+            code = UserCode.loads(fields.pop("pickled_code"))
+            config = BuildMessage(wrappers=wrappers, code=code, **fields)
             if config.num_workers <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
             worker = _Worker(channel, config)
@@ -131,7 +133,7 @@ class _Worker:
         row = config.blocks[0][1]
         env_index, incarnation = config.first_env_index + row, config.incarnations[row]
         seed = env_seed(config.seed, env_index, incarnation)
-        seed_global_generators(config.env_name, seed)
+        seed_global_generators(config.env_name, seed, config.code.roots)
         self._spec = self._build()
         if config.worker == 0:
             self._warn_of_custom_spaces(checks)

@@ -1,0 +1,155 @@
+"""Code of the user's process that the workers of the same host cannot import.
+
+A script may define env classes, register envs, and pass functions that create envs, as
+for Gymnasium's `AsyncVectorEnv`. The client pickles them with cloudpickle, and the pool
+sends them to each of its workers in BUILD, over their socket pair. No message on the
+network has a field for pickled code: an `EnvRequest` has none, so a server never passes
+any to its workers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from envserve.envs import user_envs
+from envserve.errors import EnvStartError
+
+Env = gymnasium.Env[Any, Any]
+
+#: Maximum size of the pickled code; a message to a worker may have 64 MiB.
+_MAX_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """The code that workers need in addition to the modules that they import.
+
+    Attributes:
+      specs: Envs to register in each worker, by name.
+      env_fns: Functions that create the env of each row; empty if the envs are created
+        by name.
+    """
+
+    specs: Mapping[str, EnvSpec] = field(default_factory=dict)
+    env_fns: Sequence[Callable[[], Env]] = ()
+
+    @classmethod
+    def of(cls, env: object) -> tuple[Any, Self]:
+        """Return a reference to an env, as for `name_and_imports`, and its code.
+
+        Args:
+          env: As for `BatchEnv.local`.
+
+        Raises:
+          TypeError: An element of a list is not a function.
+          ValueError: The list is empty.
+        """
+        if isinstance(env, str):
+            spec = gymnasium.registry.get(env)
+            return env, cls({env: spec} if spec else {})
+        if isinstance(env, EnvSpec):
+            return env.id, cls({env.id: env})
+        if isinstance(env, Sequence):
+            if not env:
+                raise ValueError(
+                    "env: expected at least one function; got an empty list"
+                )
+            for index, function in enumerate(env):
+                if not callable(function):
+                    raise TypeError(
+                        f"env[{index}]: expected a function that creates an env; got "
+                        f"{function!r:.200}"
+                    )
+            names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
+            return names[0] + "(...)" * (len(names) > 1), cls({}, env)
+        if not callable(env) or user_envs.is_importable(
+            name := user_envs.name_of_code(env)
+        ):
+            return env, cls()
+        return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
+
+    def dumps(self) -> bytes:
+        """Pickle the code; b"" if there is none.
+
+        Raises:
+          EnvStartError: Some of the code cannot be pickled, or is too large.
+        """
+        parts = [*self.specs.items(), *enumerate(self.env_fns)]
+        if not parts:
+            return b""
+        try:
+            # As one pickle, so that the functions of a worker share their closures.
+            pickled = _pickle(self)
+        except Exception:
+            for name, part in parts:
+                _pickle_part(name, part)
+            raise
+        if len(pickled) > _MAX_BYTES:
+            raise EnvStartError(
+                f"expected functions and classes that refer to at most "
+                f"{_MAX_BYTES >> 20} MiB of data; got {len(pickled) >> 20} MiB; load "
+                f"the data inside the functions"
+            )
+        return pickled
+
+    @classmethod
+    def loads(cls, pickled: bytes) -> Self:
+        """Unpickle the code that the pool of the same user has sent.
+
+        Raises:
+          EnvStartError: A worker cannot load the code.
+        """
+        if not pickled:
+            return cls()
+        # Otherwise, a script that starts envs while it is imported would do so in each
+        # worker, endlessly.
+        user_envs.modules_being_imported.append("the module of a function or class")
+        try:
+            code: Self = pickle.loads(pickled)
+        except Exception as error:
+            raise EnvStartError(
+                f"workers cannot load the functions or classes of this process: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            user_envs.modules_being_imported.pop()
+        for name, spec in code.specs.items():
+            if str(spec.vector_entry_point).startswith("envserve.gym:"):
+                # Set by importing `envserve.gym`, which workers do not do.
+                known = gymnasium.registry.get(name)
+                spec.vector_entry_point = known and known.vector_entry_point
+            gymnasium.registry[name] = spec
+        return code
+
+    @property
+    def roots(self) -> list[Callable[..., Any]]:
+        """The functions and classes, except those that workers import by name."""
+        points = (spec.entry_point for spec in self.specs.values())
+        return [*self.env_fns, *(each for each in points if callable(each))]
+
+
+def _pickle(value: object) -> bytes:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled
+
+
+def _pickle_part(name: object, part: object) -> None:
+    """Pickle a part of the code, to find the part that cannot be pickled."""
+    try:
+        _pickle(part)
+    except Exception as error:
+        where = f"env[{name}]" if isinstance(name, int) else name
+        raise EnvStartError(
+            f"{where}: cannot be sent to the workers, because it refers to an object "
+            f"that cannot be pickled: {type(error).__name__}: {error}; create that "
+            f"object inside the function"
+        ) from error

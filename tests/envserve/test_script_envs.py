@@ -1,0 +1,302 @@
+"""Envs that only the user's process can create: functions, classes and specs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AsyncVectorEnv
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+
+import envserve
+from envserve.client import BatchEnv
+from envserve.envs.pickled_code import UserCode
+from envserve.errors import EnvserveError, EnvStartError
+from envserve.pool.launcher import Launcher
+from envserve.pool.replay import load_repro, replay
+from envserve.settings import EnvRequest, HostSettings, PoolSettings
+from envserve.spaces import codec
+from envserve.wire.bodies import Attach
+
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
+ROOT = Path(__file__).resolve().parents[2]
+MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
+
+
+class Numbered(gymnasium.Env[Any, Any]):
+    """An env whose infos contain its number; action 2 raises an exception."""
+
+    observation_space = Box(-1, 1, (2,))
+    action_space = Discrete(3)
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {"number": self.number}
+
+    def step(self, action: Any) -> Any:
+        if action == 2:
+            raise RuntimeError("boom")
+        return np.zeros(2, np.float32), 1.0, False, False, {"number": self.number}
+
+
+def numbered(number: int) -> MakeEnv:
+    return lambda: Numbered(number)
+
+
+def locals_of_a_function() -> list[MakeEnv]:
+    class Local(Numbered):
+        pass
+
+    def make(number: int) -> MakeEnv:
+        def thunk() -> gymnasium.Env[Any, Any]:
+            return Local(number)
+
+        return thunk
+
+    return [make(number) for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    "env_fns",
+    [
+        [numbered(number) for number in range(3)],
+        tuple(functools.partial(Numbered, number) for number in range(3)),
+        locals_of_a_function(),
+    ],
+    ids=["lambdas", "partials", "local classes"],
+)
+@pytest.mark.parametrize("options", [{}, {"spare_envs": True}], ids=str)
+def test_each_function_creates_the_env_of_its_row(
+    env_fns: Any, options: dict[str, Any]
+) -> None:
+    with contextlib.closing(
+        envserve.make_vec(env_fns, num_workers=2, **options)
+    ) as envs:
+        assert envs.num_envs == 3
+        assert envs.reset(seed=1)[1]["number"].tolist() == [0, 1, 2]
+        # The second exception in a row also makes the pool replace the worker.
+        for actions in ([0, 2, 0], [0, 2, 0], [0, 0, 0]):
+            envs.step(actions)
+        assert envs.step([0, 0, 0])[4]["number"].tolist() == [0, 1, 2]
+
+
+def test_wrappers_and_seeds_of_functions_are_those_of_async_vector_env() -> None:
+    def make(index: int) -> MakeEnv:
+        def thunk() -> gymnasium.Env[Any, Any]:
+            env = gymnasium.make("CartPole-v1", sutton_barto_reward=index == 1)
+            env = RecordEpisodeStatistics(TimeLimit(env, 5 + index))
+            env.action_space.seed(index)
+            return env
+
+        return thunk
+
+    env_fns = [make(index) for index in range(2)]
+    told = []
+    for vector in (AsyncVectorEnv, envserve.make_vec):
+        with contextlib.closing(vector(env_fns)) as envs:
+            rows: list[Any] = [envs.reset(seed=3)[0]]
+            for _ in range(20):
+                *row, info = envs.step(np.ones(2, int))
+                episode = info.get("episode", {})
+                rows += row + [episode.get(key, 0) for key in ("r", "l")]
+        told.append(rows)
+    assert all(map(np.array_equal, *told))
+    assert any(np.any(length) for length in told[0][6::6])
+
+
+def test_a_batch_takes_functions_classes_and_specs() -> None:
+    class Mine(Numbered):
+        pass
+
+    spec = EnvSpec("Numbered-v0", Numbered, max_episode_steps=1, kwargs={"number": 4})
+    for env, count, number in (
+        ([numbered(7)], None, 7),
+        (Mine, 2, 0),
+        (functools.partial(Numbered, 5), 2, 5),
+        (lambda number=6: Numbered(number), 1, 6),
+        (spec, 2, 4),
+    ):
+        options: Any = {} if count is None else {"num_envs": count}
+        with BatchEnv.local(env, num_workers=1, infos="all", **options) as batch:
+            batch.reset()
+            assert batch.reset_infos[0]["number"] == number
+            assert batch.num_envs == (count or 1)
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    name = "OfThisTest-v0"
+    yield name
+    gymnasium.registry.pop(name, None)
+
+
+@pytest.mark.parametrize("kind", ["text", "class", "lambda"])
+def test_an_env_that_the_script_registers_is_made_with_its_spec(
+    kind: str, registered: str
+) -> None:
+    entry_points: dict[str, Any] = {
+        "text": f"{__name__}:Numbered",
+        "class": Numbered,
+        "lambda": lambda number=0: Numbered(number),
+    }
+    gymnasium.register(
+        registered,
+        entry_points[kind],
+        max_episode_steps=2,
+        kwargs={"number": 3},
+        additional_wrappers=(
+            RecordEpisodeStatistics.wrapper_spec(buffer_length=4),  # type: ignore[attr-defined]
+        ),
+    )
+    with contextlib.closing(envserve.make_vec(registered, 2, num_workers=1)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [3, 3]
+        envs.step([0, 0])
+        *_, truncated, info = envs.step([0, 0])
+        assert truncated.tolist() == [True, True]
+        assert info["episode"]["l"].tolist() == [2, 2]
+
+
+def test_functions_with_different_spaces_raise_as_other_envs() -> None:
+    def wide() -> gymnasium.Env[Any, Any]:
+        env = Numbered()
+        env.observation_space = Box(-1, 1, (3,))
+        return env
+
+    for num_workers in (1, 2):
+        with pytest.raises(EnvStartError, match=r"its spaces differ|the spaces of "):
+            envserve.make_vec([Numbered, wide], num_workers=num_workers)
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "error"),
+    [
+        ([Numbered()], {}, r"env\[0\]: expected a function .* got <.*Numbered"),
+        ([Numbered] * 2, {"num_envs": 3}, "num_envs: expected 2, the number of fun"),
+        ([Numbered], {"env_kwargs": {"number": 1}}, "env_kwargs: expected no value"),
+        (
+            [Numbered],
+            {"addresses": ["tcp://127.0.0.1:1"]},
+            "envserve start my_env.py:make_env",
+        ),
+        ([lambda: None], {}, r"expected .*<lambda> to return an env; got None"),
+        ([], {}, "at least one function"),
+        (
+            lambda: Numbered(),
+            {"addresses": ["tcp://127.0.0.1:1"]},
+            "servers can import",
+        ),
+    ],
+)
+def test_errors_about_functions_state_a_remedy(
+    env: Any, options: dict[str, Any], error: str
+) -> None:
+    with pytest.raises((EnvserveError, TypeError, ValueError), match=error):
+        envserve.make_vec(env, **options)
+
+
+def test_the_error_about_code_that_cannot_be_pickled_names_the_function() -> None:
+    lock = threading.Lock()
+
+    def locked() -> gymnasium.Env[Any, Any]:
+        with lock:
+            return Numbered()
+
+    with pytest.raises(
+        EnvStartError, match=r"env\[1\]: cannot be sent .*'_thread.lock'"
+    ):
+        envserve.make_vec([Numbered, locked])
+
+
+SCRIPT = """
+import gymnasium, numpy as np, envserve
+
+GENERATOR = np.random.default_rng(0)
+
+class Mine(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, number=0):
+        self.number, self.draw = number, float(GENERATOR.random())
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.float32([self.draw]), {"number": self.number}
+
+    def step(self, action):
+        if action == 2:
+            raise RuntimeError("boom")
+        return np.float32([self.draw]), 1.0, False, False, {"number": self.number}
+
+def make(number):
+    return lambda: Mine(number)
+
+gymnasium.register("Mine-v0", lambda: Mine(9), max_episode_steps=1)
+
+if __name__ == "__main__":
+    envs = envserve.make_vec([make(number) for number in range(4)], num_workers=2)
+    observation, info = envs.reset()
+    assert len({*observation[:, 0].tolist()}) == 4, observation
+    envs.step([0, 2, 0, 0])
+    assert envs.step([0] * 4)[4]["number"].tolist() == [0, 1, 2, 3]
+    envs.close()
+    envs = envserve.make_vec("Mine-v0", 2)
+    assert envs.reset()[1]["number"].tolist() == [9, 9]
+    assert envs.step([0, 0])[3].tolist() == [True, True]
+    envs.close()
+    one = envserve.make(Mine)
+    assert one.reset()[1] == {"number": 0}
+    one.close()
+"""
+
+
+def test_a_script_can_use_its_own_functions_classes_and_names(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    finished = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_a_repro_file_of_a_function_says_why_it_cannot_be_replayed(
+    tmp_path: Path, launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "crash_dir": str(tmp_path)}
+    with (
+        caplog.at_level(logging.WARNING),
+        contextlib.closing(envserve.make_vec([numbered(1)], **options)) as envs,
+    ):
+        envs.reset()
+        envs.step([2])
+    assert "cannot be replayed without the script: envserve replay" in caplog.text
+    (path,) = tmp_path.iterdir()
+    result = replay(load_repro(path), launcher)
+    assert not result.is_reproduced
+    assert "which a script has defined" in result.text
+
+
+def test_no_request_contains_code() -> None:
+    asked: dict[str, Any] = {"env_name": "CartPole-v1", "num_envs": 1, "seed": 0}
+    code = UserCode(env_fns=[Numbered]).dumps()
+    body = codec.encode({**vars(Attach(**asked)), "wrappers": [], "pickled_code": code})
+    settings = PoolSettings.of(Attach.decode(body), HostSettings())
+    assert not settings.pickled_code
+    assert "pickled_code" not in {each.name for each in fields(EnvRequest)}
