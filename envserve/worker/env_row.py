@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from envserve.crashes.action_ring import RowRecord
@@ -269,6 +270,8 @@ class EnvRow:
             self._env.set_wrapper_attr(name, arguments[0])
             self.attributes[name] = value
             return None
+        if name == "wrapper_names":
+            return _wrapper_names(self._env)
         value = self._env.get_wrapper_attr(name)
         if kind == "call" and (callable(value) or arguments or keywords):
             return value(*arguments, **keywords)
@@ -316,3 +319,12 @@ class EnvRow:
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
             env_class = type(self.inner_env)
             array[self.row] = convert_leaf(leaf, value, self._checks, env_class)
+
+
+def _wrapper_names(env: Env) -> list[str]:
+    """Return the class names of an env's wrappers, and of the wrappers' base classes."""
+    names: set[str] = set()
+    while isinstance(env, gymnasium.Wrapper):
+        names.update(each.__name__ for each in type(env).__mro__)
+        env = env.env
+    return sorted(names)

@@ -22,6 +22,7 @@ _ALWAYS_EXPOSED: Final = {
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
     "np_random_seed": frozenset({"get"}),
+    "wrapper_names": frozenset({"get"}),
 }
 
 
