@@ -121,8 +121,11 @@ class BatchVecEnv(VecEnv):
     def step_async(self, actions: Any) -> None:
         """Start a step of all envs.
 
-        The actions are arrays `[n_envs, ...]`, nested like the action space, or a list
-        of the actions of each env. A step that is still in flight, for example after Ctrl-C, is discarded.
+        A step that is still in flight, for example after Ctrl-C, is discarded.
+
+        Args:
+          actions: Arrays `[n_envs, ...]`, nested like the action space, or a list of
+            the envs' actions.
         """
         if self.batch.num_in_flight:
             self.batch.cancel_step()

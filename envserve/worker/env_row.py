@@ -322,7 +322,7 @@ class EnvRow:
 
 
 def _wrapper_names(env: Env) -> list[str]:
-    """Return the class names of an env's wrappers, and of the wrappers' base classes."""
+    """Return the names of the classes of an env's wrappers, and of their bases."""
     names: set[str] = set()
     while isinstance(env, gymnasium.Wrapper):
         names.update(each.__name__ for each in type(env).__mro__)

@@ -18,25 +18,30 @@ Array = np.ndarray[Any, Any]
 Env = gymnasium.Env[Any, Any]
 
 
-class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Repeat each action `amount` times, or until the episode ends.
+class RepeatAction(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Repeat each action `num_repeats` times, or until the episode ends.
 
-    This is Gymnasium's `RepeatAction`, which Gymnasium 1.2 does not have.
+    Gymnasium 1.2 does not have its wrapper of this name.
     """
 
-    def __init__(self, env: Env, amount: int) -> None:
+    def __init__(self, env: Env, num_repeats: int) -> None:
         super().__init__(env)
-        self._amount = amount
+        self._num_repeats = num_repeats
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the env `amount` times, and return the sum of the rewards."""
+        """Step the env `num_repeats` times, and return the sum of the rewards."""
         total: Any = 0.0
-        for _ in range(self._amount):
+        for _ in range(self._num_repeats):
             observation, reward, *ends, info = self.env.step(action)
             total += reward
             if any(ends):
                 break
         return observation, total, *ends, info
+
+
+def ActionRepeat(env: Env, amount: int) -> Env:
+    """Repeat each action `amount` times, or until the episode ends."""
+    return RepeatAction(env, amount)
 
 
 #: Number of episodes that may end during the random actions; the next episode starts
