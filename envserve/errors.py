@@ -5,6 +5,10 @@ Messages state the expected value, the actual value, the location and the remedy
 
 from __future__ import annotations
 
+import builtins
+from functools import cache, partial
+from typing import Any, Final, Self
+
 __all__ = [
     "ActionError",
     "AddressError",
@@ -66,11 +70,23 @@ class WrapperError(EnvserveError, ValueError):
 class EnvError(EnvserveError, RuntimeError):
     """An env raised an exception, or returned a value outside its spaces.
 
+    If the last line of the traceback names a built-in exception, such as ValueError,
+    the error is also an instance of that class.
+
     Attributes:
       message: The error without the traceback.
       env_index: Row of the env in its batch; None if the error concerns all rows.
       remote_traceback: Traceback text from the worker; empty if there is none.
     """
+
+    def __new__(cls, message: str, **fields: Any) -> Self:
+        """Combine the class with the built-in exception that the env raised."""
+        cause = fields.get("remote_traceback", "").rstrip().rpartition("\n")[2]
+        kind = _BUILTINS.get(cause.partition(":")[0], RuntimeError)
+        if issubclass(cls, kind):
+            return super().__new__(cls, message)
+        error: Self = kind.__new__(_combined(cls, kind), message)
+        return error
 
     def __init__(
         self, message: str, *, env_index: int | None = None, remote_traceback: str = ""
@@ -85,8 +101,36 @@ class EnvError(EnvserveError, RuntimeError):
         self.remote_traceback = remote_traceback
 
 
-class EnvStartError(EnvError):
-    """An env could not be built or reset for the first time."""
+#: Built-in exceptions that an EnvError can be combined with. Others need more arguments
+#: than a message, or have a meaning for generators.
+_BUILTINS: Final[dict[str, type[Exception]]] = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, ExceptionGroup | StopIteration | StopAsyncIteration)
+}
+
+
+@cache
+def _combined(base: type[EnvError], kind: type[Exception]) -> Any:
+    """Return a subclass of both exceptions, with the name of the first one."""
+
+    def reduce(error: EnvError) -> tuple[Any, ...]:  # pickle finds only `base` by name
+        where, trace = error.env_index, error.remote_traceback
+        make = partial(base, error.message, env_index=where, remote_traceback=trace)
+        return make, ()
+
+    members = {"__module__": base.__module__, "__doc__": base.__doc__}
+    members |= {"__str__": Exception.__str__, "__reduce__": reduce}
+    return type(base.__name__, (base, kind), members)
+
+
+class EnvStartError(EnvError, ValueError):
+    """An env could not be built or reset for the first time.
+
+    It is also a ValueError, because Gymnasium raises one for unsupported spaces.
+    """
 
 
 class CallError(EnvError):

@@ -10,28 +10,16 @@ vector entry point of all registered envs to `envserve.make_vec`. From then on,
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import gymnasium
 
-from envserve.client import BatchEnv
 from envserve.client.make_vec import make_vec as _make_vec
 from envserve.client.vector_env import VectorEnv
-from envserve.settings import LocalOptions
 
 __all__ = ["make_vec"]
-
-_OPTIONS: Final = {
-    *LocalOptions.__annotations__,
-    *(
-        name
-        for function in (_make_vec, BatchEnv.local, BatchEnv.connect)
-        for name in inspect.signature(function).parameters
-    ),
-}
 
 
 def make_vec(
@@ -45,12 +33,10 @@ def make_vec(
         differs from the registered value.
       **kwargs: Options of `envserve.make_vec`, and arguments of the env.
     """
-    options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys()}
-    kwargs |= options.pop("env_kwargs", None) or {}
     registered = gymnasium.registry.get(env)
-    if registered is None or max_episode_steps != registered.max_episode_steps:
-        kwargs |= {"max_episode_steps": max_episode_steps} if max_episode_steps else {}
-    return _make_vec(env, env_kwargs=kwargs, **options)
+    if registered is not None and max_episode_steps == registered.max_episode_steps:
+        max_episode_steps = None
+    return _make_vec(env, max_episode_steps=max_episode_steps, **kwargs)
 
 
 def __getattr__(name: str) -> Callable[..., VectorEnv]:

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from envserve.client import BatchEnv
-from envserve.client.make_vec import make_batch, send_step
+from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
@@ -134,7 +134,7 @@ class BatchVecEnv(VecEnv):
         ):
             arrays = create_empty_array(self.action_space, len(actions))
             actions = concatenate(self.action_space, actions, arrays)
-        send_step(self.batch, actions)
+        self.batch.send(actions, together=True)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Wait for the step; return observations, rewards, dones and infos.

@@ -37,7 +37,7 @@ from envserve.address import is_local_address
 from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.host_resources import num_cores
 from envserve.text import Name
-from envserve.wrappers.specs import Wrappers
+from envserve.wrappers.specs import WrapperLike, Wrappers
 
 Type = TypeVar("Type")
 
@@ -78,6 +78,11 @@ Infos = Literal["all", "episode_end", "none"]
 #: Handling of NaN and infinity in observations and rewards: raise `EnvError`, mark the
 #: row as lost (`valid` is False), or pass them to the caller.
 NonFinite = Literal["raise", "mask", "pass"]
+#: Handling of finite actions outside the action space: pass them to the env, clip them
+#: to the bounds of a Box, or raise `ActionError` unless only a rounding is to blame.
+ActionMode = Literal["pass", "clip", "check"]
+#: Whether the observation spaces of all envs are equal, or may have different bounds.
+ObservationMode = Literal["same", "different"]
 
 _Count = Annotated[int, Meta(ge=1)]
 _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -226,6 +231,10 @@ class EnvRequest(_Validated):
     are cast."""
     vectorized: bool = False
     """Whether each block is one vector env, created by the env's vector_entry_point."""
+    actions: ActionMode = "check"
+    """Handling of finite actions outside the action space."""
+    observation_mode: ObservationMode = "same"
+    """Whether observation spaces are equal, or only their shapes and dtypes."""
 
     @property
     def num_hosted(self) -> int:
@@ -408,9 +417,9 @@ class EnvOptions(TypedDict, total=False):
     """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | None
     """Keyword arguments of the env's constructor; none by default."""
-    wrappers: Sequence[Mapping[str, Any]]
+    wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
-    default. See docs/wrappers.md."""
+    default. On this host also classes and functions; see docs/wrappers.md."""
     autoreset: Autoreset
     """When an env is reset after its episode has ended, as in Gymnasium: "same_step"
     (default), "next_step" or "disabled"."""
@@ -429,6 +438,14 @@ class EnvOptions(TypedDict, total=False):
     vectorized: bool
     """Whether each block is one vector env, created by the env's `vector_entry_point`;
     False by default."""
+    actions: ActionMode
+    """Handling of finite actions outside the action space: "pass" them to the env,
+    "clip" them to the bounds of a Box, or "check" (default), which raises ActionError
+    unless the difference is a rounding error. NaN and infinity always raise it."""
+    observation_mode: ObservationMode | tuple[Any, Any]
+    """Whether the observation spaces of all envs must be equal ("same", the default) or
+    may have different bounds ("different"); the batch then has that of the first.
+    `make_vec` also takes a tuple of spaces."""
 
 
 class LocalOptions(EnvOptions, total=False):

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client import BatchEnv
-from envserve.client.make_vec import make_batch, send_step
+from envserve.client.make_vec import make_batch
 from envserve.errors import EnvError
 
 try:
@@ -82,7 +82,7 @@ class BatchVectorEnv(BaseVectorEnv):
         """Step these envs; return their transitions and infos in the order of `id`."""
         rows = self._wrap_id(id)
         order = np.argsort(np.argsort(rows))
-        send_step(self.batch, np.asarray(action), rows)
+        self.batch.send(np.asarray(action), rows, together=True)
         try:
             _, step = self.batch.recv(env_indices=rows)
         except EnvError:  # raise only the first error of a step

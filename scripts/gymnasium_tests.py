@@ -1,49 +1,48 @@
-"""Run Gymnasium's tests of vector envs on envserve's vector env.
+"""Run Gymnasium's tests of vector envs on `envserve.make_vec`.
 
-    python scripts/gymnasium_tests.py --source DIR [ARGUMENTS of pytest]
+    python scripts/gymnasium_tests.py --source DIR [--tcp] [ARGUMENTS of pytest]
 
-DIR is a checkout of the installed release. In tests/vector, envserve's class replaces
-`AsyncVectorEnv`, and only tests that use it count; in tests/wrappers/vector it replaces
-`SyncVectorEnv` too. gymnasium_tests.txt lists the expected failures, with reasons. The
-exit code is 1 if any other test fails, or if one of these passes.
+DIR is a checkout of the installed release. In tests/vector, `envserve.make_vec`
+replaces `AsyncVectorEnv`, and only tests that use it count; in tests/wrappers/vector it
+replaces `SyncVectorEnv` too. gymnasium_tests.txt lists the expected failures, with
+reasons. The exit code is 1 if any other test fails, or if one of these passes.
 RecordVideo needs moviepy; without OpenGL, `-k "not Ant-v4"` excludes the tests that
 render with it.
 
-The tests pass functions that create envs, so this file is also an env module for
-workers: its env is created by a function that this process has pickled.
+With --tcp, the envs run on a server. A server accepts no functions, so this file is
+then also an env module: the server's workers unpickle the functions of the tests.
 """
 
 import argparse
-import atexit
 import itertools
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AutoresetMode
 
-from envserve.python_process import python_command
+from envserve.python_process import main_command, python_command
 
 HERE = Path(__file__).resolve().parent
 SELF = Path(__file__).stem
 ENV = "envserve/Pickled-v0"
 #: Python code that runs this file as a script.
 RUN = f"import runpy; runpy.run_module({SELF!r}, run_name='__main__', alter_sys=True)"
-#: The classes that envserve's class replaces, by folder of tests.
+#: The classes that `envserve.make_vec` replaces, by folder of tests.
 PARTS = {
     "tests/vector": ("AsyncVectorEnv",),
     "tests/wrappers/vector": ("AsyncVectorEnv", "SyncVectorEnv"),
 }
-MAX_EXPECTED = 15
-#: Modules of the tests that workers need; the template imports them once.
-PRELOADED = ("tests.testing_env", "tests.vector.testing_utils")
+MAX_EXPECTED = 4
+#: Arguments of Gymnasium's classes that have no counterpart, because they concern its
+#: own worker processes.
+IGNORED = ("shared_memory", "context", "daemon")
 
 _count = itertools.count()
 
@@ -66,7 +65,7 @@ def expected_failures() -> dict[str, str]:
 
 
 class Harness:
-    """A pytest plugin that replaces Gymnasium's classes with envserve's."""
+    """A pytest plugin that replaces Gymnasium's classes with `envserve.make_vec`."""
 
     def __init__(self) -> None:
         self.users: set[str] = set()
@@ -94,64 +93,54 @@ class Harness:
             of_part = [n for n in sorted(self.users) if n.startswith(part)]
             passed = [n for n in of_part if self.outcomes.get(n) == "passed"]
             terminalreporter.write_line(
-                f"{part}: {len(of_part)} tests use envserve's class, {len(passed)} pass"
+                f"{part}: {len(of_part)} tests use envserve, {len(passed)} pass"
             )
 
-    def substitute(self) -> Callable[..., Any]:
-        """Return a replacement for `AsyncVectorEnv` that also takes `env_fns`."""
-        import cloudpickle  # type: ignore[import-untyped]
+    def substitute(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement for Gymnasium's classes, which records its users."""
 
-        from envserve.client import BatchEnv
-        from envserve.client.vector_env import AUTORESET_MODES, VectorEnv
-        from envserve.pool.launcher import Launcher
-        from envserve.pool.pool import Pool
-        from envserve.settings import PoolSettings
+        def make_vec(env_fns: Sequence[Any], *ignored: Any, **options: Any) -> Any:
+            self.users.add(self.test)
+            given = {k: v for k, v in options.items() if k not in IGNORED}
+            return make(env_fns, **given)
 
-        launcher = Launcher([SELF, *PRELOADED])
-        atexit.register(launcher.close)
-        folder = tempfile.TemporaryDirectory()
-        users, harness = self.users, self
-
-        class FunctionsVectorEnv(VectorEnv):
-            def __init__(
-                self,
-                env_fns: Sequence[Callable[[], Any]],
-                shared_memory: bool = True,
-                copy: bool = True,
-                autoreset_mode: Any = AutoresetMode.NEXT_STEP,
-                observation_mode: object = "same",  # the only supported mode
-            ) -> None:
-                users.add(harness.test)
-                path = Path(folder.name, f"{next(_count)}.pickle")
-                path.write_bytes(cloudpickle.dumps(list(env_fns)))
-                mode = AutoresetMode(autoreset_mode)
-                settings = PoolSettings(
-                    env_name=ENV,
-                    num_envs=len(env_fns),
-                    num_workers=1,
-                    env_kwargs={"path": str(path)},
-                    autoreset=next(k for k, v in AUTORESET_MODES.items() if v is mode),
-                    infos="all",
-                    nonfinite="pass",
-                    seed=0,
-                    seeded=False,
-                )
-                pool = Pool(settings, launcher=launcher)
-                pool.finish_start(time.monotonic() + 60)
-                batch = BatchEnv(
-                    [pool], autoreset=settings.autoreset, padding_after=1e9
-                )
-                super().__init__(batch, copy=copy)
-
-        return FunctionsVectorEnv
+        return make_vec
 
 
-def run_part(part: str, arguments: Sequence[str]) -> int:
+def start_server() -> str:
+    """Start a server whose workers can create the envs; return its address."""
+    options = ["--allow-kwarg", "path:any", "--import", SELF, "--expose", "gravity"]
+    # In row order: one worker.
+    options += ["--workers", "1", "--insecure-no-auth", "--bind", "tcp://127.0.0.1:0"]
+    command = main_command(
+        "envserve.__main__", "start", ENV, *options, ends_with_parent=True
+    )
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    for line in server.stdout:
+        if found := re.search(r"tcp://\S+", line):
+            return found[0]
+    raise RuntimeError("the server has ended")
+
+
+def run_part(part: str, over_tcp: bool, arguments: Sequence[str]) -> int:
     """Run one folder of tests in this process; return pytest's exit code."""
+    import cloudpickle  # type: ignore[import-untyped]
     import pytest
 
+    import envserve
+
+    address = start_server() if over_tcp else ""
+    folder = tempfile.TemporaryDirectory()
+
+    def make_remote(env_fns: Sequence[Any], **options: Any) -> Any:
+        path = Path(folder.name, f"{next(_count)}.pickle")
+        path.write_bytes(cloudpickle.dumps(list(env_fns)))
+        options |= {"env_kwargs": {"path": str(path)}, "insecure": True}
+        return envserve.make_vec(ENV, len(env_fns), [address], **options)
+
     harness = Harness()
-    ours: Any = harness.substitute()
+    ours: Any = harness.substitute(make_remote if over_tcp else envserve.make_vec)
     for name in PARTS[part]:
         setattr(gymnasium.vector, name, ours)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-rfEX"]
@@ -161,9 +150,10 @@ def run_part(part: str, arguments: Sequence[str]) -> int:
 def main() -> int:
     """Run each folder in a separate process; return the exit code."""
     if sys.argv[1:2] == ["--part"]:
-        return run_part(sys.argv[2], sys.argv[3:])
+        return run_part(sys.argv[2], sys.argv[3] == "--tcp", sys.argv[4:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="the checkout")
+    parser.add_argument("--tcp", action="store_true", help="run the envs on a server")
     given, arguments = parser.parse_known_args()
     if sum("tests/vector" in name for name in expected_failures()) > MAX_EXPECTED:
         parser.error(f"more than {MAX_EXPECTED} of tests/vector may fail")
@@ -171,9 +161,10 @@ def main() -> int:
     path = [str(HERE), str(HERE.parent), str(source), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    lane = "--tcp" if given.tcp else "--local"
     codes = [
         subprocess.run(
-            python_command(RUN, "--part", part, *arguments),
+            python_command(RUN, "--part", part, lane, *arguments),
             cwd=source,
             env=environ,
         ).returncode

@@ -186,8 +186,13 @@ def _serve(
             asyncio.run(serve(host, on_ready))
         except (EnvserveError, OSError) as error:
             show_error(error)
-            return _START_CODES.get(type(error), 1)
+            return _start_code(error)
     return 0
+
+
+def _start_code(error: Exception) -> int:
+    codes = (code for kind, code in _START_CODES.items() if isinstance(error, kind))
+    return next(codes, 1)
 
 
 def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int:
@@ -202,7 +207,7 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int
             print(f"envserve: ready on {word}:", *servers.addresses(), flush=True)
             signal.pause()
     except EnvserveError as error:
-        fail(error, _START_CODES.get(type(error), 1))
+        fail(error, _start_code(error))
     return 0
 
 

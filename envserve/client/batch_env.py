@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Final, Self, Unpack
@@ -24,7 +25,7 @@ from envserve.client import factory
 from envserve.client.factory import EnvLike, OnFault, OnServerLost
 from envserve.client.lane_group import LaneGroup
 from envserve.client.link.server_pool import ServerPool
-from envserve.client.row_set import RowSet, RowSetCache, check_rows
+from envserve.client.row_set import BatchBlock, RowSet, RowSetCache, check_rows
 from envserve.client.stats import BatchStats, StepRecorder
 from envserve.client.step_result import (
     StepResult,
@@ -37,6 +38,7 @@ from envserve.errors import (
     CallError,
     EnvError,
     EnvserveError,
+    EnvStartError,
     EnvTimeout,
     LocalProtocolError,
     RemoteProtocolError,
@@ -44,10 +46,17 @@ from envserve.errors import (
 )
 from envserve.lane import Call, CallKind, Lane
 from envserve.session.client.liveness import Timeouts
-from envserve.settings import Autoreset, EnvOptions, LocalOptions
+from envserve.settings import (
+    ActionMode,
+    Autoreset,
+    EnvOptions,
+    LocalOptions,
+    ObservationMode,
+)
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.action_checks import check_actions
+from envserve.spaces.attribute_values import METHOD, from_plain
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import decode_observation
@@ -74,6 +83,25 @@ class ResetFirst(LocalProtocolError, ResetNeeded):
     """The batch was stepped before all of its envs were reset."""
 
 
+@dataclass
+class _Access:
+    """Access to an attribute of some rows, which may need several calls per block.
+
+    Attributes:
+      name: Name of the attribute.
+      rows: The rows.
+      results: The values by row, as far as they have arrived.
+      start: Starts calls for rows without a value.
+      called: The blocks that are called now, and their rows.
+    """
+
+    name: str
+    rows: Sequence[int]
+    results: dict[int, Any]
+    start: Callable[[Sequence[int]], list[tuple[BatchBlock, list[int]]]]
+    called: list[tuple[BatchBlock, list[int]]]
+
+
 class BatchEnv:
     """A batch of identical envs, one per row of the arrays `[num_envs, ...]`.
 
@@ -97,9 +125,13 @@ class BatchEnv:
       reset_infos: Info dicts from the last `reset`, by row, if `infos="all"`.
       autoreset: When an env is reset after its episode has ended.
       reset_call: The call that resets a row, as shown in error messages.
+      is_single: Whether `step` takes the action of one env, without a batch dimension.
+      steps_ended: Whether `step` accepts rows whose episode has ended, unless it was
+        lost. Gymnasium steps such envs with autoreset "disabled".
     """
 
     reset_call = "reset(env_indices=...)"
+    is_single = steps_ended = False
 
     def __init__(
         self,
@@ -108,6 +140,8 @@ class BatchEnv:
         autoreset: Autoreset = "same_step",
         on_fault: OnFault = "truncate",
         padding_after: float = 0.1,
+        actions: ActionMode = "check",
+        observation_mode: ObservationMode = "same",
     ) -> None:
         """Combine lanes into a batch.
 
@@ -116,12 +150,14 @@ class BatchEnv:
           autoreset: The mode that the lanes were built with.
           on_fault: As for `local`.
           padding_after: As for `local`.
+          actions: The mode that the lanes were built with.
+          observation_mode: The mode that the lanes were built with.
 
         Raises:
           SpaceError: The spaces of two lanes differ.
         """
         self.lanes = tuple(lanes)
-        self.spec = _common_spec(self.lanes)
+        self.spec = _common_spec(self.lanes, observation_mode)
         self.observation_space: Space[Any] = self.spec.observation_space
         self.action_space: Space[Any] = self.spec.action_space
         self._group = LaneGroup(self.lanes, padding_after)
@@ -130,11 +166,13 @@ class BatchEnv:
         self.blocks = self._row_sets.rows_by(lambda block: block.position)
         self.splits = self._row_sets.rows_by(lambda block: block.split)
         self.autoreset = autoreset
+        self._actions = actions
         self._raises_faults = on_fault == "raise"
         self._has_reset = False
         #: Rows and block positions of the reset in flight, and whether all rows have
         #: been reset once it has finished.
         self._resetting: tuple[Array, Set[int], bool] | None = None
+        self._calling: _Access | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
         self._is_closed = False
@@ -197,6 +235,11 @@ class BatchEnv:
             it.
           vectorized: Whether each block is one vector env, made by the env's
             `vector_entry_point`; False by default.
+          actions: How finite actions outside the action space are handled: "check"
+            (default) raises ActionError unless the difference is a rounding error,
+            "clip" clips them to the bounds of a Box, and "pass" passes them to the env.
+          observation_mode: Whether the observation spaces of all envs must be equal
+            ("same", the default) or may have different bounds ("different").
           import_modules: Modules or files that register envs or wrappers; none by
             default.
           preload: Whether the env modules are imported once, in the process from which
@@ -289,7 +332,8 @@ class BatchEnv:
         Keyword Args:
           seed: As for `local`. The other options are also those of `local`: `seeded`,
             `first_env_index`, `num_splits`, `env_kwargs`, `wrappers`, `autoreset`,
-            `infos`, `spare_envs`, `nonfinite`, `strict_spaces` and `vectorized`.
+            `infos`, `spare_envs`, `nonfinite`, `strict_spaces`, `vectorized`,
+            `actions` and `observation_mode`.
             Servers accept only the `env_kwargs` and wrappers that they were started
             with.
 
@@ -496,7 +540,8 @@ class BatchEnv:
             self._check_out()
         began_at = time.perf_counter()
         everything = self._row_sets.all_rows
-        arrays = check_actions(self.spec, actions, None, self.num_envs)
+        num_actions = 0 if self.is_single else self.num_envs
+        arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
         if self.autoreset == "disabled":
             self._check_not_ended(everything)
         group.send(everything, arrays, together=True, is_cancelled=True)
@@ -505,7 +550,8 @@ class BatchEnv:
         self._recorder.latencies.append(time.perf_counter() - began_at)
         if error is not None:
             # The other rows of the step are discarded, so all envs must be reset.
-            self._has_reset = type(error[1]) is not EnvError
+            is_fault = isinstance(error[1], EnvError)
+            self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
             group.release(ready)
             raise error[1]
         group.release(ready)
@@ -535,7 +581,9 @@ class BatchEnv:
         """
         self._begin(needs_reset=True)
         row_set, order = self._row_sets.for_rows(env_indices)
-        arrays = check_actions(self.spec, actions, env_indices, len(row_set))
+        arrays = check_actions(
+            self.spec, actions, env_indices, len(row_set), self._actions
+        )
         self._check_not_ended(row_set)
         if order is not None:
             arrays = [array[order] for array in arrays]
@@ -607,8 +655,10 @@ class BatchEnv:
 
     @property
     def pending(self) -> str:
-        """The operation in flight: "reset", "step", or "" if there is none."""
-        return "reset" if self._resetting else "step" if self.num_in_flight else ""
+        """The operation in flight: "reset", "step", "call", or "" if there is none."""
+        if self._resetting or self._calling:
+            return "reset" if self._resetting else "call"
+        return "step" if self.num_in_flight else ""
 
     def drain(self) -> None:
         """Receive and discard all rows in flight; reset all envs afterwards."""
@@ -671,7 +721,7 @@ class BatchEnv:
         return self._access(env_indices, "call", name, arguments, named)
 
     def get_attr(self, name: str, env_indices: RowIndices = None) -> list[Any]:
-        """Return the values of an attribute, one per env.
+        """Return the values of an attribute, one per env; a method is called remotely.
 
         Args:
           name: Name of the attribute; servers allow only exposed attributes.
@@ -719,6 +769,38 @@ class BatchEnv:
             return self.call(int(env_index), "render")
         return self.call_each("render", env_indices=env_index)
 
+    def send_call(self, name: str, /, *arguments: Any, **named: Any) -> None:
+        """Start a call of all envs; the next call must be `recv_call`.
+
+        Args:
+          name: As for `call`.
+          *arguments: As for `call`; the same for all envs.
+          **named: As for `call`; the same for all envs.
+        """
+        self._calling = self._start_access(None, "call", name, arguments, named)
+
+    def recv_call(self, timeout: float | None = None) -> list[Any]:
+        """Wait for the call that `send_call` has started; return one value per env.
+
+        Args:
+          timeout: Maximum seconds to wait; None for no limit.
+
+        Raises:
+          CallError: As for `call_each`.
+          EnvTimeout: The call has not finished in time; call this again to wait longer.
+          LocalProtocolError: No call was started.
+        """
+        if self._calling is None:
+            raise LocalProtocolError("expected send_call() before recv_call()")
+        access, self._calling = self._calling, None
+        self._group.recover()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            return self._finish_access(access, deadline)
+        except EnvTimeout:
+            self._calling = access
+            raise
+
     def _access(
         self,
         env_indices: RowIndices,
@@ -727,10 +809,19 @@ class BatchEnv:
         arguments: Sequence[Any] | Mapping[int, Any] = (),
         named: Mapping[str, Any] | None = None,
     ) -> list[Any]:
+        access = self._start_access(env_indices, kind, name, arguments, named)
+        return self._finish_access(access)
+
+    def _start_access(
+        self,
+        env_indices: RowIndices,
+        kind: CallKind,
+        name: str,
+        arguments: Sequence[Any] | Mapping[int, Any] = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> _Access:
         self._begin()
         rows = check_rows(env_indices, self.num_envs).tolist()
-        if name.startswith("_"):
-            raise CallError(f"expected the name of a public attribute; got {name!r}")
 
         def pack(chosen: Sequence[int]) -> bytes:
             values = [arguments[row] for row in chosen] if kind == "set" else arguments
@@ -741,9 +832,9 @@ class BatchEnv:
                     f"Env {chosen[0]}: {name}: {error}", env_index=chosen[0]
                 ) from None
 
-        results: dict[int, Any] = {}
         shared = pack(rows) if kind != "set" else b""  # the same for all rows
-        while missing := sorted({*rows} - results.keys()):
+
+        def start(missing: Sequence[int]) -> list[tuple[BatchBlock, list[int]]]:
             calls, called = {}, []
             for block, group in groupby(missing, self._group.blocks.block_of):
                 part = [*group]
@@ -754,20 +845,35 @@ class BatchEnv:
                 at = tuple([row - block.offset for row in part])
                 calls[block.position] = Call(block.lane_block, at, kind, name, packed)
                 called.append((block, part))
-            for (block, part), outcome in zip(
-                called, self._group.call(calls), strict=True
-            ):
+            self._group.start_call(calls)
+            return called
+
+        return _Access(name, rows, {}, start, start(sorted({*rows})))
+
+    def _finish_access(self, access: _Access, deadline: float = math.inf) -> list[Any]:
+        results, called = access.results, access.called
+        while called:
+            positions = {block.position for block, _ in called}
+            outcomes = self._group.finish_call(positions, deadline)
+            for (block, part), outcome in zip(called, outcomes, strict=True):
                 faults = {f.env_index + block.offset: f for f in outcome.faults}
                 failed = next((row for row in part if row in faults), None)
                 if failed is not None:
                     fault = faults[failed]
                     raise CallError(
-                        f"Env {failed} ({block.lane.name}): {name}: {fault.cause}",
+                        f"Env {failed} ({block.lane.name}): {access.name}: "
+                        f"{fault.cause}",
                         env_index=failed,
                         remote_traceback=fault.detail,
                     )
-                results.update(zip(part, _values_of(outcome.result), strict=False))
-        return [results[row] for row in rows]
+                values = _values_of(outcome.result)
+                for row, value in zip(part, values, strict=False):
+                    if value is METHOD:
+                        value = partial(self.call, row, access.name)
+                    results[row] = value
+            missing = sorted({*access.rows} - results.keys())
+            access.called = called = access.start(missing) if missing else []
+        return [results[row] for row in access.rows]
 
     # The batch as a whole.
 
@@ -807,6 +913,8 @@ class BatchEnv:
         self._group.recover()
         if self._resetting is not None:
             raise LocalProtocolError("a reset is in flight; call recv_reset() first")
+        if self._calling is not None:
+            raise LocalProtocolError("a call is in flight; call recv_call() first")
         if needs_reset and not self._has_reset:
             raise ResetFirst("call reset() for all envs before the first step")
 
@@ -852,7 +960,10 @@ class BatchEnv:
         if self._is_encoded:
             result = decode_result(self.spec, result, row_set.env_indices)
         if self.autoreset == "disabled":
-            self._ended[row_set.env_indices] = result.terminated | result.truncated
+            ended = result.terminated | result.truncated
+            if self.steps_ended:
+                ended = result.lost
+            self._ended[row_set.env_indices] = ended
         if first_error is None:
             recorder = self._recorder
             recorder.steps += 1
@@ -862,11 +973,11 @@ class BatchEnv:
         return result, first_error
 
 
-def _common_spec(lanes: Sequence[Lane]) -> EnvSpec:
+def _common_spec(lanes: Sequence[Lane], observation_mode: str) -> EnvSpec:
     """Return the spec of all lanes; raise SpaceError if they differ."""
     first = lanes[0]
     for lane in lanes[1:]:
-        different = first.spec.differences(lane.spec)
+        different = first.spec.differences(lane.spec, observation_mode)
         if different:
             raise SpaceError(
                 f"{lane.name} and {first.name} have different spaces: "
@@ -884,4 +995,4 @@ def _values_of(result: bytes) -> list[Any]:
     values = codec.decode(result, max_bytes=len(result), max_values=most)
     if not isinstance(values, list) or not values:
         raise RemoteProtocolError("expected a value for at least one env; got none")
-    return values
+    return [from_plain(value) for value in values]

@@ -70,8 +70,10 @@ def local_settings(
     reference, code = UserCode.of(env_name)
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
+    options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     given = _checked_settings(options, LocalOptions, function)
-    if not options["import_modules"]:  # otherwise the modules may register wrappers
+    # Otherwise the modules may register wrappers.
+    if not (options["import_modules"] or code.wrappers):
         check_wrappers(given["wrappers"])
     if num_workers is not None:
         given["num_workers"] = num_workers
@@ -108,7 +110,7 @@ def start_pool(
         pool = Pool(settings)
         stack.callback(pool.close)
         pool.finish_start(time.monotonic() + timeout_seconds)
-        batch = make([pool], autoreset=settings.autoreset)
+        batch = make([pool], **_modes(settings))
         stack.pop_all()
         return batch
 
@@ -195,9 +197,15 @@ def start_remote(
         for index in sorted(missing):
             lanes[index : index + 1] = [late := start_lane(index, like)]
             stack.callback(late.close)
-        batch = make(lanes, autoreset=request.autoreset)
+        batch = make(lanes, **_modes(request))
         stack.pop_all()
         return batch
+
+
+def _modes(request: EnvRequest) -> dict[str, Any]:
+    """Return the settings that the batch and its lanes share."""
+    names = ("autoreset", "actions", "observation_mode")
+    return {name: getattr(request, name) for name in names}
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -222,8 +222,6 @@ class LaneGroup:
           EnvTimeout: The reset has not finished in time; call this again to wait
             longer.
         """
-        if not positions <= self._called:
-            raise LocalProtocolError("the reset was interrupted; call reset() again")
         outcomes = self._finish(positions, deadline)
         return {
             row + self.blocks[position].offset: info
@@ -231,10 +229,17 @@ class LaneGroup:
             for row, info in outcome.infos.items()
         }
 
-    def call(self, calls: Mapping[int, Call]) -> Sequence[Outcome]:
-        """Access attributes of envs; return one outcome per block, by position."""
+    def start_call(self, calls: Mapping[int, Call]) -> None:
+        """Start to access attributes of envs, with one call per block, by position."""
         self._start(calls, lambda lane, some: lane.submit_call(some))
-        return self._finish(calls.keys())
+
+    def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
+        """Wait for calls that `start_call` has started; return one outcome per block.
+
+        Raises:
+          EnvTimeout: As for `finish_reset`.
+        """
+        return self._finish(positions, deadline)
 
     def _start(
         self,
@@ -271,10 +276,10 @@ class LaneGroup:
                 raise
         self.queue.is_updating = False
 
-    def _finish(
-        self, positions: Set[int], deadline: float = math.inf
-    ) -> Sequence[Outcome]:
+    def _finish(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
         """Wait until operations have finished; raise the first error, if any."""
+        if not positions <= self._called:
+            raise LocalProtocolError("it was interrupted; call reset() or call again")
         self._wait_for(positions, deadline)
         outcomes = self._take_called(positions)
         for outcome in outcomes:

@@ -3,112 +3,278 @@
 from __future__ import annotations
 
 import copy as copying
-import dataclasses
+import difflib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from typing import Any, Final, Unpack
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, VectorizeMode
 from gymnasium.vector import AutoresetMode
 
 from envserve.client.batch_env import BatchEnv
-from envserve.client.factory import EnvLike
+from envserve.client.factory import EnvLike, OnFault, OnServerLost
 from envserve.client.single_env import Env
-from envserve.client.vector_env import AUTORESET_MODES, VectorEnv
-from envserve.errors import ActionError
-from envserve.spaces.action_checks import clip_rounding_errors
+from envserve.client.vector_env import (
+    AUTORESET_MODES,
+    VectorEnv,
+    parse_observation_mode,
+)
+from envserve.envs.registry import arguments_of, env_creator_of
+from envserve.settings import Autoreset, LocalOptions
+
+_AUTORESET_CHOICES: Final = "'SameStep', 'NextStep' or 'Disabled'"
+#: Arguments of `AsyncVectorEnv` that change nothing: rows are always in shared memory,
+#: and workers are always forked from one process.
+_WITHOUT_EFFECT: Final = ("shared_memory", "context", "daemon")
+#: Defaults of other arguments of `AsyncVectorEnv`, which have no counterpart.
+_DEFAULTS: Final = {"worker": None}
+
+
+class Options(LocalOptions, total=False):
+    """Options of `make_vec` and `make`: those of `BatchEnv.local` and `connect`.
+
+    At runtime, other keywords are arguments of the env, as in `gymnasium.make_vec`.
+    Type checkers accept those only in `env_kwargs`, so that they find misspellings.
+    """
+
+    id: EnvLike
+    env_fns: Sequence[Callable[[], Any]]
+    on_fault: OnFault
+    padding_after: float
+    start_timeout: float
+    connect_timeout: float
+    server_lost_after: float
+    operation_timeout: float
+    on_server_lost: OnServerLost
+    num_servers: int | None
+    min_servers: int | None
+    insecure: bool
+    max_row_mib: int
 
 
 def make_vec(
-    env: EnvLike,
+    env: EnvLike | None = None,
     num_envs: int | None = None,
     addresses: Sequence[str] | None = None,
     *,
+    vectorization_mode: VectorizeMode | str | None = None,
+    vector_kwargs: Mapping[str, Any] | None = None,
+    max_episode_steps: int | None = None,
     num_workers: int | None = None,
     autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
-    seed: int | None = None,
     render_mode: str | None = None,
     copy: bool = True,
-    wrappers: Sequence[Mapping[str, Any]] = (),
-    env_kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> VectorEnv:
     """Make a vector env of identical envs, like `gymnasium.make_vec`.
 
     Args:
-      env: Registered name, like "HalfCheetah-v5", or your env; see `BatchEnv.local`.
-      num_envs: Number of envs.
+      env: Registered name, like "HalfCheetah-v5", a spec, your env, or a list of
+        functions as for `gymnasium.vector.AsyncVectorEnv`; see `BatchEnv.local`.
+      num_envs: Number of envs; by default 1, or the number of functions.
       addresses: Server addresses, like "sim1"; by default, the envs run in worker
         processes on this host.
+      vectorization_mode: Accepted for `gymnasium.make_vec`: "vector_entry_point" is
+        the option `vectorized`; "sync" and "async" have no effect.
+      vector_kwargs: Accepted for `gymnasium.make_vec`: `autoreset_mode`, `copy` and
+        `observation_mode` are used; `shared_memory`, `context` and `daemon` have no
+        effect.
+      max_episode_steps: Maximum number of steps per episode; by default, the registered
+        one.
       num_workers: Number of worker processes on this host; by default one per core.
       autoreset_mode: "NextStep", "SameStep" or "Disabled", or a member of Gymnasium's
         `AutoresetMode`.
-      seed: Root seed, from which an env's seed is derived if its first reset specifies
-        none. Envs that replace failed ones also get their seeds from it. By default,
-        all these envs are reset with seed None.
       render_mode: As for `gymnasium.make`.
       copy: Whether each step returns new observation arrays. If False, each step
         overwrites the observations of an earlier step.
-      wrappers: Wrappers of each env, by name; see docs/wrappers.md.
-      env_kwargs: Other arguments of the env's constructor.
-      **options: Other options of `BatchEnv.local` or `BatchEnv.connect`. By default a
-        step waits for absent envs: `padding_after=math.inf`.
+      **options: See "Keyword Args".
+
+    Keyword Args:
+      seed: Root seed, from which an env's seed is derived if its first reset specifies
+        none. Envs that replace failed ones also get their seeds from it. By default,
+        all these envs are reset with seed None.
+      wrappers: Wrappers of each env: names, dicts, or, on this host, classes and
+        functions; see docs/wrappers.md.
+      env_kwargs: Arguments of the env's constructor. They can also be passed directly,
+        as to `gymnasium.make_vec`, unless an option has the same name.
+      actions: How finite actions outside the action space are handled: "pass" (default)
+        passes them to the env, as Gymnasium does, "clip" clips them to the bounds of a
+        Box, and "check" raises ActionError unless the difference is a rounding error.
+      observation_mode: As for `gymnasium.vector.AsyncVectorEnv`: "same", "different" if
+        the observation spaces have different bounds, or a tuple of the batched and the
+        single observation space.
+      padding_after: As for `BatchEnv.local`; `math.inf` by default, so a step waits for
+        absent envs. The other options are also those of `BatchEnv.local` or
+        `BatchEnv.connect`.
 
     Raises:
       EnvserveError: As for `BatchEnv.local` or `BatchEnv.connect`.
       TypeError: An option is unknown.
       ValueError: An option is out of bounds.
     """
-    mode = AutoresetMode(autoreset_mode)
-    options |= {"seed": seed, "wrappers": wrappers}
-    options |= {"render_mode": render_mode, "env_kwargs": env_kwargs}
-    autoreset = next(name for name, each in AUTORESET_MODES.items() if each is mode)
-    instead = "autoreset_mode='SameStep', 'NextStep' or 'Disabled'"
+    if isinstance(addresses, VectorizeMode) or addresses in ("sync", "async"):
+        # The third argument of `gymnasium.make_vec`.
+        addresses, vectorization_mode = None, addresses
+    given: dict[str, Any] = {**options}
+    given |= {"num_envs": num_envs, "num_workers": num_workers, "copy": copy}
+    given |= {"addresses": addresses, "autoreset_mode": autoreset_mode}
+    given |= {"render_mode": render_mode, "vectorization_mode": vectorization_mode}
+    given |= {"vector_kwargs": vector_kwargs, "max_episode_steps": max_episode_steps}
+    env = _expand(env, given, make_vec)
+    _apply_gymnasium_options(given)
+    autoreset = _autoreset_of(given.pop("autoreset_mode"))
+    instead = f"autoreset_mode={_AUTORESET_CHOICES}"
+    is_copied = given.pop("copy")
+    mode = given.get("observation_mode", "same")
+    given["observation_mode"] = parse_observation_mode(mode)
     fixed = {"autoreset": autoreset}
     batch = make_batch(
-        env, num_envs, addresses, fixed, instead, num_workers=num_workers, **options
+        env, fixed=fixed, instead=instead, **{"actions": "pass", **given}
     )
-    made = VectorEnv(batch, copy=copy)
-    options |= {"addresses": addresses, "num_workers": num_workers, "copy": copy}
-    options |= {"autoreset_mode": mode.value, "num_envs": batch.num_envs}
+    made = VectorEnv(batch, copy=is_copied, observation_mode=mode)
+    given |= {"copy": is_copied, "num_envs": batch.num_envs}
+    given |= {"observation_mode": None if mode == "same" else mode}
+    given["autoreset_mode"] = made.autoreset_mode.value
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
-    made.spec = _spec_of(env, options, vector_entry_point=f"envserve.gym:{env}")
+    made.spec = _spec_of(env, given, vector_entry_point=f"envserve.gym:{env}")
     return made
 
 
 def make(
-    env: EnvLike,
+    env: EnvLike | None = None,
     address: str | None = None,
     *,
-    seed: int | None = None,
+    max_episode_steps: int | None = None,
+    disable_env_checker: bool | None = None,
     render_mode: str | None = None,
-    env_kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Env:
     """Make one env, like `gymnasium.make`.
 
     Args:
-      env: Registered name, like "HalfCheetah-v5", or your env; see `BatchEnv.local`.
+      env: Registered name, like "HalfCheetah-v5", a spec, or your env; see
+        `BatchEnv.local`.
       address: Address of a server, like "sim1"; by default, the env runs in a worker
         process on this host.
-      seed: As for `make_vec`.
+      max_episode_steps: As for `make_vec`.
+      disable_env_checker: Accepted for `gymnasium.make`; without effect, because
+        workers check the values that envs return.
       render_mode: As for `gymnasium.make`.
-      env_kwargs: Other arguments of the env's constructor.
       **options: As for `make_vec`.
 
     Raises:
       EnvserveError: As for `make_vec`.
     """
-    options |= {"seed": seed, "render_mode": render_mode, "env_kwargs": env_kwargs}
-    addresses = None if address is None else [address]
-    fixed = {"autoreset": "disabled"}
+    given: dict[str, Any] = {**options, "render_mode": render_mode}
+    given |= {"address": address, "max_episode_steps": max_episode_steps}
+    env = _expand(env, given, make)
+    address = given.pop("address")
+    given["addresses"] = None if address is None else [address]
     instead = "no value, because the caller resets the env"
-    made = Env(make_batch(env, 1, addresses, fixed, instead, **options))
-    options |= {"env": env, "address": address}
-    made.spec = _spec_of(env, options, entry_point="envserve:make")
+    fixed = {"autoreset": "disabled"}
+    batch = make_batch(
+        env, 1, fixed=fixed, instead=instead, **{"actions": "pass", **given}
+    )
+    made = Env(batch)
+    del given["addresses"]
+    given |= {"address": address, **({"env": env} if isinstance(env, str) else {})}
+    made.spec = _spec_of(env, given, entry_point="envserve:make")
     return made
+
+
+def _expand(
+    env: EnvLike | None, given: dict[str, Any], function: Callable[..., Any]
+) -> EnvLike:
+    """Separate the arguments of the env from the options in `given`; return the env.
+
+    The options in the spec of a vector env replace those in `given`.
+
+    Raises:
+      TypeError: There is no env, or a keyword is probably a misspelt option.
+    """
+    for name in ("id", "env_fns"):  # the names of Gymnasium
+        env = given.pop(name, None) if env is None else env
+    # `make_batch` rejects the options of `make_vec` that `make` does not have.
+    names = [
+        name for each in (make_vec, function) for name in signature(each).parameters
+    ]
+    known = {*names, *Options.__annotations__} - {"options"}
+    if isinstance(env, EnvSpec):
+        is_ours = env.entry_point == "envserve:make" or str(
+            env.vector_entry_point
+        ).startswith("envserve.gym:")
+        ours = env.kwargs.keys() if is_ours else env.kwargs.keys() & known
+        given |= {name: env.kwargs[name] for name in ours}
+        kwargs = {key: env.kwargs[key] for key in env.kwargs.keys() - ours}
+        if given.get("vectorization_mode") in ("sync", "async"):  # nothing to warn of
+            given["vectorization_mode"] = None
+        env = given.pop("env", env.id) if is_ours else replace(env, kwargs=kwargs)
+    if env is None:
+        raise TypeError("env: expected the name of an env, or a function; got None")
+    added = {name: given.pop(name) for name in given.keys() - known}
+    for name in added:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        if near and name not in _arguments_of(env):
+            raise TypeError(
+                f"unknown option {name!r}; did you mean {near[0]}? Pass it in "
+                f"env_kwargs if it is an argument of the env"
+            )
+    if not isinstance(env, str) and isinstance(env, Sequence):
+        given["vector_kwargs"] = {**(given.get("vector_kwargs") or {}), **added}
+        added = {}
+    if (limit := given.pop("max_episode_steps")) is not None:
+        added["max_episode_steps"] = limit
+    if added:
+        kwargs = given.get("env_kwargs") or {}
+        is_list = not isinstance(kwargs, Mapping)
+        given["env_kwargs"] = (
+            [{**each, **added} for each in kwargs] if is_list else {**kwargs, **added}
+        )
+    return env
+
+
+def _arguments_of(env: EnvLike) -> Collection[str]:
+    """Return the arguments of an env's constructor; none if it is not known here."""
+    spec = gymnasium.registry.get(env) if isinstance(env, str) else env
+    creator = env_creator_of(spec) if isinstance(spec, EnvSpec) else spec
+    return arguments_of(creator) if callable(creator) else ()
+
+
+def _autoreset_of(mode: object) -> Autoreset:
+    for name, each in AUTORESET_MODES.items():
+        if mode in (name, each, each.value):
+            return name
+    raise ValueError(f"autoreset_mode: expected {_AUTORESET_CHOICES}; got {mode!r}")
+
+
+def _apply_gymnasium_options(given: dict[str, Any]) -> None:
+    """Replace the options of Gymnasium's vector envs by those of envserve.
+
+    Raises:
+      TypeError: An option has no counterpart.
+    """
+    if (mode := given.pop("vectorization_mode")) is not None:
+        if VectorizeMode(mode) is VectorizeMode.VECTOR_ENTRY_POINT:
+            given["vectorized"] = True
+        else:
+            warnings.warn(
+                f"vectorization_mode={VectorizeMode(mode).value!r} has no effect: "
+                f"envserve runs envs in worker processes",
+                stacklevel=3,
+            )
+    for name, value in (given.pop("vector_kwargs") or {}).items():
+        if name in ("autoreset_mode", "copy", "observation_mode"):
+            given[name] = value
+        elif name not in _WITHOUT_EFFECT and value != _DEFAULTS.get(name, ...):
+            raise TypeError(
+                f"vector_kwargs: expected autoreset_mode, copy, observation_mode, "
+                f"{', '.join(_WITHOUT_EFFECT)}; got {name}={value!r:.200}"
+            )
 
 
 def make_batch(
@@ -159,22 +325,12 @@ def make_batch(
     )
 
 
-def send_step(batch: BatchEnv, actions: Any, rows: Sequence[int] | None = None) -> None:
-    """Start a step; tolerate actions that exceed a Box's bounds by rounding errors.
-
-    Such errors occur in trainers that scale actions to the bounds of a Box.
-    """
-    try:
-        batch.send(actions, rows, together=True)
-        return
-    except ActionError:  # clip only now, so that valid actions cost no extra time
-        near = clip_rounding_errors(batch.action_space, actions)
-    batch.send(near, rows, together=True)
-
-
 def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:
     """Return a spec that recreates the env; None if it is not registered here."""
-    if not isinstance(env, str) or env not in gymnasium.registry:
+    spec = gymnasium.registry.get(env) if isinstance(env, str) else env
+    if not isinstance(spec, EnvSpec):
         return None
+    if spec is env:  # its name may not be registered
+        kwargs, changes = {**spec.kwargs, **kwargs}, {}
     changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}
-    return dataclasses.replace(copying.deepcopy(gymnasium.registry[env]), **changes)
+    return replace(copying.deepcopy(spec), **changes)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client.batch_env import BatchEnv
 from envserve.client.vector_env import metadata_of
-from envserve.errors import ActionError, SpaceError
-from envserve.spaces.leaves import flatten, unflatten
+from envserve.errors import CallError
+
+#: Attributes of this class, which are not forwarded to the env.
+_OWN: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
 
 
 class Env(gymnasium.Env[Any, Any]):
@@ -23,7 +25,7 @@ class Env(gymnasium.Env[Any, Any]):
     def __init__(self, batch: BatchEnv) -> None:
         """Wrap a batch of one row with autoreset "disabled"; take ownership of it."""
         self._batch = batch
-        batch.reset_call = "reset()"
+        batch.reset_call, batch.is_single, batch.steps_ended = "reset()", True, True
         self.observation_space = batch.observation_space
         self.action_space = batch.action_space
         self._batched_space = batch_space(batch.observation_space, 1)
@@ -48,15 +50,10 @@ class Env(gymnasium.Env[Any, Any]):
 
         Raises:
           ActionError: The action does not fit the action space.
-          LocalProtocolError: The episode has ended; call `reset`.
+          LocalProtocolError: The episode was lost; call `reset`.
           ResetFirst: The env has not been reset yet.
         """
-        space = self.action_space
-        try:
-            rows = [[leaf] for leaf in flatten(space, action)]
-        except SpaceError as error:
-            raise ActionError(f"action: {error}") from None
-        result = self._batch.step(unflatten(space, rows))
+        result = self._batch.step(action)
         info = dict(result.infos.get(0, {}))
         if not result.valid[0]:
             info["valid"] = False
@@ -70,6 +67,58 @@ class Env(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """Close the env and end its worker; idempotent."""
         self._batch.close()
+
+    # Attributes of the env and its wrappers, in the worker or on the server.
+
+    def has_wrapper_attr(self, name: str) -> bool:
+        """Return whether the env or one of its wrappers has an attribute."""
+        return hasattr(self, name)
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """Return an attribute of the env or one of its wrappers.
+
+        Raises:
+          AttributeError: There is no such attribute, or a server does not expose it.
+          CallError: The value cannot be sent.
+        """
+        return getattr(self, name)
+
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Set an attribute of the env or one of its wrappers.
+
+        Args:
+          name: Name of the attribute.
+          value: A plain value.
+          force: Whether to set an attribute that does not exist yet.
+
+        Returns:
+          Whether the attribute was set.
+
+        Raises:
+          CallError: The attribute cannot be set, or a server does not expose it.
+        """
+        if force or self.has_wrapper_attr(name):
+            self._batch.set_attr(name, [value])
+            return True
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that only the env has."""
+        if name in _OWN or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        try:
+            return self._batch.get_attr(name)[0]
+        except CallError as error:
+            if error.remote_traceback and not isinstance(error, AttributeError):
+                raise
+            raise AttributeError(str(error)) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this object, or one that only the env has."""
+        if name in _OWN or name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            self.set_wrapper_attr(name, value)
 
     def _only(self, observation: Any) -> Any:
         return next(iter(iterate(self._batched_space, observation)))

@@ -208,6 +208,26 @@ def final_observations(space: Space[Any], step: StepResult, previous: Any) -> li
     return rows
 
 
+def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:
+    """Return the observations of a step, with the previous ones of lost episodes.
+
+    Args:
+      space: Observation space of one env.
+      step: Result of the step, whose observations may be overwritten.
+      previous: Observations before the step.
+    """
+    lost = step.lost.nonzero()[0].tolist()
+    leaves = []
+    for now, before in zip(
+        flatten(space, step.observation), flatten(space, previous), strict=True
+    ):
+        rows = now if isinstance(now, np.ndarray) else list(now)
+        for row in lost:
+            rows[row] = before[row]
+        leaves.append(rows if isinstance(now, np.ndarray) else tuple(rows))
+    return unflatten(space, leaves)
+
+
 def _check_shape(target: Array, shape: tuple[int, ...]) -> None:
     # NumPy would broadcast a single row to a larger array without an error.
     if target.shape != shape:

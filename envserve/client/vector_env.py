@@ -15,15 +15,21 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Discrete, Space
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from envserve.client.batch_env import BatchEnv, EnvsClosed
-from envserve.client.step_result import StepResult, final_observations
+from envserve.client.step_result import (
+    StepResult,
+    final_observations,
+    with_last_observation,
+)
 from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
-from envserve.settings import Autoreset
+from envserve.settings import Autoreset, ObservationMode
+from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import flatten, unflatten
 
 Array = np.ndarray[Any, Any]
 
@@ -39,15 +45,47 @@ _any: Final = np.logical_or.reduce
 
 
 class CallPending(AlreadyPendingCallError, LocalProtocolError):
-    """A method was called between `reset_async` or `step_async` and its `_wait`."""
+    """A method was called between an `_async` method and its `_wait`."""
 
 
 class NoCall(NoAsyncCallError, LocalProtocolError):
-    """`reset_wait` or `step_wait` was called, but no reset or step is pending."""
+    """A `_wait` method was called, but its operation is not pending."""
 
 
 class EnvsTimeout(EnvTimeout, multiprocessing.TimeoutError):
     """Not all envs have finished in time. Nothing is lost, and you can wait again."""
+
+
+def parse_observation_mode(mode: Any) -> ObservationMode:
+    """Return the mode of a batch for an `observation_mode` of Gymnasium.
+
+    Raises:
+      TypeError: The mode is a tuple of other values than two spaces.
+      ValueError: The mode is unknown.
+    """
+    # Gymnasium's tests require the text of these errors.
+    if isinstance(mode, tuple) and len(mode) == 2:
+        if not all(isinstance(each, Space) for each in mode):
+            raise TypeError(
+                f"Expected both elements of observation_mode to be Spaces, got {mode}"
+            )
+        return "different"
+    if mode not in ("same", "different"):
+        raise ValueError(
+            f"Invalid `observation_mode`, expected: 'same' or 'different' or tuple of "
+            f"single and batch observation space, actual got {mode}"
+        )
+    choice: ObservationMode = mode
+    return choice
+
+
+def _own_action_space(batch: BatchEnv) -> Space[Any]:
+    """Return the action space of the first env, with the env's random generator."""
+    with contextlib.suppress(CallError):  # servers of other releases do not expose it
+        (space,) = batch.get_attr("action_space", [0])
+        if space == batch.action_space:
+            return space  # type: ignore[no-any-return]
+    return batch.action_space
 
 
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
@@ -66,12 +104,15 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     there is no key "valid".
     """
 
-    def __init__(self, batch: BatchEnv, *, copy: bool = True) -> None:
+    def __init__(
+        self, batch: BatchEnv, *, copy: bool = True, observation_mode: Any = "same"
+    ) -> None:
         """Wrap a batch, and take ownership of it.
 
         Args:
           batch: A batch made with `infos="all"`.
           copy: As for `make_vec`.
+          observation_mode: As for `make_vec`.
         """
         super().__init__()
         # Closes the batch if the user drops this object without closing it.
@@ -79,13 +120,20 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self._finalizer.atexit = False
         self._batch = batch
         batch.reset_call = "reset(options={'reset_mask': ...})"
+        batch.steps_ended = True
         self.num_envs = batch.num_envs
         self.autoreset_mode = AUTORESET_MODES[batch.autoreset]
         self._is_same_step = batch.autoreset == "same_step"
         self.single_observation_space = batch.observation_space
-        self.single_action_space = batch.action_space
         self.observation_space = batch_space(batch.observation_space, self.num_envs)
-        self.action_space = batch_space(batch.action_space, self.num_envs)
+        if observation_mode == "different":
+            spaces = batch.get_attr("observation_space")
+            self.single_observation_space = spaces[0]
+            self.observation_space = batch_differing_spaces(spaces)
+        elif observation_mode != "same":
+            self.observation_space, self.single_observation_space = observation_mode
+        self.single_action_space = _own_action_space(batch)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
         (self.render_mode,) = batch.get_attr("render_mode", [0])
         self.metadata = {**metadata_of(batch), "autoreset_mode": self.autoreset_mode}
         self._is_copied = copy
@@ -143,14 +191,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         if options is not None and "reset_mask" in options:
             rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]
             others = {key: options[key] for key in options if key != "reset_mask"}
-            options = others or None  # some envs accept no options at all
+            options = others
         seeds = None
         if seed is not None and any(each is not None for each in seed):
             seeds = [seed[row] for row in rows.tolist()]
         every = len(rows) == self.num_envs
         self._batch.send_reset(None if every else rows, seeds, options=options)
-        if first is not None:
-            super().reset(seed=first)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset that `reset_async` has started, and return its result.
@@ -224,6 +270,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     # gymnasium.vector.VectorEnv.
 
     @property
+    def np_random(self) -> Any:
+        """The random number generators of the envs, as a tuple of copies."""
+        return self.get_attr("np_random")
+
+    @property
     def np_random_seed(self) -> Any:
         """The last seed of each env, as a tuple."""
         return self.get_attr("np_random_seed")
@@ -238,6 +289,27 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         if name in _NOT_CALLED:
             raise ValueError(f"{name}: expected {name}() instead of call({name!r})")
         return tuple(self._batch.call_each(name, *arguments, **named))
+
+    def call_async(self, name: str, /, *arguments: Any, **named: Any) -> None:
+        """Start a `call` without waiting; `call_wait` returns its result."""
+        self._check_idle("call_async")
+        if name in _NOT_CALLED:
+            raise ValueError(f"{name}: expected {name}() instead of call({name!r})")
+        self._batch.send_call(name, *arguments, **named)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Wait for the call that `call_async` has started, and return its result.
+
+        Args:
+          timeout: Maximum seconds to wait; None for no limit.
+
+        Raises:
+          EnvsTimeout: The call has not finished in time; call this again to wait
+            longer.
+          NoCall: No call was started.
+        """
+        with self._waiting_for("call"):
+            return tuple(self._batch.recv_call(timeout))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return the values of an attribute, one per env."""
@@ -294,11 +366,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Convert a result to the tuple that Gymnasium's `step` returns."""
         if not self._is_copied:
             # Only observation arrays are reused: the other arrays are small, and
-            # trainers keep them. With "SameStep", two results alternate, because lost
-            # episodes need the observations of the previous step.
+            # trainers keep them. Two results alternate, because lost episodes need the
+            # observations of the previous step.
             written = None if self._is_encoded else result
-            self._reused = self._latest if self._is_same_step else written
-            self._latest = written
+            self._reused, self._latest = self._latest, written
             result = result._replace(
                 reward=result.reward.copy(),
                 terminated=result.terminated.copy(),
@@ -306,6 +377,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 valid=result.valid.copy(),
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
+        if not self._is_same_step and not _all(result.valid):
+            shown = with_last_observation(
+                self.single_observation_space, result, self._observation
+            )
+            result = result._replace(observation=shown)
         self._observation = result.observation
         if not _all(result.valid):
             infos["valid"] = result.valid
@@ -319,10 +395,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         infos, final_infos = dict(result.infos), {}
         observations = np.full(self.num_envs, None, object)
         last = final_observations(self.observation_space, result, self._observation)
-        if isinstance(self.single_observation_space, Discrete):
-            last = [each.item() for each in last]  # most envs return ints
         for row in ended.nonzero()[0].tolist():
-            observations[row] = copying.deepcopy(last[row])
+            observations[row] = _as_returned(self._batch.spec, last[row])
             info = dict(infos.pop(row, {}))
             # In a valid row, the key "fault" comes from the env itself.
             is_lost = not result.valid[row] and "fault" in info
@@ -338,6 +412,17 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             "final_obs": observations,
             "_final_obs": ended,
         }
+
+
+def _as_returned(spec: EnvSpec, observation: Any) -> Any:
+    """Copy a final observation; scalars get the types that most envs return."""
+    leaves = copying.deepcopy(flatten(spec.observation_space, observation))
+    for index, leaf in enumerate(spec.observation_leaves):
+        if isinstance(leaf.space, Discrete):
+            leaves[index] = int(leaves[index])
+        elif not leaf.shape:
+            leaves[index] = np.asarray(leaves[index])
+    return unflatten(spec.observation_space, leaves)
 
 
 def _checked_mask(mask: Any, num_envs: int) -> Array:

@@ -9,6 +9,7 @@ any to its workers.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
 from envserve.envs import user_envs
-from envserve.errors import EnvStartError
+from envserve.errors import EnvStartError, WrapperError
+from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
+from envserve.wrappers.specs import parse_wrappers, table_of
 
 Env = gymnasium.Env[Any, Any]
 
@@ -35,10 +38,12 @@ class UserCode:
       specs: Envs to register in each worker, by name.
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
+      wrappers: Classes and functions to register as wrappers in each worker, by name.
     """
 
     specs: Mapping[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
+    wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
@@ -75,13 +80,38 @@ class UserCode:
             return env, cls()
         return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
 
+    def name_wrappers(self, wrappers: Any) -> Any:
+        """Replace classes and functions among wrappers by the names of their code.
+
+        Registered wrappers with valid arguments keep their own name, so that their
+        crashes can be replayed.
+        """
+        if not isinstance(wrappers, Sequence) or isinstance(wrappers, str):
+            return wrappers  # `parse_wrappers` raises the error
+        named = []
+        for position, wrapper in enumerate(wrappers):
+            table = table_of(wrapper)
+            if isinstance(wrapper, str | Mapping) or _is_valid(table):
+                named.append(table)
+                continue
+            if isinstance(wrapper, WrapperSpec):
+                wrapper = functools.partial(_apply_recorded, wrapper)
+            if callable(wrapper):
+                name = user_envs.name_of_code(wrapper)[:180]
+                table = {"name": f"<{name} {position}>"}  # not the name of a module
+                self.wrappers[table["name"]] = wrapper
+            named.append(table)
+        return named
+
     def dumps(self) -> bytes:
         """Pickle the code; b"" if there is none.
 
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
         """
-        parts = [*self.specs.items(), *enumerate(self.env_fns)]
+        parts = [
+            *(self.specs.items(), *self.wrappers.items(), *enumerate(self.env_fns))
+        ]
         if not parts:
             return b""
         try:
@@ -126,13 +156,36 @@ class UserCode:
                 known = gymnasium.registry.get(name)
                 spec.vector_entry_point = known and known.vector_entry_point
             gymnasium.registry[name] = spec
+        for name, wrapper in code.wrappers.items():
+            WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
         return code
 
     @property
     def roots(self) -> list[Callable[..., Any]]:
         """The functions and classes, except those that workers import by name."""
         points = (spec.entry_point for spec in self.specs.values())
-        return [*self.env_fns, *(each for each in points if callable(each))]
+        points = (each for each in points if callable(each))
+        return [*self.env_fns, *self.wrappers.values(), *points]
+
+
+def _is_valid(table: Any) -> bool:
+    """Return whether a table names a registered wrapper, with valid arguments."""
+    try:
+        parse_wrappers([table])
+    except WrapperError:
+        return False
+    return True
+
+
+def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
+    """Apply a wrapper with the arguments that Gymnasium has recorded."""
+    if spec.kwargs is None:
+        raise WrapperError(
+            f"{spec.name}: expected a wrapper that records its arguments with "
+            f"RecordConstructorArgs; pass its class instead"
+        )
+    wrapped: Env = load_env_creator(spec.entry_point)(env, **spec.kwargs)
+    return wrapped
 
 
 def _pickle(value: object) -> bytes:

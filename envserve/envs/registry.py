@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import re
 import sys
@@ -248,13 +249,7 @@ def make_env(
         these arguments, a package is missing, or the env exists only as a vector env.
     """
     if env_fn is not None:
-        env = env_fn()
-        if not hasattr(env, "step"):
-            raise EnvStartError(
-                f"expected {name} to return an env; got {env!r:.200}; does the "
-                f"function lack a return statement?"
-            )
-        return wrap(env, wrappers)
+        return wrap(_call(env_fn, name), wrappers)
     spec = copy.copy(find_spec(name))
     spec.order_enforce = False
     if spec.entry_point is None:
@@ -263,7 +258,13 @@ def make_env(
             f"server with --vector {name}"
         )
     try:
-        env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
+        if ":" in name and not _can_be_registered(spec.entry_point):
+            limit = kwargs.get("max_episode_steps", -1)
+            kwargs = {k: v for k, v in kwargs.items() if k != "max_episode_steps"}
+            env = _call(functools.partial(env_creator_of(spec), **kwargs), name)
+            env = gymnasium.wrappers.TimeLimit(env, limit) if limit > 0 else env
+        else:
+            env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except DependencyNotInstalled as error:
         if not (install := _install_command(error)):
             raise
@@ -274,20 +275,49 @@ def make_env(
     return wrap(env, wrappers)
 
 
+def _call(create: Callable[[], Env], name: str) -> Env:
+    """Return the env that a function creates."""
+    env = create()
+    if not hasattr(env, "step"):
+        raise EnvStartError(
+            f"expected {name} to return an env; got {env!r:.200}; does the function "
+            f"lack a return statement?"
+        )
+    return env
+
+
+def _can_be_registered(entry_point: object) -> bool:
+    """Return whether `gymnasium.make` can create all envs of an entry point.
+
+    It sets their `spec`, and accepts only instances of `gymnasium.Env`. Which envs a
+    function creates is not known in advance.
+    """
+    if isinstance(entry_point, str | None):
+        return True
+    if not (isinstance(entry_point, type) and issubclass(entry_point, gymnasium.Env)):
+        return False
+    is_property = hasattr(inspect.getattr_static(entry_point, "spec"), "__get__")
+    return not is_property and entry_point.__setattr__ is object.__setattr__
+
+
 def _raise_for_arguments(
     error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]
 ) -> None:
     """Raise EnvStartError if a constructor argument is missing or unexpected."""
-    creator = env_creator_of(spec)
-    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
-    parameters = [item for init in inits for item in signature(init).parameters.items()]
-    accepted = {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
+    accepted = arguments_of(env_creator_of(spec))
     match = _BAD_ARGUMENT.search(str(error))
     if match and (match[1] or (match[2] in kwargs and match[2] not in accepted)):
         raise EnvStartError(
-            f"env_kwargs: {error.__cause__}; {spec.id} takes "
+            f"env_kwargs: {error.__cause__ or error}; {spec.id} takes "
             f"{', '.join(sorted(accepted)) or 'none'}"
         ) from None
+
+
+def arguments_of(creator: Callable[..., Any]) -> set[str]:
+    """Return the keyword arguments of a class, with those of its bases, or function."""
+    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
+    parameters = [item for init in inits for item in signature(init).parameters.items()]
+    return {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
 
 
 def env_creator_of(spec: EnvSpec) -> Any:

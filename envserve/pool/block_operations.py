@@ -7,7 +7,8 @@ follows:
 - A step of a lost block is sent to the worker's successor as a reset. Its outcome is
   one lost transition per row (truncated, with the status of the loss), and the block is
   no longer lost. Each loss therefore costs each row exactly one transition, whenever
-  the loss happens.
+  the loss happens. With autoreset "next_step", the reset is deferred to the next
+  step.
 - A reset is resent. If it resets the whole block, the block is no longer lost
   afterwards, and no lost transition is reported, because the caller has abandoned the
   episodes anyway.
@@ -95,6 +96,7 @@ class _BlockSlot:
       has_final: Whether `final_observation` already contains the last observations.
       failing_rows: Rows whose last step raised, with the number of workers that were
         replaced for that reason since the row's last valid step.
+      resetting: Rows whose next step only resets them, after a fault.
       overwritten_at: Number of steps of the block when its rows were last overwritten.
     """
 
@@ -107,16 +109,17 @@ class _BlockSlot:
     started_at: float = 0.0
     has_final: bool = False
     failing_rows: dict[int, int] = field(default_factory=dict)
+    resetting: set[int] = field(default_factory=set)
     overwritten_at: int = -1
 
-    def message(self, is_lost: bool) -> bytes:
-        """Encode the operation for the worker."""
+    def message(self, is_lost: bool, lost_payload: bytes) -> bytes:
+        """Encode the operation for the worker; a lost step as this RESET."""
         index, sequence = self.block.index, self.sequence
         if self.kind != _STEP:
             return pack_message(self.kind, index, sequence, self.task.payload)
-        return pack_message(
-            MessageKind.RESET if is_lost else MessageKind.STEP, index, sequence
-        )
+        if is_lost:
+            return pack_message(MessageKind.RESET, index, sequence, lost_payload)
+        return pack_message(MessageKind.STEP, index, sequence)
 
     def save_final_observation(self, rows: Rows) -> None:
         """Copy the last observations to `final_observation`, once per lost step.
@@ -164,6 +167,8 @@ class BlockOperations:
         self._slots = [_BlockSlot(block, workers.all[block.worker]) for block in blocks]
         self._losses: dict[int, Lost] = {}  # by index of the lost block
         self._sequence = 0
+        self._is_next_step = workers.config.autoreset == "next_step"
+        self._lost_payload = codec.encode({"rows": []}) if self._is_next_step else b""
 
     @property
     def _rows(self) -> Rows:
@@ -232,7 +237,7 @@ class BlockOperations:
                     slot.task = tasks[position]
                 if index in self._losses:
                     self._begin_lost_block(slot)
-                message = slot.message(index in self._losses)
+                message = slot.message(index in self._losses, self._lost_payload)
             if worker.state is WorkerState.SERVING:
                 outbox.setdefault(worker, []).append(message)
         self._sequence = sequence
@@ -270,7 +275,8 @@ class BlockOperations:
                 return
             self.likely_last = worker
             is_plain = slot.kind == _STEP and not event.payload
-            if not is_plain or index in self._losses or slot.failing_rows:
+            is_tracked = slot.failing_rows or slot.resetting
+            if not is_plain or index in self._losses or is_tracked:
                 self._on_answer(slot, event.payload, now)
                 return
             worker.has_stepped = True  # fast path
@@ -304,7 +310,7 @@ class BlockOperations:
             self.metrics.slab = workers.slab
             self.state = "ready"
         messages = [
-            slot.message(slot.block.index in self._losses)
+            slot.message(slot.block.index in self._losses, self._lost_payload)
             for slot in self._slots_of(worker)
             if slot.kind
         ]
@@ -327,14 +333,15 @@ class BlockOperations:
             self._workers.incarnations[row] += 1
         if is_step and block.index in self._losses:
             status, text = self._losses.pop(block.index)
+            slot.resetting = {*block.rows} if self._is_next_step else set()
             write_lost(self._rows, block.row_slice, status)
             self.metrics.record_lost(block.index, status, slot.started_at, now)
             lost = [Fault(row, status, text) for row in block.rows]
             self._finish(slot, Outcome(block.index, faults=lost))
             return
         if is_step:
-            worker.has_stepped = True
-            if slot.failing_rows or outcome.faults:
+            worker.has_stepped |= len(slot.resetting) < len(block.rows)
+            if slot.failing_rows or slot.resetting or outcome.faults:
                 self._replace_if_failing(slot, outcome.faults, now)
         elif slot.task.resets_block:
             self._losses.pop(block.index, None)
@@ -374,7 +381,9 @@ class BlockOperations:
         The worker fails permanently once `max_restarts` replacements have not helped.
         """
         worker, config, reason = slot.worker, self._workers.config, ""
-        previous, slot.failing_rows = slot.failing_rows, {}
+        previous = slot.failing_rows
+        slot.failing_rows = {r: previous[r] for r in slot.resetting & previous.keys()}
+        slot.resetting = {f.env_index for f in faults} if self._is_next_step else set()
         for fault in faults:
             row = fault.env_index
             env = f"env {config.first_env_index + row}"

@@ -329,10 +329,11 @@ class FaultLog:
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
+        names = [self._config.env_name, *(each.name for each in self._config.wrappers)]
         purpose = "to replay it"
         if self._config.vectorized:
             purpose = "actions of its first row"
-        elif not is_importable(self._config.env_name):
+        elif not all(map(is_importable, names)):
             purpose = "its actions, which cannot be replayed without the script"
         return [f"{purpose}: envserve replay {shlex.quote(str(path))}{imports}"]
 

@@ -101,7 +101,7 @@ class WorkerSet:
         Once all workers are ready for the first time, create the slab.
         """
         if self.spec is not None:
-            different = self.spec.differences(spec)
+            different = self.spec.differences(spec, self.config.observation_mode)
             if different:
                 text = f"restarted with different spaces: {'; '.join(different)}"
                 worker.kill(text, now)
@@ -111,7 +111,7 @@ class WorkerSet:
             return False
         first = self._specs[0]
         for index, other in self._specs.items():
-            different = first.differences(other)
+            different = first.differences(other, self.config.observation_mode)
             if different:
                 label = self.all[index].label
                 text = f"the spaces of {label} differ from those of the first worker: "

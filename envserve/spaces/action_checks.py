@@ -1,16 +1,19 @@
-"""Check actions: structure, shape, dtype, bounds and finiteness.
+"""Check actions: structure, shape, dtype, finiteness and bounds.
 
-Actions are checked once, when they enter a batch or a server. Every error names the
-first env whose action is invalid.
+Actions are checked when they enter a batch, and again when they enter a server. NaN and
+infinity are always errors. `settings.ActionMode` determines what happens to finite
+actions outside their space. Every error names the first env whose action is invalid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from gymnasium.spaces import Box, Space
+from gymnasium.spaces import Box
 
 from envserve.errors import ActionError, SpaceError
 from envserve.spaces.env_spec import EnvSpec
@@ -22,6 +25,12 @@ Array = np.ndarray[Any, Any]
 _minimum: Final = np.minimum.reduce
 _maximum: Final = np.maximum.reduce
 
+#: Returns the start of an error about the action at a position.
+_NameOf = Callable[[int], str]
+
+#: Names of envs for which actions outside the action space were reported.
+_warned: Final[set[str]] = set()
+
 
 class ActionBounds:
     """Fast check whether the actions of a range of rows are within bounds.
@@ -30,16 +39,19 @@ class ActionBounds:
     `check_action_rows`, which raises an error that names the invalid action.
     """
 
-    def __init__(self, spec: EnvSpec, actions: Sequence[Array]) -> None:
+    def __init__(
+        self, spec: EnvSpec, actions: Sequence[Array], mode: str = "check"
+    ) -> None:
         """Prepare the check.
 
         Args:
           spec: Spec of the envs.
           actions: Arrays `[num_envs, ...]` that will contain the actions, one per
             action leaf.
+          mode: With "pass", any finite value is within bounds.
         """
         self._leaves = [
-            (array, *leaf.limits)
+            (array, *(leaf.dtype_limits if mode == "pass" else leaf.limits))
             for leaf, array in zip(spec.action_leaves, actions, strict=True)
             if array.size
         ]
@@ -62,15 +74,19 @@ def check_actions(
     actions: Any,
     env_indices: Sequence[int] | Array | None,
     num_envs: int,
+    mode: str = "check",
 ) -> list[Array]:
     """Validate a batch of actions and return one array per action leaf.
 
     Args:
       spec: Spec of the envs.
-      actions: Arrays `[num_envs, ...]`, nested like the action space.
+      actions: Arrays `[num_envs, ...]`, nested like the action space. Dicts may have
+        additional keys, which are ignored, as in Gymnasium.
       env_indices: Row in the batch of each action, for error messages; None for rows 0
         to `num_envs - 1`.
-      num_envs: Expected length of each array.
+      num_envs: Expected length of each array; 0 for the action of a single env, without
+        the first dimension.
+      mode: See `settings.ActionMode`.
 
     Returns:
       Arrays `[num_envs, ...]` in the order of `spec.action_leaves`, copied only if
@@ -91,6 +107,8 @@ def check_actions(
         and actions.shape == (num_envs, *leaf.shape)
     ):
         low, high = leaf.limits
+        if mode == "pass" and spec.env_name in _warned:
+            low, high = leaf.dtype_limits
         if (
             type(low) is not np.ndarray
             and _minimum(actions, None) >= low  # False for NaN
@@ -98,24 +116,34 @@ def check_actions(
         ):
             return [actions]
     try:
-        values = flatten(spec.action_space, actions)
+        values = flatten(spec.action_space, actions, allows_more=True)
     except SpaceError as error:
         raise ActionError(f"actions: {error}") from None
     if not values:  # the action space has no leaves
-        return [np.zeros((num_envs, *leaf.shape), leaf.dtype)]
+        return [np.zeros((num_envs or 1, *leaf.shape), leaf.dtype)]
+    name_of = partial(_name_of, env_indices, num_envs)
     arrays = []
     for leaf, value in zip(spec.action_leaves, values, strict=True):
         if leaf.is_encoded:
-            arrays.append(_encode(leaf, value, env_indices, num_envs))
+            arrays.append(
+                _encode(leaf, value if num_envs else [value], num_envs or 1, name_of)
+            )
             continue
-        array = _as_array(leaf, value, num_envs)
-        _check_values(leaf, array, env_indices)
-        arrays.append(array)
+        given = _as_array(leaf, value, num_envs)
+        array = _cast(leaf, given)
+        if not num_envs:
+            array = array[np.newaxis]
+        precision = min(leaf.dtype, given.dtype, key=lambda dtype: dtype.itemsize)
+        arrays.append(_to_bounds(spec.env_name, leaf, array, name_of, mode, precision))
     return arrays
 
 
 def check_action_rows(
-    spec: EnvSpec, actions: Sequence[Array], start: int, stop: int
+    spec: EnvSpec,
+    actions: Sequence[Array],
+    start: int,
+    stop: int,
+    mode: str = "check",
 ) -> None:
     """Check the actions in rows `start` to `stop` (exclusive) of a server or pool.
 
@@ -128,95 +156,152 @@ def check_action_rows(
       actions: Arrays `[num_envs, ...]`, one per action leaf.
       start: First row.
       stop: Row after the last.
+      mode: With "pass", actions only have to be finite.
 
     Raises:
       ActionError: An action is out of bounds or not finite. The message names the env,
         the leaf, and the bounds.
     """
+    name_of = partial(_name_of, range(start, stop), stop - start)
     for leaf, array in zip(spec.action_leaves, actions, strict=True):
-        _check_values(leaf, array[start:stop], np.arange(start, stop))
-
-
-def clip_rounding_errors(space: Space[Any], actions: Any) -> Any:
-    """Clip actions that exceed a Box's bounds only by a rounding error.
-
-    `low + range * x`, for example, may exceed `high` by some units in the last place.
-    All other actions are returned unchanged.
-    """
-    if not isinstance(space, Box) or not isinstance(actions, np.ndarray):
-        return actions
-    if actions.dtype.kind != "f" or actions.shape[1:] != space.shape:
-        return actions
-    coarser = min(space.dtype, actions.dtype, key=lambda dtype: dtype.itemsize)
-    with np.errstate(all="ignore"):  # infinite bounds, NaN
-        clipped = np.clip(actions, space.low, space.high)
-        greatest = np.maximum(np.abs(space.low), np.abs(space.high)).astype(coarser)
-        is_near = np.abs(actions - clipped) <= 4 * np.spacing(greatest)
-    return np.where(is_near, clipped, actions)
+        part = array[start:stop]
+        _check_finite(leaf, part, name_of)
+        if mode != "pass" and not (good := _is_within(part, leaf.limits)).all():
+            raise ActionError(_out_of_bounds(leaf, part, good, name_of))
 
 
 def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
+    """Convert the actions of a leaf to an array of the expected shape."""
     try:
         array = np.asarray(value)
-    except ValueError as error:  # ragged nested lists
-        raise ActionError(f"{_label(leaf)}: {error}") from None
-    shape = (num_envs, *leaf.shape)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors
+        item = value[0] if isinstance(value, list | tuple) and value else value
+        tensor = "; write actions.detach().float().cpu().numpy()"
+        hint = tensor if hasattr(item, "detach") else ""
+        raise ActionError(f"{_label(leaf)}: {error}{hint}") from None
+    shape = (num_envs, *leaf.shape) if num_envs else leaf.shape
+    if not leaf.shape and array.shape == (*shape, 1):
+        return array.reshape(shape)
     if array.shape != shape:
+        sizes = [[n for n in each if n != 1] for each in (shape, array.shape)]
         raise ActionError(
-            f"{_label(leaf)}: expected shape {list(shape)}, one row per env; "
-            f"got {list(array.shape)}"
+            f"{_label(leaf)}: expected shape {list(shape)}"
+            f"{', one row per env' if num_envs else ''}; got {list(array.shape)}"
+            + (f"; write actions.reshape{shape}" if sizes[0] == sizes[1] else "")
         )
-    if array.dtype == leaf.dtype:
-        return array
-    if not np.can_cast(array.dtype, leaf.dtype, "same_kind") and not (
-        leaf.dtype.kind in "ui" and array.dtype.kind in "uib"
-    ):
-        raise ActionError(
-            f"{_label(leaf)}: expected {leaf.dtype}; got {array.dtype}; "
-            f"cast it with .astype({str(leaf.dtype)!r}) if this is intended"
-        )
-    if leaf.dtype.kind == "f":
-        # A finite float64 may overflow in float32, so convert before the bounds check,
-        # which must apply to the stored values.
-        with np.errstate(over="ignore"):
-            return array.astype(leaf.dtype, copy=False)
     return array
 
 
-def _encode(
-    leaf: Leaf, values: Any, env_indices: Sequence[int] | Array | None, num_envs: int
-) -> Array:
-    if not isinstance(values, (tuple, list)) or len(values) != num_envs:
+def _cast(leaf: Leaf, array: Array) -> Array:
+    """Cast an array to the leaf's dtype, unless that would change its values."""
+    kinds = leaf.dtype.kind + array.dtype.kind
+    with np.errstate(over="ignore", invalid="ignore"):
+        if array.dtype == leaf.dtype:
+            return array
+        if kinds in ("uf", "if"):  # accept whole numbers, as Gymnasium does
+            cast = array.astype(leaf.dtype)
+            if (cast == array).all():
+                return cast
+        elif leaf.dtype.kind == "f":
+            if np.can_cast(array.dtype, leaf.dtype, "same_kind"):
+                return array.astype(leaf.dtype, copy=False)
+        elif np.can_cast(array.dtype, leaf.dtype, "same_kind") or kinds in (
+            *("uu", "ui", "ub", "iu", "ii", "ib"),
+        ):
+            return array  # only the bounds check ensures that the values fit
+    raise ActionError(
+        f"{_label(leaf)}: expected {leaf.dtype}; got {array.dtype}; "
+        f"cast it with .astype({str(leaf.dtype)!r}) if this is intended"
+    )
+
+
+def _encode(leaf: Leaf, values: Any, num_rows: int, name_of: _NameOf) -> Array:
+    if not isinstance(values, (tuple, list)) or len(values) != num_rows:
         raise ActionError(
-            f"{_label(leaf)}: expected a tuple of {num_envs} values, one per env; "
+            f"{_label(leaf)}: expected a tuple of {num_rows} values, one per env; "
             f"got {values!r:.200}"
         )
-    rows = np.zeros((num_envs, *leaf.shape), leaf.dtype)
+    rows = np.zeros((num_rows, *leaf.shape), leaf.dtype)
     for row, value in enumerate(values):
         try:
             rows[row] = encode_row(leaf, value, is_strict=True)
         except SpaceError as error:
-            env_index = row if env_indices is None else int(np.ravel(env_indices)[row])
-            raise ActionError(f"Env {env_index}: {_label(leaf)}: {error}") from None
+            raise ActionError(f"{name_of(row)}{_label(leaf)}: {error}") from None
     return rows
 
 
-def _check_values(
-    leaf: Leaf, array: Array, env_indices: Sequence[int] | Array | None
-) -> None:
-    low, high = leaf.limits
-    is_good = (array >= low) & (array <= high)  # False for NaN
+def _to_bounds(
+    env_name: str,
+    leaf: Leaf,
+    array: Array,
+    name_of: _NameOf,
+    mode: str,
+    precision: np.dtype[Any],
+) -> Array:
+    """Return actions that are within bounds, or that may be passed to the env.
+
+    `low + range * x`, for example, may exceed `high` by some units in the last place.
+    Such rounding errors are clipped; `precision` is the dtype in which they occurred.
+    """
+    is_good = _is_within(array, leaf.limits)
+    if is_good.all():
+        return array
+    _check_finite(leaf, array, name_of)
+    if mode == "pass":
+        if env_name not in _warned:
+            _warned.add(env_name)
+            warnings.warn(
+                f"{_out_of_bounds(leaf, array, is_good, name_of)}. It is passed to "
+                f"{env_name}, as in Gymnasium; actions='clip' clips all actions, and "
+                f"actions='check' makes this an error. This warning is shown once",
+                stacklevel=5,
+            )
+        return array
+    if isinstance(leaf.space, Box):
+        clipped: Array = np.clip(array.astype(leaf.dtype, copy=False), *leaf.limits)
+        if mode == "clip":
+            return clipped
+        if precision.kind == "f":
+            with np.errstate(all="ignore"):  # infinite bounds
+                most = np.maximum(*np.abs(leaf.bounds)).astype(precision)
+                is_good |= np.abs(array - clipped) <= 4 * np.spacing(most)
+        if is_good.all():
+            return clipped
+    raise ActionError(_out_of_bounds(leaf, array, is_good, name_of))
+
+
+def _name_of(env_indices: Sequence[int] | Array | None, num_envs: int, row: int) -> str:
+    """Return the start of an error about an action; empty for a single env."""
+    index = row if env_indices is None else int(np.ravel(env_indices)[row])
+    return f"Env {index}: " if num_envs else ""
+
+
+def _is_within(array: Array, limits: tuple[Any, Any]) -> Array:
+    is_within: Array = (array >= limits[0]) & (array <= limits[1])  # False for NaN
+    return is_within
+
+
+def _check_finite(leaf: Leaf, array: Array, name_of: _NameOf) -> None:
+    """Raise ActionError for NaN, infinity, and integers that the dtype cannot hold."""
+    is_good = _is_within(array, leaf.dtype_limits)
     if is_good.all():
         return
-    low, high = leaf.bounds
-    row, *inner = (int(i) for i in np.argwhere(~is_good)[0])
-    env_index = row if env_indices is None else int(np.ravel(env_indices)[row])
-    position = "".join(f"[{i}]" for i in inner)
-    least = np.broadcast_to(low, leaf.shape)[tuple(inner)]
-    most = np.broadcast_to(high, leaf.shape)[tuple(inner)]
+    if leaf.dtype.kind != "f":
+        raise ActionError(_out_of_bounds(leaf, array, is_good, name_of))
+    row, where = _first_bad(is_good)
     raise ActionError(
-        f"Env {env_index}: expected {_label(leaf)}{position} in [{least}, {most}]; "
-        f"got {array[(row, *inner)]}; "
+        f"{name_of(row)}expected finite actions; got {array[(row, *where)]} in "
+        f"{_label(leaf, where)}; the output of the policy is not finite in {leaf.dtype}"
+    )
+
+
+def _out_of_bounds(leaf: Leaf, array: Array, is_good: Array, name_of: _NameOf) -> str:
+    """Describe the first action that is out of bounds."""
+    row, where = _first_bad(is_good)
+    low, high = (np.broadcast_to(bound, leaf.shape)[where] for bound in leaf.bounds)
+    return (
+        f"{name_of(row)}expected {_label(leaf, where)} in [{low}, {high}]; "
+        f"got {array[(row, *where)]}; "
         + (
             "clip actions to the action space before the step"
             if leaf.dtype.kind == "f"
@@ -225,5 +310,11 @@ def _check_values(
     )
 
 
-def _label(leaf: Leaf) -> str:
-    return f"action {leaf.path!r}" if leaf.path else "action"
+def _first_bad(is_good: Array) -> tuple[int, tuple[int, ...]]:
+    row, *where = (int(i) for i in np.argwhere(~is_good)[0])
+    return row, tuple(where)
+
+
+def _label(leaf: Leaf, where: Sequence[int] = ()) -> str:
+    position = "".join(f"[{i}]" for i in where)
+    return (f"action {leaf.path!r}" if leaf.path else "action") + position

@@ -73,17 +73,34 @@ class EnvSpec:
         """Whether any observation leaves are encoded."""
         return any(leaf.is_encoded for leaf in self.observation_leaves)
 
-    def differences(self, other: EnvSpec) -> list[str]:
-        """Return one line for each space that differs between this spec and another."""
-        pairs = (
-            ("observation space", self.observation_space, other.observation_space),
-            ("action space", self.action_space, other.action_space),
-        )
-        return [
-            f"{name}: expected {ours}, got {theirs}"
-            for name, ours, theirs in pairs
-            if not spaces_equal(ours, theirs)
-        ]
+    def differences(self, other: EnvSpec, observation_mode: str = "same") -> list[str]:
+        """Return one line for each space that differs between this spec and another.
+
+        Args:
+          other: The other spec.
+          observation_mode: See `settings.ObservationMode`.
+        """
+        ours, theirs = self.observation_space, other.observation_space
+        lines = []
+        are_alike = _layout(ours) == _layout(theirs)
+        if not (observation_mode == "different" and are_alike) and not spaces_equal(
+            ours, theirs
+        ):
+            # Gymnasium's tests require this text.
+            hint = (
+                "; the sub-environments observation spaces are not equivalent. If this "
+                "is intentional, use `observation_mode='different'` instead."
+            )
+            hint = hint if are_alike else ""
+            lines.append(f"observation space: expected {ours}, got {theirs}{hint}")
+        ours, theirs = self.action_space, other.action_space
+        if not spaces_equal(ours, theirs):
+            lines.append(f"action space: expected {ours}, got {theirs}")
+        return lines
+
+
+def _layout(space: Space[Any]) -> list[Any]:
+    return [(leaf.path, leaf.shape, leaf.dtype) for leaf in leaves_of(space)]
 
 
 def spaces_equal(left: Space[Any], right: Space[Any]) -> bool:

@@ -120,11 +120,20 @@ class Leaf:
         if is_one:
             low, high = low.flat[0], high.flat[0]
         if self.dtype.kind == "f":
-            limits = np.finfo(self.dtype)
-            low, high = np.maximum(low, limits.min), np.minimum(high, limits.max)
+            least, most = self.dtype_limits
+            low, high = np.maximum(low, least), np.minimum(high, most)
         if is_one:
             return low.item(), high.item()
         return np.broadcast_to(low, self.shape), np.broadcast_to(high, self.shape)
+
+    @cached_property
+    def dtype_limits(self) -> tuple[Any, Any]:
+        """Lowest and highest finite values of the dtype."""
+        if self.dtype.kind == "b":
+            return False, True
+        get_info = np.finfo if self.dtype.kind == "f" else np.iinfo
+        limits = get_info(self.dtype)
+        return self.dtype.type(limits.min), self.dtype.type(limits.max)
 
     def __str__(self) -> str:
         """Return dtype and shape for messages, such as `float32[3]`."""
@@ -256,20 +265,29 @@ def _check_dtype(space: Space[Any], path: str) -> None:
         raise SpaceError(f"space {space}{_at_path(path)}: {error}") from None
 
 
-def flatten(space: Space[Any], value: Any) -> list[Any]:
+def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list[Any]:
     """Return the leaf values of a value or batch of a space, in leaf order.
+
+    Args:
+      space: The space.
+      value: The value or batch.
+      allows_more: Whether dicts may have more keys than the space.
 
     Raises:
       SpaceError: The value is not nested in the same way as the space.
     """
     if isinstance(space, spaces.Dict):
-        if not isinstance(value, dict) or set(value) != set(space.spaces):
+        keys = space.spaces.keys()
+        is_dict = isinstance(value, dict) and keys <= value.keys()
+        if not is_dict or (len(value) > len(keys) and not allows_more):
             got = list(value) if isinstance(value, dict) else type(value).__name__
             raise SpaceError(
                 f"expected a dict with the keys {list(space.spaces)}; got {got}"
             )
         return [
-            leaf for key in space.spaces for leaf in flatten(space[key], value[key])
+            leaf
+            for key in keys
+            for leaf in flatten(space[key], value[key], allows_more=allows_more)
         ]
     if isinstance(space, spaces.Tuple):
         count = len(space.spaces)
@@ -281,7 +299,7 @@ def flatten(space: Space[Any], value: Any) -> list[Any]:
         return [
             leaf
             for child, item in zip(space.spaces, value, strict=True)
-            for leaf in flatten(child, item)
+            for leaf in flatten(child, item, allows_more=allows_more)
         ]
     return [value]
 

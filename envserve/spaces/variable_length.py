@@ -175,8 +175,6 @@ def decode_actions(spec: EnvSpec, arrays: Iterable[Array]) -> list[Any]:
         values = list(array)
         if leaf.is_encoded:
             values = [decode_row(leaf, row) for row in array]
-        elif not leaf.shape and isinstance(leaf.space, spaces.Box):
-            values = [np.asarray(value) for value in values]
         per_leaf.append(values)
     space = spec.action_space
     if spec.action_leaves[0].space is space:

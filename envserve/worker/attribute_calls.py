@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, Self
 from envserve.errors import CallError
 from envserve.lane import Block, Call, Fault, Outcome
 from envserve.spaces import codec
+from envserve.spaces.attribute_values import to_plain
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
@@ -98,7 +99,7 @@ def run_call(
             value_of = _raise_too_large
         try:
             # Encode it in a list, because the answer is a list and nesting is limited.
-            value = codec.encode([value_of(position)])
+            value = codec.encode([to_plain(value_of(position))])
             num_values += codec.check(value, MAX_RESULT_VALUES)
             value = value[1:]
             if len(value) > MAX_CALL_BYTES:
@@ -167,7 +168,8 @@ def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
                 "values"
             )
         return setattr(env, request.name, arguments[0])
-    value = getattr(env, request.name)
+    is_space = request.name in ("action_space", "observation_space")
+    value = getattr(env, f"single_{request.name}" if is_space else request.name)
     if request.kind == "call" and (callable(value) or arguments or keywords):
         return value(*arguments, **keywords)
     return value

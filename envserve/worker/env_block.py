@@ -105,7 +105,7 @@ class EnvBlock:
             try:
                 reward, terminated, truncated, info = env.step(action)
             except Exception as error:
-                faults.append(self._replace_failed(env, error))
+                faults.append(self._replace_failed(env, error, in_step=True))
                 rewards.append(0.0)
                 continue
             rewards.append(reward)
@@ -144,11 +144,15 @@ class EnvBlock:
             try:
                 env.check_finite(reward)
             except SpaceViolation as error:
-                faults.append(self._replace_failed(env, error))
+                faults.append(self._replace_failed(env, error, in_step=True))
         return faults
 
-    def _replace_failed(self, env: EnvRow | SpareRow, error: Exception) -> Fault:
+    def _replace_failed(
+        self, env: EnvRow | SpareRow, error: Exception, *, in_step: bool = False
+    ) -> Fault:
         """Replace a failed env with its next incarnation; return the fault.
+
+        With autoreset "next_step", the next step resets an env that failed in a step.
 
         The status of the row is PENDING until the pool writes the lost transition. If
         this worker dies before it has sent its report, PENDING shows the pool that
@@ -163,15 +167,27 @@ class EnvBlock:
         env.record.save_failed()
         self._heartbeat[1] = 1
         env.rebuild()
-        env.reset(None)
+        if in_step and self._config.autoreset == "next_step":
+            self._heartbeat[1] = 0
+            env.defer_reset()
+            if isinstance(error, SpaceViolation):  # the observation may not be finite
+                for last in rows.observation:
+                    last[env.row] = 0
+        else:
+            env.reset(None)
         return fault
 
     def reset(self, payload: bytes) -> bytes:
-        """Reset some or all rows; return the encoded report."""
+        """Reset some or all rows; return the encoded report.
+
+        An empty list of rows defers the reset of all rows to the next step.
+        """
         request = codec.decode(payload) if payload else {}
         chosen = request.get("rows")
         if chosen is None:
             chosen = self.rows
+        for env in () if chosen else self._envs:
+            env.defer_reset()
         seeds, options = request.get("seeds"), request.get("options", b"")
         infos, rebuilt, faults = {}, [], list[Fault]()
         for position, row in enumerate(chosen):

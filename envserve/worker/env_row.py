@@ -106,7 +106,7 @@ class EnvRow:
         )
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
-        self.inner_env = self._env.unwrapped
+        self.inner_env = getattr(self._env, "unwrapped", self._env)
         self.is_fresh = True
         self._initial_seed = self.seed if request.seeded else None
         spaces = self._env.observation_space, self._env.action_space
@@ -126,7 +126,7 @@ class EnvRow:
         self.incarnation += 1
         self.build()
         for name, value in self.attributes.items():
-            self._env.set_wrapper_attr(name, copy.deepcopy(value))
+            self._set_attribute(name, copy.deepcopy(value))
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
         """Set the arrays, the heartbeat and the record to write to.
@@ -267,15 +267,27 @@ class EnvRow:
         """Call a method, or get or set an attribute, of the env or a wrapper."""
         if kind == "set":
             value = copy.deepcopy(arguments[0])
-            self._env.set_wrapper_attr(name, arguments[0])
+            self._set_attribute(name, arguments[0])
             self.attributes[name] = value
             return None
         if name == "wrapper_names":
             return _wrapper_names(self._env)
-        value = self._env.get_wrapper_attr(name)
+        get = getattr(
+            self._env, "get_wrapper_attr", functools.partial(getattr, self._env)
+        )
+        value = get(name)
         if kind == "call" and (callable(value) or arguments or keywords):
             return value(*arguments, **keywords)
         return value
+
+    def defer_reset(self) -> None:
+        """Let the next step reset the env, with autoreset "next_step"."""
+        self._needs_reset = True
+
+    def _set_attribute(self, name: str, value: Any) -> None:
+        # An env need not derive from `gymnasium.Env`.
+        env = self._env
+        getattr(env, "set_wrapper_attr", functools.partial(setattr, env))(name, value)
 
     def render(self) -> Any:
         """Return the rendered frame; see `rendering.render`."""

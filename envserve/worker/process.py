@@ -146,7 +146,7 @@ class _Worker:
         first_index, first = next(built)
         self._send(pack_message(MessageKind.BUILT))
         for env_index, spec in built:
-            different = first.differences(spec)
+            different = first.differences(spec, self._config.observation_mode)
             if different:
                 raise EnvStartError(
                     f"Env {env_index}: its spaces differ from the spaces of env "

@@ -1,7 +1,8 @@
 """Adapt envs whose `reset` lacks the arguments `seed` or `options`.
 
 The worker calls `reset(seed=..., options=...)`, as Gymnasium defines it. An argument
-that the env does not declare is dropped if it is None; otherwise an error is raised.
+that the env does not declare is dropped if it is None or empty; otherwise an error is
+raised.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _DropMissingArguments(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, **given: Any) -> tuple[Any, dict[str, Any]]:
         for name in self._missing:
-            if given.pop(name) is not None:
+            if given.pop(name) not in (None, {}):
                 who = type(self.env).__name__
                 raise TypeError(f"{who}.reset() does not accept {name}; {_REMEDY}")
         return self.env.reset(**given)

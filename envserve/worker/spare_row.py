@@ -181,6 +181,10 @@ class SpareRow:
         else:
             self._pending_attributes[name] = value
 
+    def defer_reset(self) -> None:
+        """Let the next step begin an episode, with autoreset "next_step"."""
+        self._episode_has_ended = True
+
     def render(self) -> Any:
         """Return the rendered frame of the active env."""
         return self._active.render()

@@ -70,6 +70,7 @@ class VectorBlock:
         self._all_mask = np.ones(len(rows), np.bool_)
         self._incarnation = config.incarnations[rows.start]
         self._beat = 0
+        self._needs_reset = False
 
     @property
     def _seeds(self) -> list[int | None]:
@@ -134,12 +135,17 @@ class VectorBlock:
         try:
             infos = self._step()
         except Exception as error:
-            faults = self._replace_failed(error)
+            faults = self._replace_failed(error, in_step=True)
         step_timings.record_step(self._heartbeat, began_at, len(self.rows))
         return self._encode_report(faults, infos, self._checks.take_warnings())
 
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
+        if self._needs_reset:  # with autoreset "next_step", after a fault
+            infos = self._reset(None, self._all_mask)
+            for array in (rows.reward, rows.terminated, rows.truncated):
+                array[...] = 0
+            return self._infos_by_row(infos, rows.truncated, _NO_INFOS)
         actions = [array.copy() for array in rows.action]  # envs may store actions
         self._beat_once(is_slow=False)
         results = self._env.step(unflatten(spec.action_space, actions))
@@ -192,9 +198,13 @@ class VectorBlock:
         return by_row
 
     def reset(self, payload: bytes) -> bytes:
-        """Reset some or all rows; return the encoded report."""
+        """Reset some or all rows; return the encoded report; see `EnvBlock.reset`."""
         request = codec.decode(payload) if payload else {}
-        numbers = request.get("rows") or [*self.rows]
+        numbers = request.get("rows")
+        if numbers == []:
+            self._needs_reset = True
+            return self._encode_report()
+        numbers = numbers or [*self.rows]
         given, options = request.get("seeds"), request.get("options", b"")
         known = dict(zip(numbers, given or [None] * len(numbers), strict=True))
         seeds = [known.get(n) for n in self.rows] if given else None
@@ -234,7 +244,7 @@ class VectorBlock:
                 f"expected a reset of all {len(mask)} rows of a block, because their "
                 f"vector env does not support reset_mask; got a reset of {mask.sum()}"
             )
-        self._is_fresh = False
+        self._is_fresh = self._needs_reset = False
         self._beat_once(is_slow=True)
         self._record_resets(mask, seeds, options)
         seed: Any = seeds
@@ -266,7 +276,9 @@ class VectorBlock:
         self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
         self._heartbeat[1] = int(is_slow)
 
-    def _replace_failed(self, error: Exception) -> list[Fault]:
+    def _replace_failed(
+        self, error: Exception, *, in_step: bool = False
+    ) -> list[Fault]:
         """Replace the failed vector env; see `EnvBlock`."""
         first = fault_from_error(self.rows.start, error)
         summary = first.text.strip().rpartition("\n")[2][:_MAX_SUMMARY_CHARS]
@@ -280,7 +292,13 @@ class VectorBlock:
         self.close()
         self._incarnation += 1
         self._make_env()
-        self._reset(None, self._all_mask)
+        self._needs_reset = in_step and self._config.autoreset == "next_step"
+        if not self._needs_reset:
+            self._reset(None, self._all_mask)
+        elif isinstance(error, SpaceViolation):  # the observation may not be finite
+            for _, last in self._final_and_last:
+                last[...] = 0
+        self._heartbeat[1] = 0
         return [first, *others]
 
     def render(self, row: int) -> Any:

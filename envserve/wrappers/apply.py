@@ -46,6 +46,8 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
             size = _observation_bytes_after(env.observation_space, spec.name, arguments)
             _check_size(size, limit, where)
             env = _apply(env, spec.name, arguments, where)
+            if not find_wrapper(spec.name, where).is_limited:
+                limit = max(_nbytes(env.observation_space), limit)
             _check_size(_nbytes(env.observation_space), limit, where)
         except WrapperError:
             raise

@@ -97,10 +97,12 @@ class RegisteredWrapper:
       make: Function that takes an env and the arguments by name, and returns the
         wrapped env. A string "module:attribute" is imported at first use.
       arguments: The arguments that requests may contain, by name.
+      is_limited: Whether its observations may have at most a few MiB.
     """
 
     make: str | Callable[..., Any]
     arguments: Mapping[str, Argument]
+    is_limited: bool = True
 
 
 _SCALE: Final = Number(-1e6, 1e6, required=True)

@@ -8,7 +8,8 @@ arguments].
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,6 +20,10 @@ from envserve.wrappers.registry import WRAPPERS, find_wrapper
 #: Maximum number of wrappers per env.
 MAX_WRAPPERS: Final = 16
 _FORM: Final = 'a list of tables such as [{name = "ActionRepeat", amount = 4}]'
+_CALLABLE_HINT: Final = (
+    "; only workers of this host take classes and functions: for a server, register "
+    "the wrapper with register_wrapper in a module that the server imports (--import)"
+)
 
 
 class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -45,8 +50,38 @@ class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.name[:64]}({', '.join(shown)})"
 
 
+#: A wrapper in Python code: a name, a dict, a class or function, or a `WrapperSpec` of
+#: Gymnasium, which is a tuple.
+WrapperLike = str | Mapping[str, Any] | Callable[..., Any] | tuple[Any, ...]
 #: The wrappers of one env, the innermost first.
 Wrappers = Annotated[tuple[WrapperSpec, ...], msgspec.Meta(max_length=MAX_WRAPPERS)]
+
+
+def table_of(wrapper: Any) -> Any:
+    """Return the table of a wrapper that is a name, or a registered class.
+
+    Args:
+      wrapper: The name of a wrapper; a registered class, also in a `functools.partial`
+        or in Gymnasium's `WrapperSpec`; or anything else, which is returned unchanged.
+    """
+    if isinstance(wrapper, str):
+        return {"name": wrapper}
+    kind, arguments = wrapper, {}
+    if isinstance(wrapper, partial) and not wrapper.args:
+        kind, arguments = wrapper.func, wrapper.keywords
+    elif hasattr(wrapper, "entry_point"):
+        kind, arguments = wrapper.entry_point, wrapper.kwargs or {}
+    if isinstance(kind, type):
+        place = f"{kind.__module__}:{kind.__qualname__}"
+    else:
+        place = kind if isinstance(kind, str) else ""
+    module, _, name = place.partition(":")
+    make = getattr(WRAPPERS.get(name), "make", None)
+    if isinstance(make, str):  # "gymnasium.wrappers:TimeLimit", exported by its package
+        is_same = module.startswith(make.partition(":")[0])
+    else:
+        is_same = make is not None and make is kind
+    return {"name": name, **arguments} if is_same else wrapper
 
 
 def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
@@ -56,8 +91,8 @@ def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
     registered where the envs are built.
 
     Args:
-      tables: Mappings, each with a `name` and the arguments, the innermost wrapper
-        first.
+      tables: Mappings, each with a `name` and the arguments, or other forms that
+        `table_of` converts; the innermost wrapper first.
 
     Raises:
       WrapperError: The form, or an argument of a registered wrapper, is invalid.
@@ -65,12 +100,13 @@ def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
     if not isinstance(tables, Sequence) or isinstance(tables, (str, bytes)):
         raise WrapperError(f"wrappers: expected {_FORM}; got {_short_repr(tables)}")
     specs = []
-    for position, table in enumerate(tables):
+    for position, table in enumerate(map(table_of, tables)):
         name = table.get("name") if isinstance(table, Mapping) else None
         if not isinstance(name, str) or not all(isinstance(key, str) for key in table):
             raise WrapperError(
                 f"wrappers[{position}]: expected a table with a name, such as "
                 f'{{name = "ActionRepeat", amount = 4}}; got {_short_repr(table)}'
+                + (_CALLABLE_HINT if callable(table) else "")
             )
         arguments = {key: value for key, value in table.items() if key != "name"}
         specs.append(WrapperSpec(name, arguments))

@@ -14,7 +14,6 @@ from envserve.slab import Rows
 from envserve.spaces.action_checks import (
     check_action_rows,
     check_actions,
-    clip_rounding_errors,
 )
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
@@ -66,6 +65,8 @@ def test_actions_at_the_bounds_are_valid() -> None:
     ("space", "actions"),
     [
         (spaces.Discrete(2), [0, 1, 1]),
+        (spaces.Discrete(2), np.array([0.0, 1.0, 1.0])),
+        (spaces.MultiBinary(1), np.array([[0.0], [1.0], [1.0]], np.float16)),
         (spaces.Discrete(2), np.array([True, False, True])),
         (spaces.Discrete(2), np.array([0, 1, 1], np.uint8)),
         (spaces.MultiBinary(1), np.array([[True], [False], [True]])),
@@ -79,6 +80,15 @@ def test_values_of_a_compatible_dtype_are_valid(space: Any, actions: Any) -> Non
     np.testing.assert_array_equal(checked, actions)
 
 
+def test_a_column_of_scalars_and_additional_keys_are_accepted() -> None:
+    (checked,) = check(spaces.Discrete(2), np.array([[0], [1], [1]]))
+    assert checked.tolist() == [0, 1, 1]
+    (checked,) = check(spaces.Dict({"a": spaces.Discrete(2)}), {"a": [0, 1, 1], "b": 5})
+    assert checked.tolist() == [0, 1, 1]
+    text = error_text(spaces.Box(-1, 1, (1,)), np.zeros(3))
+    assert text.endswith("got [3]; write actions.reshape(3, 1)")
+
+
 @pytest.mark.parametrize(
     ("space", "good", "bad", "interval"),
     [
@@ -88,11 +98,6 @@ def test_values_of_a_compatible_dtype_are_valid(space: Any, actions: Any) -> Non
         (spaces.Discrete(3, start=-1), 1, 2, "[-1, 1]"),
         (spaces.Box(-1, 1, (), np.float32), 1.0, 1.0001, "[-1.0, 1.0]"),
         (spaces.Box(-1, 1, (), np.float64), -1.0, -1.0001, "[-1.0, 1.0]"),
-        (spaces.Box(-1, 1, (), np.float16), 0.0, nan, "[-1.0, 1.0]"),
-        (spaces.Box(-1, 1, (), np.float32), 0.0, -inf, "[-1.0, 1.0]"),
-        (spaces.Box(-inf, inf, (), np.float32), 1e30, nan, "[-inf, inf]"),
-        (spaces.Box(-inf, inf, (), np.float32), -1e30, -inf, "[-inf, inf]"),
-        (spaces.Box(0, inf, (), np.float64), 1e300, inf, "[0.0, inf]"),
         (spaces.Box(0, inf, (), np.float64), 0.0, -0.5, "[0.0, inf]"),
         (spaces.Box(0, 9, (), np.uint8), 9, 10, "[0, 9]"),
         (spaces.Box(0, 255, (), np.uint8), 255, 256, "[0, 255]"),
@@ -118,7 +123,8 @@ def test_the_error_about_an_action_out_of_bounds_names_env_interval_and_value(
 def test_a_float64_action_that_overflows_float32_raises_action_error() -> None:
     space = spaces.Box(-inf, inf, (1,), np.float32)
     text = error_text(space, np.array([[0.0], [1e300], [0.0]]))
-    assert text.startswith("Env 1: expected action[0] in [-inf, inf]; got inf;")
+    assert text.startswith("Env 1: expected finite actions; got inf in action[0];")
+    assert text.endswith("not finite in float32")
 
 
 def test_the_error_names_the_position_within_the_action() -> None:
@@ -153,7 +159,7 @@ def test_the_error_names_the_env_by_its_row_in_the_batch() -> None:
     ("space", "actions", "expected", "got"),
     [
         (spaces.Discrete(2), np.array([0, 1]), "[3]", "[2]"),
-        (spaces.Discrete(2), np.zeros((3, 1), int), "[3]", "[3, 1]"),
+        (spaces.Discrete(2), np.zeros((3, 2), int), "[3]", "[3, 2]"),
         (spaces.Discrete(2), 1, "[3]", "[]"),
         (spaces.Box(0, 1, (2,)), np.zeros((2, 3), np.float32), "[3, 2]", "[2, 3]"),
         (spaces.MultiBinary((2, 2)), np.zeros((3, 4), np.int8), "[3, 2, 2]", "[3, 4]"),
@@ -185,7 +191,7 @@ def test_ragged_rows_raise_action_error() -> None:
 def test_the_error_about_a_wrong_dtype_states_how_to_cast(
     space: Any, dtype: str
 ) -> None:
-    actions = np.zeros((3, *space.shape)).astype(dtype)
+    actions = np.full((3, *space.shape), 0.5).astype(dtype)
     text = error_text(space, actions)
     assert f"expected {space.dtype}; got {actions.dtype}" in text
     assert f".astype('{space.dtype}')" in text
@@ -196,7 +202,10 @@ def test_the_error_about_a_wrong_dtype_states_how_to_cast(
     [
         (np.zeros(3), "expected a dict with the keys ['push', 'press']; got ndarray"),
         ({"push": 0}, "expected a dict with the keys ['push', 'press']; got ['push']"),
-        ({"push": 0, "press": [1]}, "expected a tuple of 2 values; got list of 1"),
+        (
+            {"push": 0, "press": [1], "more": 2},
+            "expected a tuple of 2 values; got list of 1",
+        ),
         ({"push": 0, 1: 2}, "got ['push', 1]"),
     ],
 )
@@ -225,7 +234,7 @@ def test_valid_rows_raise_nothing() -> None:
 @pytest.mark.parametrize(
     ("row", "leaf", "value", "text"),
     [
-        (2, 0, nan, r"Env 2: expected action 'push'\[0\] in"),
+        (2, 0, nan, r"Env 2: expected finite actions; got nan in action 'push'\[0\]"),
         (3, 1, 0, r"Env 3: expected action 'press/0' in \[1, 3\]; got 0"),
         (2, 2, 2, r"Env 2: expected action 'press/1'\[0\] in \[0, 1\]"),
     ],
@@ -240,20 +249,112 @@ def test_the_error_about_a_row_names_its_index_in_the_slab(
     check_action_rows(spec, rows.action, 0, 2)
 
 
-def test_only_rounding_errors_are_clipped() -> None:
-    low, high = np.array([[-inf, -1e3, -0.2], [inf, 0.1, 0.9]], np.float32)
-    box = spaces.Box(low, high)
-    given = np.array([[1e9, 0.1, 0.9000001], [nan, -1000.001, -inf]], np.float32)
-    given[0, 1] = np.nextafter(high[1], np.float32(1))
-    clipped = np.array([[1e9, 0.1, 0.9], [nan, -1000.001, -inf]], np.float32)
-    for dtype in (np.float32, np.float64):
-        found = clip_rounding_errors(box, given.astype(dtype))
-        np.testing.assert_array_equal(found, clipped)
-        assert found.dtype == dtype
+# Actions outside the action space.
+
+
+BOUNDS = np.array([[-inf, -1e3, -0.2], [inf, 0.1, 0.9]], np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rounding_errors_are_clipped(dtype: Any) -> None:
+    box = spaces.Box(*BOUNDS)
+    above = np.array([1e9, np.nextafter(BOUNDS[1, 1], np.float32(1)), 0.9000001])
+    (checked,) = check(box, above[None].astype(dtype), 1)
+    np.testing.assert_array_equal(checked, np.array([[1e9, 0.1, 0.9]], np.float32))
+    for column, value in ((1, -1000.001), (1, 0.11), (2, -inf), (0, nan)):
+        wrong = np.zeros((1, 3), dtype)
+        wrong[0, column] = value
+        error_text(box, wrong, 1)
+
+
+def test_rounding_errors_of_nested_actions_are_clipped() -> None:
+    space = spaces.Dict({"a": spaces.Box(-0.7, 0.3, (1,), np.float64)})
+    (checked,) = check(space, {"a": np.full((3, 1), np.float32(0.3))})
+    assert checked.tolist() == [[0.3]] * 3
+
+
+def test_actions_outside_their_space_are_passed_with_one_warning() -> None:
+    box = spaces.Box(-1, 1, (2,), np.float32)
+    spec = EnvSpec("PassTwice-v0", box, box)
+    actions = np.array([[0, 0], [0, 5]], np.float32)
+    text = r"Env 1: expected action\[1\] in \[-1.0, 1.0\]; got 5.0.*actions='clip'"
+    with pytest.warns(UserWarning, match=text):
+        (checked,) = check_actions(spec, actions, None, 2, "pass")
+    assert checked is actions
+    assert check_actions(spec, actions, None, 2, "pass") == [actions]
+    discrete = EnvSpec("PassTwice-v0", box, spaces.Discrete(4))
+    assert check_actions(discrete, [4, -1], None, 2, "pass")[0].tolist() == [4, -1]
+
+
+@pytest.mark.parametrize("mode", ["pass", "clip", "check"])
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+def test_actions_must_be_finite_in_every_mode(mode: Any, value: float) -> None:
+    for space in (spaces.Box(-1, 1, (), np.float32), spaces.Box(-inf, inf, ())):
+        with pytest.raises(ActionError, match="the output of the policy is not finite"):
+            check_actions(spec_of(space), np.array([0, value]), None, 2, mode)
+
+
+@pytest.mark.parametrize("mode", ["pass", "clip", "check"])
+def test_integers_that_the_dtype_cannot_hold_are_errors(mode: Any) -> None:
+    spec = spec_of(spaces.Box(0, 200, (), np.uint8))
+    with pytest.raises(ActionError, match=r"Env 1: .* in \[0, 200\]; got 256"):
+        check_actions(spec, np.array([0, 256]), None, 2, mode)
+
+
+def test_actions_are_clipped_to_the_bounds_of_a_box() -> None:
+    spec = spec_of(spaces.Box(*BOUNDS))
+    actions = np.array([[1e30, -1e6, 5.0]])
+    (clipped,) = check_actions(spec, actions, None, 1, "clip")
+    np.testing.assert_array_equal(clipped, np.array([[1e30, -1e3, 0.9]], np.float32))
+    whole = spec_of(spaces.Box(-5, 5, (), np.int64))
+    (clipped,) = check_actions(whole, np.array([9], np.uint8), None, 1, "clip")
+    assert clipped.tolist() == [5]
+    with pytest.raises(ActionError):
+        check_actions(spec_of(spaces.Discrete(3)), [3], None, 1, "clip")
+
+
+# The action of a single env.
 
 
 @pytest.mark.parametrize(
-    "actions", [np.zeros((2, 4)), np.ones((2, 3), int), [[1.0], [1.0, 2.0]], None]
+    ("space", "action", "row"),
+    [
+        (spaces.Discrete(3), 2, 2),
+        (spaces.Discrete(3), np.array([2]), 2),
+        (spaces.Discrete(3), 2.0, 2),
+        (spaces.Box(-1, 1, (2,)), [0.5, 1], [0.5, 1.0]),
+        (spaces.Text(3), "ab", None),
+    ],
 )
-def test_other_actions_are_returned_unchanged(actions: Any) -> None:
-    assert clip_rounding_errors(spaces.Box(-1.0, 1.0, (3,)), actions) is actions
+def test_a_single_action_becomes_one_row(space: Any, action: Any, row: Any) -> None:
+    (checked,) = check(space, action, 0)
+    assert len(checked) == 1
+    assert row is None or checked[0].tolist() == row
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        ([0, 0, 0], "action: expected shape [2]; got [3]"),
+        ([0.0, 3.0], "expected action[1] in [-1.0, 1.0]; got 3.0;"),
+        ([0.0, nan], "expected finite actions; got nan in action[1];"),
+    ],
+)
+def test_errors_about_a_single_action_name_no_row(action: Any, text: str) -> None:
+    assert error_text(spaces.Box(-1, 1, (2,)), action, 0).startswith(text)
+
+
+class Tensor:
+    """A value like a PyTorch tensor that has no NumPy dtype."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def detach(self) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("actions", [Tensor(), [Tensor(), Tensor(), Tensor()]])
+def test_the_error_about_a_tensor_names_the_conversion(actions: Any) -> None:
+    text = error_text(spaces.Box(-1, 1, (2,)), actions)
+    assert "BFloat16; write actions.detach().float().cpu().numpy()" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,26 @@ def test_an_env_that_always_kills_its_worker_fails(make_batch: MakeBatch) -> Non
     for _ in range(2):
         with pytest.raises(EnvStartError, match=r"6 times in a row"):
             batch.step(actions_of(batch, failing=0))
+
+
+@with_and_without_spares
+@pytest.mark.parametrize("fault", ["exit", "raise"])
+def test_an_env_that_always_fails_is_an_error_with_next_step(
+    make_batch: MakeBatch, fault: str, spare_envs: bool
+) -> None:
+    options = {"env_kwargs": {"fault": fault}, "spare_envs": spare_envs}
+    batch = make_batch.and_reset(FAULTY, 1, 1, autoreset="next_step", **options)
+    valid = []
+
+    def step_until_it_raises() -> None:
+        for _ in range(40):
+            valid.append(bool(batch.step([1]).valid[0]))
+
+    with pytest.raises(EnvError, match=r"6 times in a row|every step has failed"):
+        step_until_it_raises()
+    # Only the steps that reset the env are valid.
+    assert True in valid
+    assert not any(one and other for one, other in pairwise(valid))
 
 
 @with_and_without_spares

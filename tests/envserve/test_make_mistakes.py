@@ -12,10 +12,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.vector import AutoresetMode
 
 from envserve import make, make_vec
 from envserve.client.make_vec import make_batch
-from envserve.client.single_env import Env
 from envserve.errors import ActionError, LocalProtocolError
 from envserve.pool.replay import load_repro
 from tests.oracle.probe_envs import MODULE
@@ -36,8 +36,10 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
             {"on_fault": "rase", "addresses": [SERVER]},
             "on_fault: expected one of",
         ),
-        (make_vec, {"sutton_barto_reward": True}, "'sutton_barto_reward'.*env_kwargs"),
-        (make_vec, {"vectorization_mode": "async"}, "'vectorization_mode'"),
+        (make_vec, {"autoreset_mode": "samestep"}, "'SameStep', 'NextStep' or 'Dis"),
+        (make_vec, {"vectorization_mode": "threads"}, "'threads' is not a valid"),
+        (make_vec, {"vector_kwargs": {"copies": 1}}, "autoreset_mode, copy,.*copies=1"),
+        (make_vec, {"vector_kwargs": {"worker": print}}, "vector_kwargs: .*worker=<"),
         (
             make_vec,
             {"step_timeouts": 2},
@@ -55,6 +57,7 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
             "'step_timeout'; it is set on the server",
         ),
         (make, {"address": [SERVER]}, f"a list of addresses.*{SERVER}"),
+        (make, {"sed": 1}, "'sed'; did you mean seed[?] Pass it in env_kwargs if"),
     ],
 )
 def test_an_unknown_option_is_rejected(
@@ -73,6 +76,69 @@ def test_options_that_an_adapter_sets_cannot_be_overridden(name: str) -> None:
         make_batch("CartPole-v1", 2, None, fixed, **given)
 
 
+def test_the_arguments_of_gymnasium_make_vec_are_accepted() -> None:
+    given: dict[str, Any] = {
+        "id": "CartPole-v1",
+        "vector_kwargs": {"autoreset_mode": "Disabled", "shared_memory": False},
+        "sutton_barto_reward": True,
+        "max_episode_steps": 1,
+    }
+    with pytest.warns(UserWarning, match="'async' has no effect"):
+        envs = make_vec(num_envs=2, vectorization_mode="async", **given)
+    with contextlib.closing(envs):
+        assert envs.autoreset_mode is AutoresetMode.DISABLED
+        envs.reset()
+        _, reward, _, truncated, _ = envs.step([0, 0])
+        assert (reward.tolist(), truncated.tolist()) == ([0.0] * 2, [True] * 2)
+    with pytest.warns(UserWarning, match="'sync' has no effect"):
+        one: Any = make_vec("CartPole-v1", 2, "sync")  # type: ignore[arg-type]
+    one.close()
+
+
+@pytest.mark.parametrize("name", ["same_step", "SameStep", AutoresetMode.SAME_STEP])
+def test_an_autoreset_mode_has_several_spellings(name: str) -> None:
+    with contextlib.closing(make_vec("CartPole-v1", autoreset_mode=name)) as envs:
+        assert envs.autoreset_mode is AutoresetMode.SAME_STEP
+        assert envs.num_envs == 1
+
+
+def test_the_arguments_of_gymnasium_make_are_accepted() -> None:
+    given: Any = {"sutton_barto_reward": True}
+    spec = gymnasium.spec("CartPole-v1")
+    with contextlib.closing(
+        make(spec, max_episode_steps=1, disable_env_checker=True, **given)
+    ) as env:
+        env.reset()
+        assert env.step(0)[1:4] == (0.0, False, True)
+        assert env.spec is not None
+        with contextlib.closing(make(env.spec)) as other:
+            other.reset()
+            assert other.step(0)[1:4] == (0.0, False, True)
+
+
+def test_the_spec_of_another_vector_env_makes_an_equal_one() -> None:
+    given: Any = {"num_envs": 3, "is_slippery": False}
+    for make_other in (gymnasium.make_vec, make_vec):
+        with contextlib.closing(make_other("FrozenLake-v1", **given)) as other:
+            assert other.spec is not None
+            with contextlib.closing(make_vec(other.spec)) as envs:
+                assert envs.num_envs == 3
+                assert envs.call("nrow") == (4, 4, 4)
+                envs.reset()
+                assert envs.step([2, 2, 2])[0].tolist() == [1, 1, 1]
+
+
+def test_a_keyword_like_an_option_is_an_argument_of_an_env_that_takes_it() -> None:
+    def make_cart(num_env: int) -> gymnasium.Env[Any, Any]:
+        assert num_env == 3
+        return gymnasium.make("CartPole-v1")
+
+    given: Any = {"num_env": 3}
+    make_vec(make_cart, **given).close()
+    with pytest.raises(TypeError, match="'num_env'; did you mean num_envs"):
+        make_vec("my_file.py:MyEnv", **given)  # not imported in this process
+
+
 def test_render_mode_is_passed_as_in_gymnasium() -> None:
     with contextlib.closing(
         make_vec("CartPole-v1", 1, num_workers=1, render_mode="rgb_array")
@@ -82,13 +148,10 @@ def test_render_mode_is_passed_as_in_gymnasium() -> None:
         assert envs.spec.kwargs["render_mode"] == "rgb_array"
 
 
-BOX, PAIR = gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
-
-
 @pytest.mark.parametrize(
     ("env", "actions"),
     [
-        ("CartPole-v1", [0.0, np.array([0]), None, 2]),
+        ("CartPole-v1", [0.5, np.array([0, 1]), None, np.nan]),
         ("Pendulum-v1", [np.zeros(2), None, [[0.0], [0.0, 1.0]], {}]),
     ],
 )
@@ -106,31 +169,6 @@ def test_a_single_env_rejects_actions_outside_its_space(
     for use in (one.reset, partial(one.step, 0), one.render):
         with pytest.raises(ClosedEnvironmentError, match=f"^{env}: .* already closed"):
             use()
-
-
-def test_a_single_env_accepts_nested_actions() -> None:
-    space = gymnasium.spaces.Dict({"push": BOX, "jump": PAIR})
-    batch = _FakeBatch(space)
-    env = Env(batch)  # type: ignore[arg-type]
-    with pytest.raises(ActionError, match=r"expected a dict with .*; got \['push'\]"):
-        env.step({"push": [0.5]})
-    with contextlib.suppress(KeyError):
-        env.step({"push": [0.5], "jump": 1})
-    assert batch.actions == {"push": [[0.5]], "jump": [1]}
-
-
-class _FakeBatch:
-    observation_space = PAIR
-
-    def __init__(self, action_space: gymnasium.Space[Any]) -> None:
-        self.action_space = action_space
-
-    def get_attr(self, name: str, rows: Any = None) -> list[Any]:
-        return [{} if name == "metadata" else None]
-
-    def step(self, actions: Any) -> Any:
-        self.actions = actions
-        raise KeyError
 
 
 def test_the_error_about_an_ended_episode_names_the_call_that_resets_it() -> None:

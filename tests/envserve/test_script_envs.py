@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -19,13 +19,21 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv
-from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+from gymnasium.wrappers import (
+    ClipReward,
+    DtypeObservation,
+    FrameStackObservation,
+    RecordEpisodeStatistics,
+    TimeLimit,
+    TransformReward,
+)
 
 import envserve
 from envserve.client import BatchEnv
 from envserve.envs.pickled_code import UserCode
-from envserve.errors import EnvserveError, EnvStartError
+from envserve.errors import EnvserveError, EnvStartError, WrapperError
 from envserve.pool.launcher import Launcher
+from envserve.pool.pool import Pool
 from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from envserve.spaces import codec
@@ -222,6 +230,109 @@ def test_the_error_about_code_that_cannot_be_pickled_names_the_function() -> Non
         EnvStartError, match=r"env\[1\]: cannot be sent .*'_thread.lock'"
     ):
         envserve.make_vec([Numbered, locked])
+
+
+class Duck:
+    """An env that does not derive from `gymnasium.Env`."""
+
+    observation_space = Numbered.observation_space
+    action_space = Numbered.action_space
+    metadata: ClassVar = {"render_modes": []}
+    render_mode = None
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {"number": 0}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+    def close(self) -> None:
+        pass
+
+
+class ReadOnly(Numbered):
+    @property
+    def spec(self) -> Any:  # type: ignore[override]
+        return None
+
+
+class Stubborn(Numbered):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "spec":
+            raise AttributeError("expected no spec")
+        super().__setattr__(name, value)
+
+
+class Forwarding:
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+
+def forwarding() -> Any:
+    return Forwarding(Numbered())
+
+
+@pytest.mark.parametrize("env", [Duck, ReadOnly, Stubborn, forwarding])
+def test_a_class_or_function_need_not_satisfy_gymnasium_make(env: Any) -> None:
+    rows = []
+    for vector, own in ((AsyncVectorEnv, [env] * 2), (envserve.make_vec, env)):
+        options: Any = {"num_envs": 2} if own is env else {}
+        with contextlib.closing(vector(own, **options)) as envs:
+            rows.append([*envs.reset(seed=1), *envs.step(np.zeros(2, int))])
+    assert str(rows[0]) == str(rows[1])
+    options = {"max_episode_steps": 1}
+    if issubclass(type(env), type) and issubclass(env, gymnasium.Env):
+        with contextlib.closing(envserve.make_vec(env, 1, **options)) as envs:
+            envs.reset()
+            assert envs.step([0])[3].tolist() == [True]
+
+
+class Tripled(gymnasium.RewardWrapper[Any, Any]):
+    def reward(self, reward: Any) -> Any:
+        return 3 * reward
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [
+        ("RecordEpisodeStatistics", "RecordEpisodeStatistics"),
+        (RecordEpisodeStatistics, "RecordEpisodeStatistics"),
+        (functools.partial(TimeLimit, max_episode_steps=5), "TimeLimit"),
+        (ClipReward.wrapper_spec(max_reward=1), "ClipReward"),
+        (DtypeObservation.wrapper_spec(dtype=np.float32), "<"),
+        (functools.partial(FrameStackObservation, stack_size=200), "<"),
+        (Tripled, "<"),
+        (lambda env: TransformReward(env, lambda reward: 5 * reward), "<"),
+    ],
+    ids=str,
+)
+def test_a_wrapper_is_a_name_a_class_or_a_function(wrapper: Any, name: str) -> None:
+    options: Any = {"num_workers": 1, "wrappers": [wrapper], "infos": "all"}
+    theirs = gymnasium.make("CartPole-v1")
+    if isinstance(wrapper, str):
+        theirs = RecordEpisodeStatistics(theirs)
+    elif callable(wrapper):
+        theirs = wrapper(theirs)
+    else:
+        with contextlib.suppress(KeyError):
+            theirs = ClipReward(theirs, **{"max_reward": wrapper.kwargs["max_reward"]})
+    with BatchEnv.local("CartPole-v1", 1, **options) as batch:
+        (lane,) = batch.lanes
+        assert isinstance(lane, Pool)
+        assert lane.config.wrappers[0].name.startswith(name)
+        assert np.array_equal(batch.reset(seeds=[2])[0], theirs.reset(seed=2)[0])
+        assert batch.step(np.array([1])).reward[0] == theirs.step(1)[1]
+
+
+def test_servers_take_wrappers_by_name_only() -> None:
+    for wrapper in (Tripled, lambda env: env):
+        with pytest.raises(WrapperError, match="register_wrapper in a module"):
+            envserve.make_vec("CartPole-v1", 1, ["ipc:///none"], wrappers=[wrapper])
+    with pytest.raises(WrapperError, match=r"wrappers\[0\]: .*got 5$"):
+        envserve.make_vec("CartPole-v1", wrappers=[5])  # type: ignore[list-item]
 
 
 SCRIPT = """

@@ -51,6 +51,29 @@ def test_a_restart_costs_each_row_one_step() -> None:
     assert client.stats()["reattaches"] == 1
 
 
+def test_with_next_step_the_step_after_a_restart_returns_the_first_observation() -> (
+    None
+):
+    client = attach_and_step(autoreset="next_step")
+    client.record_connect(1.0)
+    restarted = FakeServer(boot=2)
+    outcomes = step_all(client, restarted, 1.0)
+    assert [len(each.faults) for each in outcomes] == [2, 2]
+    rows = client.rows
+    assert rows.status.tolist() == LOST
+    assert rows.truncated.all()
+    np.testing.assert_array_equal(rows.observation[0][:, 0], 3)
+    assert not any(each.faults for each in step_all(client, restarted, 1.0, 8))
+    assert executed(restarted) == RESETS
+    assert rows.status.tolist() == OK
+    assert not rows.truncated.any()
+    assert not rows.reward.any()
+    np.testing.assert_array_equal(rows.observation[0], 0)
+    step_all(client, restarted, 1.0, 8)
+    np.testing.assert_array_equal(rows.reward, 8)
+    np.testing.assert_array_equal(rows.observation[0][:, 0], 1)
+
+
 def test_envs_lost_between_steps_are_reset_by_the_next_step() -> None:
     client, restarted = attach_and_restart()
     client.record_disconnect(1.0)

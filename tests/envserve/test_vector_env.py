@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
+import tempfile
+import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.error import ClosedEnvironmentError
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import TimeLimit, TransformObservation
 from gymnasium.wrappers.vector import (
     NormalizeObservation,
     NormalizeReward,
@@ -21,7 +30,7 @@ from gymnasium.wrappers.vector import (
 
 from envserve import make_vec
 from envserve.client.vector_env import VectorEnv
-from envserve.errors import CallError, LocalProtocolError
+from envserve.errors import ActionError, CallError, EnvError, LocalProtocolError
 from tests.envserve.conftest import MakeEnvs, local_or_tcp
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
 
@@ -148,10 +157,14 @@ def test_a_lost_row_is_truncated_and_its_info_has_the_reason(
         assert infos["final_obs"][2].tolist() == [1, 1, 1]
     if mode == "Disabled":
         envs.reset(options={"reset_mask": truncated})
+    if mode != "SameStep":  # the row shows its last observation
+        assert observation[2].tolist() == [1, 1, 1]
+    num_resets = int(mode == "NextStep")
     for step in range(1, 4):
         observation, *_, infos = envs.step([0, 0, 0, 0])
         assert infos == {}
-        assert observation[:, 0].tolist() == [step + 2, step + 2, step, step + 2]
+        counts = [step + 2, step + 2, step - num_resets, step + 2]
+        assert observation[:, 0].tolist() == counts
 
 
 def test_a_step_waits_for_a_worker_that_died(make_envs: MakeEnvs) -> None:
@@ -165,6 +178,29 @@ def test_a_step_waits_for_a_worker_that_died(make_envs: MakeEnvs) -> None:
     assert (infos["valid"] == ~lost).all()
     assert set(infos["fault"]["status"][lost]) == {"WORKER_DIED"}
     assert envs.step([0, 0, 0, 0])[4] == {}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("fault", ["raise", "kill", "nan"])
+def test_after_a_fault_the_next_step_is_a_reset(
+    make_envs: MakeEnvs, fault: str, copy: bool
+) -> None:
+    options: dict[str, Any] = {"env_kwargs": {"fault": fault}, "copy": copy}
+    envs = make_envs("envserve/Faulty-v0", 2, nonfinite="mask", **options)
+    envs = RecordEpisodeStatistics(envs)
+    envs.reset()
+    for _ in range(3):
+        envs.step([0, 0])
+        envs.step([0, 0])
+        observation, reward, _, truncated, infos = envs.step([0, 1])
+        assert truncated[1]
+        assert reward[1] == 0
+        assert observation[1].tolist() == [2, 2, 2]
+        assert infos["episode"]["l"][1] == 3
+        observation, reward, _, truncated, _ = envs.step([0, 1])  # it is ignored
+        assert not truncated.any()
+        assert observation[1].tolist() == [0, 0, 0]
+        assert reward[1] == 0
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -216,7 +252,8 @@ def test_observations_are_not_overwritten_unless_copy_is_false(
         first, *first_others, _ = envs.step([0, 0, 0, 0])
         kept = first.copy(), [array.copy() for array in first_others]
         second, *_ = envs.step([0, 0, 0, 0])
-        assert (first is second) == (not copy)
+        assert second is not first
+        assert (envs.step([0, 0, 0, 0])[0] is first) == (not copy)
         assert (first == kept[0]).all() == copy
         assert_equal_rows(first_others, kept[1])
 
@@ -234,6 +271,9 @@ def test_attributes_are_read_and_set(make_envs: MakeEnvs, shared_address: str) -
         with pytest.raises(CallError, match="not allowed"):
             envs.set_attr("gravity", 1.0)
         return
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        envs.get_attr("nothing")
+    assert envs.get_attr("_max_episode_steps") == (500,) * 3
     envs.set_attr("gravity", 5.5)
     assert envs.call("gravity") == (5.5, 5.5, 5.5)
     assert envs.call("has_wrapper_attr", name="gravity") == (True, True, True)
@@ -241,6 +281,187 @@ def test_attributes_are_read_and_set(make_envs: MakeEnvs, shared_address: str) -
     assert envs.get_attr("gravity") == (1.0, 2.0, 3.0)
     with pytest.raises(ValueError, match="expected 3 values; got 2"):
         envs.set_attr("gravity", [1.0, 2.0])
+
+
+def test_spaces_generators_and_specs_are_attributes(make_envs: MakeEnvs) -> None:
+    envs = make_envs("CartPole-v1", 2)
+    ours = envs.get_attr("action_space"), envs.get_attr("observation_space")
+    assert ours == (
+        (envs.single_action_space,) * 2,
+        (envs.single_observation_space,) * 2,
+    )
+    assert envs.get_attr("spec") == (gymnasium.spec("CartPole-v1"),) * 2
+    observation, _ = envs.reset(seed=3)
+    for row, generator in enumerate(envs.np_random):
+        env = gymnasium.make("CartPole-v1")
+        assert_equal_rows(env.reset(seed=3 + row)[0], observation[row])
+        assert generator.random() == env.unwrapped.np_random.random()
+
+
+def test_the_seed_of_the_envs_action_space_is_used() -> None:
+    def make() -> gymnasium.Env[Any, Any]:
+        env = gymnasium.make("CartPole-v1")
+        env.action_space.seed(7)
+        return env
+
+    with (
+        contextlib.closing(make_vec([make] * 3)) as ours,
+        contextlib.closing(SyncVectorEnv([make] * 3)) as theirs,
+    ):
+        for _ in range(5):
+            sample = ours.action_space.sample()
+            assert_equal_rows(sample, theirs.action_space.sample())
+
+
+def test_calls_can_be_started_and_awaited(make_envs: MakeEnvs) -> None:
+    envs = make_envs("CartPole-v1", 3)
+    with pytest.raises(NoAsyncCallError, match="`call_wait` without"):
+        envs.call_wait()
+    envs.call_async("render_mode")
+    with pytest.raises(AlreadyPendingCallError, match="pending call to `call`"):
+        envs.reset()
+    assert envs.call_wait() == (None, None, None)
+    envs.call_async("nothing")
+    with pytest.raises(CallError):
+        envs.call_wait()
+    envs.reset()
+
+
+def test_a_call_can_be_awaited_again_after_a_timeout() -> None:
+    class Slow(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def wait(self, path: str) -> int:
+            with Path(path).open() as fifo:  # until the test opens it too
+                return len(fifo.read())
+
+    def make() -> gymnasium.Env[Any, Any]:
+        return Slow(gymnasium.make("CartPole-v1"))
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(make_vec([make])) as envs,
+    ):
+        path = f"{folder}/fifo"
+        os.mkfifo(path)
+        envs.call_async("wait", path)
+        with pytest.raises(TimeoutError):
+            envs.call_wait(timeout=0.01)
+        Path(path).write_text("abc")
+        assert envs.call_wait(timeout=60) == (3,)
+
+
+def make_box(high: float, shape: tuple[int, ...] = (2,)) -> Any:
+    space = gymnasium.spaces.Box(0, high, shape)
+    return lambda: TransformObservation(
+        gymnasium.make("CartPole-v1"), lambda _: np.ones(shape, np.float32), space
+    )
+
+
+def test_observation_spaces_may_have_different_bounds() -> None:
+    functions = [make_box(high) for high in (1, 2, 3)]
+    with (
+        contextlib.closing(make_vec(functions, observation_mode="different")) as ours,
+        contextlib.closing(
+            SyncVectorEnv(functions, observation_mode="different")
+        ) as theirs,
+    ):
+        assert ours.observation_space == theirs.observation_space
+        assert ours.single_observation_space == theirs.single_observation_space
+        assert ours.reset()[0] in ours.observation_space
+        assert ours.step([0, 0, 0])[0] in ours.observation_space
+    single = gymnasium.spaces.Box(0, 9, (2,))
+    mode = gymnasium.vector.utils.batch_space(single, 3), single
+    with contextlib.closing(make_vec(functions, observation_mode=mode)) as envs:
+        assert (envs.observation_space, envs.single_observation_space) == mode
+    with pytest.raises(RuntimeError, match="use `observation_mode='different'`"):
+        make_vec(functions)
+    with pytest.raises(RuntimeError, match="differ from those of"):
+        make_vec([make_box(1), make_box(1, (3,))], observation_mode="different")
+    with pytest.raises(ValueError, match="Invalid `observation_mode`"):
+        make_vec(functions, observation_mode="similar")
+    with pytest.raises(TypeError, match="to be Spaces"):
+        make_vec(functions, observation_mode=(1, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_actions_outside_their_space_are_passed_as_in_gymnasium(
+    make_envs: MakeEnvs, mode: str
+) -> None:
+    ours = make_envs("Pendulum-v1", 2, autoreset_mode=mode)
+    clipped = make_envs("Pendulum-v1", 2, autoreset_mode=mode, actions="clip")
+    envs = [partial(gymnasium.make, "Pendulum-v1")] * 2
+    with contextlib.closing(SyncVectorEnv(envs, autoreset_mode=mode)) as theirs:
+        for each in (ours, clipped, theirs):
+            each.reset(seed=1)
+        actions = np.array([[5.0], [-0.5]], np.float32)
+        expected = theirs.step(actions)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_equal_rows(ours.step(actions)[:4], expected[:4])
+        assert_equal_rows(clipped.step(actions)[0], expected[0])
+        with pytest.raises(ActionError, match="is not finite"):
+            ours.step(np.full((2, 1), np.nan))
+
+
+def test_a_reset_mask_alone_gives_envs_empty_options(make_envs: MakeEnvs) -> None:
+    envs = make_envs("envserve/Reset-v0", 2, autoreset_mode="Disabled")
+    envs.reset()
+    _, infos = envs.reset(options={"reset_mask": np.array([True, False])})
+    assert infos["options"] == {}
+    assert infos["_options"].tolist() == [True, False]
+
+
+def test_without_autoreset_an_ended_env_is_stepped_as_in_gymnasium(
+    make_envs: MakeEnvs,
+) -> None:
+    wrappers = [{"name": "TimeLimit", "max_episode_steps": 2}]
+    envs = make_envs(
+        "envserve/Faulty-v0", 2, autoreset_mode="Disabled", wrappers=wrappers
+    )
+    envs.reset()
+    for count in range(1, 4):
+        observation, *_, truncated, _ = envs.step([0, 0])
+        assert observation[:, 0].tolist() == [count, count]
+        assert truncated.all() == (count >= 2)
+    assert envs.step([0, 1])[3][1]
+    with pytest.raises(LocalProtocolError, match=r"envs \[1\] have ended"):
+        envs.step([0, 0])
+
+
+def test_errors_are_instances_of_the_exception_that_the_env_raised(
+    make_envs: MakeEnvs,
+) -> None:
+    envs = make_envs("envserve/Reset-v0", 2)
+    with pytest.raises(ValueError, match="there is no level 13") as caught:
+        envs.reset(options={"level": 13})
+    error = pickle.loads(pickle.dumps(caught.value))
+    for each in (caught.value, error):
+        assert isinstance(each, EnvError)
+        assert isinstance(each, ValueError)
+        assert str(each) == str(caught.value)
+    envs = make_envs("envserve/Faulty-v0", 2, on_fault="raise")
+    envs.reset()
+    with pytest.raises(RuntimeError, match="lost its balance") as raised:
+        envs.step([0, 1])
+    assert isinstance(raised.value, EnvError)
+
+
+def test_final_observations_have_the_types_that_envs_return() -> None:
+    space = gymnasium.spaces.Dict(
+        a=gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(3)] * 2),
+        b=gymnasium.spaces.Box(-1, 1, ()),
+    )
+
+    def make() -> gymnasium.Env[Any, Any]:
+        env = TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 1)
+        last = {"a": (1, 2), "b": np.array(0.5, np.float32)}
+        return TransformObservation(env, lambda _: last, space)
+
+    with contextlib.closing(make_vec([make], autoreset_mode="SameStep")) as envs:
+        envs.reset()
+        (last,) = envs.step([0])[4]["final_obs"]
+    assert [type(each) for each in last["a"]] == [int, int]
+    assert last["a"] == (1, 2)
+    assert (type(last["b"]), last["b"].shape) == (np.ndarray, ())
 
 
 def test_envs_render(make_envs: MakeEnvs) -> None:
@@ -296,5 +517,5 @@ def test_invalid_arguments_of_reset_are_errors(
 def test_invalid_arguments_of_make_vec_are_errors() -> None:
     with pytest.raises(ValueError, match="each server sets it"):
         make_vec("CartPole-v1", 2, ["tcp://127.0.0.1:1"], num_workers=2)
-    with pytest.raises(ValueError, match="not a valid AutoresetMode"):
+    with pytest.raises(ValueError, match="expected 'SameStep'"):
         make_vec("CartPole-v1", 2, autoreset_mode="never")

@@ -15,8 +15,8 @@ from gymnasium.utils.env_checker import check_env
 
 import envserve
 from envserve.client.vector_env import VectorEnv
-from envserve.errors import ActionError, LocalProtocolError
-from tests.envserve.conftest import local_or_tcp
+from envserve.errors import ActionError, CallError, LocalProtocolError
+from tests.envserve.conftest import StartServer, local_or_tcp
 from tests.oracle.probe_envs import MODULE
 
 lane_kind = local_or_tcp
@@ -147,5 +147,49 @@ def test_a_lost_episode_of_a_single_env_is_truncated_and_its_info_has_the_reason
             env.step(0)
         env.reset()
         assert env.step(0)[1:] == (1.0, False, False, {})
-        with pytest.raises(ActionError, match=r"expected action in \[0, 1\]; got 2"):
-            env.step(2)
+        with pytest.raises(
+            ActionError, match=r"^action: expected shape \[\]; got \[2\]"
+        ):
+            env.step([0, 1])
+
+
+def test_wrapper_attributes_of_one_env_are_those_in_the_worker() -> None:
+    with contextlib.closing(envserve.make("CartPole-v1")) as ours:
+        theirs = gymnasium.make("CartPole-v1")
+        for env in (ours, theirs):
+            env.reset(seed=0)
+            assert env.set_wrapper_attr("force_mag", 1.0)
+            assert env.get_wrapper_attr("force_mag") == 1.0
+            assert env.has_wrapper_attr("gravity")
+            assert not env.has_wrapper_attr("nothing")
+            assert not env.set_wrapper_attr("nothing", 1.0, force=False)
+            env.unwrapped.gravity = 3.0  # type: ignore[attr-defined]
+        assert ours.step(1)[0].tolist() == theirs.step(1)[0].tolist()
+        assert ours.get_wrapper_attr("gravity") == 3.0
+        assert ours.unwrapped.has_wrapper_attr(name="gravity")
+        with pytest.raises(AttributeError, match="'nothing'"):
+            _ = ours.nothing
+        assert ours.get_wrapper_attr("set_wrapper_attr")
+        assert ours.action_space == theirs.action_space
+
+
+def test_servers_expose_the_attributes_of_one_env_by_name(
+    start_server: StartServer,
+) -> None:
+    address = start_server(
+        "tcp://127.0.0.1:0", "--expose", "gravity", "--expose", "set:gravity"
+    )
+    with contextlib.closing(envserve.make("CartPole-v1", address)) as env:
+        assert env.set_wrapper_attr("gravity", 3.0)
+        assert env.get_wrapper_attr("gravity") == 3.0
+        assert not env.has_wrapper_attr("force_mag")
+        with pytest.raises(CallError, match="not allowed"):
+            env.set_wrapper_attr("force_mag", 1.0)
+
+
+def test_one_env_is_stepped_after_the_end_as_in_gymnasium() -> None:
+    wrappers = [{"name": "TimeLimit", "max_episode_steps": 1}]
+    with contextlib.closing(envserve.make("Pendulum-v1", wrappers=wrappers)) as env:
+        env.reset()
+        assert env.step([0.0])[3]
+        assert env.step([0.0])[3]

@@ -69,6 +69,7 @@ class WorkerThread:
             "nonfinite": "raise",
             "strict_spaces": False,
             "seeded": True,
+            "pickled_code": b"",
             "blocks": [[0, 0, rows]],
             "incarnations": [0] * rows,
         }
@@ -287,7 +288,7 @@ def test_action_that_an_env_stores_never_changes(
         ("complain", ["too loud"], "ValueError: too loud"),
         ("no_such_thing", [], "AttributeError"),
         ("_observation", [1], "TypeError"),
-        ("action_space", [], "cannot encode a value of type Discrete"),
+        ("unwrapped", [], "cannot encode a value of type LedgerEnv"),
     ],
 )
 def test_call_that_fails_returns_the_traceback_and_costs_nothing(

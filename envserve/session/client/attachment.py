@@ -170,7 +170,8 @@ class Attachment:
         """Create the blocks of the first lease; later leases must have the same."""
         each = sum(block.split == 0 for block in blocks)
         self.attach = replace(self.attach, blocks_per_split=each)
-        return ClientBlocks(self.address, spec, blocks, self._requests.liveness)
+        liveness, autoreset = self._requests.liveness, self.attach.autoreset
+        return ClientBlocks(self.address, spec, blocks, liveness, autoreset)
 
     def _check_usable(self, granted: Granted) -> None:
         num_envs = self.attach.num_envs

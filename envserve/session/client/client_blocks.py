@@ -7,26 +7,38 @@ background thread also receives. Therefore `accept_result` only stores the messa
 Losses: `mark_lost` marks all blocks when their lease is lost. The first operation on a
 lost block sends a RESET. If the caller requested a step, the block's rows then contain
 the new episode's first observation, the old episode's last one as the final
-observation, and status SERVER_LOST.
+observation, and status SERVER_LOST. With autoreset "next_step", the rows contain the
+last observation, and the next step returns the first one without a request.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from envserve.errors import EnvserveError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Call, Fault, Outcome, Reset
 from envserve.session.client.liveness import Liveness
 from envserve.session.client.requests import Request, pack_calls
-from envserve.slab import Rows, Status, copy_observation_to_final, write_lost
+from envserve.settings import Autoreset
+from envserve.slab import (
+    Rows,
+    Status,
+    copy_final_to_observation,
+    copy_observation_to_final,
+    write_lost,
+)
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import ResetBody
 from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MessageType
 from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
+
+Array = np.ndarray[Any, Any]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum number of distinct warnings from a server that are logged, each once.
@@ -122,7 +134,12 @@ class ClientBlocks:
     """
 
     def __init__(
-        self, address: str, spec: EnvSpec, blocks: tuple[Block, ...], liveness: Liveness
+        self,
+        address: str,
+        spec: EnvSpec,
+        blocks: tuple[Block, ...],
+        liveness: Liveness,
+        autoreset: Autoreset = "same_step",
     ) -> None:
         """Start with all blocks idle.
 
@@ -131,6 +148,7 @@ class ClientBlocks:
           spec: Spaces of every env.
           blocks: The granted blocks.
           liveness: Liveness of the server; it determines which blocks are absent.
+          autoreset: As requested from the server.
         """
         self.spec = spec
         self.blocks = blocks
@@ -152,6 +170,9 @@ class ClientBlocks:
         self._answers: list[_Answer] = []
         self._reported_absent: set[int] = set()  # reported by the server
         self._warned: set[str] = set()
+        self._is_next_step = autoreset == "next_step"
+        #: First observations that the next step returns, by block.
+        self._begun: dict[int, list[Array]] = {}
 
     # Submitting. A method that raises has changed nothing.
 
@@ -159,7 +180,14 @@ class ClientBlocks:
         """Return the requests for a step with the actions now in `rows.action`."""
         self._check_idle(blocks)
         in_flight, lost = self.in_flight, self.lost
-        requests = []
+        requests: list[Request] = []
+        if self._begun:
+            begun = [block for block in blocks if block in self._begun]
+            for block in begun:
+                self._begin_episode(block)
+            blocks = [block for block in blocks if block not in begun]
+            if not blocks:
+                return requests
         if lost:
             for block in blocks:
                 if block in lost:
@@ -180,9 +208,21 @@ class ClientBlocks:
         requests.append(request)
         return requests
 
+    def _begin_episode(self, index: int) -> None:
+        """Answer the step of a block whose envs were reset by its previous step."""
+        rows, part = self.rows, self.blocks[index].row_slice
+        for leaf, first in zip(rows.observation, self._begun.pop(index), strict=True):
+            leaf[part] = first
+        rows.truncated[part] = False
+        rows.status[part] = Status.OK
+        self._answers.append(([self._plain_outcomes[index]], None, None))
+        self.ended.add(index)
+
     def reset(self, resets: Sequence[Reset]) -> list[Request]:
         """Return the requests for resets of distinct blocks."""
         self._check_idle([reset.block for reset in resets])
+        for reset in resets:
+            self._begun.pop(reset.block, None)
         if self.is_vacant:
             self._answers.append(([Outcome(r.block) for r in resets], None, None))
             self.ended.update([reset.block for reset in resets])
@@ -348,6 +388,7 @@ class ClientBlocks:
         """
         self._seqs = [0] * len(self.blocks)  # the next lease counts from 1
         self._reported_absent.clear()
+        self._begun.clear()
         for block in range(len(self.blocks)):
             self.lost.setdefault(block, text)
         for block, request in sorted(self.in_flight.items()):
@@ -385,6 +426,8 @@ class ClientBlocks:
             if request is not None and message is not None:
                 try:
                     self._writer.write(outcomes, request, message, self.lost)
+                    if request.type is MessageType.RESET and self._is_next_step:
+                        self._defer_first(outcomes[0], request)
                 except RemoteProtocolError as error:
                     self.protocol_error = error
                     outcomes = [o._replace(error=error) for o in outcomes]
@@ -393,6 +436,14 @@ class ClientBlocks:
             blocks = [outcome.block for outcome in collected]
             self._writer.finals_written.difference_update(blocks)
         return collected
+
+    def _defer_first(self, outcome: Outcome, request: Request) -> None:
+        """Replace first observations with the last ones, if a step was lost."""
+        if request.is_step and outcome.error is None:
+            part = self.blocks[outcome.block].row_slice
+            first = [leaf[part].copy() for leaf in self.rows.observation]
+            self._begun[outcome.block] = first
+            copy_final_to_observation(self.rows, part)
 
     def is_ready(self, min_ended: int) -> bool:
         """Return whether the caller should collect now.

@@ -49,7 +49,7 @@ from envserve.session.server.decisions import (
 from envserve.session.server.policy import Refusal, check_call
 from envserve.session.server.replies import ReplyBuilder
 from envserve.session.states import BLOCK_MOVES, BlockState
-from envserve.settings import HostSettings
+from envserve.settings import ActionMode, HostSettings
 from envserve.slab import Rows
 from envserve.spaces.action_checks import ActionBounds, check_action_rows
 from envserve.spaces.env_spec import EnvSpec
@@ -164,6 +164,7 @@ class Lease:
         rows: Rows,
         settings: HostSettings,
         reply_builder: ReplyBuilder,
+        actions: ActionMode = "check",
     ) -> None:
         self.epoch = epoch
         self.num_late_messages = 0
@@ -173,7 +174,8 @@ class Lease:
         self._rows = rows
         self._codec = RowCodec(rows)
         self._parts = BlockParts(self._codec, self._blocks)
-        self._bounds = ActionBounds(spec, rows.action)
+        self._actions = actions
+        self._bounds = ActionBounds(spec, rows.action, actions)
         self._settings = settings
         self._reply_builder = reply_builder
         self._last_seq = [0] * len(self._blocks)
@@ -298,7 +300,7 @@ class Lease:
     def _raise_if_invalid(self, start: int, stop: int) -> None:
         """Raise Refusal for an invalid action; called if the quick check has failed."""
         try:
-            check_action_rows(self._spec, self._rows.action, start, stop)
+            check_action_rows(self._spec, self._rows.action, start, stop, self._actions)
         except ActionError as error:
             raise Refusal(ErrorCode.INVALID_ACTION, str(error)) from None
 

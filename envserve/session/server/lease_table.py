@@ -388,6 +388,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             rows=rows,
             settings=record.settings,
             reply_builder=self._reply_builder,
+            actions=record.attach.actions,
         )
         granted = Granted(
             epoch=record.number,

@@ -21,8 +21,13 @@ _ALWAYS_EXPOSED: Final = {
     "render": frozenset({"call"}),
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
-    "np_random_seed": frozenset({"get"}),
-    "wrapper_names": frozenset({"get"}),
+    **dict.fromkeys(
+        (
+            *("action_space", "np_random", "np_random_seed", "observation_space"),
+            *("spec", "wrapper_names"),
+        ),
+        frozenset({"get"}),
+    ),
 }
 
 
