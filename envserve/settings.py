@@ -388,6 +388,8 @@ class PoolSettings(WorkerSettings, EnvRequest):
 
     pickled_code: bytes = field(default=b"", repr=False)
     """Code of this process for its workers; see `envs.pickled_code`."""
+    is_replayable: bool = True
+    """Whether repro files contain everything that is needed to create the envs."""
 
     @classmethod
     def of(cls, request: EnvRequest, host: WorkerSettings) -> Self:

@@ -7,8 +7,9 @@ is current.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from envserve.cli.program import Option, options_of
@@ -88,12 +89,14 @@ def _type(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(f"`{each}`" for each in args)
-    if origin is Union or (args and type(None) in args):
+    if origin in (Union, UnionType) or (args and type(None) in args):
         return " or ".join(_type(each) for each in args)
     if origin is None:
         return "None" if hint is type(None) else f"`{hint.__name__}`"
     if issubclass(origin, Mapping):
         return "table"
+    if origin is Callable:
+        return "function"
     return f"list of {_type(args[0])}"
 
 

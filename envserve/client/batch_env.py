@@ -195,9 +195,9 @@ class BatchEnv:
 
         Args:
           env_name: Registered name, like "HalfCheetah-v5", or your own env:
-            "my_env.py:Walk", "my_package:Walk-v0", or an importable class or function;
-            see docs/own-envs.md.
-          num_envs: Number of rows.
+            "my_env.py:Walk", "my_package:Walk-v0", a class, a function, Gymnasium's
+            `EnvSpec`, or a list with one function per row; see docs/own-envs.md.
+          num_envs: Number of rows; by default 1, or the number of functions.
           num_workers: Number of worker processes; by default one per core.
           on_fault: What happens when an env fails: "truncate" ends its episode with an
             invalid row; "raise" also raises EnvError. A value outside the env's spaces
@@ -220,7 +220,8 @@ class BatchEnv:
             default.
           env_kwargs: Arguments of the env's constructor; none by default.
           wrappers: Wrappers of each env, innermost first, each a dict with its name
-            and arguments; none by default; see docs/wrappers.md.
+            and arguments, a class, or a function; none by default; see
+            docs/wrappers.md.
           autoreset: When an env is reset after its episode has ended, as in Gymnasium:
             "same_step" (default), "next_step" or "disabled".
           infos: Which info dicts a step returns: "all", "episode_end" (the default;
@@ -259,7 +260,7 @@ class BatchEnv:
         Raises:
           EnvStartError: An env cannot be built; contains the worker's traceback.
           TypeError: An option is unknown, or the env or the modules have a wrong type.
-          UnknownEnv: The env does not exist, or workers cannot import it.
+          UnknownEnv: The env does not exist.
           ValueError: An option is out of bounds.
           WrapperError: A wrapper is unknown, or has a wrong argument.
         """

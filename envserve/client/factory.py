@@ -11,6 +11,7 @@ from inspect import signature
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeVar, get_args
 
+import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from envserve.client.link.connection import NO_ADDRESS, SharedContext
@@ -70,6 +71,7 @@ def local_settings(
     reference, code = UserCode.of(env_name)
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
+    options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
     options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     given = _checked_settings(options, LocalOptions, function)
     # Otherwise the modules may register wrappers.
@@ -79,9 +81,12 @@ def local_settings(
         given["num_workers"] = num_workers
     if code.env_fns:
         _check_env_fns(code.env_fns, num_envs, given)
-        num_envs = len(code.env_fns)
+    if num_envs is None:
+        num_envs = len(code.env_fns) or 1
+    is_complete = not (code.wrappers or code.kwargs)
+    given["is_replayable"] = is_complete and user_envs.is_importable(name)
     given["pickled_code"] = code.dumps()
-    return PoolSettings(env_name=name[:200], num_envs=num_envs or 1, **given)
+    return PoolSettings(env_name=name, num_envs=num_envs, **given)
 
 
 def _check_env_fns(
@@ -139,6 +144,13 @@ def remote_name(env: EnvLike) -> str:
             "functions, which only workers of this host can run; start the servers "
             "with `envserve start my_env.py:make_env`, and pass that name"
         )
+    if isinstance(env, EnvSpec):
+        if env != gymnasium.registry.get(env.id):
+            raise TypeError(
+                f"expected a spec that equals the registered one, because the servers "
+                f"have their own; got {env}; pass its name and env_kwargs"
+            )
+        return env.id
     return user_envs.env_name_of(env)
 
 

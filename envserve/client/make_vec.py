@@ -230,11 +230,11 @@ def _expand(
     if (limit := given.pop("max_episode_steps")) is not None:
         added["max_episode_steps"] = limit
     if added:
-        kwargs = given.get("env_kwargs") or {}
-        is_list = not isinstance(kwargs, Mapping)
-        given["env_kwargs"] = (
-            [{**each, **added} for each in kwargs] if is_list else {**kwargs, **added}
-        )
+        before: Any = given.get("env_kwargs") or {}
+        if isinstance(before, Mapping):
+            given["env_kwargs"] = {**before, **added}
+        else:  # one for each env
+            given["env_kwargs"] = [{**each, **added} for each in before]
     return env
 
 
@@ -318,7 +318,8 @@ def make_batch(
     if addresses is None:
         return BatchEnv.local(env, num_envs, num_workers, **given)
     if num_workers is None:
-        return BatchEnv.connect(env, addresses, num_envs or 1, **given)
+        num_envs = 1 if num_envs is None else num_envs
+        return BatchEnv.connect(env, addresses, num_envs, **given)
     raise ValueError(
         f"num_workers: expected None with addresses, because each server sets it "
         f"(envserve start --workers); got {num_workers}"

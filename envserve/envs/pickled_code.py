@@ -14,6 +14,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, Self
 
 import gymnasium
@@ -21,6 +22,7 @@ from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
 from envserve.envs import user_envs
 from envserve.errors import EnvStartError, WrapperError
+from envserve.spaces import codec
 from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
 from envserve.wrappers.specs import parse_wrappers, table_of
 
@@ -39,11 +41,13 @@ class UserCode:
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
+      kwargs: Arguments of the env's constructor that have no plain form.
     """
 
     specs: Mapping[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
@@ -73,12 +77,25 @@ class UserCode:
                         f"{function!r:.200}"
                     )
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
-            return names[0] + "(...)" * (len(names) > 1), cls({}, env)
-        if not callable(env) or user_envs.is_importable(
-            name := user_envs.name_of_code(env)
-        ):
-            return env, cls()
+            return (names[0] + "(...)" * (len(names) > 1))[:200], cls({}, env)
+        if not callable(env):
+            return env, cls()  # `name_and_imports` raises the error
+        name = user_envs.name_of_code(env)[:200]
         return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
+
+    def take_kwargs(self, kwargs: Any) -> Any:
+        """Store the arguments that have no plain form; return the others."""
+        if not isinstance(kwargs, Mapping):
+            return kwargs
+        plain = {}
+        for name, value in kwargs.items():
+            try:
+                codec.encode(value)
+            except codec.CodecError:
+                self.kwargs[name] = value
+            else:
+                plain[name] = value
+        return plain
 
     def name_wrappers(self, wrappers: Any) -> Any:
         """Replace classes and functions among wrappers by the names of their code.
@@ -109,17 +126,16 @@ class UserCode:
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
         """
-        parts = [
-            *(self.specs.items(), *self.wrappers.items(), *enumerate(self.env_fns))
-        ]
-        if not parts:
+        if not (self.specs or self.env_fns or self.wrappers or self.kwargs):
             return b""
+        # One pickle, so that the functions of a worker share what their closures share.
         try:
-            # As one pickle, so that the functions of a worker share their closures.
             pickled = _pickle(self)
         except Exception:
-            for name, part in parts:
-                _pickle_part(name, part)
+            functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
+            parts = self.specs, self.wrappers, self.kwargs, functions
+            for name, part in chain.from_iterable(each.items() for each in parts):
+                _check_part(name, part)
             raise
         if len(pickled) > _MAX_BYTES:
             raise EnvStartError(
@@ -154,7 +170,7 @@ class UserCode:
             if str(spec.vector_entry_point).startswith("envserve.gym:"):
                 # Set by importing `envserve.gym`, which workers do not do.
                 known = gymnasium.registry.get(name)
-                spec.vector_entry_point = known and known.vector_entry_point
+                spec.vector_entry_point = known.vector_entry_point if known else None
             gymnasium.registry[name] = spec
         for name, wrapper in code.wrappers.items():
             WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
@@ -163,9 +179,9 @@ class UserCode:
     @property
     def roots(self) -> list[Callable[..., Any]]:
         """The functions and classes, except those that workers import by name."""
-        points = (spec.entry_point for spec in self.specs.values())
-        points = (each for each in points if callable(each))
-        return [*self.env_fns, *self.wrappers.values(), *points]
+        points = [spec.entry_point for spec in self.specs.values()]
+        named = [each for each in points if callable(each)]
+        return [*self.env_fns, *self.wrappers.values(), *named]
 
 
 def _is_valid(table: Any) -> bool:
@@ -184,7 +200,8 @@ def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
             f"{spec.name}: expected a wrapper that records its arguments with "
             f"RecordConstructorArgs; pass its class instead"
         )
-    wrapped: Env = load_env_creator(spec.entry_point)(env, **spec.kwargs)
+    make: Any = load_env_creator(spec.entry_point)
+    wrapped: Env = make(env, **spec.kwargs)
     return wrapped
 
 
@@ -195,14 +212,13 @@ def _pickle(value: object) -> bytes:
     return pickled
 
 
-def _pickle_part(name: object, part: object) -> None:
-    """Pickle a part of the code, to find the part that cannot be pickled."""
+def _check_part(name: str, part: object) -> None:
+    """Raise EnvStartError if a part of the code cannot be pickled."""
     try:
         _pickle(part)
     except Exception as error:
-        where = f"env[{name}]" if isinstance(name, int) else name
         raise EnvStartError(
-            f"{where}: cannot be sent to the workers, because it refers to an object "
-            f"that cannot be pickled: {type(error).__name__}: {error}; create that "
+            f"{name}: expected code that workers can receive; it refers to an object "
+            f"that cannot be pickled ({type(error).__name__}: {error}); create that "
             f"object inside the function"
         ) from error

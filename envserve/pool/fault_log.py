@@ -24,7 +24,6 @@ from envserve.crashes.action_ring import ActionHistory, ActionRing
 from envserve.crashes.crash_folder import CrashFolder
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.envs.seeding import env_seed
-from envserve.envs.user_envs import is_importable
 from envserve.errors import CodecError, EnvError
 from envserve.lane import Fault
 from envserve.pool.supervisor import SupervisedWorker
@@ -329,11 +328,10 @@ class FaultLog:
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
-        names = [self._config.env_name, *(each.name for each in self._config.wrappers)]
         purpose = "to replay it"
         if self._config.vectorized:
             purpose = "actions of its first row"
-        elif not all(map(is_importable, names)):
+        elif not self._config.is_replayable:
             purpose = "its actions, which cannot be replayed without the script"
         return [f"{purpose}: envserve replay {shlex.quote(str(path))}{imports}"]
 

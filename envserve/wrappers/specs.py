@@ -50,9 +50,8 @@ class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.name[:64]}({', '.join(shown)})"
 
 
-#: A wrapper in Python code: a name, a dict, a class or function, or a `WrapperSpec` of
-#: Gymnasium, which is a tuple.
-WrapperLike = str | Mapping[str, Any] | Callable[..., Any] | tuple[Any, ...]
+#: A wrapper in Python code. Gymnasium's `WrapperSpec` is accepted too.
+WrapperLike = str | Mapping[str, Any] | Callable[..., Any]
 #: The wrappers of one env, the innermost first.
 Wrappers = Annotated[tuple[WrapperSpec, ...], msgspec.Meta(max_length=MAX_WRAPPERS)]
 
@@ -71,16 +70,13 @@ def table_of(wrapper: Any) -> Any:
         kind, arguments = wrapper.func, wrapper.keywords
     elif hasattr(wrapper, "entry_point"):
         kind, arguments = wrapper.entry_point, wrapper.kwargs or {}
-    if isinstance(kind, type):
-        place = f"{kind.__module__}:{kind.__qualname__}"
-    else:
-        place = kind if isinstance(kind, str) else ""
+    place = kind
+    if not isinstance(kind, str):
+        place = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', '')}"
     module, _, name = place.partition(":")
-    make = getattr(WRAPPERS.get(name), "make", None)
-    if isinstance(make, str):  # "gymnasium.wrappers:TimeLimit", exported by its package
-        is_same = module.startswith(make.partition(":")[0])
-    else:
-        is_same = make is not None and make is kind
+    make = getattr(WRAPPERS.get(name), "make", "")
+    # Gymnasium exports all wrappers from "gymnasium.wrappers".
+    is_same = make is kind or (make and module.startswith(str(make).partition(":")[0]))
     return {"name": name, **arguments} if is_same else wrapper
 
 

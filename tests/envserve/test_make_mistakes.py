@@ -91,7 +91,7 @@ def test_the_arguments_of_gymnasium_make_vec_are_accepted() -> None:
         _, reward, _, truncated, _ = envs.step([0, 0])
         assert (reward.tolist(), truncated.tolist()) == ([0.0] * 2, [True] * 2)
     with pytest.warns(UserWarning, match="'sync' has no effect"):
-        one: Any = make_vec("CartPole-v1", 2, "sync")  # type: ignore[arg-type]
+        one: Any = make_vec("CartPole-v1", 2, "sync")
     one.close()
 
 

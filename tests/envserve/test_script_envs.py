@@ -31,13 +31,14 @@ from gymnasium.wrappers import (
 import envserve
 from envserve.client import BatchEnv
 from envserve.envs.pickled_code import UserCode
-from envserve.errors import EnvserveError, EnvStartError, WrapperError
+from envserve.errors import EnvserveError, EnvStartError, UnknownEnv, WrapperError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
+from tests.envserve.conftest import Serve
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -133,7 +134,10 @@ def test_a_batch_takes_functions_classes_and_specs() -> None:
     class Mine(Numbered):
         pass
 
-    spec = EnvSpec("Numbered-v0", Numbered, max_episode_steps=1, kwargs={"number": 4})
+    entry_point: Any = Numbered
+    spec = EnvSpec(
+        "Numbered-v0", entry_point, max_episode_steps=1, kwargs={"number": 4}
+    )
     for env, count, number in (
         ([numbered(7)], None, 7),
         (Mine, 2, 0),
@@ -169,9 +173,7 @@ def test_an_env_that_the_script_registers_is_made_with_its_spec(
         entry_points[kind],
         max_episode_steps=2,
         kwargs={"number": 3},
-        additional_wrappers=(
-            RecordEpisodeStatistics.wrapper_spec(buffer_length=4),  # type: ignore[attr-defined]
-        ),
+        additional_wrappers=(RecordEpisodeStatistics.wrapper_spec(buffer_length=4),),
     )
     with contextlib.closing(envserve.make_vec(registered, 2, num_workers=1)) as envs:
         assert envs.reset()[1]["number"].tolist() == [3, 3]
@@ -226,9 +228,7 @@ def test_the_error_about_code_that_cannot_be_pickled_names_the_function() -> Non
         with lock:
             return Numbered()
 
-    with pytest.raises(
-        EnvStartError, match=r"env\[1\]: cannot be sent .*'_thread.lock'"
-    ):
+    with pytest.raises(EnvStartError, match=r"env\[1\]: .*'_thread.lock' object"):
         envserve.make_vec([Numbered, locked])
 
 
@@ -237,7 +237,7 @@ class Duck:
 
     observation_space = Numbered.observation_space
     action_space = Numbered.action_space
-    metadata: ClassVar = {"render_modes": []}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
     render_mode = None
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -305,7 +305,7 @@ class Tripled(gymnasium.RewardWrapper[Any, Any]):
         (DtypeObservation.wrapper_spec(dtype=np.float32), "<"),
         (functools.partial(FrameStackObservation, stack_size=200), "<"),
         (Tripled, "<"),
-        (lambda env: TransformReward(env, lambda reward: 5 * reward), "<"),
+        (lambda env: TransformReward(env, lambda reward: 5 * float(reward)), "<"),
     ],
     ids=str,
 )
@@ -325,6 +325,18 @@ def test_a_wrapper_is_a_name_a_class_or_a_function(wrapper: Any, name: str) -> N
         assert lane.config.wrappers[0].name.startswith(name)
         assert np.array_equal(batch.reset(seeds=[2])[0], theirs.reset(seed=2)[0])
         assert batch.step(np.array([1])).reward[0] == theirs.step(1)[1]
+
+
+def test_arguments_of_an_env_may_be_any_objects() -> None:
+    class Scaled(Numbered):
+        def __init__(self, scale: Callable[[int], int], number: int) -> None:
+            super().__init__(scale(number))
+
+    options: Any = {"scale": lambda number: 2 * number, "number": 4}
+    with contextlib.closing(envserve.make_vec(Scaled, 2, **options)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [8, 8]
+    with pytest.raises(EnvStartError, match=r"scale: .*'_thread.lock' object"):
+        envserve.make_vec(Scaled, **{**options, "scale": threading.Lock()})
 
 
 def test_servers_take_wrappers_by_name_only() -> None:
@@ -411,3 +423,16 @@ def test_no_request_contains_code() -> None:
     settings = PoolSettings.of(Attach.decode(body), HostSettings())
     assert not settings.pickled_code
     assert "pickled_code" not in {each.name for each in fields(EnvRequest)}
+
+
+def test_the_error_of_a_server_names_the_option_that_registers_envs(
+    registered: str, serve: Serve
+) -> None:
+    gymnasium.register(registered, f"{__name__}:Numbered")
+    server = serve("CartPole-v1")
+    with pytest.raises(UnknownEnv, match="envserve start --import MODULE"):
+        envserve.make_vec(registered, 1, [server.address])
+    with contextlib.closing(
+        envserve.make_vec(gymnasium.spec("CartPole-v1"), 1, [server.address])
+    ) as envs:
+        assert envs.reset()[0].shape == (1, 4)

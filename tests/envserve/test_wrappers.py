@@ -85,7 +85,7 @@ def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() ->
     [
         ("ClipAction", r"wrappers: expected a list of tables .*; got 'ClipAction'"),
         ({"name": "ClipAction"}, r"wrappers: expected a list of tables"),
-        (["ClipAction"], r"wrappers\[0\]: expected a table with a name.*'ClipAction'"),
+        ([3], r"wrappers\[0\]: expected a table with a name.*got 3"),
         ([{"amount": 4}], r"wrappers\[0\]: expected a table with a name"),
         ([{"name": 3}], r"wrappers\[0\]: expected a table with a name"),
         (

@@ -264,7 +264,10 @@ class Attachment:
         error = exception_of(body, self.address)
         if isinstance(error, UnknownEnv):
             hint = did_you_mean(self.attach.env_name, self._env_names)
-            error = UnknownEnv(f"{error}{hint}")
+            error = UnknownEnv(
+                f"{error}{hint}; to offer an env that a module of yours registers, "
+                f"start the server with `envserve start --import MODULE`"
+            )
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         may_pass = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
         if self.client_blocks is not None and is_lost:
