@@ -72,7 +72,6 @@ class WorkerThread:
             "pickled_code": b"",
             "blocks": [[0, 0, rows]],
             "incarnations": [0] * rows,
-            "pickled_code": b"",
         }
         self.send(MessageKind.BUILD, codec.encode(message | build))
 
