@@ -13,16 +13,17 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector.utils import batch_space
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
-from envserve.wrappers.specs import parse_wrappers
 
 try:
+    from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import VecEnv, VecMonitor
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}; pip install 'envserve[sb3]'") from error
@@ -34,23 +35,30 @@ Array = np.ndarray[Any, Any]
 
 def make_vec_env(
     env: Any,
-    n_envs: int = 1,
+    n_envs: int | None = None,
     addresses: Sequence[str] | None = None,
     seed: int | None = None,
     *,
     monitor_file: str | None = None,
+    monitor_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
-) -> VecMonitor:
+) -> VecEnv:
     """Make a VecEnv, like `stable_baselines3.common.env_util.make_vec_env`.
+
+    The VecEnv is a `VecMonitor`, unless the envs have a `Monitor` of their own and
+    neither `monitor_file` nor `monitor_kwargs` is given.
 
     Args:
       env: As for `envserve.make_vec`.
-      n_envs: Number of envs.
+      n_envs: Number of envs; 1 by default, or the number of functions in a list.
       addresses: Server addresses, like "tcp://sim1:5555"; by default, the envs run in
         worker processes on this host.
       seed: The first reset of env i uses `seed + i`; a random seed by default.
       monitor_file: CSV file for the return, length and time of each episode; by
         default, no file is written.
+      monitor_kwargs: Other arguments of `VecMonitor`: `info_keywords` is a tuple of
+        keys of the last info of each episode, which are added to `info["episode"]`
+        and to the file. In lost episodes, their values are None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`.
 
@@ -59,12 +67,13 @@ def make_vec_env(
     """
     fixed = {"autoreset": "same_step"}
     batch = make_batch(env, n_envs, addresses, fixed, seed=seed, **options)
-    kwargs, wrappers = options.get("env_kwargs") or {}, options.get("wrappers", ())
-    names = [wrapper.name for wrapper in parse_wrappers(wrappers)]
-    first = kwargs if isinstance(kwargs, Mapping) else kwargs[0]
-    vec_env = BatchVecEnv(batch, first.get("render_mode"), names)
+    keywords = (monitor_kwargs or {}).get("info_keywords", ())
+    vec_env = BatchVecEnv(batch, keywords)
     vec_env.seed(seed)
-    monitored = VecMonitor(vec_env, monitor_file)
+    is_monitored = vec_env.env_is_wrapped(Monitor, 0)[0]
+    if is_monitored and monitor_file is None and not monitor_kwargs:
+        return vec_env
+    monitored = VecMonitor(vec_env, monitor_file, **(monitor_kwargs or {}))
     # VecMonitor's own list would stay empty.
     monitored.reset_infos = vec_env.reset_infos
     return monitored
@@ -77,15 +86,19 @@ class BatchVecEnv(VecEnv):
       batch: The batch, with autoreset "same_step"; this object owns it.
     """
 
-    def __init__(
-        self, batch: BatchEnv, render_mode: str | None, wrapper_names: Sequence[str]
-    ) -> None:
+    def __init__(self, batch: BatchEnv, info_keywords: Sequence[str] = ()) -> None:
+        """Wrap a batch, and take ownership of it.
+
+        Args:
+          batch: A batch with autoreset "same_step" and `infos="all"`.
+          info_keywords: Keys that the last infos of lost episodes contain too.
+        """
         self.batch = batch
         spec = gymnasium.registry.get(batch.spec.env_name)
-        spaces = {n: getattr(batch, n) for n in ("observation_space", "action_space")}
+        names = ("observation_space", "action_space")
         #: Attributes that `get_attr` returns without querying the envs.
-        self._local_attributes = {"render_mode": render_mode, "spec": spec, **spaces}
-        self._wrapper_names = frozenset(wrapper_names)
+        self._local_attributes = {"spec": spec, **{n: getattr(batch, n) for n in names}}
+        self._lost_info = dict.fromkeys(info_keywords)
         self._observations = batch_space(batch.observation_space, batch.num_envs)
         super().__init__(batch.num_envs, batch.observation_space, batch.action_space)
         self.metadata |= metadata_of(batch)
@@ -105,13 +118,22 @@ class BatchVecEnv(VecEnv):
         self._last_observation = observation
         return observation
 
-    def step_async(self, actions: Array) -> None:
-        """Start a step of all envs with actions `[n_envs, ...]`.
+    def step_async(self, actions: Any) -> None:
+        """Start a step of all envs.
 
         A step that is still in flight, for example after Ctrl-C, is discarded.
+
+        Args:
+          actions: Arrays `[n_envs, ...]`, nested like the action space, or a list of
+            the envs' actions.
         """
         if self.batch.num_in_flight:
             self.batch.cancel_step()
+        if isinstance(self.action_space, spaces.Dict | spaces.Tuple) and isinstance(
+            actions, list | np.ndarray
+        ):
+            arrays = create_empty_array(self.action_space, len(actions))
+            actions = concatenate(self.action_space, actions, arrays)
         self.batch.send(actions, together=True)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
@@ -135,6 +157,8 @@ class BatchVecEnv(VecEnv):
         if dones.any():
             last = final_observations(self._observations, step, self._last_observation)
             for row in dones.nonzero()[0].tolist():
+                if not step.valid[row]:
+                    infos[row] = {**self._lost_info, **infos[row]}
                 infos[row]["terminal_observation"] = copy.deepcopy(last[row])
                 info = infos[row].pop("reset_info", None)
                 self.reset_infos[row] = info if isinstance(info, dict) else {}
@@ -190,9 +214,14 @@ class BatchVecEnv(VecEnv):
             raise
 
     def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
-        """Return whether each env has a wrapper that was requested by name.
+        """Return whether each env has a wrapper with the name of this class."""
+        rows = self._get_indices(indices)
+        try:
+            names = self.batch.get_attr("wrapper_names", rows)
+        except CallError:  # a vector env, for example
+            names = [()] * len(rows)
+        return [wrapper_class.__name__ in each for each in names]
 
-        Wrappers that the env applies itself are not detected.
-        """
-        is_wrapped = wrapper_class.__name__ in self._wrapper_names
-        return [is_wrapped for _ in self._get_indices(indices)]
+    def _get_indices(self, indices: Any) -> list[int]:
+        every = range(self.num_envs)
+        return [every[row] for row in super()._get_indices(indices)]

@@ -35,6 +35,7 @@ PINNED_LINES = [
 NOT_OURS = {
     ".venv",
     ".venv-doors",
+    ".venv-floor",
     "runs",
     "build",
     "dist",
@@ -205,6 +206,18 @@ def test_constraints_contain_only_names_and_versions() -> None:
     assert not wrong
     assert len(PINS) == len(PINNED_LINES)
     assert list(PINS) == sorted(PINS)
+
+
+@pytest.mark.parametrize("line", [*PROJECT["dependencies"], *EXTRAS["mujoco"]])
+def test_the_lower_bound_of_a_dependency_is_the_version_of_the_floor(line: str) -> None:
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints-floor.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    requirement = Requirement(line)
+    lowest = [each.version for each in requirement.specifier if each.operator == ">="]
+    assert [Version(pins[requirement.name])] == [*map(Version, lowest)]
 
 
 def test_constraints_pin_everything_that_make_installs() -> None:

@@ -16,7 +16,7 @@ INCARNATIONS_PER_LEASE = 1 << 18
 
 def draw_root_seed() -> int:
     """Return a root seed in [0, 2**63) from the operating system's entropy."""
-    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) >> 1
 
 
 def env_seed(root_seed: int, env_index: int, incarnation: int) -> int:

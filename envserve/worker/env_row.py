@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from envserve.crashes.action_ring import RowRecord
@@ -288,6 +289,8 @@ class EnvRow:
             self._set_attribute(name, arguments[0])
             self.attributes[name] = value
             return None
+        if name == "wrapper_names":
+            return _wrapper_names(self._env)
         get = getattr(
             self._env, "get_wrapper_attr", functools.partial(getattr, self._env)
         )
@@ -347,3 +350,12 @@ class EnvRow:
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
             env_class = type(self.inner_env)
             array[self.row] = convert_leaf(leaf, value, self._checks, env_class)
+
+
+def _wrapper_names(env: Env) -> list[str]:
+    """Return the names of the classes of an env's wrappers, and of their bases."""
+    names: set[str] = set()
+    while isinstance(env, gymnasium.Wrapper):
+        names.update(each.__name__ for each in type(env).__mro__)
+        env = env.env
+    return sorted(names)

@@ -10,12 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import seeding
-from gymnasium.wrappers import (
-    DtypeObservation,
-    RepeatAction,
-    RescaleAction,
-    RescaleObservation,
-)
+from gymnasium.wrappers import DtypeObservation, RescaleAction, RescaleObservation
 
 from envserve.errors import SpaceError
 
@@ -23,9 +18,30 @@ Array = np.ndarray[Any, Any]
 Env = gymnasium.Env[Any, Any]
 
 
+class RepeatAction(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Repeat each action `num_repeats` times, or until the episode ends.
+
+    Gymnasium 1.2 does not have its wrapper of this name.
+    """
+
+    def __init__(self, env: Env, num_repeats: int) -> None:
+        super().__init__(env)
+        self._num_repeats = num_repeats
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step the env `num_repeats` times, and return the sum of the rewards."""
+        total: Any = 0.0
+        for _ in range(self._num_repeats):
+            observation, reward, *ends, info = self.env.step(action)
+            total += reward
+            if any(ends):
+                break
+        return observation, total, *ends, info
+
+
 def ActionRepeat(env: Env, amount: int) -> Env:
     """Repeat each action `amount` times, or until the episode ends."""
-    return RepeatAction(env, num_repeats=amount)
+    return RepeatAction(env, amount)
 
 
 #: Number of episodes that may end during the random actions; the next episode starts

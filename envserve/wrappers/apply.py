@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import gymnasium
+import numpy as np
 from gymnasium import spaces
 
 from envserve.errors import EnvStartError, WrapperError
@@ -64,6 +65,9 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
         check_float("observation", env.observation_space)
     elif name == "RescaleAction":
         check_float("action", env.action_space)
+    elif name == "DtypeObservation":
+        # Gymnasium 1.2 calls this argument, so its name is not sufficient.
+        arguments = {"dtype": np.dtype(arguments["dtype"]).type}
     registered = find_wrapper(name, where).make
     make: Callable[..., Env] = (
         pkgutil.resolve_name(registered) if isinstance(registered, str) else registered

@@ -142,7 +142,6 @@ _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
     "NormalizeObservation": {"epsilon": _EPSILON},
     "NormalizeReward": {"gamma": Number(0, 1), "epsilon": _EPSILON},
     "RecordEpisodeStatistics": {"buffer_length": Integer(1, 10_000)},
-    "RepeatAction": {"num_repeats": _REPEATS},
     "RescaleAction": {"min_action": _SCALE, "max_action": _SCALE},
     "RescaleObservation": {"min_obs": _SCALE, "max_obs": _SCALE},
     "ReshapeObservation": {"shape": Integers(1, 1 << 22, 1, 8, required=True)},
@@ -165,6 +164,7 @@ _ADDITIONAL: Final[dict[str, dict[str, Argument]]] = {
     },
     "RandomStart": {"max_steps": Integer(1, 10_000, required=True)},
     "RangeNormalize": {"observation": Boolean(), "action": Boolean()},
+    "RepeatAction": {"num_repeats": _REPEATS},
     "StaggerEpisodes": {},
 }
 

@@ -4,6 +4,7 @@ Every env plays a fixed number of episodes. Using the first N episodes that end 
 favour short episodes.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
@@ -23,6 +24,7 @@ from ppo.run_folder.checkpoint import CheckpointId
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 
+_LOGGER = logging.getLogger("envserve")
 _HORIZON = 100
 _MAX_BATCH_STEPS = 110_000  # an Atari episode may take 108,000
 _MAX_LOST_IN_A_ROW = 20
@@ -222,6 +224,13 @@ def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
                 f"{env!r}: expected {episodes} episodes, but {missing} have not ended, "
                 f"and none ended in the last {_MAX_BATCH_STEPS:,} steps; "
                 f"{TIME_LIMIT_REMEDY}"
+            )
+        if idle_steps >= _MAX_BATCH_STEPS // 20 > idle_steps - _HORIZON:
+            _LOGGER.warning(
+                f"{env!r}: no episode of the evaluation has ended in the last "
+                f"{idle_steps:,} steps, and the evaluation fails after "
+                f"{_MAX_BATCH_STEPS:,}. If the env has no time limit, its episodes may "
+                f"never end; {TIME_LIMIT_REMEDY}"
             )
         idle_steps += _HORIZON
         for episode in tracker.add(simulation.run((0, 0))):

@@ -41,7 +41,8 @@ class Masked(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward = float(action == self.allowed)
         self.time += 1
-        return self._observe(), reward, False, self.time == EPISODE_LENGTH, {}
+        is_over = self.time == EPISODE_LENGTH
+        return self._observe(), reward, False, is_over, {"label": self.label}
 
     def times(self, factor: int, *, plus: int = 0) -> int:
         return factor * self.time + plus

@@ -11,10 +11,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.env_util import make_vec_env as own_make_vec_env
-from stable_baselines3.common.monitor import load_results
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.monitor import Monitor, load_results
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 
 from envserve.client.batch_env import ResetFirst
 from envserve.errors import ActionError, CallError, EnvError
@@ -143,6 +144,104 @@ def test_wrappers_monitor_files_and_normalization_work(tmp_path: Path) -> None:
     scaled.close()
     assert len(load_results(str(tmp_path))) >= 8
     assert "TimeLimit.truncated" in infos[0]
+
+
+def test_negative_indices_count_from_the_end(masked: Any) -> None:
+    masked.reset()
+    masked.set_attr("label", "red", indices=[-1])
+    assert masked.get_attr("label", indices=[0, -1]) == ["none", "red"]
+    assert masked.env_method("times", 2, indices=-3) == [0]
+    with pytest.raises(IndexError):
+        masked.get_attr("label", indices=[0, 3])
+
+
+@pytest.mark.parametrize("place", ["here", "server"])
+def test_wrappers_that_the_env_has_applied_are_detected(
+    place: str, server: ServerProcess
+) -> None:
+    addresses = None if place == "here" else [server.address]
+    envs = make_vec_env("CartPole-v1", 3, addresses)
+    assert envs.env_is_wrapped(gymnasium.wrappers.TimeLimit) == [True] * 3
+    assert envs.env_is_wrapped(gymnasium.Wrapper, -1) == [True]
+    assert envs.env_is_wrapped(Monitor, [0, 2]) == [False, False]
+    envs.close()
+
+
+def test_envs_with_their_own_monitor_get_no_second_one() -> None:
+    def make_env() -> Any:
+        return Monitor(gymnasium.make("CartPole-v1", render_mode="rgb_array"))
+
+    envs = make_vec_env([make_env] * 2, seed=3)
+    assert not isinstance(envs, VecMonitor)
+    assert envs.env_is_wrapped(Monitor) == [True, True]
+    assert envs.render_mode == "rgb_array"
+    envs.reset()
+    dones = np.zeros(2)
+    while not dones.any():
+        _, _, dones, infos = envs.step(np.zeros(2, int))
+    assert infos[int(dones.argmax())]["episode"]["l"] > 1
+    envs.close()
+
+
+@pytest.mark.parametrize("kind", ["Dict", "Tuple"])
+def test_actions_may_be_a_list_of_the_actions_of_each_env(kind: str) -> None:
+    parts: dict[str, gymnasium.Space[Any]]
+    parts = {"a": spaces.Discrete(3), "b": spaces.Box(-1, 1, (2,))}
+    space = spaces.Dict(parts) if kind == "Dict" else spaces.Tuple([*parts.values()])
+    own = DummyVecEnv([lambda: ShowAction(space)] * 3)
+    ours = make_vec_env([lambda: ShowAction(space)] * 3)
+    space.seed(1)
+    for envs in (own, ours):
+        envs.reset()
+    for _ in range(5):
+        actions: Any = [space.sample() for _ in range(3)]
+        shown = [envs.step(actions)[0] for envs in (own, ours)]
+        np.testing.assert_array_equal(*shown)
+        as_objects = np.empty(3, object)
+        as_objects[:] = actions
+        np.testing.assert_array_equal(ours.step(as_objects)[0], shown[0])
+    with pytest.raises(ActionError, match="expected"):
+        ours.step(actions[:2])
+    ours.close()
+
+
+class ShowAction(gymnasium.Env[Any, Any]):
+    """Observe the action."""
+
+    observation_space = spaces.Box(-9, 9, (3,))
+
+    def __init__(self, space: gymnasium.Space[Any]) -> None:
+        self.action_space = space
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        parts = action.values() if isinstance(action, dict) else action
+        shown = np.concatenate([np.ravel(part) for part in parts]).astype(np.float32)
+        return shown, 0.0, False, False, {}
+
+
+def test_info_keywords_are_added_to_episodes_and_the_file(tmp_path: Path) -> None:
+    keywords = {"info_keywords": ("label",)}
+    file = str(tmp_path / "log")
+    options: dict[str, Any] = {"import_modules": [MODULE], "num_workers": 1}
+    envs = make_vec_env(
+        ENV_NAME, 2, monitor_file=file, monitor_kwargs=keywords, **options
+    )
+    envs.reset()
+    for _ in range(EPISODE_LENGTH):
+        _, _, dones, infos = envs.step(np.zeros(2, int))
+    assert dones.all()
+    assert [info["episode"]["label"] for info in infos] == ["none", "none"]
+    (pid,) = envs.venv.batch.lanes[0].worker_pids
+    os.kill(pid, signal.SIGKILL)
+    *_, infos = envs.step(np.zeros(2, int))
+    assert [info["episode"]["label"] for info in infos] == [None, None]
+    envs.close()
+    labels = load_results(str(tmp_path))["label"]
+    assert labels[:2].tolist() == ["none", "none"]
+    assert labels[2:].isna().all()
 
 
 def test_a_lost_episode_is_truncated() -> None:

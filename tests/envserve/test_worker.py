@@ -70,7 +70,6 @@ class WorkerThread:
             "seeded": True,
             "blocks": [[0, 0, rows]],
             "incarnations": [0] * rows,
-            "pickled_code": b"",
         }
         self.send(MessageKind.BUILD, codec.encode(message | build))
 

@@ -5,6 +5,7 @@ training.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -105,13 +106,19 @@ def test_the_recurrent_state_is_reset_at_episode_ends() -> None:
         np.testing.assert_allclose(fake.actions[step], expected, atol=1e-6)
 
 
-def test_endless_episodes_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_episodes_are_an_error_after_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("ppo.evaluation.evaluate._MAX_BATCH_STEPS", 300)
     fake = CountingBatchEnv([3, 10**9])
     message = "1 have not ended, and none ended in the last 300 steps; train with .*"
     message += r"--set 'wrappers=\[{name = \"TimeLimit\""
     with pytest.raises(EnvDataError, match=message):
         played(fake, 2)
+    (record,) = caplog.records
+    assert re.search(
+        r"100 steps, .* fails after 300. .* has no time limit", record.message
+    )
     assert played(CountingBatchEnv([200]), 4).lengths.tolist() == [200] * 4
 
 

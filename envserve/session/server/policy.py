@@ -24,7 +24,10 @@ _ALWAYS_EXPOSED: Final = {
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
     **dict.fromkeys(
-        ("action_space", "np_random", "np_random_seed", "observation_space", "spec"),
+        (
+            *("action_space", "np_random", "np_random_seed", "observation_space"),
+            *("spec", "wrapper_names"),
+        ),
         frozenset({"get"}),
     ),
 }
