@@ -222,7 +222,6 @@ class Array:
         (Array(np.arange(3, dtype=np.int16)), np.arange(3, dtype=np.int16)),
         (Array(np.array(2.5, np.float32)), np.array(2.5, np.float32)),
     ],
-    ids=str,
 )
 def test_values_of_other_types_become_plain(value: Any, expected: Any) -> None:
     assert_identical(decode(encode([value], keep_types=True)), [expected])

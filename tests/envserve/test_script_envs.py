@@ -307,7 +307,6 @@ class Tripled(gymnasium.RewardWrapper[Any, Any]):
         (Tripled, "<"),
         (lambda env: TransformReward(env, lambda reward: 5 * float(reward)), "<"),
     ],
-    ids=str,
 )
 def test_a_wrapper_is_a_name_a_class_or_a_function(wrapper: Any, name: str) -> None:
     options: Any = {"num_workers": 1, "wrappers": [wrapper], "infos": "all"}
