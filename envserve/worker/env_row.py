@@ -11,7 +11,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -109,10 +108,9 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
-        context = replace(self._context, incarnation=self.incarnation)
-        kwargs = context.fill(self._kwargs)
+        kwargs = self._context.fill(self._kwargs)
         prepare_rendering(kwargs)
-        with context.activate():
+        with self._context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
         self.step = self._first_step  # type: ignore[method-assign]  # until it is called
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
