@@ -207,9 +207,9 @@ class FaultLog:
         (block,) = hosts
         history = self._read_history(row)
         is_call = running.get(block.index) == MessageKind.CALL
-        doing = "a call of" if is_call else ("a step of", "a reset of")[is_slow == 1]
+        doing = "call" if is_call else "reset" if is_slow == 1 else "step"
         parts = [
-            f"in {doing} env {self._index_of(row)}",
+            f"in a {doing} of env {self._index_of(row)}",
             *self._describe_history(row, history),
         ]
         if is_call:
