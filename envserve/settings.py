@@ -83,7 +83,8 @@ Infos = Literal["all", "episode_end", "none"]
 #: row as lost (`valid` is False), or pass them to the caller.
 NonFinite = Literal["raise", "mask", "pass"]
 #: Handling of finite actions outside the action space: pass them to the env, clip them
-#: to the bounds of a Box, or raise `ActionError` unless only a rounding is to blame.
+#: to the bounds of a Box, or raise `ActionError` unless the difference is a rounding
+#: error.
 ActionMode = Literal["pass", "clip", "check"]
 #: Whether the observation spaces of all envs are equal, or may have different bounds.
 ObservationMode = Literal["same", "different"]

@@ -107,8 +107,8 @@ class BatchEnv:
       autoreset: When an env is reset after its episode has ended.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.
-      steps_ended: Whether `step` accepts rows whose episode has ended, unless it was
-        lost. Gymnasium steps such envs with autoreset "disabled".
+      steps_ended: Whether `step` accepts rows whose episode has ended, unless the
+        episode was lost. Gymnasium steps such envs with autoreset "disabled".
     """
 
     reset_call = "reset(env_indices=...)"

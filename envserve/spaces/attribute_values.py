@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Space
 
-from envserve.errors import CodecError, SpaceError
+from envserve.errors import CodecError
 from envserve.spaces.env_spec import describe, restore
 
 #: Key of the kind of a value, which no other value is likely to have.
@@ -55,10 +55,7 @@ def from_plain(value: Any) -> Any:
         if value[_KIND] == "generator":
             return _generator_of(value["state"])
         return restore(value["space"])
-    except (
-        *(ArithmeticError, LookupError, RecursionError, SpaceError),
-        *(TypeError, ValueError),
-    ) as error:
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CodecError(f"not a valid attribute: {error!s:.200}") from None
 
 

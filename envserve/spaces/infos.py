@@ -61,11 +61,11 @@ class InfoBudget(NamedTuple):
         return InfoBudget(self.num_bytes // 2, self.num_values // 2)
 
     def within(self, other: InfoBudget) -> InfoBudget:
-        """Return the budget, reduced to another one where that is smaller."""
+        """Return the minimum of two budgets, separately for bytes and values."""
         return InfoBudget(*map(min, self, other))
 
     def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
-        """Return what columns of infos leave of the budget."""
+        """Return the rest of the budget after columns of infos."""
         num_bytes, num_values = self
         for each in columns:
             cost = each.cost

@@ -77,7 +77,7 @@ class EnvRow:
           row: Row of the pool.
           incarnation: Number of times the env was rebuilt before.
           checks: Checks of the values that the env returns.
-          context: Place of the env in its batch; by default, the only worker's.
+          context: Place of the env in its batch; by default, with one worker.
           env_fn: Function that creates the env; by default, it is created by name.
         """
         self.row = row
