@@ -855,10 +855,8 @@ class BatchEnv:
                         )
                     values = _values_of(outcome.result)
                     for row, value in zip(part, values, strict=False):
-                        is_method = value is METHOD
-                        results[row] = (
-                            partial(self.call, row, name) if is_method else value
-                        )
+                        method = partial(self.call, row, name)
+                        results[row] = method if value is METHOD else value
                 missing = sorted({*rows} - results.keys())
                 called = start(missing) if missing else []
             return [results[row] for row in rows]
