@@ -106,7 +106,7 @@ class UserCode:
         """
         if not (self.specs or self.env_fns or self.wrappers):
             return b""
-        # One pickle, so that objects in the closures of several functions stay shared.
+        # One pickle, so that the functions of a worker share what their closures share.
         try:
             pickled = _pickle(self)
         except Exception:
