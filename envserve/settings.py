@@ -260,7 +260,7 @@ class EnvRequest(_Validated):
         return given if isinstance(given, Mapping) else given[row]
 
     def context_of(self, row: int, worker: int = 0, workers: int = 1) -> EnvContext:
-        """Return the place of a row's env, which one of several workers builds."""
+        """Return the place of a row's env in its batch, for one of several workers."""
         first = self.first_env_index
         num_envs = self.num_batch_envs or first + self.num_envs
         return EnvContext(first + row, num_envs, worker, workers)

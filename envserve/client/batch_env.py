@@ -709,7 +709,7 @@ class BatchEnv:
         return self._access(env_indices, "call", name, arguments, named)
 
     def get_attr(self, name: str, env_indices: RowIndices = None) -> list[Any]:
-        """Return the values of an attribute, one per env; a method is called remotely.
+        """Return an attribute of each env; methods become functions that call them.
 
         Args:
           name: Name of the attribute; servers allow only exposed attributes.

@@ -62,7 +62,7 @@ class FaultLog:
         label: str = "",
         owner: str = "",
     ) -> None:
-        """Store the arguments, including the prefix of log lines and envs' owner."""
+        """Store settings and blocks, the prefix of log lines, and the envs' owner."""
         self._config = config
         self._workers = [block.worker for block in blocks for _ in block.rows]
         self._label = f"{label}: " if label else ""

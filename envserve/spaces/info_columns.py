@@ -222,7 +222,7 @@ def _read_layout(encoded: bytes) -> Layout:
 
 
 def _form_of(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-    """Return dtype, shape and size in bytes; size 0 of what cannot be in a column."""
+    """Return dtype, shape and size in bytes; size 0 if a column cannot contain it."""
     is_array, dtype = type(value) is np.ndarray, _PYTHON_DTYPES.get(type(value))
     if is_array or isinstance(value, np.generic):
         dtype = value.dtype
