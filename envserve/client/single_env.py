@@ -70,6 +70,19 @@ class Env(gymnasium.Env[Any, Any]):
 
     # Attributes of the env and its wrappers, in the worker or on the server.
 
+    def has_wrapper_attr(self, name: str) -> bool:
+        """Return whether the env or one of its wrappers has an attribute."""
+        return hasattr(self, name)
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """Return an attribute of the env or one of its wrappers.
+
+        Raises:
+          AttributeError: There is no such attribute, or a server does not expose it.
+          CallError: The value cannot be sent.
+        """
+        return getattr(self, name)
+
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """Set an attribute of the env or one of its wrappers.
 
@@ -84,18 +97,13 @@ class Env(gymnasium.Env[Any, Any]):
         Raises:
           CallError: The attribute cannot be set, or a server does not expose it.
         """
-        if force or hasattr(self, name):
+        if force or self.has_wrapper_attr(name):
             self._batch.set_attr(name, [value])
             return True
         return False
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that only the env or one of its wrappers has.
-
-        Raises:
-          AttributeError: There is no such attribute, or a server does not expose it.
-          CallError: The value cannot be sent.
-        """
+        """Return an attribute that only the env has."""
         if name in _OWN or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         try:
