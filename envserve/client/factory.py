@@ -71,6 +71,7 @@ def local_settings(
     reference, code = UserCode.of(env_name)
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
+    options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
     options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     given = _checked_settings(options, LocalOptions, function)
     # Modules and pickled code may register wrappers, which only workers can check.
@@ -82,7 +83,8 @@ def local_settings(
         _check_env_fns(code.env_fns, num_envs, given)
     if num_envs is None:
         num_envs = len(code.env_fns) or 1
-    given["is_replayable"] = not code.wrappers and user_envs.is_importable(name)
+    is_complete = not (code.wrappers or code.kwargs)
+    given["is_replayable"] = is_complete and user_envs.is_importable(name)
     given["pickled_code"] = code.dumps()
     return PoolSettings(env_name=name, num_envs=num_envs, **given)
 

@@ -14,6 +14,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, Self
 
 import gymnasium
@@ -21,6 +22,7 @@ from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
 from envserve.envs import user_envs
 from envserve.errors import EnvStartError, WrapperError
+from envserve.spaces import codec
 from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
 from envserve.wrappers.specs import table_of
 
@@ -39,11 +41,13 @@ class UserCode:
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
+      kwargs: Arguments of the env's constructor that have no plain form.
     """
 
     specs: Mapping[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
@@ -79,6 +83,20 @@ class UserCode:
         name = user_envs.name_of_code(env)[:200]
         return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
 
+    def take_kwargs(self, kwargs: Any) -> Any:
+        """Store the arguments that have no plain form; return the others."""
+        if not isinstance(kwargs, Mapping):
+            return kwargs
+        plain = {}
+        for name, value in kwargs.items():
+            try:
+                codec.encode(value)
+            except codec.CodecError:
+                self.kwargs[name] = value
+            else:
+                plain[name] = value
+        return plain
+
     def name_wrappers(self, wrappers: Any) -> Any:
         """Replace classes and functions among wrappers by the names of their code.
 
@@ -104,15 +122,15 @@ class UserCode:
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
         """
-        if not (self.specs or self.env_fns or self.wrappers):
+        if not (self.specs or self.env_fns or self.wrappers or self.kwargs):
             return b""
         # One pickle, so that the functions of a worker share what their closures share.
         try:
             pickled = _pickle(self)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
-            parts = {**self.specs, **self.wrappers, **functions}
-            for name, part in parts.items():
+            parts = self.specs, self.wrappers, self.kwargs, functions
+            for name, part in chain.from_iterable(each.items() for each in parts):
                 _check_part(name, part)
             raise
         if len(pickled) > _MAX_BYTES:

@@ -66,10 +66,7 @@ class WorkerSet:
             codec.encode(config.env_kwargs, keep_types=True)
             codec.encode(wrappers_to_plain(config.wrappers), keep_types=True)
         except codec.CodecError as error:
-            raise EnvStartError(
-                f"env_kwargs or wrappers: {error}; to create envs with other objects, "
-                f"pass a list of functions instead of a name"
-            ) from None
+            raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
         self.incarnations = [config.first_incarnation] * config.num_envs
         self.watch_at = clock()
         self.config = config

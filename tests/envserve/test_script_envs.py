@@ -327,9 +327,16 @@ def test_a_wrapper_is_a_name_a_class_or_a_function(wrapper: Any, name: str) -> N
         assert batch.step(np.array([1])).reward[0] == theirs.step(1)[1]
 
 
-def test_an_argument_that_is_not_plain_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(EnvStartError, match=r"type function; .* list of functions"):
-        envserve.make_vec(Numbered, number=lambda: 1)
+def test_arguments_of_an_env_may_be_any_objects() -> None:
+    class Scaled(Numbered):
+        def __init__(self, scale: Callable[[int], int], number: int) -> None:
+            super().__init__(scale(number))
+
+    options: Any = {"scale": lambda number: 2 * number, "number": 4}
+    with contextlib.closing(envserve.make_vec(Scaled, 2, **options)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [8, 8]
+    with pytest.raises(EnvStartError, match=r"scale: .*'_thread.lock' object"):
+        envserve.make_vec(Scaled, **{**options, "scale": threading.Lock()})
 
 
 def test_servers_take_wrappers_by_name_only() -> None:
