@@ -107,10 +107,7 @@ class EnvError(EnvserveError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the class by its name, without the built-in exception."""
-        fields = {
-            "env_index": self.env_index,
-            "remote_traceback": self.remote_traceback,
-        }
+        fields = dict(env_index=self.env_index, remote_traceback=self.remote_traceback)
         return partial(getattr(self, "_plain", type(self)), self.message, **fields), ()
 
 

@@ -45,7 +45,7 @@ def make_vec_env(
 ) -> VecEnv:
     """Make a VecEnv, like `stable_baselines3.common.env_util.make_vec_env`.
 
-    The VecEnv is a `VecMonitor`, unless the envs have a `Monitor` of their own and
+    The VecEnv is a `VecMonitor`, unless the envs already have a `Monitor` and
     neither `monitor_file` nor `monitor_kwargs` is given.
 
     Args:
@@ -132,7 +132,7 @@ class BatchVecEnv(VecEnv):
         if isinstance(self.action_space, spaces.Dict | spaces.Tuple) and isinstance(
             actions, list | np.ndarray
         ):
-            arrays = create_empty_array(self.action_space, len(actions))
+            arrays: Any = create_empty_array(self.action_space, len(actions))
             actions = concatenate(self.action_space, actions, arrays)
         self.batch.send(actions, together=True)
 

@@ -83,7 +83,8 @@ Infos = Literal["all", "episode_end", "none"]
 #: row as lost (`valid` is False), or pass them to the caller.
 NonFinite = Literal["raise", "mask", "pass"]
 #: Handling of finite actions outside the action space: pass them to the env, clip them
-#: to the bounds of a Box, or raise `ActionError` unless only a rounding is to blame.
+#: to the bounds of a Box, or raise `ActionError` unless the difference is a rounding
+#: error.
 ActionMode = Literal["pass", "clip", "check"]
 #: Whether the observation spaces of all envs are equal, or may have different bounds.
 ObservationMode = Literal["same", "different"]
@@ -259,7 +260,7 @@ class EnvRequest(_Validated):
         return given if isinstance(given, Mapping) else given[row]
 
     def context_of(self, row: int, worker: int = 0, workers: int = 1) -> EnvContext:
-        """Return the place of a row's env, which one of several workers builds."""
+        """Return the place of a row's env in its batch, for one of several workers."""
         first = self.first_env_index
         num_envs = self.num_batch_envs or first + self.num_envs
         return EnvContext(first + row, num_envs, worker, workers)

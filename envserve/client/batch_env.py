@@ -107,8 +107,8 @@ class BatchEnv:
       autoreset: When an env is reset after its episode has ended.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.
-      steps_ended: Whether `step` accepts rows whose episode has ended, unless it was
-        lost. Gymnasium steps such envs with autoreset "disabled".
+      steps_ended: Whether `step` accepts rows whose episode has ended, unless the
+        episode was lost. Gymnasium steps such envs with autoreset "disabled".
     """
 
     reset_call = "reset(env_indices=...)"
@@ -709,7 +709,7 @@ class BatchEnv:
         return self._access(env_indices, "call", name, arguments, named)
 
     def get_attr(self, name: str, env_indices: RowIndices = None) -> list[Any]:
-        """Return the values of an attribute, one per env; a method is called remotely.
+        """Return an attribute of each env; methods become functions that call them.
 
         Args:
           name: Name of the attribute; servers allow only exposed attributes.
@@ -855,10 +855,8 @@ class BatchEnv:
                         )
                     values = _values_of(outcome.result)
                     for row, value in zip(part, values, strict=False):
-                        is_method = value is METHOD
-                        results[row] = (
-                            partial(self.call, row, name) if is_method else value
-                        )
+                        method = partial(self.call, row, name)
+                        results[row] = method if value is METHOD else value
                 missing = sorted({*rows} - results.keys())
                 called = start(missing) if missing else []
             return [results[row] for row in rows]

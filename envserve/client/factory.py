@@ -74,7 +74,7 @@ def local_settings(
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
     options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     given = _checked_settings(options, LocalOptions, function)
-    # Otherwise the modules may register wrappers.
+    # Modules and pickled code may register wrappers, which only workers can check.
     if not (options["import_modules"] or code.wrappers):
         check_wrappers(given["wrappers"])
     if num_workers is not None:

@@ -222,7 +222,7 @@ class LaneGroup:
           EnvTimeout: The reset has not finished in time; call this again to wait
             longer.
         """
-        outcomes = self._finish(positions, deadline)
+        outcomes = self.finish_call(positions, deadline)
         return {
             row + self.blocks[position].offset: info
             for position, outcome in zip(sorted(positions), outcomes, strict=True)
@@ -232,14 +232,6 @@ class LaneGroup:
     def start_call(self, calls: Mapping[int, Call]) -> None:
         """Start to access attributes of envs, with one call per block, by position."""
         self._start(calls, lambda lane, some: lane.submit_call(some))
-
-    def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
-        """Wait for calls that `start_call` has started; return one outcome per block.
-
-        Raises:
-          EnvTimeout: As for `finish_reset`.
-        """
-        return self._finish(positions, deadline)
 
     def _start(
         self,
@@ -276,10 +268,17 @@ class LaneGroup:
                 raise
         self.queue.is_updating = False
 
-    def _finish(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
-        """Wait until operations have finished; raise the first error, if any."""
+    def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
+        """Wait until operations have finished; return one outcome per block.
+
+        Raises:
+          EnvserveError: The first error of a block.
+          EnvTimeout: As for `finish_reset`.
+        """
         if not positions <= self._called:
-            raise LocalProtocolError("it was interrupted; call reset() or call again")
+            raise LocalProtocolError(
+                "the reset or call was interrupted; start it again"
+            )
         self._wait_for(positions, deadline)
         outcomes = self._take_called(positions)
         for outcome in outcomes:

@@ -30,8 +30,6 @@ _AUTORESET_CHOICES: Final = "'SameStep', 'NextStep' or 'Disabled'"
 #: Arguments of `AsyncVectorEnv` that change nothing: rows are always in shared memory,
 #: and workers are always forked from one process.
 _WITHOUT_EFFECT: Final = ("shared_memory", "context", "daemon")
-#: Defaults of other arguments of `AsyncVectorEnv`, which have no counterpart.
-_DEFAULTS: Final = {"worker": None}
 
 
 class Options(LocalOptions, total=False):
@@ -231,12 +229,17 @@ def _expand(
     if (limit := given.pop("max_episode_steps")) is not None:
         added["max_episode_steps"] = limit
     if added:
-        before: Any = given.get("env_kwargs") or {}
-        if isinstance(before, Mapping):
-            given["env_kwargs"] = {**before, **added}
-        else:  # one for each env
-            given["env_kwargs"] = [{**each, **added} for each in before]
+        _add_kwargs(given, added)
     return env
+
+
+def _add_kwargs(given: dict[str, Any], added: Mapping[str, Any]) -> None:
+    """Add arguments of the envs to `env_kwargs`."""
+    before: Any = given.get("env_kwargs") or {}
+    if isinstance(before, Mapping):
+        given["env_kwargs"] = {**before, **added}
+    else:  # one for each env
+        given["env_kwargs"] = [{**each, **added} for each in before]
 
 
 def _arguments_of(env: EnvLike) -> Collection[str]:
@@ -271,7 +274,7 @@ def _apply_gymnasium_options(given: dict[str, Any]) -> None:
     for name, value in (given.pop("vector_kwargs") or {}).items():
         if name in ("autoreset_mode", "copy", "observation_mode"):
             given[name] = value
-        elif name not in _WITHOUT_EFFECT and value != _DEFAULTS.get(name, ...):
+        elif name not in _WITHOUT_EFFECT and value is not None:
             raise TypeError(
                 f"vector_kwargs: expected autoreset_mode, copy, observation_mode, "
                 f"{', '.join(_WITHOUT_EFFECT)}; got {name}={value!r:.200}"
@@ -314,11 +317,7 @@ def make_batch(
     given |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
     given |= {**options, **fixed}
     if render_mode is not None:
-        kwargs, mode = given.get("env_kwargs") or {}, {"render_mode": render_mode}
-        is_map = isinstance(kwargs, Mapping)
-        given["env_kwargs"] = (
-            {**kwargs, **mode} if is_map else [{**each, **mode} for each in kwargs]
-        )
+        _add_kwargs(given, {"render_mode": render_mode})
     if addresses is None:
         return BatchEnv.local(env, num_envs, num_workers, **given)
     if num_workers is None:

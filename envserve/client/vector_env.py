@@ -79,15 +79,6 @@ def parse_observation_mode(mode: Any) -> ObservationMode:
     return choice
 
 
-def _own_action_space(batch: BatchEnv) -> Space[Any]:
-    """Return the action space of the first env, with the env's random generator."""
-    with contextlib.suppress(CallError):  # servers of other releases do not expose it
-        (space,) = batch.get_attr("action_space", [0])
-        if space == batch.action_space:
-            return space  # type: ignore[no-any-return]
-    return batch.action_space
-
-
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
     """Return the envs' metadata; empty if it contains values that cannot be sent."""
     try:
@@ -132,8 +123,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             self.observation_space = batch_differing_spaces(spaces)
         elif observation_mode != "same":
             self.observation_space, self.single_observation_space = observation_mode
-        self.single_action_space = _own_action_space(batch)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.single_action_space = batch.action_space
+        self.action_space = batch_space(batch.action_space, self.num_envs)
         (self.render_mode,) = batch.get_attr("render_mode", [0])
         self.metadata = {**metadata_of(batch), "autoreset_mode": self.autoreset_mode}
         self._is_copied = copy
@@ -285,14 +276,12 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         Raises:
           CallError: The method raised an exception, or a server does not expose it.
         """
-        self._check_idle("call")
-        if name in _NOT_CALLED:
-            raise ValueError(f"{name}: expected {name}() instead of call({name!r})")
-        return tuple(self._batch.call_each(name, *arguments, **named))
+        self.call_async(name, *arguments, **named)
+        return self.call_wait()
 
     def call_async(self, name: str, /, *arguments: Any, **named: Any) -> None:
         """Start a `call` without waiting; `call_wait` returns its result."""
-        self._check_idle("call_async")
+        self._check_idle("call")
         if name in _NOT_CALLED:
             raise ValueError(f"{name}: expected {name}() instead of call({name!r})")
         self._batch.send_call(name, *arguments, **named)

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: A placeholder, or one in double braces, which stands for itself.
+#: A placeholder, or one in double braces, which is an escaped literal.
 _PLACEHOLDER: Final = re.compile(r"\{(\{(?:row|worker)\})\}|\{(row|worker)\}")
 
 
@@ -26,14 +26,12 @@ class EnvContext:
       num_envs: Number of rows of the whole batch.
       worker: Index of the worker process among those that serve the batch on this host.
       num_workers: Number of these worker processes.
-      incarnation: 0 for the first env of the row; grows whenever the env is replaced.
     """
 
     row: int
     num_envs: int
     worker: int = 0
     num_workers: int = 1
-    incarnation: int = 0
 
     def fill(self, value: Any) -> Any:
         """Return a copy of a value, with `{row}` and `{worker}` replaced in strings.

@@ -24,7 +24,7 @@ from envserve.envs import user_envs
 from envserve.errors import EnvStartError, WrapperError
 from envserve.spaces import codec
 from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
-from envserve.wrappers.specs import parse_wrappers, table_of
+from envserve.wrappers.specs import table_of
 
 Env = gymnasium.Env[Any, Any]
 
@@ -100,20 +100,16 @@ class UserCode:
     def name_wrappers(self, wrappers: Any) -> Any:
         """Replace classes and functions among wrappers by the names of their code.
 
-        Registered wrappers with valid arguments keep their own name, so that their
-        crashes can be replayed.
+        Registered classes keep their own name, so that crashes can be replayed.
         """
         if not isinstance(wrappers, Sequence) or isinstance(wrappers, str):
             return wrappers  # `parse_wrappers` raises the error
         named = []
         for position, wrapper in enumerate(wrappers):
-            table = table_of(wrapper)
-            if isinstance(wrapper, str | Mapping) or _is_valid(table):
-                named.append(table)
-                continue
             if isinstance(wrapper, WrapperSpec):
                 wrapper = functools.partial(_apply_recorded, wrapper)
-            if callable(wrapper):
+            table = table_of(wrapper)
+            if callable(table):
                 name = user_envs.name_of_code(wrapper)[:180]
                 table = {"name": f"<{name} {position}>"}  # not the name of a module
                 self.wrappers[table["name"]] = wrapper
@@ -182,15 +178,6 @@ class UserCode:
         points = [spec.entry_point for spec in self.specs.values()]
         named = [each for each in points if callable(each)]
         return [*self.env_fns, *self.wrappers.values(), *named]
-
-
-def _is_valid(table: Any) -> bool:
-    """Return whether a table names a registered wrapper, with valid arguments."""
-    try:
-        parse_wrappers([table])
-    except WrapperError:
-        return False
-    return True
 
 
 def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:

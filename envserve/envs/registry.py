@@ -314,7 +314,7 @@ def _raise_for_arguments(
 
 
 def arguments_of(creator: Callable[..., Any]) -> set[str]:
-    """Return the keyword arguments of a class, with those of its bases, or function."""
+    """Return the keyword arguments of a function, or of a class and its bases."""
     inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
     parameters = [item for init in inits for item in signature(init).parameters.items()]
     return {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}

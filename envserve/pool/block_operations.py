@@ -113,7 +113,7 @@ class _BlockSlot:
     overwritten_at: int = -1
 
     def message(self, is_lost: bool, lost_payload: bytes) -> bytes:
-        """Encode the operation for the worker; a lost step as this RESET."""
+        """Encode the operation for the worker; a lost step becomes a RESET."""
         index, sequence = self.block.index, self.sequence
         if self.kind != _STEP:
             return pack_message(self.kind, index, sequence, self.task.payload)

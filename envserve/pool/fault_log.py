@@ -62,7 +62,7 @@ class FaultLog:
         label: str = "",
         owner: str = "",
     ) -> None:
-        """Store the arguments, including the prefix of log lines and envs' owner."""
+        """Store settings and blocks, the prefix of log lines, and the envs' owner."""
         self._config = config
         self._workers = [block.worker for block in blocks for _ in block.rows]
         self._label = f"{label}: " if label else ""
@@ -207,9 +207,9 @@ class FaultLog:
         (block,) = hosts
         history = self._read_history(row)
         is_call = running.get(block.index) == MessageKind.CALL
-        doing = "a call of" if is_call else ("a step of", "a reset of")[is_slow == 1]
+        doing = "call" if is_call else "reset" if is_slow == 1 else "step"
         parts = [
-            f"in {doing} env {self._index_of(row)}",
+            f"in a {doing} of env {self._index_of(row)}",
             *self._describe_history(row, history),
         ]
         if is_call:

@@ -171,12 +171,13 @@ class SupervisedWorker:
     def _build_message(self, incarnations: Sequence[int]) -> bytes:
         """Encode the payload of a BUILD message."""
         config = self._config
+        gpus = config.gpus or ("",)
         message: dict[str, Any] = {
             **{name: getattr(config, name) for name in _SETTINGS},
             "wrappers": wrappers_to_plain(config.wrappers),
             "num_workers": self._num_workers,
             "worker": self.index,
-            "gpu": str((config.gpus or ("",))[self.index % max(1, len(config.gpus))]),
+            "gpu": str(gpus[self.index % len(gpus)]),
             "blocks": [[block.index, block.start, block.stop] for block in self.blocks],
             "incarnations": [*incarnations],
         }

@@ -307,7 +307,7 @@ def _out_of_bounds(leaf: Leaf, array: Array, is_good: Array, name_of: _NameOf) -
 
 
 def _first_bad(is_good: Array) -> tuple[int, tuple[int, ...]]:
-    """Return the position of the first action that is not good, and within it."""
+    """Return the row of the first invalid action, and the position inside it."""
     row, *where = (int(i) for i in np.argwhere(~is_good)[0])
     return row, tuple(where)
 

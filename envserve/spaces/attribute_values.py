@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import gymnasium
@@ -16,9 +16,8 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Space
 
-from envserve.errors import CodecError, SpaceError
+from envserve.errors import CodecError
 from envserve.spaces.env_spec import describe, restore
-from envserve.spaces.leaves import children_of, kind_of
 
 #: Key of the kind of a value, which no other value is likely to have.
 _KIND: Final = "envserve.kind"
@@ -30,10 +29,11 @@ _BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 def to_plain(value: Any) -> Any:
     """Return a plain value for `from_plain`; other values are returned unchanged."""
     if isinstance(value, Space):
-        states = [_state_of(each._np_random) for each in _with_children(value)]
-        return {_KIND: "space", "space": describe(value), "states": states}
+        return {_KIND: "space", "space": describe(value)}
     if isinstance(value, np.random.Generator):
-        return {_KIND: "generator", "state": _state_of(value)}
+        # As JSON, because some states contain ints of 128 bits.
+        state = json.dumps(value.bit_generator.state, default=np.ndarray.tolist)
+        return {_KIND: "generator", "state": state}
     if isinstance(value, EnvSpec):
         return {_KIND: "spec", "id": value.id}
     return {_KIND: "method"} if inspect.isroutine(value) else value
@@ -54,28 +54,9 @@ def from_plain(value: Any) -> Any:
             return gymnasium.registry.get(value["id"])
         if value[_KIND] == "generator":
             return _generator_of(value["state"])
-        space = restore(value["space"])
-        for each, state in zip(_with_children(space), value["states"], strict=True):
-            each._np_random = state and _generator_of(state)
-    except (
-        *(ArithmeticError, LookupError, RecursionError, SpaceError),
-        *(TypeError, ValueError),
-    ) as error:
+        return restore(value["space"])
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CodecError(f"not a valid attribute: {error!s:.200}") from None
-    return space
-
-
-def _with_children(space: Space[Any]) -> Iterator[Space[Any]]:
-    yield space
-    for child in children_of(space, kind_of(space)):
-        yield from _with_children(child)
-
-
-def _state_of(generator: np.random.Generator | None) -> str | None:
-    if generator is None:
-        return None
-    # As JSON, because some states contain ints of 128 bits.
-    return json.dumps(generator.bit_generator.state, default=np.ndarray.tolist)
 
 
 def _generator_of(text: str) -> np.random.Generator:

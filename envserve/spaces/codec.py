@@ -32,12 +32,8 @@ _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 #: Dtypes of strings, which only arrays and scalars inside values may have. They are
 #: encoded as arrays of code points or bytes, whose last dimension is the width.
-_STRING_CODES: Final = {"U": len(DTYPES), "S": len(DTYPES) + 1}
-_STRING_KINDS: Final = {code: kind for kind, code in _STRING_CODES.items()}
-_STRING_UNITS: Final[dict[str, np.dtype[Any]]] = {
-    "U": np.dtype("<u4"),
-    "S": np.dtype("u1"),
-}
+_STRINGS: Final[dict[str, np.dtype[Any]]] = {"U": np.dtype("<u4"), "S": np.dtype("u1")}
+_STRING_KINDS: Final = dict(enumerate(_STRINGS, len(DTYPES)))
 
 _ARRAY: Final = 1
 _SCALAR: Final = 2
@@ -305,12 +301,12 @@ _pack_exactly: Final = partial(
 
 def _encode_array(value: np.ndarray[Any, Any]) -> bytes:
     kind = value.dtype.kind
-    if kind in _STRING_CODES:
-        code, unit = _STRING_CODES[kind], _STRING_UNITS[kind]
+    if kind in _STRINGS:
+        code = len(DTYPES) + "US".index(kind)
         if not value.dtype.itemsize:
             value = value.astype(f"{kind}1")
         items = np.array(value, value.dtype.newbyteorder("<"), order="C")
-        items = items.reshape(*items.shape, 1).view(unit)
+        items = items.reshape(*items.shape, 1).view(_STRINGS[kind])
         _check_text(items)
     else:
         code, items = dtype_code(value.dtype), value
@@ -340,7 +336,7 @@ def _decode_array(data: bytes) -> np.ndarray[Any, Any]:
     if len(data) < 2:
         raise CodecError("truncated array header")
     kind, dimensions = _STRING_KINDS.get(data[0]), data[1]
-    dtype = _STRING_UNITS[kind] if kind else dtype_from_code(data[0])
+    dtype = _STRINGS[kind] if kind else dtype_from_code(data[0])
     start = 2 + 8 * dimensions
     if dimensions > _MAX_DIMENSIONS or len(data) < start:
         raise CodecError("truncated array header")

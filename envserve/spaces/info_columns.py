@@ -113,7 +113,6 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         columns: Sequence[InfoColumns] = (),
         others: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Store the arguments."""
         self.columns = [*columns]
         self.others = dict(others or {})
         self._dicts: dict[int, Mapping[str, Any]] | None = None
@@ -133,28 +132,22 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         return self if self.columns else self.others
 
     def __bool__(self) -> bool:
-        """Return whether there are any infos."""
         return bool(self.columns or self.others)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        """Return the info of a row."""
         return self._by_row()[row]
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the rows that have an info."""
         return iter(self._by_row())
 
     def __len__(self) -> int:
-        """Return the number of rows that have an info."""
         return len(self._by_row())
 
     def __repr__(self) -> str:
-        """Return the representation of a dict."""
         return repr(self._by_row())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the infos as a dict."""
-        return dict, (self._by_row(),)
+        return dict, (self._by_row(),)  # copy and pickle as a dict
 
     def _by_row(self) -> dict[int, Mapping[str, Any]]:
         if self._dicts is None:
@@ -229,7 +222,7 @@ def _read_layout(encoded: bytes) -> Layout:
 
 
 def _form_of(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-    """Return dtype, shape and size in bytes; size 0 of what cannot be in a column."""
+    """Return dtype, shape and size in bytes; size 0 if a column cannot contain it."""
     is_array, dtype = type(value) is np.ndarray, _PYTHON_DTYPES.get(type(value))
     if is_array or isinstance(value, np.generic):
         dtype = value.dtype

@@ -61,11 +61,11 @@ class InfoBudget(NamedTuple):
         return InfoBudget(self.num_bytes // 2, self.num_values // 2)
 
     def within(self, other: InfoBudget) -> InfoBudget:
-        """Return the budget, reduced to another one where that is smaller."""
+        """Return the minimum of two budgets, separately for bytes and values."""
         return InfoBudget(*map(min, self, other))
 
     def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
-        """Return what columns of infos leave of the budget."""
+        """Return the rest of the budget after columns of infos."""
         num_bytes, num_values = self
         for each in columns:
             cost = each.cost
@@ -127,10 +127,6 @@ class _EncodedInfo:
             self.num_bytes += len(pair)
             self.num_values += count
 
-    def parts(self) -> list[_EncodedInfo]:
-        """Return this info and the dicts inside it."""
-        return [self, *self.inner.values()]
-
     def omit(self, key: Any) -> None:
         pair, count = self.pairs.pop(key)
         self.num_bytes -= len(pair)
@@ -184,10 +180,10 @@ def encode_infos(
         if row_budget.fits(encoded):
             return encoded
     fitted = {row: _EncodedInfo(info) for row, info in infos.items()}
-    parts = {row: info.parts() for row, info in fitted.items()}
-    for each in parts.values():
+    parts = [[info, *info.inner.values()] for info in fitted.values()]
+    for each in parts:
         _omit_largest(each, row_budget)
-    _omit_largest([*chain.from_iterable(parts.values())], budget)
+    _omit_largest([*chain.from_iterable(parts)], budget)
     encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
     # The lists of omitted keys alone may exceed the budget.
     return encoded if budget.fits(encoded) else _EMPTY_MAP

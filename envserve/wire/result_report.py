@@ -159,12 +159,15 @@ class ResultReport:
         report = decode_struct(frame, _ReportBody, "report")
         rows = _unpack_disjoint([group.rows for group in report.faults], "faults")
         blocks = _unpack_disjoint([blocks for blocks, _ in report.errors], "errors")
-        columns, num_values = _decode_columns(report.columns)
+        try:
+            columns = read_columns(report.columns)
+        except codec.CodecError as error:
+            raise RemoteProtocolError(f"report.columns: {error}") from None
         others = decode_values(
             memoryview(report.infos),
             dict[Row, Mapping[Any, Any]],
             "report.infos",
-            MAX_REPORT_VALUES - num_values,
+            MAX_REPORT_VALUES - sum(each.cost[1] for each in columns),
         )
         return cls(
             infos=RowInfos(columns, others).simplified(),
@@ -224,17 +227,6 @@ class ResultReport:
             first = entries[0][0]
             outcomes[first] = outcomes[first]._replace(warnings=self.notes)
         return outcomes
-
-
-def _decode_columns(
-    columns: Sequence[tuple[int, bytes, bytes]],
-) -> tuple[list[InfoColumns], int]:
-    """Return the columns of infos, and their number of values."""
-    try:
-        found = read_columns(columns)
-    except codec.CodecError as error:
-        raise RemoteProtocolError(f"report.columns: {error}") from None
-    return found, sum(each.cost[1] for each in found)
 
 
 def _pack(

@@ -11,7 +11,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -78,7 +77,7 @@ class EnvRow:
           row: Row of the pool.
           incarnation: Number of times the env was rebuilt before.
           checks: Checks of the values that the env returns.
-          context: Place of the env in its batch; by default, the only worker's.
+          context: Place of the env in its batch; by default, with one worker.
           env_fn: Function that creates the env; by default, it is created by name.
         """
         self.row = row
@@ -109,10 +108,9 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
-        context = replace(self._context, incarnation=self.incarnation)
-        kwargs = context.fill(self._kwargs)
+        kwargs = self._context.fill(self._kwargs)
         prepare_rendering(kwargs)
-        with context.activate():
+        with self._context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
         self.step = self._first_step  # type: ignore[method-assign]  # until it is called
         self._env = complete_reset_signature(env, needs_seed=request.seeded)

@@ -89,7 +89,7 @@ class VectorBlock:
     def _make_env(self) -> EnvSpec:
         """Build the vector env; its first reset uses the incarnation's seeds."""
         name, autoreset = self._config.env_name, self._config.autoreset
-        env = self._env = _make_vector_env(self._config, self.rows, self._incarnation)
+        env = self._env = _make_vector_env(self._config, self.rows)
         mode = _autoreset_mode_of(env, name)
         self._accepts_reset_mask = env.metadata.get(
             "reset_mask", mode.name == "DISABLED"
@@ -355,7 +355,7 @@ class VectorBlock:
         target[... if mask is None else mask] = array
 
 
-def _make_vector_env(config: BuildMessage, rows: range, incarnation: int) -> Any:
+def _make_vector_env(config: BuildMessage, rows: range) -> Any:
     for setting in ("wrappers", "spare_envs"):
         if getattr(config, setting):
             raise EnvStartError(f"expected no {setting} with a vector env; got some")
@@ -370,7 +370,7 @@ def _make_vector_env(config: BuildMessage, rows: range, incarnation: int) -> Any
     context = config.context_of(rows.start, config.worker, config.num_workers)
     mode, kwargs = "vector_entry_point", context.fill(config.env_kwargs)
     prepare_rendering(kwargs)
-    with replace(context, incarnation=incarnation).activate():
+    with context.activate():
         return gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)
 
 

@@ -67,7 +67,7 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
         check_float("action", env.action_space)
     elif name == "DtypeObservation":
         # Gymnasium 1.2 calls this argument, so its name is not sufficient.
-        arguments = {"dtype": np.dtype(arguments["dtype"]).type}
+        arguments = {"dtype": np.sctypeDict[arguments["dtype"]]}
     registered = find_wrapper(name, where).make
     make: Callable[..., Env] = (
         pkgutil.resolve_name(registered) if isinstance(registered, str) else registered

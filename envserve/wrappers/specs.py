@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -57,27 +56,14 @@ Wrappers = Annotated[tuple[WrapperSpec, ...], msgspec.Meta(max_length=MAX_WRAPPE
 
 
 def table_of(wrapper: Any) -> Any:
-    """Return the table of a wrapper that is a name, or a registered class.
-
-    Args:
-      wrapper: The name of a wrapper; a registered class, also in a `functools.partial`
-        or in Gymnasium's `WrapperSpec`; or anything else, which is returned unchanged.
-    """
+    """Return the table of a name or a registered class; return others unchanged."""
     if isinstance(wrapper, str):
         return {"name": wrapper}
-    kind, arguments = wrapper, {}
-    if isinstance(wrapper, partial) and not wrapper.args:
-        kind, arguments = wrapper.func, wrapper.keywords
-    elif hasattr(wrapper, "entry_point"):
-        kind, arguments = wrapper.entry_point, wrapper.kwargs or {}
-    place = kind
-    if not isinstance(kind, str):
-        place = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', '')}"
-    module, _, name = place.partition(":")
+    name, module = (getattr(wrapper, f"__{n}__", "") for n in ("qualname", "module"))
     make = getattr(WRAPPERS.get(name), "make", "")
     # Gymnasium exports all wrappers from "gymnasium.wrappers".
-    is_same = make is kind or (make and module.startswith(str(make).partition(":")[0]))
-    return {"name": name, **arguments} if is_same else wrapper
+    is_exported = make and module.startswith(str(make).partition(":")[0])
+    return {"name": name} if make is wrapper or is_exported else wrapper
 
 
 def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:

@@ -30,14 +30,10 @@ def test_a_generator_continues_where_the_original_is(name: str) -> None:
     )
 
 
-def test_a_space_keeps_its_generators() -> None:
+def test_a_space_is_equal() -> None:
     inner = spaces.Tuple([spaces.Box(0, 1, (2,)), spaces.Text(4)])
     space = spaces.Dict(a=spaces.Discrete(99), b=inner)
     assert sent(space) == space
-    space.seed(3)
-    theirs = sent(space)
-    for _ in range(3):
-        assert str(theirs.sample()) == str(space.sample())
 
 
 def test_specs_and_methods_are_named() -> None:
@@ -56,8 +52,6 @@ SPACE = to_plain(spaces.Discrete(2))
         {},
         {"envserve.kind": "space"},
         {"envserve.kind": "spec", "id": [1]},
-        {**SPACE, "states": []},
-        {**SPACE, "states": ['{"bit_generator": "Generator"}']},
         {**SPACE, "space": {"kind": "box"}},
         {"envserve.kind": "generator", "state": 5},
         {"envserve.kind": "generator", "state": "[" * 100_000},
@@ -69,7 +63,7 @@ SPACE = to_plain(spaces.Discrete(2))
             '"state": {"state": -1, "inc": "a"}}',
         },
     ],
-    ids=range(11),
+    ids=range(9),
 )
 def test_invalid_descriptions_are_errors(value: dict[str, Any]) -> None:
     with pytest.raises(CodecError, match=r"^not a valid attribute: "):

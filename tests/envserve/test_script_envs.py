@@ -300,8 +300,8 @@ class Tripled(gymnasium.RewardWrapper[Any, Any]):
     [
         ("RecordEpisodeStatistics", "RecordEpisodeStatistics"),
         (RecordEpisodeStatistics, "RecordEpisodeStatistics"),
-        (functools.partial(TimeLimit, max_episode_steps=5), "TimeLimit"),
-        (ClipReward.wrapper_spec(max_reward=1), "ClipReward"),
+        (functools.partial(TimeLimit, max_episode_steps=5), "<"),
+        (ClipReward.wrapper_spec(max_reward=1), "<"),
         (DtypeObservation.wrapper_spec(dtype=np.float32), "<"),
         (functools.partial(FrameStackObservation, stack_size=200), "<"),
         (Tripled, "<"),

@@ -342,21 +342,6 @@ def test_spaces_generators_and_specs_are_attributes(make_envs: MakeEnvs) -> None
         assert generator.random() == env.unwrapped.np_random.random()
 
 
-def test_the_seed_of_the_envs_action_space_is_used() -> None:
-    def make() -> gymnasium.Env[Any, Any]:
-        env = gymnasium.make("CartPole-v1")
-        env.action_space.seed(7)
-        return env
-
-    with (
-        contextlib.closing(make_vec([make] * 3)) as ours,
-        contextlib.closing(SyncVectorEnv([make] * 3)) as theirs,
-    ):
-        for _ in range(5):
-            sample = ours.action_space.sample()
-            assert_equal_rows(sample, theirs.action_space.sample())
-
-
 def test_calls_can_be_started_and_awaited(make_envs: MakeEnvs) -> None:
     envs = make_envs("CartPole-v1", 3)
     with pytest.raises(NoAsyncCallError, match="`call_wait` without"):
