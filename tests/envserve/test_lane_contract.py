@@ -198,13 +198,13 @@ def test_wrong_actions_step_nothing(make_batch: MakeBatch) -> None:
         batch.step(zeros(batch))
     batch.reset()
     with pytest.raises(ActionError, match=r"expected shape \[3\]"):
-        batch.step(np.zeros((3, 1), np.int64))
+        batch.step(np.zeros((3, 2), np.int64))
     with pytest.raises(ActionError, match=r"Env 2.*in \[0, 999\]; got 1000"):
         batch.step(np.array([0, 999, 1000]))
     with pytest.raises(ActionError, match=r"Env 0.*got -1"):
         batch.step(np.array([-1, 0, 0]))
     with pytest.raises(ActionError, match="expected int64; got float64"):
-        batch.step(np.zeros(3))
+        batch.step(np.full(3, 0.5))
     result = batch.step(np.array([1, 2, 3]))
     assert result.observation[:, 2].tolist() == [1, 1, 1]
     assert result.observation[:, 3].tolist() == [ledger_hash(0, a) for a in (1, 2, 3)]
