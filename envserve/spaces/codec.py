@@ -272,7 +272,7 @@ def _encode_exactly(value: Any) -> Any:
         return msgpack.ExtType(_SCALAR, _encode_array(as_numpy(np.asarray(value))))
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, _pack_exactly([*value]))
-    if type(value) is int:  # one that msgpack cannot encode, such as a seed of 128 bits
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         data = value.to_bytes(_LARGE_INT_BYTES, "little", signed=True)
         return msgpack.ExtType(_LARGE_INT, data)
     kind: Any

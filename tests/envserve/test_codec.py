@@ -60,7 +60,7 @@ def test_plain_values_are_decoded_with_equal_value_and_type(value: Any) -> None:
     assert type(again) is type(value)
 
 
-@given(st.integers(-(2**255), 2**255 - 1))
+@given(st.integers(-(2**255), 2**255 - 1) | st.integers(-(2**65), 2**65))
 def test_large_ints_are_decoded_with_equal_value(value: int) -> None:
     assert decode(encode({"a": (value,)}, keep_types=True)) == {"a": (value,)}
 
