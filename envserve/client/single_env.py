@@ -72,7 +72,11 @@ class Env(gymnasium.Env[Any, Any]):
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Return whether the env or one of its wrappers has an attribute."""
-        return hasattr(self, name)
+        try:
+            self.get_wrapper_attr(name)
+        except AttributeError:
+            return False
+        return True
 
     def get_wrapper_attr(self, name: str) -> Any:
         """Return an attribute of the env or one of its wrappers.
@@ -81,7 +85,14 @@ class Env(gymnasium.Env[Any, Any]):
           AttributeError: There is no such attribute, or a server does not expose it.
           CallError: The value cannot be sent.
         """
-        return getattr(self, name)
+        if name in _OWN:
+            return getattr(self, name)
+        try:
+            return self._batch.get_attr(name)[0]
+        except CallError as error:
+            if error.remote_traceback and not isinstance(error, AttributeError):
+                raise
+            raise AttributeError(str(error)) from error
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """Set an attribute of the env or one of its wrappers.
@@ -106,12 +117,7 @@ class Env(gymnasium.Env[Any, Any]):
         """Return an attribute that only the env has."""
         if name in _OWN or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        try:
-            return self._batch.get_attr(name)[0]
-        except CallError as error:
-            if error.remote_traceback and not isinstance(error, AttributeError):
-                raise
-            raise AttributeError(str(error)) from error
+        return self.get_wrapper_attr(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this object, or one that only the env has."""

@@ -301,9 +301,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             return tuple(self._batch.recv_call(timeout))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return the values of an attribute, one per env."""
+        """Return the values of an attribute, one per env; a method is called."""
         self._check_idle("get_attr")
-        return tuple(self._batch.get_attr(name))
+        values = tuple(self._batch.get_attr(name))
+        return self.call(name) if callable(values[0]) else values
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of every env.

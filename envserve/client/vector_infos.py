@@ -129,4 +129,8 @@ def _batch_column(
 
 def _write(array: Array, parts: Sequence[tuple[list[int], Any]]) -> None:
     for rows, values in parts:
-        array[slice(None) if len(rows) == len(array) else rows] = values
+        if array.ndim == 1:
+            array[slice(None) if len(rows) == len(array) else rows] = values
+        else:  # one by one, so that a number fills its own row, as in Gymnasium
+            for row, value in zip(rows, values, strict=True):
+                array[row] = value

@@ -203,6 +203,11 @@ def _cast(leaf: Leaf, array: Array) -> Array:
             cast = array.astype(leaf.dtype)
             if (cast == array).all():
                 return cast
+            if not np.isfinite(array).all():
+                raise ActionError(
+                    f"{_label(leaf)}: expected finite actions; the output of the "
+                    f"policy is not finite"
+                )
         elif np.can_cast(array.dtype, leaf.dtype, "same_kind"):
             return array.astype(leaf.dtype, copy=False)
     raise ActionError(

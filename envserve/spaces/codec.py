@@ -1,9 +1,9 @@
 """Encode plain values as bytes: scalars, strings, lists, dicts and NumPy arrays.
 
-The format is msgpack with extension types for arrays, NumPy scalars and tuples; the
-dtype is a number from a fixed table. Decoding never executes code. Both ends first
-validate the bytes with `check`, so that a value that is nested too deeply, too large or
-truncated is rejected before any object is created.
+The format is msgpack with extension types for arrays, NumPy scalars, tuples and large
+ints; the dtype is a number from a fixed table. Decoding never executes code. Both ends
+first validate the bytes with `check`, so that a value that is nested too deeply, too
+large or truncated is rejected before any object is created.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _STRING_KINDS: Final = dict(enumerate(_STRINGS, len(DTYPES)))
 _ARRAY: Final = 1
 _SCALAR: Final = 2
 _TUPLE: Final = 3
+_LARGE_INT: Final = 4
+_LARGE_INT_BYTES: Final = 32
 _MAX_DIMENSIONS: Final = 8
 _MAX_DEPTH: Final = 32
 #: Maximum number of items in a list, or of pairs in a dict.
 _MAX_ITEMS: Final = 1 << 16
 #: Number of Python scalars that take as long to decode as one value of each extension
 #: type, without the items of a tuple.
-_COSTS: Final = {_ARRAY: 16, _SCALAR: 4, _TUPLE: 4}
+_COSTS: Final = {_ARRAY: 16, _SCALAR: 4, _TUPLE: 4, _LARGE_INT: 4}
 #: Encoded size of a value in bytes, indexed by its first byte; 0 if the first byte does
 #: not determine the size.
 _SIZES_BY_FIRST_BYTE: Final = bytes(
@@ -266,6 +268,9 @@ def _encode_exactly(value: Any) -> Any:
         return msgpack.ExtType(_SCALAR, _encode_array(as_numpy(np.asarray(value))))
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, _pack_exactly([*value]))
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        data = value.to_bytes(_LARGE_INT_BYTES, "little", signed=True)
+        return msgpack.ExtType(_LARGE_INT, data)
     kind: Any
     for kind in (bool, int, float, str, bytes, list):
         if isinstance(value, kind):  # an instance of a subclass, or an Enum's value
@@ -319,6 +324,10 @@ def _encode_array(value: np.ndarray[Any, Any]) -> bytes:
 
 
 def _decode_extension(code: int, data: bytes) -> Any:
+    if code == _LARGE_INT:
+        if len(data) != _LARGE_INT_BYTES:
+            raise CodecError(f"expected an int of {_LARGE_INT_BYTES} bytes")
+        return int.from_bytes(data, "little", signed=True)
     if code == _TUPLE:
         items = unpack(data)
         if type(items) is not list:

@@ -289,7 +289,8 @@ def test_actions_outside_their_space_are_passed_with_one_warning() -> None:
 @pytest.mark.parametrize("mode", ["pass", "clip", "check"])
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 def test_actions_must_be_finite_in_every_mode(mode: Any, value: float) -> None:
-    for space in (spaces.Box(-1, 1, (), np.float32), spaces.Box(-inf, inf, ())):
+    box, unbounded = spaces.Box(-1, 1, (), np.float32), spaces.Box(-inf, inf, ())
+    for space in (box, unbounded, spaces.Discrete(2)):
         with pytest.raises(ActionError, match="the output of the policy is not finite"):
             check_actions(spec_of(space), np.array([0, value]), None, 2, mode)
 

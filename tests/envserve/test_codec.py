@@ -60,6 +60,11 @@ def test_plain_values_are_decoded_with_equal_value_and_type(value: Any) -> None:
     assert type(again) is type(value)
 
 
+@given(st.integers(-(2**255), 2**255 - 1) | st.integers(-(2**65), 2**65))
+def test_large_ints_are_decoded_with_equal_value(value: int) -> None:
+    assert decode(encode({"a": (value,)}, keep_types=True)) == {"a": (value,)}
+
+
 @given(arrays)
 def test_arrays_are_decoded_bit_for_bit(array: np.ndarray[Any, Any]) -> None:
     assert are_identical(decode(encode(array)), array)
@@ -130,7 +135,7 @@ def test_array_scalars_become_python_scalars() -> None:
         object(),
         {1, 2},
         1j,
-        2**64,
+        2**255,
         "\ud800",
         lambda: None,
         msgpack.Timestamp(1),

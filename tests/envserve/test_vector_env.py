@@ -306,6 +306,7 @@ def test_attributes_are_read_and_set(make_envs: MakeEnvs, shared_address: str) -
     envs = make_envs("CartPole-v1", 3)
     assert envs.render_mode is None
     assert envs.metadata["render_fps"] == 50
+    assert len(set(envs.np_random_seed)) == 3  # of 128 bits
     envs.reset(seed=[3, 5, 7])
     assert envs.np_random_seed == (3, 5, 7)
     assert envs.get_attr("render_mode") == (None, None, None)
@@ -318,6 +319,7 @@ def test_attributes_are_read_and_set(make_envs: MakeEnvs, shared_address: str) -
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         envs.get_attr("nothing")
     assert envs.get_attr("_max_episode_steps") == (500,) * 3
+    assert envs.get_attr("__str__") == envs.call("__str__")
     envs.set_attr("gravity", 5.5)
     assert envs.call("gravity") == (5.5, 5.5, 5.5)
     assert envs.call("has_wrapper_attr", name="gravity") == (True, True, True)

@@ -166,6 +166,8 @@ def test_wrapper_attributes_of_one_env_are_those_in_the_worker() -> None:
             env.unwrapped.gravity = 3.0  # type: ignore[attr-defined]
         assert ours.step(1)[0].tolist() == theirs.step(1)[0].tolist()
         assert ours.get_wrapper_attr("gravity") == 3.0
+        assert ours.has_wrapper_attr("_max_episode_steps")
+        assert ours.get_wrapper_attr("_max_episode_steps") == 500
         assert ours.unwrapped.has_wrapper_attr(name="gravity")
         with pytest.raises(AttributeError, match="'nothing'"):
             _ = ours.nothing

@@ -39,6 +39,8 @@ def gymnasium_infos(infos: dict[int, dict[str, Any]]) -> dict[str, Any]:
         {0: {"a": {"b": 1, "c": {"d": 2}}}, 2: {"a": {"c": {"d": 3, "e": "f"}}}},
         {1: {"a": {}}, 2: {"a": {}}},
         {0: {"a": 1}, 1: {"a": 2.75}},
+        {0: {"a": np.ones(2)}, 1: {"a": 2.0}, 2: {"a": 3.0}},
+        {0: {"a": np.ones(2)}, 2: {"a": np.ones(1)}},
     ],
     ids=repr,
 )
