@@ -69,6 +69,9 @@ def local_settings(
     """
     modules = options.get("import_modules") or ()
     reference, code = UserCode.of(env_name)
+    spec = code.specs.get(reference)
+    if spec is not None and spec.entry_point is None:
+        options.setdefault("vectorized", True)  # it exists only as a vector env
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))

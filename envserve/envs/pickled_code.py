@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, Self
 
@@ -21,6 +22,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
 from envserve.envs import user_envs
+from envserve.envs.registry import registered_spec
 from envserve.errors import EnvStartError, WrapperError
 from envserve.spaces import codec
 from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
@@ -37,17 +39,24 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Envs to register in each worker, by name.
+      specs: Envs to register in each worker, by name: those that this process has
+        registered, because an env or function may make them.
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
       kwargs: Arguments of the env's constructor that have no plain form.
+      main: Objects of the script that the specs name as "__main__:NAME", by name.
+      pickled: This code, in a worker.
+      copies: The functions that `copy_env_fn` has returned.
     """
 
     specs: Mapping[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
     kwargs: dict[str, Any] = field(default_factory=dict)
+    main: dict[str, Any] = field(default_factory=dict)
+    pickled: bytes = b""
+    copies: list[Callable[[], Env]] = field(default_factory=list)
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
@@ -60,12 +69,19 @@ class UserCode:
           TypeError: An element of a list is not a function.
           ValueError: The list is empty.
         """
-        if isinstance(env, str):
-            spec = gymnasium.registry.get(env)
-            return env, cls({env: spec} if spec else {})
-        if isinstance(env, EnvSpec):
-            return env.id, cls({env.id: env})
-        if isinstance(env, Sequence):
+        # Those of Gymnasium are known to workers.
+        specs = {
+            name: spec
+            for name, spec in gymnasium.registry.items()
+            if user_envs.module_of(name).partition(".")[0] != "gymnasium"
+        }
+        env_fns: Sequence[Callable[[], Env]] = ()
+        reference: Any = env
+        if isinstance(env, str) and (spec := registered_spec(env)):
+            reference, specs[spec.id] = spec.id, spec
+        elif isinstance(env, EnvSpec):
+            reference, specs[env.id] = env.id, env
+        elif isinstance(env, Sequence) and not isinstance(env, str):
             if not env:
                 raise ValueError(
                     "env: expected at least one function; got an empty list"
@@ -76,12 +92,13 @@ class UserCode:
                         f"env[{index}]: expected a function that creates an env; got "
                         f"{function!r:.200}"
                     )
+            env_fns = env
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
-            return (names[0] + "(...)" * (len(names) > 1))[:200], cls({}, env)
-        if not callable(env):
-            return env, cls()  # `name_and_imports` raises the error
-        name = user_envs.name_of_code(env)[:200]
-        return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
+            reference = (names[0] + "(...)" * (len(names) > 1))[:200]
+        elif callable(env):
+            reference = user_envs.name_of_code(env)[:200]
+            specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
+        return reference, cls(specs, env_fns, main=_objects_in_main(specs.values()))
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have no plain form; return the others."""
@@ -128,12 +145,12 @@ class UserCode:
         """
         if not (self.specs or self.env_fns or self.wrappers or self.kwargs):
             return b""
-        # One pickle, so that the functions of a worker share what their closures share.
+        # One pickle, so that it contains what closures share only once.
         try:
             pickled = _pickle(self)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
-            parts = self.specs, self.wrappers, self.kwargs, functions
+            parts = self.specs, self.main, self.wrappers, self.kwargs, functions
             for name, part in chain.from_iterable(each.items() for each in parts):
                 _check_part(name, part)
             raise
@@ -166,6 +183,8 @@ class UserCode:
             ) from error
         finally:
             user_envs.modules_being_imported.pop()
+        for name, value in code.main.items():
+            setattr(sys.modules["__main__"], name, value)
         for name, spec in code.specs.items():
             if str(spec.vector_entry_point).startswith("envserve.gym:"):
                 # Set by importing `envserve.gym`, which workers do not do.
@@ -174,14 +193,41 @@ class UserCode:
             gymnasium.registry[name] = spec
         for name, wrapper in code.wrappers.items():
             WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
-        return code
+        return replace(code, pickled=pickled)
+
+    def copy_env_fn(self, row: int) -> Callable[[], Env] | None:
+        """Return a copy of the function of a row; None if there are no functions.
+
+        Copies share no objects, as if each env had its own process.
+        """
+        if not self.env_fns:
+            return None
+        code: Self = pickle.loads(self.pickled)
+        self.copies.append(code.env_fns[row])
+        return self.copies[-1]
 
     @property
     def roots(self) -> list[Callable[..., Any]]:
         """The functions and classes, except those that workers import by name."""
         points = [spec.entry_point for spec in self.specs.values()]
-        named = [each for each in points if callable(each)]
-        return [*self.env_fns, *self.wrappers.values(), *named]
+        named = [
+            each
+            for each in points
+            if callable(each)
+            and not user_envs.is_importable(user_envs.name_of_code(each))
+        ]
+        return [*self.copies, *self.wrappers.values(), *self.main.values(), *named]
+
+
+def _objects_in_main(specs: Iterable[EnvSpec]) -> dict[str, Any]:
+    """Return the objects of the script that specs name as "__main__:NAME"."""
+    points: list[Any] = []
+    for spec in specs:
+        points += [spec.entry_point, spec.vector_entry_point]
+        points += [wrapper.entry_point for wrapper in spec.additional_wrappers]
+    names = [str(each)[9:] for each in points if str(each).startswith("__main__:")]
+    main = vars(sys.modules["__main__"])
+    return {name: main[name] for name in names if name in main}
 
 
 def _is_valid(table: Any) -> bool:

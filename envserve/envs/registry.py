@@ -183,7 +183,7 @@ def _import_file(file: str) -> ModuleType:
 def _register(reference: str, module: ModuleType, name: str) -> str:
     """Register the env of a reference under its plain name; return that name."""
     env_name = user_envs.env_name_of(reference)
-    spec = gymnasium.registry.get(name)
+    spec = registered_spec(name)
     if spec is None:
         creator: Any = module
         for part in name.split("."):
@@ -356,6 +356,22 @@ def preload(name: str) -> None:
     registered = gymnasium.registry.get(name)
     if registered is not None and isinstance(registered.entry_point, str):
         import_module(registered.entry_point.partition(":")[0])
+
+
+def registered_spec(name: str) -> EnvSpec | None:
+    """Return the spec of a registered env; without a version, that of the latest."""
+    if name in gymnasium.registry:
+        return gymnasium.registry[name]
+    versions = [
+        (spec.version, spec.id)
+        for spec in gymnasium.registry.values()
+        if spec.version is not None and spec.id == f"{name}-v{spec.version}"
+    ]
+    if not versions:
+        return None
+    _, latest = max(versions)
+    gymnasium.logger.warn(f"using the latest version of {name}, which is {latest}")
+    return gymnasium.registry[latest]
 
 
 def find_spec(name: str) -> EnvSpec:

@@ -110,7 +110,7 @@ class EnvRow:
         """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
         context = replace(self._context, incarnation=self.incarnation)
-        kwargs = context.fill(self._kwargs)
+        kwargs = context.fill(copy.deepcopy(self._kwargs))
         prepare_rendering(kwargs)
         with context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
