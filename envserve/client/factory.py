@@ -86,7 +86,7 @@ def local_settings(
         _check_env_fns(code.env_fns, num_envs, given)
     if num_envs is None:
         num_envs = len(code.env_fns) or 1
-    is_complete = not (code.wrappers or code.kwargs)
+    is_complete = not (code.wrappers or any(code.kwargs))
     given["is_replayable"] = is_complete and user_envs.is_importable(name)
     given["pickled_code"] = code.dumps()
     return PoolSettings(env_name=name, num_envs=num_envs, **given)

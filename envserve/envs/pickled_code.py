@@ -14,7 +14,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Self
 
@@ -44,18 +44,17 @@ class UserCode:
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
-      kwargs: Arguments of the env's constructor that have no plain form.
+      kwargs: Arguments of the env's constructor that have no plain form, in one map,
+        or in one for each env.
       main: Objects of the script that the specs name as "__main__:NAME", by name.
-      pickled: This code, in a worker.
       copies: The functions that `copy_env_fn` has returned.
     """
 
     specs: Mapping[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
     main: dict[str, Any] = field(default_factory=dict)
-    pickled: bytes = b""
     copies: list[Callable[[], Env]] = field(default_factory=list)
 
     @classmethod
@@ -102,16 +101,19 @@ class UserCode:
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have no plain form; return the others."""
+        if isinstance(kwargs, list | tuple):
+            return [self.take_kwargs(each) for each in kwargs]
         if not isinstance(kwargs, Mapping):
             return kwargs
-        plain = {}
+        plain, others = dict[str, Any](), dict[str, Any]()
         for name, value in kwargs.items():
             try:
                 codec.encode(value)
             except codec.CodecError:
-                self.kwargs[name] = value
+                others[name] = value
             else:
                 plain[name] = value
+        self.kwargs.append(others)
         return plain
 
     def name_wrappers(self, wrappers: Any) -> Any:
@@ -143,14 +145,14 @@ class UserCode:
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
         """
-        if not (self.specs or self.env_fns or self.wrappers or self.kwargs):
+        if not (self.specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
         # One pickle, so that it contains what closures share only once.
         try:
             pickled = _pickle(self)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
-            parts = self.specs, self.main, self.wrappers, self.kwargs, functions
+            parts = self.specs, self.main, self.wrappers, *self.kwargs, functions
             for name, part in chain.from_iterable(each.items() for each in parts):
                 _check_part(name, part)
             raise
@@ -193,7 +195,7 @@ class UserCode:
             gymnasium.registry[name] = spec
         for name, wrapper in code.wrappers.items():
             WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
-        return replace(code, pickled=pickled)
+        return code
 
     def copy_env_fn(self, row: int) -> Callable[[], Env] | None:
         """Return a copy of the function of a row; None if there are no functions.
@@ -202,8 +204,7 @@ class UserCode:
         """
         if not self.env_fns:
             return None
-        code: Self = pickle.loads(self.pickled)
-        self.copies.append(code.env_fns[row])
+        self.copies.append(pickle.loads(_pickle(self.env_fns[row])))
         return self.copies[-1]
 
     @property

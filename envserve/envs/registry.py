@@ -360,18 +360,16 @@ def preload(name: str) -> None:
 
 def registered_spec(name: str) -> EnvSpec | None:
     """Return the spec of a registered env; without a version, that of the latest."""
-    if name in gymnasium.registry:
-        return gymnasium.registry[name]
+    spec = gymnasium.registry.get(name)
     versions = [
-        (spec.version, spec.id)
-        for spec in gymnasium.registry.values()
-        if spec.version is not None and spec.id == f"{name}-v{spec.version}"
+        each
+        for each in gymnasium.registry.values()
+        if each.version is not None and each.id == f"{name}-v{each.version}"
     ]
-    if not versions:
-        return None
-    _, latest = max(versions)
-    gymnasium.logger.warn(f"using the latest version of {name}, which is {latest}")
-    return gymnasium.registry[latest]
+    if spec is None and versions:
+        spec = max(versions, key=lambda each: each.version or 0)
+        gymnasium.logger.warn(f"using the latest version of {name}, which is {spec.id}")
+    return spec
 
 
 def find_spec(name: str) -> EnvSpec:

@@ -397,6 +397,15 @@ def test_arguments_of_an_env_may_be_any_objects() -> None:
         envserve.make_vec(Scaled, **{**options, "scale": threading.Lock()})
 
 
+def test_arguments_of_each_env_may_be_any_objects() -> None:
+    def calling(make_number: Any) -> gymnasium.Env[Any, Any]:
+        return Numbered(make_number())
+
+    kwargs = [{"make_number": lambda: 3}, {"make_number": lambda: 4}]
+    with contextlib.closing(envserve.make_vec(calling, 2, env_kwargs=kwargs)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [3, 4]
+
+
 def test_servers_take_wrappers_by_name_only() -> None:
     for wrapper in (Tripled, lambda env: env):
         with pytest.raises(WrapperError, match="register_wrapper in a module"):
