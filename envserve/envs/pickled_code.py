@@ -13,7 +13,7 @@ import functools
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Self
@@ -97,7 +97,13 @@ class UserCode:
         elif callable(env):
             reference = user_envs.name_of_code(env)[:200]
             specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
-        return reference, cls(specs, env_fns, main=_objects_in_main(specs.values()))
+        points = " ".join(
+            f"{each.entry_point} {each.vector_entry_point} {each.additional_wrappers}"
+            for each in specs.values()
+        )
+        main = vars(sys.modules["__main__"])
+        names = main.keys() & {*re.findall(r"__main__:(\w+)", points)}
+        return reference, cls(specs, env_fns, main={name: main[name] for name in names})
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have no plain form; return the others."""
@@ -218,17 +224,6 @@ class UserCode:
             and not user_envs.is_importable(user_envs.name_of_code(each))
         ]
         return [*self.copies, *self.wrappers.values(), *self.main.values(), *named]
-
-
-def _objects_in_main(specs: Iterable[EnvSpec]) -> dict[str, Any]:
-    """Return the objects of the script that specs name as "__main__:NAME"."""
-    points: list[Any] = []
-    for spec in specs:
-        points += [spec.entry_point, spec.vector_entry_point]
-        points += [wrapper.entry_point for wrapper in spec.additional_wrappers]
-    names = [str(each)[9:] for each in points if str(each).startswith("__main__:")]
-    main = vars(sys.modules["__main__"])
-    return {name: main[name] for name in names if name in main}
 
 
 def _is_valid(table: Any) -> bool:
