@@ -142,7 +142,7 @@ class BatchVecEnv(VecEnv):
         if isinstance(self.action_space, spaces.Dict | spaces.Tuple) and isinstance(
             actions, list | np.ndarray
         ):
-            arrays = create_empty_array(self.action_space, len(actions))
+            arrays: Any = create_empty_array(self.action_space, len(actions))
             actions = concatenate(self.action_space, actions, arrays)
         self.batch.send(actions, together=True)
 

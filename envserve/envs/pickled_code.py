@@ -102,8 +102,8 @@ class UserCode:
             for each in specs.values()
         )
         main = vars(sys.modules["__main__"])
-        names = main.keys() & {*re.findall(r"__main__:(\w+)", points)}
-        return reference, cls(specs, env_fns, main={name: main[name] for name in names})
+        named = main.keys() & {*re.findall(r"__main__:(\w+)", points)}
+        return reference, cls(specs, env_fns, main={name: main[name] for name in named})
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have no plain form; return the others."""

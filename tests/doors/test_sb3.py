@@ -153,7 +153,8 @@ def test_arguments_of_sb3_are_accepted() -> None:
         "wrapper_class": gymnasium.wrappers.TransformReward,
         "wrapper_kwargs": {"func": lambda reward: 3 * reward},
     }
-    for make in (make_vec_env, own_make_vec_env):
+    makes: Any = make_vec_env, own_make_vec_env
+    for make in makes:
         envs = make("CartPole-v1", 2, 7, **given)
         first = envs.reset()
         assert envs.step(np.zeros(2, np.int64))[1].tolist() == [3, 3]

@@ -66,6 +66,9 @@ class Numbered(gymnasium.Env[Any, Any]):
         return np.zeros(2, np.float32), 1.0, False, False, {"number": self.number}
 
 
+NUMBERED: Any = Numbered  # Gymnasium's type of entry points takes any keyword
+
+
 def numbered(number: int) -> MakeEnv:
     return lambda: Numbered(number)
 
@@ -210,7 +213,7 @@ def test_envs_share_no_arguments() -> None:
 def test_functions_may_make_envs_that_the_script_has_registered(
     registered: str,
 ) -> None:
-    gymnasium.register(registered, Numbered, kwargs={"number": 3})
+    gymnasium.register(registered, NUMBERED, kwargs={"number": 3})
     env_fns: list[MakeEnv] = [lambda: gymnasium.make(registered)] * 2
     with contextlib.closing(envserve.make_vec(env_fns)) as envs:
         assert envs.reset()[1]["number"].tolist() == [3, 3]
@@ -220,8 +223,8 @@ def test_functions_may_make_envs_that_the_script_has_registered(
 def test_a_name_without_a_version_is_the_latest_version(
     make: Any, registered: str
 ) -> None:
-    gymnasium.register(registered, Numbered, kwargs={"number": 3})
-    gymnasium.register(f"{registered[:-1]}2", Numbered, kwargs={"number": 4})
+    gymnasium.register(registered, NUMBERED, kwargs={"number": 3})
+    gymnasium.register(f"{registered[:-1]}2", NUMBERED, kwargs={"number": 4})
     try:
         with pytest.warns(UserWarning, match="OfThisTest-v2"):
             envs = make(registered.removesuffix("-v0"))
