@@ -183,19 +183,20 @@ def _import_file(file: str) -> ModuleType:
 def _register(reference: str, module: ModuleType, name: str) -> str:
     """Register the env of a reference under its plain name; return that name."""
     env_name = user_envs.env_name_of(reference)
-    spec = registered_spec(name)
+    spec = gymnasium.registry.get(name)
     if spec is None:
         creator: Any = module
         for part in name.split("."):
             creator = getattr(creator, part, None)
-        if not callable(creator):
+        if callable(creator):
+            spec = EnvSpec(env_name, entry_point=creator)
+        elif (spec := registered_spec(name)) is None:
             callables = [key for key, value in vars(module).items() if callable(value)]
             raise UnknownEnv(
                 f"expected {name!r} to be registered by {module.__name__}, or a class "
                 f"or function in it that creates an env; got neither"
                 f"{did_you_mean(name, [*gymnasium.registry, *callables])}"
             )
-        spec = EnvSpec(env_name, entry_point=creator)
     gymnasium.registry[env_name] = spec
     return env_name
 
