@@ -73,6 +73,7 @@ class UserCode:
             name: spec
             for name, spec in gymnasium.registry.items()
             if user_envs.module_of(name).partition(".")[0] != "gymnasium"
+            and _can_be_pickled(spec)
         }
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
@@ -252,6 +253,15 @@ def _pickle(value: object) -> bytes:
 
     pickled: bytes = cloudpickle.dumps(value)
     return pickled
+
+
+def _can_be_pickled(spec: EnvSpec) -> bool:
+    """Return whether workers can receive a spec that they may not need."""
+    try:
+        _pickle(spec if callable(spec.entry_point) or spec.kwargs else None)
+    except Exception:
+        return False
+    return True
 
 
 def _check_part(name: str, part: object) -> None:

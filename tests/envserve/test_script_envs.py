@@ -219,6 +219,17 @@ def test_functions_may_make_envs_that_the_script_has_registered(
         assert envs.reset()[1]["number"].tolist() == [3, 3]
 
 
+def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
+    registered: str,
+) -> None:
+    lock = threading.Lock()
+    gymnasium.register(registered, lambda: Numbered(lock.locked()))
+    with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [0, 0]
+    with pytest.raises(EnvStartError, match=registered):
+        envserve.make_vec(registered)
+
+
 @pytest.mark.parametrize("make", [envserve.make, envserve.make_vec])
 def test_a_name_without_a_version_is_the_latest_version(
     make: Any, registered: str
