@@ -223,7 +223,8 @@ def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
     registered: str,
 ) -> None:
     lock = threading.Lock()
-    gymnasium.register(registered, lambda: Numbered(lock.locked()))
+    entry_point: Any = lambda: Numbered(lock.locked())  # noqa: E731
+    gymnasium.register(registered, entry_point)
     with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
         assert envs.reset()[1]["number"].tolist() == [0, 0]
     with pytest.raises(EnvStartError, match=registered):
