@@ -8,6 +8,7 @@ imports Stable-Baselines3.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,11 +61,20 @@ def make_vec_env(
         keys of the last info of each episode, which are added to `info["episode"]`
         and to the file. In lost episodes, their values are None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
-        `env_kwargs` and `wrappers`.
+        `env_kwargs` and `wrappers`. `wrapper_class` and `wrapper_kwargs` are accepted
+        too; `vec_env_cls`, `vec_env_kwargs` and `start_index` have no effect.
 
     Raises:
       EnvserveError: As for `envserve.make_vec`.
     """
+    if isinstance(addresses, int):  # the third argument is the seed in SB3
+        addresses, seed = None, addresses
+    for name in ("vec_env_cls", "vec_env_kwargs", "start_index"):
+        options.pop(name, None)
+    kwargs = options.pop("wrapper_kwargs", None) or {}
+    if (wrapper := options.pop("wrapper_class", None)) is not None:
+        wrapper = functools.partial(wrapper, **kwargs)
+        options["wrappers"] = [*(options.get("wrappers") or ()), wrapper]
     fixed = {"autoreset": "same_step"}
     batch = make_batch(env, n_envs, addresses, fixed, seed=seed, **options)
     keywords = (monitor_kwargs or {}).get("info_keywords", ())

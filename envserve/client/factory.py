@@ -69,6 +69,9 @@ def local_settings(
     """
     modules = options.get("import_modules") or ()
     reference, code = UserCode.of(env_name)
+    spec = code.specs.get(reference)
+    if spec is not None and spec.entry_point is None:
+        options.setdefault("vectorized", True)  # it exists only as a vector env
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
@@ -83,7 +86,7 @@ def local_settings(
         _check_env_fns(code.env_fns, num_envs, given)
     if num_envs is None:
         num_envs = len(code.env_fns) or 1
-    is_complete = not (code.wrappers or code.kwargs)
+    is_complete = not (code.wrappers or any(code.kwargs))
     given["is_replayable"] = is_complete and user_envs.is_importable(name)
     given["pickled_code"] = code.dumps()
     return PoolSettings(env_name=name, num_envs=num_envs, **given)

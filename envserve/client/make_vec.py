@@ -58,9 +58,9 @@ def make_vec(
     env: EnvLike | None = None,
     num_envs: int | None = None,
     addresses: Sequence[str] | None = None,
+    vector_kwargs: Mapping[str, Any] | None = None,
     *,
     vectorization_mode: VectorizeMode | str | None = None,
-    vector_kwargs: Mapping[str, Any] | None = None,
     max_episode_steps: int | None = None,
     num_workers: int | None = None,
     autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
@@ -140,7 +140,8 @@ def make_vec(
     given["autoreset_mode"] = made.autoreset_mode.value
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
-    made.spec = _spec_of(env, given, vector_entry_point=f"envserve.gym:{env}")
+    name = batch.spec.env_name if isinstance(env, str) else env
+    made.spec = _spec_of(name, given, vector_entry_point=f"envserve.gym:{name}")
     return made
 
 
@@ -181,8 +182,9 @@ def make(
     )
     made = Env(batch)
     del given["addresses"]
-    given |= {"address": address, **({"env": env} if isinstance(env, str) else {})}
-    made.spec = _spec_of(env, given, entry_point="envserve:make")
+    name = batch.spec.env_name if isinstance(env, str) else env
+    given |= {"address": address, **({"env": name} if isinstance(env, str) else {})}
+    made.spec = _spec_of(name, given, entry_point="envserve:make")
     return made
 
 

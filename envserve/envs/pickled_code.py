@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,6 +22,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
 from envserve.envs import user_envs
+from envserve.envs.registry import registered_spec
 from envserve.errors import EnvStartError, WrapperError
 from envserve.spaces import codec
 from envserve.wrappers.registry import WRAPPERS, RegisteredWrapper
@@ -37,17 +39,23 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Envs to register in each worker, by name.
+      specs: Envs to register in each worker, by name: those that this process has
+        registered, because an env or function may make them.
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
-      kwargs: Arguments of the env's constructor that have no plain form.
+      kwargs: Arguments of the env's constructor that have no plain form, in one map,
+        or in one for each env.
+      main: Objects of the script that the specs name as "__main__:NAME", by name.
+      copies: The functions that `copy_env_fn` has returned.
     """
 
     specs: Mapping[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+    main: dict[str, Any] = field(default_factory=dict)
+    copies: list[Callable[[], Env]] = field(default_factory=list)
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
@@ -60,12 +68,20 @@ class UserCode:
           TypeError: An element of a list is not a function.
           ValueError: The list is empty.
         """
-        if isinstance(env, str):
-            spec = gymnasium.registry.get(env)
-            return env, cls({env: spec} if spec else {})
-        if isinstance(env, EnvSpec):
-            return env.id, cls({env.id: env})
-        if isinstance(env, Sequence):
+        # Those of Gymnasium are known to workers.
+        specs = {
+            name: spec
+            for name, spec in gymnasium.registry.items()
+            if user_envs.module_of(name).partition(".")[0] != "gymnasium"
+            and _can_be_pickled(spec)
+        }
+        env_fns: Sequence[Callable[[], Env]] = ()
+        reference: Any = env
+        if isinstance(env, str) and (spec := registered_spec(env)):
+            reference, specs[spec.id] = spec.id, spec
+        elif isinstance(env, EnvSpec):
+            reference, specs[env.id] = env.id, env
+        elif isinstance(env, Sequence) and not isinstance(env, str):
             if not env:
                 raise ValueError(
                     "env: expected at least one function; got an empty list"
@@ -76,25 +92,35 @@ class UserCode:
                         f"env[{index}]: expected a function that creates an env; got "
                         f"{function!r:.200}"
                     )
+            env_fns = env
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
-            return (names[0] + "(...)" * (len(names) > 1))[:200], cls({}, env)
-        if not callable(env):
-            return env, cls()  # `name_and_imports` raises the error
-        name = user_envs.name_of_code(env)[:200]
-        return name, cls({name: EnvSpec(re.sub(r"[^\w:.]", "", name), env)})
+            reference = (names[0] + "(...)" * (len(names) > 1))[:200]
+        elif callable(env):
+            reference = user_envs.name_of_code(env)[:200]
+            specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
+        points = " ".join(
+            f"{each.entry_point} {each.vector_entry_point} {each.additional_wrappers}"
+            for each in specs.values()
+        )
+        main = vars(sys.modules["__main__"])
+        named = main.keys() & {*re.findall(r"__main__:(\w+)", points)}
+        return reference, cls(specs, env_fns, main={name: main[name] for name in named})
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have no plain form; return the others."""
+        if isinstance(kwargs, list | tuple):
+            return [self.take_kwargs(each) for each in kwargs]
         if not isinstance(kwargs, Mapping):
             return kwargs
-        plain = {}
+        plain, others = dict[str, Any](), dict[str, Any]()
         for name, value in kwargs.items():
             try:
                 codec.encode(value)
             except codec.CodecError:
-                self.kwargs[name] = value
+                others[name] = value
             else:
                 plain[name] = value
+        self.kwargs.append(others)
         return plain
 
     def name_wrappers(self, wrappers: Any) -> Any:
@@ -122,14 +148,14 @@ class UserCode:
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
         """
-        if not (self.specs or self.env_fns or self.wrappers or self.kwargs):
+        if not (self.specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
-        # One pickle, so that the functions of a worker share what their closures share.
+        # One pickle, so that it contains what closures share only once.
         try:
             pickled = _pickle(self)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
-            parts = self.specs, self.wrappers, self.kwargs, functions
+            parts = self.specs, self.main, self.wrappers, *self.kwargs, functions
             for name, part in chain.from_iterable(each.items() for each in parts):
                 _check_part(name, part)
             raise
@@ -162,6 +188,8 @@ class UserCode:
             ) from error
         finally:
             user_envs.modules_being_imported.pop()
+        for name, value in code.main.items():
+            setattr(sys.modules["__main__"], name, value)
         for name, spec in code.specs.items():
             if str(spec.vector_entry_point).startswith("envserve.gym:"):
                 # Set by importing `envserve.gym`, which workers do not do.
@@ -172,12 +200,27 @@ class UserCode:
             WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
         return code
 
+    def copy_env_fn(self, row: int) -> Callable[[], Env] | None:
+        """Return a copy of the function of a row; None if there are no functions.
+
+        Copies share no objects, as if each env had its own process.
+        """
+        if not self.env_fns:
+            return None
+        self.copies.append(pickle.loads(_pickle(self.env_fns[row])))
+        return self.copies[-1]
+
     @property
     def roots(self) -> list[Callable[..., Any]]:
         """The functions and classes, except those that workers import by name."""
         points = [spec.entry_point for spec in self.specs.values()]
-        named = [each for each in points if callable(each)]
-        return [*self.env_fns, *self.wrappers.values(), *named]
+        named = [
+            each
+            for each in points
+            if callable(each)
+            and not user_envs.is_importable(user_envs.name_of_code(each))
+        ]
+        return [*self.copies, *self.wrappers.values(), *self.main.values(), *named]
 
 
 def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
@@ -197,6 +240,15 @@ def _pickle(value: object) -> bytes:
 
     pickled: bytes = cloudpickle.dumps(value)
     return pickled
+
+
+def _can_be_pickled(spec: EnvSpec) -> bool:
+    """Return whether workers can receive a spec that they may not need."""
+    try:
+        _pickle(spec if callable(spec.entry_point) or spec.kwargs else None)
+    except Exception:
+        return False
+    return True
 
 
 def _check_part(name: str, part: object) -> None:

@@ -188,14 +188,15 @@ def _register(reference: str, module: ModuleType, name: str) -> str:
         creator: Any = module
         for part in name.split("."):
             creator = getattr(creator, part, None)
-        if not callable(creator):
+        if callable(creator):
+            spec = EnvSpec(env_name, entry_point=creator)
+        elif (spec := registered_spec(name)) is None:
             callables = [key for key, value in vars(module).items() if callable(value)]
             raise UnknownEnv(
                 f"expected {name!r} to be registered by {module.__name__}, or a class "
                 f"or function in it that creates an env; got neither"
                 f"{did_you_mean(name, [*gymnasium.registry, *callables])}"
             )
-        spec = EnvSpec(env_name, entry_point=creator)
     gymnasium.registry[env_name] = spec
     return env_name
 
@@ -356,6 +357,20 @@ def preload(name: str) -> None:
     registered = gymnasium.registry.get(name)
     if registered is not None and isinstance(registered.entry_point, str):
         import_module(registered.entry_point.partition(":")[0])
+
+
+def registered_spec(name: str) -> EnvSpec | None:
+    """Return the spec of a registered env; without a version, that of the latest."""
+    spec = gymnasium.registry.get(name)
+    versions = [
+        each
+        for each in gymnasium.registry.values()
+        if each.version is not None and each.id == f"{name}-v{each.version}"
+    ]
+    if spec is None and versions:
+        spec = max(versions, key=lambda each: each.version or 0)
+        gymnasium.logger.warn(f"using the latest version of {name}, which is {spec.id}")
+    return spec
 
 
 def find_spec(name: str) -> EnvSpec:

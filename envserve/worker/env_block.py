@@ -62,11 +62,11 @@ class EnvBlock:
         self._envs: list[EnvRow | SpareRow] = []
         for row in rows:
             context = config.context_of(row, config.worker, config.num_workers)
-            env_fn = config.code.env_fns[row] if config.code.env_fns else None
-            arguments = config, row, config.incarnations[row], checks
-            new = partial(EnvRow, *arguments, context=context, env_fn=env_fn)
-            env = new()
-            self._envs.append(SpareRow(env, new(), threads) if threads else env)
+            arguments = config, row, config.incarnations[row], checks, context
+            env = EnvRow(*arguments, config.code.copy_env_fn(row))
+            if threads:
+                spare = EnvRow(*arguments, config.code.copy_env_fn(row))
+            self._envs.append(SpareRow(env, spare, threads) if threads else env)
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
         """Build the envs; yield the index and the spaces of each env."""

@@ -108,7 +108,7 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env; its first reset uses the incarnation's seed, if seeded."""
         request = self.request
-        kwargs = self._context.fill(self._kwargs)
+        kwargs = self._context.fill(copy.deepcopy(self._kwargs))
         prepare_rendering(kwargs)
         with self._context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)

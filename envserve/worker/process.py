@@ -86,8 +86,11 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
                 return
             wrappers = wrappers_from_plain(fields.pop("wrappers"))
             code = UserCode.loads(fields.pop("pickled_code"))
-            if code.kwargs:
-                fields["env_kwargs"] |= code.kwargs
+            given = fields["env_kwargs"]
+            for plain, others in zip(
+                given if isinstance(given, list) else [given], code.kwargs, strict=False
+            ):
+                plain |= others
             config = BuildMessage(wrappers=wrappers, code=code, **fields)
             if config.num_workers <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS

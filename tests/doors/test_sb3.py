@@ -146,6 +146,23 @@ def test_wrappers_monitor_files_and_normalization_work(tmp_path: Path) -> None:
     assert "TimeLimit.truncated" in infos[0]
 
 
+def test_arguments_of_sb3_are_accepted() -> None:
+    given: Any = {
+        "vec_env_cls": DummyVecEnv,
+        "start_index": 1,
+        "wrapper_class": gymnasium.wrappers.TransformReward,
+        "wrapper_kwargs": {"func": lambda reward: 3 * reward},
+    }
+    makes: Any = make_vec_env, own_make_vec_env
+    for make in makes:
+        envs = make("CartPole-v1", 2, 7, **given)
+        first = envs.reset()
+        assert envs.step(np.zeros(2, np.int64))[1].tolist() == [3, 3]
+        envs.seed(7)
+        assert np.array_equal(envs.reset(), first)
+        envs.close()
+
+
 def test_negative_indices_count_from_the_end(masked: Any) -> None:
     masked.reset()
     masked.set_attr("label", "red", indices=[-1])

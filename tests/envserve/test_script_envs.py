@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import logging
@@ -63,6 +64,9 @@ class Numbered(gymnasium.Env[Any, Any]):
         if action == 2:
             raise RuntimeError("boom")
         return np.zeros(2, np.float32), 1.0, False, False, {"number": self.number}
+
+
+NUMBERED: Any = Numbered  # Gymnasium's type of entry points takes any keyword
 
 
 def numbered(number: int) -> MakeEnv:
@@ -181,6 +185,75 @@ def test_an_env_that_the_script_registers_is_made_with_its_spec(
         *_, truncated, info = envs.step([0, 0])
         assert truncated.tolist() == [True, True]
         assert info["episode"]["l"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("spare_envs", [False, True])
+def test_functions_share_no_objects(spare_envs: bool) -> None:
+    shared = Numbered()
+    env_fns: list[MakeEnv] = [lambda: shared, lambda: shared]
+    envs = envserve.make_vec(env_fns, num_workers=1, spare_envs=spare_envs)
+    with contextlib.closing(envs):
+        envs.set_attr("number", [3, 4])
+        assert envs.reset()[1]["number"].tolist() == [3, 4]
+
+
+def test_envs_share_no_arguments() -> None:
+    class Holder(Numbered):
+        def __init__(self, owners: Any) -> None:
+            super().__init__(len(owners.names))
+            owners.names.append("mine")
+
+    owners = argparse.Namespace(names=[])
+    kwargs = {"owners": owners}
+    with BatchEnv.local(Holder, 2, 1, infos="all", env_kwargs=kwargs) as batch:
+        batch.reset()
+        assert [batch.reset_infos[row]["number"] for row in range(2)] == [0, 0]
+
+
+def test_functions_may_make_envs_that_the_script_has_registered(
+    registered: str,
+) -> None:
+    gymnasium.register(registered, NUMBERED, kwargs={"number": 3})
+    env_fns: list[MakeEnv] = [lambda: gymnasium.make(registered)] * 2
+    with contextlib.closing(envserve.make_vec(env_fns)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [3, 3]
+
+
+def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
+    registered: str,
+) -> None:
+    lock = threading.Lock()
+    entry_point: Any = lambda: Numbered(lock.locked())  # noqa: E731
+    gymnasium.register(registered, entry_point)
+    with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [0, 0]
+    with pytest.raises(EnvStartError, match=registered):
+        envserve.make_vec(registered)
+
+
+@pytest.mark.parametrize("make", [envserve.make, envserve.make_vec])
+def test_a_name_without_a_version_is_the_latest_version(
+    make: Any, registered: str
+) -> None:
+    gymnasium.register(registered, NUMBERED, kwargs={"number": 3})
+    gymnasium.register(f"{registered[:-1]}2", NUMBERED, kwargs={"number": 4})
+    try:
+        with pytest.warns(UserWarning, match="OfThisTest-v2"):
+            envs = make(registered.removesuffix("-v0"))
+        with contextlib.closing(envs):
+            assert envs.reset()[1]["number"] == 4
+            assert envs.spec.id == "OfThisTest-v2"
+    finally:
+        del gymnasium.registry[f"{registered[:-1]}2"]
+
+
+def test_an_env_that_exists_only_as_a_vector_env_is_made_as_one(
+    registered: str,
+) -> None:
+    entry_point = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+    gymnasium.register(registered, vector_entry_point=entry_point)
+    with contextlib.closing(envserve.make_vec(registered, 2)) as envs:
+        assert envs.reset(seed=1)[0].shape == (2, 4)
 
 
 def test_functions_with_different_spaces_raise_as_other_envs() -> None:
@@ -338,6 +411,15 @@ def test_arguments_of_an_env_may_be_any_objects() -> None:
         envserve.make_vec(Scaled, **{**options, "scale": threading.Lock()})
 
 
+def test_arguments_of_each_env_may_be_any_objects() -> None:
+    def calling(make_number: Any) -> gymnasium.Env[Any, Any]:
+        return Numbered(make_number())
+
+    kwargs = [{"make_number": lambda: 3}, {"make_number": lambda: 4}]
+    with contextlib.closing(envserve.make_vec(calling, 2, env_kwargs=kwargs)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [3, 4]
+
+
 def test_servers_take_wrappers_by_name_only() -> None:
     for wrapper in (Tripled, lambda env: env):
         with pytest.raises(WrapperError, match="register_wrapper in a module"):
@@ -371,6 +453,7 @@ def make(number):
     return lambda: Mine(number)
 
 gymnasium.register("Mine-v0", lambda: Mine(9), max_episode_steps=1)
+gymnasium.register("Named-v0", "__main__:Mine", kwargs={"number": 8})
 
 if __name__ == "__main__":
     envs = envserve.make_vec([make(number) for number in range(4)], num_workers=2)
@@ -382,6 +465,9 @@ if __name__ == "__main__":
     envs = envserve.make_vec("Mine-v0", 2)
     assert envs.reset()[1]["number"].tolist() == [9, 9]
     assert envs.step([0, 0])[3].tolist() == [True, True]
+    envs.close()
+    envs = envserve.make_vec("Named-v0", 2, "async", {"shared_memory": False})
+    assert envs.reset()[1]["number"].tolist() == [8, 8]
     envs.close()
     one = envserve.make(Mine)
     assert one.reset()[1] == {"number": 0}
