@@ -53,7 +53,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 
 class Walk(CartPoleEnv):
-    pass
+    def __init__(self, render_mode=None, folder="", port=0):
+        super().__init__(render_mode=render_mode)
 
 
 gymnasium.register("Walk-v0", "my_env:Walk", max_episode_steps=1000)
@@ -65,7 +66,10 @@ from envserve.client import BatchEnv
 """
 #: Code that runs before each of a page's code blocks, because the blocks assume it.
 BEFORE = {
-    "gymnasium.md": "envs = None",
+    "gymnasium.md": """
+envs = None
+make_env = lambda i: lambda: gymnasium.make("CartPole-v1")
+""",
     "python.md": """
 env = BatchEnv.local("CartPole-v1", 4, seed=0)
 env.reset()
@@ -91,6 +95,11 @@ pathlib.Path("runs/first").mkdir(parents=True)
 pathlib.Path("runs/first/config.json").write_text('{"seed": 1}')
 pathlib.Path("runs/first/metrics.jsonl").write_text('{"steps": 8, "kl": null}')
 sys.modules["wandb"] = unittest.mock.MagicMock()
+""",
+    "trainers.md": """
+from types import SimpleNamespace
+args = SimpleNamespace(num_envs=4)
+make_env = lambda i: lambda: gymnasium.make("CartPole-v1")
 """,
     "wrappers.md": "class WindWrapper(gymnasium.Wrapper): pass\n",
 }
