@@ -191,8 +191,7 @@ def _serve(
 
 
 def _start_code(error: Exception) -> int:
-    codes = (code for kind, code in _START_CODES.items() if isinstance(error, kind))
-    return next(codes, 1)
+    return next((_START_CODES[k] for k in _START_CODES if isinstance(error, k)), 1)
 
 
 def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int:

@@ -184,8 +184,11 @@ def fault_from_error(row: int, error: Exception) -> Fault:
     """Return the fault of a row whose env has raised an exception."""
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked
-    else:  # omit the worker's frame that called the env
-        inner = error.__traceback__.tb_next if error.__traceback__ else None
+    else:
+        inner = error.__traceback__
+        while inner and inner.tb_frame.f_globals.get("__package__") == __package__:
+            inner = inner.tb_next  # omit the worker's frames that call the env
+        inner = inner or error.__traceback__
         text = "".join(traceback.format_exception(type(error), error, inner))
         is_violation = False
     return Fault(row, Status.ENV_ERROR, utf8_tail(text), is_violation)

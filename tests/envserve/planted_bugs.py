@@ -423,7 +423,7 @@ def a_call_of_remaining_rows_repeats_all_rows(patch: Patch) -> None:
         }
         return real(self, first)
 
-    around(patch, LaneGroup, "call", call)
+    around(patch, LaneGroup, "start_call", call)
 
 
 # Internals: a lease executes a request out of order, and does not record it.

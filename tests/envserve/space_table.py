@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+import warnings
 from copy import deepcopy
 from typing import Any, Final
 
@@ -216,7 +217,11 @@ class TableEnv(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._steps += 1
-        if not self.action_space.contains(action):
+        with warnings.catch_warnings():
+            # A Box accepts scalars, but Gymnasium warns about them.
+            warnings.simplefilter("ignore")
+            is_valid = self.action_space.contains(action)
+        if not is_valid:
             raise ValueError(f"{action!r} ({type(action)}) is not in the action space")
         observation = (
             action if self._echoes_actions else self.observation_space.sample()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from envserve.worker.channel import (
     pack_message,
 )
 from envserve.worker.frame_board import board_nbytes
-from envserve.worker.worker_report import max_report_bytes
+from envserve.worker.worker_report import decode_report, max_report_bytes
 
 from .session_fakes import make_call
 
@@ -43,6 +43,7 @@ class WorkerThread:
     def __init__(self, env_name: str, rows: int = 2, **build: Any) -> None:
         self.num_rows = rows
         self.num_bytes = 0  # of the longest answer
+        self.block = Block(0, 0, rows, 0, 0)
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(60.0)
         self._reader = MessageDecoder()
@@ -53,6 +54,7 @@ class WorkerThread:
         message = {
             "env_name": env_name,
             "env_kwargs": {},
+            "pickled_code": b"",
             "wrappers": [],
             "num_envs": rows,
             "num_workers": 1,
@@ -115,10 +117,15 @@ class WorkerThread:
         self.rows.action[0][:] = actions
         return self.request(MessageKind.STEP)
 
+    def infos(self, kind: MessageKind) -> Mapping[int, Mapping[str, Any]]:
+        """Return the infos of an operation; all actions of a step are 0."""
+        self.send(kind)
+        payload = self.receive().payload
+        return decode_report(payload, self.block, 64)[0].infos if payload else {}
+
     def call(self, kind: str, name: str, *arguments: Any) -> Sequence[Fault]:
         self.send(MessageKind.CALL, encode_call(make_call([1], kind, name, *arguments)))
-        block = Block(0, 0, self.num_rows, 0, 0)
-        return decode_results(self.receive().payload, block).faults
+        return decode_results(self.receive().payload, self.block).faults
 
     def close(self) -> None:
         """Close the socket, and wait until the worker has finished."""
@@ -171,10 +178,11 @@ def test_infos_are_reported_as_configured(
     start_worker: StartWorker, mode: str, expected: Any
 ) -> None:
     worker = start_worker(LEDGER, env_kwargs={"length": 2}, infos=mode).start()
-    reports = [worker.request(MessageKind.RESET), worker.step(0, 0), worker.step(0, 0)]
-    assert [[set(r["infos"])] if r else [] for r in reports] == expected
+    kinds = MessageKind.RESET, MessageKind.STEP, MessageKind.STEP
+    infos = [worker.infos(kind) for kind in kinds]
+    assert [[set(each)] if each else [] for each in infos] == expected
     if mode != "none":
-        info = reports[-1]["infos"][1]
+        info: Any = infos[-1][1]
         assert info["step"] == 2
         assert info["weights"].tolist() == [2.0, 2.0]
         assert info["reset_info"] == {"reset_of_episode": 1}
