@@ -192,7 +192,13 @@ def test_a_finished_reset_is_repeated_and_a_finished_call_is_kept(
     pool.submit_reset([Reset(0)])
     pool.submit_call([Call(1, (1,), "get", "x")])
     first.answer()
-    report = {"faults": [], "infos": {}, "rebuilt": [], "warnings": [], "columns": []}
+    report: dict[str, Any] = {
+        "faults": [],
+        "infos": {},
+        "rebuilt": [],
+        "warnings": [],
+        "columns": [],
+    }
     no_report = codec.encode(report)
     values = codec.encode([7])
     second.answer(len(no_report).to_bytes(4, "little") + no_report + values)
