@@ -328,8 +328,9 @@ class SupervisedWorker:
             self._beat, self._beat_at = beat, now
             return
         what, word, limit = "step", "step", self._config.step_timeout_seconds
-        if beat[1]:  # a first step may compile code
-            is_first = beat[1] == FIRST_STEP
+        is_first = beat[1] == FIRST_STEP
+        # A first step may compile code. It hangs if it waits for a thread of an import.
+        if beat[1] and not (is_first and self._launcher.import_note):
             what, word = "first step" if is_first else "reset or call", "reset"
             limit = max(is_first * limit, self._config.reset_timeout_seconds)
         if now - self._beat_at > limit:

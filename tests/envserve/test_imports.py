@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +146,8 @@ POOL = ThreadPoolExecutor(1)
 POOL.submit(int).result()
 class E(Draw):
     def draw(self): return POOL.submit(float, 7).result()
+class Waits(Draw):
+    def step(self, action): return POOL.submit(super().step, action).result()
 class Starts(E):
     def __init__(self): self.draw()
 class Raises(Draw):
@@ -152,15 +155,24 @@ class Raises(Draw):
 """
 
 
+def reset_and_step(batch: BatchEnv) -> None:
+    batch.reset()
+    batch.step([0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "timeouts"),
+    [("E", {"reset_timeout": 4.0}), ("Waits", {"step_timeout": 4.0})],
+)
 def test_env_that_needs_a_thread_of_its_import_fails_at_once_with_the_reason(
-    folder: Path,
+    folder: Path, name: str, timeouts: dict[str, Any]
 ) -> None:
     env = write_env(folder, POOL)
     with (
-        BatchEnv.local(f"{env}:E", 2, 2, reset_timeout=4.0) as batch,
+        BatchEnv.local(f"{env}:{name}", 2, 2, **timeouts) as batch,
         pytest.raises(EnvStartError) as caught,
     ):
-        batch.reset()
+        reset_and_step(batch)
     text = str(caught.value)
     assert "importing draw_env.py started 1 thread" in text.partition("stderr")[0]
     assert "preload=False (--no-preload)" in text
