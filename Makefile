@@ -18,11 +18,11 @@ PINNED := pyproject.toml constraints.txt
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
-	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (about 11 minutes)"
+	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (10 to 25 minutes)"
 	@echo "make test-doors [ARGS='-k sb3']"
 	@echo "                            set up $(DOORS) and run the integration tests: other"
-	@echo "                            trainers and envs, a browser, the docs, and tests that"
-	@echo "                            learn for minutes (15 minutes)"
+	@echo "                            trainers and envs, a browser, the docs, packages, and tests"
+	@echo "                            that learn for minutes (15 to 30 minutes)"
 	@echo "make test-floor             set up $(FLOOR) with the oldest supported versions of"
 	@echo "                            Gymnasium, NumPy and MuJoCo, and test the vector envs"
 	@echo "                            (2 minutes; Python 3.11 or 3.12)"
@@ -40,6 +40,7 @@ help:
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/ppo train $(CONFIG) $(ARGS)
+	@echo "Before you run envserve or ppo, activate the environment: . $(VENV)/bin/activate"
 
 test: $(VENV)/.installed-dev
 	scripts/check $(ARGS)
@@ -65,8 +66,10 @@ chaos: $(VENV)/.installed-dev
 
 # A changed pin is newer than these stamps, so the packages are installed again.
 $(VENV)/.installed-train: $(PINNED) | $(VENV)/bin/pip
-	@echo "Installing envserve, TensorFlow (CPU) and MuJoCo into $(VENV); this takes minutes ..."
-	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco]'
+	@echo "Installing envserve, TensorFlow (CPU), MuJoCo, plots, videos and the web page into"
+	@echo "$(VENV) (2 GB). This takes 90 s on two cores, plus the time to download 0.5 GB ..."
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,page,plot,video]'
+	@echo "Installed. To activate the environment: . $(VENV)/bin/activate"
 	@touch $@
 
 $(VENV)/.installed-dev: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
@@ -81,7 +84,7 @@ $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 
 $(DOORS)/.installed: $(PINNED) | $(DOORS)/bin/pip
 	@echo "Installing other trainers and envs into $(DOORS); this takes minutes ..."
-	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,envpool,sb3,tianshou,ray,trainers,zoo,plot,video,page,metrics,docs,browser,kubernetes,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,envpool,sb3,tianshou,ray,trainers,zoo,plot,video,page,metrics,docs,release,browser,kubernetes,dev]'
 	@touch $@
 
 $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip

@@ -1,5 +1,5 @@
 """Benchmarks against other projects, run by `scripts/bench.py`; not shipped.
 
 The `__init__.py` files contain no code, because workers import `benchmarks.cases.envs`,
-and an import also runs the files of all packages above the module.
+which also runs the `__init__.py` of its parent packages.
 """

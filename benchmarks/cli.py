@@ -21,6 +21,7 @@ from benchmarks.learning.goal import goal
 from benchmarks.learning.overlap import overlap
 from benchmarks.learning.profile import profile
 from benchmarks.learning.simulate import simulate
+from benchmarks.learning.stalls import stalls
 from benchmarks.learning.train import train
 from benchmarks.suite import make_suite
 from envserve.errors import EnvserveError
@@ -37,6 +38,7 @@ _COMMANDS: dict[str, Command] = {
     "start": start,
     "guarantees": guarantees,
     "simulate": simulate,
+    "stalls": stalls,
     "overlap": overlap,
     "profile": profile,
     "train": train,

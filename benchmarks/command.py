@@ -1,4 +1,4 @@
-"""Common parts of the sub-commands: options, interleaved cases, saving results."""
+"""Common parts of the sub-commands: options, measurements and results."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def say(text: str) -> None:
 
 
 def sub_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with the common options added.
+    """Turn a function of a `Run` and of options into a command with the common options.
 
-    The function takes a `Run`, followed by its own options.
+    The common options are `--only` and `--outdir`.
     """
 
     def common(
@@ -83,15 +83,15 @@ def sub_command(function: Callable[..., None]) -> Callable[..., None]:
             Path | None,
             typer.Option(help="Folder for the result. Default: runs/bench-NAME-TIME."),
         ] = None,
-        **own: Any,
+        **specific: Any,
     ) -> None:
         options = {k: v for k, v in context.params.items() if k != "outdir"}
-        function(Run(str(context.info_name), options, only or (), outdir), **own)
+        function(Run(str(context.info_name), options, only or (), outdir), **specific)
 
     context, *shared, _ = inspect.signature(common, eval_str=True).parameters.values()
-    _, *own = inspect.signature(function, eval_str=True).parameters.values()
+    _, *specific = inspect.signature(function, eval_str=True).parameters.values()
     command = functools.wraps(function)(common)
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [context, *own, *shared]
+        [context, *specific, *shared]
     )
     return command

@@ -1,4 +1,4 @@
-"""Goals for the results of the suite on two cores, and the table that checks them.
+"""Goals for the results of the suite on two cores, and the table of their results.
 
 Most goals are ratios of cases that were measured alternately. Quantities that users
 notice directly, such as the time to start, have absolute limits.
@@ -23,19 +23,22 @@ from benchmarks.cases.ours import (
 )
 from benchmarks.cases.peers import ASYNC, ENVPOOL, SERVED_ENVPOOL
 from benchmarks.lab.tables import as_markdown
+from benchmarks.learning.simulate import SIMULATE, STEP
+from benchmarks.learning.stalls import case_name
 from envserve.bench.interleaved import MICROSECONDS, SPEED, Measurements
 
 Result = Mapping[str, Any]
 """The contents of a `result.json`."""
 Value = Callable[[Result], float | None]
-"""Extracts a number from a result; None if a case was skipped."""
+"""Returns a number from a result, or None if a case was skipped."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal for one number of a part of the suite.
+    """A goal for one number.
 
     Attributes:
+      part: Part of the suite that measures the number.
       bound: Lower bound of the number, or upper bound if `is_upper_bound`.
     """
 
@@ -51,23 +54,24 @@ class Goal:
 
 
 def _ratio(case: str, base: str, number: str = SPEED) -> Value:
-    """Return a function that extracts the ratio of one case to another."""
-    return lambda result: _measured(result).ratio(case, base, number)
+    """Return a function that computes the ratio of one case to another."""
+    return lambda result: _measurements(result).ratio(case, base, number)
 
 
-def _measured(result: Result) -> Measurements:
+def _measurements(result: Result) -> Measurements:
     return Measurements(result["repetitions"])
 
 
 def _median(case: str, number: str = "seconds") -> Value:
-    def find(result: Result) -> float | None:
-        measured = _measured(result)
+    def value(result: Result) -> float | None:
+        measured = _measurements(result)
         return measured.median(case, number) if case in measured.by_case else None
 
-    return find
+    return value
 
 
 def _overlap(result: Result) -> float | None:
+    """Return the ratio of best possible to measured time, with two splits."""
     measured = _median("2 splits", MICROSECONDS)(result)
     if measured is None:
         return None
@@ -75,72 +79,72 @@ def _overlap(result: Result) -> float | None:
     return best / measured
 
 
-def _loop_ratio(result: Result) -> float | None:
-    measured = _measured(result)
-    loops = [case for case in measured.by_case if case.startswith("Python loop")]
-    ratios = [measured.ratio(case, "simulate()", MICROSECONDS) for case in loops]
-    return min((value for value in ratios if value is not None), default=None)
-
-
-def _beyond(result: Result) -> float | None:
-    value: float | None = result["results"]["beyond_the_lane_us"].get("simulate()")
-    return value
-
-
 def _gigabytes(case: str) -> Value:
-    def find(result: Result) -> float | None:
+    def value(result: Result) -> float | None:
         speed = _median(case, SPEED)(result)
         return None if speed is None else speed / 1e9 * result["results"]["image_bytes"]
 
-    return find
+    return value
 
 
 def _growth(result: Result) -> float | None:
-    measured = _measured(result)
+    """Return the largest growth of the time per env step between sizes."""
+    measured = _measurements(result)
     sizes = itertools.pairwise(measured.by_case)
     growths = (measured.median(a, SPEED) / measured.median(b, SPEED) for a, b in sizes)
     return max(growths, default=None)
 
 
 def _megabytes(result: Result) -> float | None:
+    """Return the memory of 1,024 envs in MB, without that of the imports."""
     memory = result["results"]["proportional_set_bytes"]
-    most, base = memory.get("1024 envs"), memory[result["results"]["base"]]
-    return None if most is None else float(most - base) / 1e6
+    total, base = memory.get("1024 envs"), memory[result["results"]["base"]]
+    return None if total is None else float(total - base) / 1e6
 
 
 def _at_most(part: str, meaning: str, bound: float, value: Value) -> Goal:
     return Goal(part, meaning, bound, value, is_upper_bound=True)
 
 
-def _of_bare_slab(env_name: str, num_envs: int, bound: float) -> Goal:
+def _bare_slab_goal(env_name: str, num_envs: int, bound: float) -> Goal:
     case = f"{env_name}, {num_envs} envs"
     value = _ratio(f"{case}: {OURS}", f"{case}: {BARE_SLAB}")
     return Goal("guarantees", f"{case}, {OURS} / {BARE_SLAB}", bound, value)
 
 
-def _of_sb3(part: str, vec_env: str, bound: float) -> Goal:
+def _simulate_goal(part: str, bound: float) -> Goal:
+    value = _ratio(SIMULATE, STEP, MICROSECONDS)
+    return _at_most(part, f"{SIMULATE} / {STEP}", bound, value)
+
+
+def _stalls_goal(stall_name: str, bound: float) -> Goal:
+    case, base = (case_name(stall_name, act_on) for act_on in (0.25, 1.0))
+    return Goal("stalls", f"{case} / {base}", bound, _ratio(case, base))
+
+
+def _sb3_goal(part: str, vec_env: str, bound: float) -> Goal:
     value = _ratio(f"SB3, {vec_env}", "ppo", "total_seconds")
     return Goal(part, f"end to end, SB3 with {vec_env} / ppo", bound, value)
 
 
-def _of_sb3_on_ours(num_envs: int, bound: float) -> Goal:
+def _sb3_on_envserve_goal(num_envs: int, bound: float) -> Goal:
     value = _ratio("SB3, SubprocVecEnv", "SB3, envserve.sb3", "total_seconds")
     meaning = "SB3 end to end, SubprocVecEnv / envserve.sb3"
     return Goal(f"train-sb3-{num_envs}", meaning, bound, value)
 
 
-def _of_served_envpool(meaning: str, bound: float, base: str) -> Goal:
+def _served_envpool_goal(meaning: str, bound: float, base: str) -> Goal:
     value = _ratio(SERVED_ENVPOOL, base)
     return Goal("step-cartpole-256", f"EnvPool's behind tcp / {meaning}", bound, value)
 
 
-def _of_no_keys(part: str) -> Goal:
+def _keys_goal(part: str) -> Goal:
     return Goal(part, "tcp / tcp, no keys", 0.85, _ratio(TCP, WITHOUT_KEYS))
 
 
-def _of_none_slow(way: str) -> Goal:
-    value = _ratio(f"{way}: one slow", f"{way}: none slow")
-    return Goal("straggler", f"one slow / none slow, {way}", 0.9, value)
+def _straggler_goal(transport: str) -> Goal:
+    value = _ratio(f"{transport}: one slow", f"{transport}: none slow")
+    return Goal("straggler", f"one slow / none slow, {transport}", 0.9, value)
 
 
 _UPDATE: Final = _ratio("SB3, SubprocVecEnv", "ppo", "update_seconds")
@@ -160,26 +164,29 @@ GOALS: Final = (
     Goal("step-cartpole-64", "in-process / limit", 0.7, _ratio(IN_PROCESS, LIMIT)),
     Goal("step-cartpole-64", "in-process / Async", 12, _ratio(IN_PROCESS, ASYNC)),
     Goal("step-cartpole-256", "tcp / limit", 0.55, _ratio(TCP, LIMIT)),
-    *map(_of_no_keys, ("step-cheetah-16", "step-cheetah-64", "step-cartpole-64")),
-    *map(_of_no_keys, ("step-cartpole-256", "images")),
-    _of_served_envpool("tcp, one env at a time", 4, TCP),
-    _of_served_envpool("EnvPool", 0.5, ENVPOOL),
-    _of_bare_slab("HalfCheetah-v5", 16, 0.9),
-    _of_bare_slab("HalfCheetah-v5", 64, 0.9),
-    _of_bare_slab("CartPole-v1", 16, 0.8),
-    _of_bare_slab("CartPole-v1", 64, 0.9),
+    *map(_keys_goal, ("step-cheetah-16", "step-cheetah-64", "step-cartpole-64")),
+    *map(_keys_goal, ("step-cartpole-256", "images")),
+    _served_envpool_goal("tcp, one env at a time", 4, TCP),
+    _served_envpool_goal("EnvPool", 0.5, ENVPOOL),
+    _bare_slab_goal("HalfCheetah-v5", 16, 0.9),
+    _bare_slab_goal("HalfCheetah-v5", 64, 0.9),
+    _bare_slab_goal("CartPole-v1", 16, 0.8),
+    _bare_slab_goal("CartPole-v1", 64, 0.9),
     Goal("train", "update, SB3 / ppo", 14, _UPDATE),
-    _of_sb3("train", "SubprocVecEnv", 8),
-    _of_sb3("train", "DummyVecEnv", 6),
-    _of_sb3("train-64", "SubprocVecEnv", 10),
-    _of_sb3("train-64", "DummyVecEnv", 7),
-    _of_sb3_on_ours(16, 1.5),
-    _of_sb3_on_ours(64, 3),
-    Goal("simulate-cartpole-16", "faster Python loop / simulate()", 2, _loop_ratio),
-    _at_most("simulate-cheetah-16", "simulate() minus BatchEnv.step, us", 150, _beyond),
+    _sb3_goal("train", "SubprocVecEnv", 8),
+    _sb3_goal("train", "DummyVecEnv", 6),
+    _sb3_goal("train-64", "SubprocVecEnv", 10),
+    _sb3_goal("train-64", "DummyVecEnv", 7),
+    _sb3_on_envserve_goal(16, 1.5),
+    _sb3_on_envserve_goal(64, 3),
+    _simulate_goal("simulate-cartpole-16", 1.15),
+    _simulate_goal("simulate-cartpole-64", 1.1),
+    _simulate_goal("simulate-cheetah-16", 1.1),
+    _simulate_goal("simulate-cheetah-64", 1.1),
+    _stalls_goal("stalls", 4),
     Goal("overlap", "best possible / measured, 2 splits", 0.9, _overlap),
-    _of_none_slow("in-process"),
-    _of_none_slow("tcp"),
+    _straggler_goal("in-process"),
+    _straggler_goal("tcp"),
     Goal("slow-reset", "slow resets with spare envs / quick resets", 0.9, _SPARE),
     Goal("images", "in-process, GB/s", 2, _gigabytes(IN_PROCESS)),
     Goal("images", "in-process with out=, GB/s", 2, _gigabytes(REUSING)),
@@ -205,9 +212,9 @@ def goals_table(results: Mapping[str, Result]) -> str:
             continue
         value = goal.value(results[goal.part])
         sign = "<=" if goal.is_upper_bound else ">="
-        measured, met = "-", "skipped"
+        measured, verdict = "-", "skipped"
         if value is not None:
-            measured, met = f"{value:.3g}", "yes" if goal.is_met_by(value) else "no"
-        cells = [goal.part, goal.meaning, f"{sign} {goal.bound:g}", measured, met]
-        rows.append(cells)
+            measured, verdict = f"{value:.3g}", "yes" if goal.is_met_by(value) else "no"
+        bound = f"{sign} {goal.bound:g}"
+        rows.append([goal.part, goal.meaning, bound, measured, verdict])
     return as_markdown(["part", "goal", "", "measured", "met"], rows, num_texts=2)

@@ -1,7 +1,7 @@
 """Measure cases alternately, each in its own process.
 
-Separate processes do not share threads, imports or an interpreter lock. A process waits
-for a message on its pipe while other cases are measured.
+Separate processes do not share threads, imports or an interpreter lock. While other
+cases are measured, a process waits for a message on its pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from envserve.bench import interleaved
 from envserve.bench.interleaved import Measure, Measurements
 from envserve.errors import EnvserveError
 
-#: Timeout in seconds; closing 64 processes of another project can take long.
+#: Timeout in seconds; other projects may take long to close 64 processes.
 _CLOSE_SECONDS: Final = 30.0
 _REMEDY: Final = "exclude it by selecting other cases with --only"
 
@@ -86,7 +86,7 @@ def measure_cases(
             else:
                 skipped[process.name] = reason
         if not ready:
-            reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
+            reasons = "; ".join(f"{k}: {reason}" for k, reason in skipped.items())
             raise BenchmarkError(f"no case can be measured: {reasons}")
         return Measurements(
             interleaved.interleave(ready, repetitions, say).by_case, skipped
@@ -94,16 +94,16 @@ def measure_cases(
 
 
 class _CaseProcess:
-    """Process that runs a case; a context manager that ends it."""
+    """Process that measures a case; a context manager that ends the process."""
 
     def __init__(self, case: Case) -> None:
         context = multiprocessing.get_context("spawn")
         self.name = case.name
-        self._connection, theirs = context.Pipe()
+        self._connection, child_end = context.Pipe()
         # Not a daemon, because daemonic processes cannot start child processes.
-        self._process = context.Process(target=_serve, args=(case, theirs))
+        self._process = context.Process(target=_serve, args=(case, child_end))
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def wait_until_ready(self) -> str | None:
         """Wait until the case is ready; return the reason if it is skipped, or None."""
@@ -119,7 +119,7 @@ class _CaseProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()  # the process reads the end of file and ends
+        self._connection.close()  # the process then ends, see `_serve`
         self._process.join(_CLOSE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -138,39 +138,40 @@ class _CaseProcess:
         if kind == "failed":
             text = f"{self.name} failed; {_REMEDY}. Its traceback:\n{value}"
             raise BenchmarkError(text)
-        if kind == "refused":
+        if kind == "error":
             raise BenchmarkError(f"{self.name} failed: {value}")
         return kind, value
 
 
 def _serve(case: Case, connection: Connection) -> None:
     """Measure a case on each request, until the other end of the pipe is closed."""
-    # Ctrl-C reaches all processes of the group. The parent ends this process, which
-    # then ends the processes that it has started.
+    # All processes of the group receive Ctrl-C. The parent ends this process, which
+    # then ends its child processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
-    # Some projects load TensorFlow although the cases do not use it.
+    # Some projects load TensorFlow, although no case uses it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    # This process was spawned, so it would spawn by default, too. Restore the
-    # platform's default for other projects.
+    # By default, a spawned process also spawns its children. Restore the platform's
+    # default, which other projects expect.
     multiprocessing.set_start_method(None, force=True)
     # If another case has failed, the other end is closed and the result is not needed.
     with contextlib.suppress(BrokenPipeError):
         try:
             with case.open(**case.arguments) as measure:
                 connection.send(("ready", None))
-                while _is_told_to_measure(connection):
+                while _receive_request(connection):
                     connection.send(("measured", measure()))
         except Skip as reason:
             connection.send(("skipped", str(reason)))
         except EnvserveError as error:  # the message is complete without a traceback
-            connection.send(("refused", str(error)))
+            connection.send(("error", str(error)))
         except Exception:
             connection.send(("failed", traceback.format_exc()))
 
 
-def _is_told_to_measure(connection: Connection) -> bool:
+def _receive_request(connection: Connection) -> bool:
+    """Wait for a request; return False if the other end of the pipe is closed."""
     try:
         connection.recv()
     except (EOFError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Benchmark results: a table on the terminal, and a folder with these files.
+"""Benchmark results: a table on the terminal, and a folder with two files.
 
 result.json    machine, options, all repetitions, medians, the table
 table.md       the table in Markdown
@@ -40,9 +40,9 @@ def spread(number: Metric, form: str = ",.0f") -> Column:
 
 
 def ratio(base: str | Callable[[str], str], number: Metric) -> Column:
-    """Return a column of ratios to a base case, which may depend on the case.
+    """Return a column of ratios to a base case; a dash if that was not measured.
 
-    The cell is a dash if the base case was not measured.
+    `base` is the name of the base case, or a function from a case to it.
     """
 
     def cell(measured: Measurements, case: str) -> str:
@@ -74,7 +74,7 @@ class Result:
     results: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def heads(self) -> list[str]:
+    def headings(self) -> list[str]:
         """Headings of the table."""
         return [self.heading, *self.columns]
 
@@ -87,15 +87,15 @@ class Result:
 
     @property
     def all_notes(self) -> list[str]:
-        """The notes, and one for each case that was skipped."""
+        """The notes, followed by a note for each skipped case."""
         skipped = self.measured.skipped.items()
-        return [*self.notes, *(f"{name}: skipped, {why}" for name, why in skipped)]
+        return [*self.notes, *(f"{k}: skipped, {reason}" for k, reason in skipped)]
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of `result.json`."""
         medians = {
-            case: {number: self.measured.median(case, number) for number in turns[0]}
-            for case, turns in self.measured.by_case.items()
+            case: {number: self.measured.median(case, number) for number in runs[0]}
+            for case, runs in self.measured.by_case.items()
         }
         return {
             "benchmark": self.name,
@@ -107,13 +107,13 @@ class Result:
             "medians": medians,
             "skipped": self.measured.skipped,
             "results": self.results,
-            "table": {"columns": self.heads, "rows": self.rows},
+            "table": {"columns": self.headings, "rows": self.rows},
             "notes": self.all_notes,
         }
 
     def as_markdown(self) -> str:
         """Return the table in Markdown, with its title and notes."""
-        table = as_markdown(self.heads, self.rows)
+        table = as_markdown(self.headings, self.rows)
         notes = "\n".join(f"* {note}" for note in self.all_notes)
         return f"**{self.title}**\n\n{table}\n{notes}".strip() + "\n"
 
@@ -126,7 +126,7 @@ def publish(result: Result, outdir: Path | None) -> None:
     text = json.dumps(result.as_json(), indent=2) + "\n"
     folder.joinpath("result.json").write_text(text)
     folder.joinpath("table.md").write_text(result.as_markdown())
-    table = as_table(result.heads, result.rows)
+    table = as_table(result.headings, result.rows)
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     for part in (result.title, table, *result.all_notes):
         console.print(part, markup=False, highlight=False, soft_wrap=part != table)

@@ -1,6 +1,6 @@
 """`suite`: run all benchmarks, and write one file with all tables.
 
-Several runs can fill the folder; the file contains the tables of all parts in it.
+Several runs can write to the same folder; the file contains the tables of all parts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rich.console import Console
 
 from benchmarks.goals import goals_table
 from benchmarks.harness import BenchmarkError
-from benchmarks.lab.machine import in_words
+from benchmarks.lab.machine import describe_machine
 from envserve.errors import EnvserveError
 
 _CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")
-#: Options that exclude projects with large imports in each of 256 processes.
+#: Options that exclude projects that import large packages in each of 256 processes.
 _LIGHT: Final = tuple(
     part
-    for word in ("limit", "envserve", "gymnasium", "EnvPool")
-    for part in ("--only", word)
+    for name in ("limit", "envserve", "gymnasium", "EnvPool")
+    for part in ("--only", name)
 )
 
 #: With large minibatches, a trainer mostly waits for the envs.
@@ -42,7 +42,10 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "train-sb3-16": ("train", "--only", "SB3", *_LARGE_MINIBATCHES),
     "train-sb3-64": ("train", "--only", "SB3", "--num-envs", "64", *_LARGE_MINIBATCHES),
     "simulate-cartpole-16": ("simulate", *_CARTPOLE, "16"),
+    "simulate-cartpole-64": ("simulate", *_CARTPOLE, "64"),
     "simulate-cheetah-16": ("simulate", "--env", "HalfCheetah-v5"),
+    "simulate-cheetah-64": ("simulate", "--env", "HalfCheetah-v5", "--num-envs", "64"),
+    "stalls": ("stalls",),
     "overlap": ("overlap",),
     "straggler": ("straggler",),
     "slow-reset": ("slow-reset",),
@@ -109,7 +112,7 @@ def write_tables(folder: Path) -> None:
     sections = []
     if results:
         machine = next(iter(results.values()))["machine"]
-        sections = [in_words(machine), goals_table(results)]
+        sections = [describe_machine(machine), goals_table(results)]
     for name in results:
         table = (folder / name / "table.md").read_text()
         sections.append(f"`scripts/bench.py {' '.join(PARTS[name])}`\n\n{table}")

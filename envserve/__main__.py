@@ -16,7 +16,7 @@ def main() -> None:
     """Run the command given by the arguments."""
     try:
         if sys.argv[1:2] == ["health"]:
-            _answer_health(sys.argv[2:])
+            _run_health_probe(sys.argv[2:])
         if sys.argv[1:2] == ["bench"]:  # compares envs in processes of multiprocessing
             from envserve.python_process import restart_with_safe_path
 
@@ -28,21 +28,21 @@ def main() -> None:
         sys.exit(130)
 
 
-def _answer_health(words: list[str]) -> None:
+def _run_health_probe(arguments: list[str]) -> None:
     """Run a simple health check and exit; return if the arguments need the parser."""
     from envserve.monitoring.health_probe import probe
 
     options = probe.__kwdefaults__ or {}
     flags = [name if value is False else f"{name}=" for name, value in options.items()]
     try:
-        found, (address,) = getopt.gnu_getopt(words, "", flags)
-        given: dict[str, Any] = {
-            name[2:]: float(value) if value else True for name, value in found
+        parsed, (address,) = getopt.gnu_getopt(arguments, "", flags)
+        values: dict[str, Any] = {
+            name[2:]: float(value) if value else True for name, value in parsed
         }
     except (getopt.GetoptError, ValueError):
         return  # `envserve.cli.app` prints the error, or the help
-    if given.get("timeout", 1.0) > 0:
-        code, text = probe(address, **given)
+    if values.get("timeout", 1.0) > 0:
+        code, text = probe(address, **values)
         if code:
             from envserve.cli.terminal import show_error
 

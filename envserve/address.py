@@ -28,9 +28,9 @@ class NamedAddress(str):
 
     def __new__(cls, address: str, name: str) -> Self:
         """Create the address and attach its name."""
-        named = super().__new__(cls, address)
-        named.name = name
-        return named
+        result = super().__new__(cls, address)
+        result.name = name
+        return result
 
 
 def complete_address(address: str) -> str:

@@ -60,9 +60,9 @@ class EnvPool(VectorEnv[Any, Any, Any]):
             if options:
                 raise ValueError(f"expected no options with seeds; got {options}")
             drawn = self.np_random.integers(2**31, size=self.num_envs).tolist()
-            given = range(seed, seed + len(drawn)) if isinstance(seed, int) else seed
+            used = range(seed, seed + len(drawn)) if isinstance(seed, int) else seed
             seeds = [
-                b if a is None else a % 2**31 for a, b in zip(given, drawn, strict=True)
+                b if a is None else a % 2**31 for a, b in zip(used, drawn, strict=True)
             ]
             self.close_extras()
             self._pool = self._make(seed=seeds)

@@ -1,4 +1,4 @@
-"""Finds this process's CPU and memory limits, set by its affinity and cgroups."""
+"""The CPU and memory limits of this process, set by its affinity and cgroups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def num_cores(root: Path = Path("/")) -> int:
 @cache
 def _cgroup_cores(root: Path) -> int:
     """Return the number of cores that the cgroups (v1 or v2) of a container allow."""
-    least = 1 << 16
+    limit = 1 << 16
     for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
         quota, period = numbers
         if quota > 0:
-            least = min(least, -(-quota // period))
-    return least
+            limit = min(limit, -(-quota // period))
+    return limit
 
 
 def cgroup_limits(
@@ -39,19 +39,19 @@ def cgroup_limits(
     """
     with contextlib.suppress(OSError, ValueError):  # the system has no cgroups
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds and controller not in kinds.split(","):
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
                 continue
-            files = v1_names if kinds else ("max",)
+            files = v1_names if controllers else ("max",)
             group = (
                 root
                 / "sys/fs/cgroup"
-                / (controller if kinds else "")
+                / (controller if controllers else "")
                 / path.lstrip("/")
             )
             for folder in (group, *group.parents):
                 with contextlib.suppress(OSError, ValueError):  # no limit is set
-                    texts = [
+                    values = [
                         (folder / f"{controller}.{name}").read_text() for name in files
                     ]
-                    yield [int(word) for word in " ".join(texts).split()]
+                    yield [int(number) for number in " ".join(values).split()]

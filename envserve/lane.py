@@ -24,7 +24,8 @@ from envserve.spaces.infos import PackedInfo
 from envserve.text import printable
 
 MAX_JPEG_BYTES: Final = 48 << 10
-MAX_TEXT: Final = 1 << 10  # characters of a frame's text
+#: Maximum number of characters of a frame's text.
+MAX_TEXT: Final = 1 << 10
 
 _U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -95,16 +96,16 @@ def make_blocks(
     splits or workers, the surplus splits and workers get no block.
     """
     num_splits = min(num_splits, num_envs)
-    each = min(blocks_per_split or num_workers, num_envs // num_splits)
-    count = num_splits * each
+    per_split = min(blocks_per_split or num_workers, num_envs // num_splits)
+    count = num_splits * per_split
     edges = [index * num_envs // count for index in range(count + 1)]
     return tuple(
         Block(
             index=index,
             start=edges[index],
             stop=edges[index + 1],
-            worker=index % each % num_workers,
-            split=index // each,
+            worker=index % per_split % num_workers,
+            split=index // per_split,
         )
         for index in range(count)
     )
@@ -136,16 +137,17 @@ class Reset:
             not one valid seed per row.
         """
         rows, seeds = block.rows, self.seeds
-        chosen = rows if self.env_indices is None else self.env_indices
-        are_rows = len({*chosen}) == len(chosen) and {*chosen} <= {*rows}
-        given = [0] * len(chosen) if seeds is None else [seed or 0 for seed in seeds]
-        fit = len(given) == len(chosen) and all(0 <= seed < 2**63 for seed in given)
-        if not (are_rows and fit):
+        listed = rows if self.env_indices is None else self.env_indices
+        are_rows = len({*listed}) == len(listed) and {*listed} <= {*rows}
+        values = [0] * len(listed) if seeds is None else [seed or 0 for seed in seeds]
+        fits = len(values) == len(listed) and all(0 <= seed < 2**63 for seed in values)
+        if not (are_rows and fits):
             raise LocalProtocolError(
-                f"block {block.index}: expected distinct rows in {rows}, and a seed in "
-                f"[0, 2**63) or None for each; got {chosen!s:.200}; {seeds!s:.200}"
+                f"block {block.index}: expected distinct rows in {rows}, each with a "
+                f"seed in [0, 2**63) or None; got rows {listed!s:.200} and seeds "
+                f"{seeds!s:.200}"
             )
-        return chosen
+        return listed
 
 
 #: Kinds of attribute access.
@@ -199,8 +201,8 @@ class Fault(NamedTuple):
     @property
     def detail(self) -> str:
         """The whole traceback, or the lines after the cause; may be empty."""
-        below = self.text.strip().partition("\n")[2]
-        return self.text if below and self.status == Status.ENV_ERROR else below
+        rest = self.text.strip().partition("\n")[2]
+        return self.text if rest and self.status == Status.ENV_ERROR else rest
 
 
 class Outcome(NamedTuple):
@@ -230,7 +232,7 @@ class Outcome(NamedTuple):
     retried: Sequence[Fault] = ()
 
 
-#: Key in the `__dict__` of an exception.
+#: Key in the `__dict__` of an exception that `mark_harmless` has marked.
 _HARMLESS: Final = "_envserve_harmless"
 
 
@@ -302,7 +304,7 @@ class Lane(Protocol):
         """Wait until all envs are built.
 
         Args:
-          deadline: Time until which to wait, as a value of `time.monotonic()`.
+          deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
 
         Raises:
           EnvStartError: An env could not be built, or not in time; the lane is closed.
@@ -313,10 +315,10 @@ class Lane(Protocol):
         """Start a step of these blocks, with the actions in `rows.action`."""
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
-        """Start resets of different blocks."""
+        """Start resets, at most one per block."""
 
     def submit_call(self, calls: Sequence[Call]) -> None:
-        """Start to access attributes of envs in different blocks."""
+        """Start attribute accesses (call, get or set), at most one per block."""
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Wait until `min_finished` operations have finished, and return the outcomes.

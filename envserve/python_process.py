@@ -1,18 +1,21 @@
-"""Command lines that run Python in a child process.
+"""Build command lines that run Python in a child process; find this package's commit.
 
-Python looks for modules in the working directory first when it runs `-c` or `-m`. A
-file there with the name of a module would then run in the child. `-P` prevents this,
-and is not inherited by the processes that envs start.
+With `-c` or `-m`, Python searches the working directory for modules first, so the child
+would run a file there that has the name of a module. `-P` prevents this; processes that
+envs start do not inherit it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from envserve.envs.user_envs import writable_by_others
+from envserve.text import clone_folder
 
 #: Folder from which this process imports envserve; its children must do the same.
 _ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -44,9 +47,9 @@ def main_command(
     If `ends_with_parent`, the process receives SIGTERM when the thread that starts it
     ends; this works only on Linux.
     """
-    tie = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', max)(1, 15)"
+    death_signal = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', max)(1, 15)"
     code = f"from {module} import main; main()"
-    code = f"{tie}; {code}" if ends_with_parent else code
+    code = f"{death_signal}; {code}" if ends_with_parent else code
     return python_command(code, *arguments, path=path)
 
 
@@ -54,23 +57,40 @@ def search_path() -> list[str]:
     """Return the folders in which this process looks for modules, as absolute paths.
 
     Python adds the working directory in front when it runs `-c`, `-m`, a prompt or a
-    notebook. Here it comes last, so that its files shadow no other module, and it is
-    left out if other users can write to it.
+    notebook. This function moves it to the end, so that its files shadow no other
+    module, and omits it if other users can write to it.
     """
     try:
-        here = os.getcwd()
+        working_dir = os.getcwd()
     except FileNotFoundError:  # the folder was deleted
-        here = ""
+        working_dir = ""
     path, main = [*sys.path], sys.modules.get("__main__")
     is_script = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
     is_added = "" in path or not (is_script or sys.flags.safe_path)
-    if is_added and here != _ROOT:
+    if is_added and working_dir != _ROOT:
         path = [entry for entry in path if entry]
-        if len(path) == len(sys.path) and here in path:
-            path.remove(here)  # the first one: PYTHONPATH may also contain it
-        if here and not writable_by_others(here):
-            path.append(here)
-    return [os.path.normpath(os.path.join(here, entry)) for entry in path]
+        if len(path) == len(sys.path) and working_dir in path:
+            path.remove(working_dir)  # the first one: PYTHONPATH may also contain it
+        if working_dir and not writable_by_others(working_dir):
+            path.append(working_dir)
+    return [os.path.normpath(os.path.join(working_dir, entry)) for entry in path]
+
+
+def build_commit() -> str:
+    """Return the short hash of the commit that this package is from; "" if unknown.
+
+    A clone gets it from git; other installations contain a file with it.
+    """
+    import subprocess  # not needed by a probe
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if (folder := clone_folder()) and (folder / ".git").exists():
+            command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=2.0
+            ).stdout.strip()
+        return Path(__file__).with_name("commit.txt").read_text().strip()
+    return ""
 
 
 def restart_with_safe_path(module: str) -> None:
@@ -80,4 +100,4 @@ def restart_with_safe_path(module: str) -> None:
     """
     if not sys.flags.safe_path:
         python, *rest = main_command(module, *sys.argv[1:], path=search_path())
-        os.execv(python, [python, *(f"-W{each}" for each in sys.warnoptions), *rest])
+        os.execv(python, [python, *(f"-W{flag}" for flag in sys.warnoptions), *rest])

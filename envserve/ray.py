@@ -8,27 +8,37 @@ fails, so a trainer does not connect to Ray: a subprocess looks up the addresses
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from envserve.errors import AddressError, ServerError
 from envserve.python_process import main_command
+from envserve.text import install_command
 
 __all__ = ["EnvServers"]
 
+_LOGGER: Final = logging.getLogger(__name__)
 _READY: Final = "envserve: ready on "
+#: Seconds after which servers that do not start yet are reported.
+_REPORT_SECONDS: Final = 20.0
+#: Interval at which a server asks whether its node is about to end.
+_DRAIN_POLL_SECONDS: Final = 1.0
 
 
 class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
     """Servers that run on the nodes of a Ray cluster until this process exits.
 
     If a server or its node fails, Ray restarts the server where it has capacity. A
-    server that was stopped is not restarted. Keys are not sent through Ray: each server
-    uses the keys on its node.
+    server that was stopped is not restarted. If Ray drains a node that is about to end,
+    its servers drain too, and are restarted on other nodes. Keys are not sent through
+    Ray: each server uses the keys on its node.
     """
 
     def __init__(
@@ -47,7 +57,8 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
           options: Arguments of `envserve start`, like ["CartPole-v1", "--workers",
             "8"]. Each server listens on a free port of its node's address.
           resources: Ray resources to reserve for each server; by default {"CPU": 1}.
-          address: Address ray://namespace/name at which clients find the servers.
+          address: Address ray://namespace/name at which clients find the servers. If
+            other servers have this address already, these servers are added.
           start_timeout: Maximum seconds until all servers are ready.
 
         Raises:
@@ -60,10 +71,18 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         self._actors: list[Any] = []
         placed = {"namespace": namespace, "scheduling_strategy": "SPREAD", **builtin}
         actor = ray.remote(max_restarts=-1, resources=custom, **placed)(_Server)
+        others = {actor["name"] for actor in _named_actors(ray, namespace, name)}
+        names = (f"{name}/{number}" for number in itertools.count())
+        free = itertools.filterfalse(others.__contains__, names)
         try:
-            for i in range(num_servers):
-                self._actors += [actor.options(name=f"{name}/{i}").remote([*options])]
+            for each in itertools.islice(free, num_servers):
+                self._actors += [actor.options(name=each).remote([*options])]
             waiting = [actor.address.remote() for actor in self._actors]
+            soon, num = min(_REPORT_SECONDS, start_timeout), len(waiting)
+            if late := ray.wait(waiting, num_returns=num, timeout=soon)[1]:
+                needs = {"CPU": 1, **(resources or {})}
+                _LOGGER.warning(_late_text(ray, len(late), num, needs, soon))
+            start_timeout -= soon if late else 0
             for found, output in ray.get(waiting, timeout=start_timeout):
                 if not found:
                     raise ServerError(f"{address}: {output}")
@@ -122,8 +141,10 @@ class _Server:
         )
         self._last_output = "the server exited without output"
         self._address = self._forward_output()
+        self._is_draining = False
         if self._address:
-            threading.Thread(target=self._watch, daemon=True).start()
+            for task in (self._watch, self._drain_with_node):
+                threading.Thread(target=task, daemon=True).start()
         else:  # leave time to call `address`; Ray then restarts the actor
             threading.Timer(10, os._exit, (1,)).start()
 
@@ -145,9 +166,22 @@ class _Server:
 
         while self._forward_output():  # again after a --reload
             pass
-        if self._process.wait():
+        if self._process.wait() or self._is_draining:
             os._exit(1)  # Ray restarts the actor unless it was stopped
         ray.kill(ray.get_runtime_context().current_actor)
+
+    def _drain_with_node(self) -> None:
+        """Drain the server once Ray drains its node, which is about to end."""
+        import ray
+
+        context = ray.get_runtime_context()
+        # Ray Serve uses the same interface; there is no public one.
+        client = ray._raylet.GcsClient(address=context.gcs_address)
+        node = context.get_node_id()
+        while node not in client.get_draining_nodes(timeout=_REPORT_SECONDS):
+            time.sleep(_DRAIN_POLL_SECONDS)
+        self._is_draining = True
+        self._process.terminate()
 
     def address(self) -> tuple[str, str]:
         """Return the server's address ("" if it exited) and its last line of output."""
@@ -156,6 +190,20 @@ class _Server:
     def end(self) -> None:
         self._process.terminate()
         self._process.wait()
+
+
+def _late_text(
+    ray: Any, num: int, total: int, needs: Mapping[str, float], seconds: float
+) -> str:
+    """Describe servers that have not started yet, and the resources of the nodes."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    has = [{name: node.get(name, 0) for name in needs} for node in nodes]
+    free = {name: ray.available_resources().get(name, 0) for name in needs}
+    return (
+        f"{num} of {total} servers have not started within {seconds:g} s: each "
+        f"needs {dict(needs)}; the nodes have {has}, of which {free} is free in total; "
+        "add nodes, or reduce --servers or --resources"
+    )
 
 
 def addresses(namespace: str, name: str) -> list[str]:
@@ -179,12 +227,14 @@ def addresses(namespace: str, name: str) -> list[str]:
 def _find(namespace: str, name: str) -> list[str]:
     ray, address = connect_to_cluster(), f"ray://{namespace}/{name}"
     requests, found = [], []
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == namespace and actor["name"].startswith(f"{name}/"):
-            with contextlib.suppress(ValueError):  # the actor has just exited
-                requests.append(ray.get_actor(**actor).address.remote())
+    for actor in _named_actors(ray, namespace, name):
+        with contextlib.suppress(ValueError):  # the actor has just exited
+            requests.append(ray.get_actor(**actor).address.remote())
     num = len(requests)
-    ready = ray.wait(requests, num_returns=num, timeout=5)[0] if requests else []
+    ready = []
+    if requests:  # the actor of a node that has died does not answer
+        ready = ray.wait(requests, num_returns=num, timeout=1)[0]
+        ready = ready or ray.wait(requests, num_returns=1, timeout=4)[0]
     for request in ready:
         with contextlib.suppress(ray.exceptions.RayError):  # the actor is restarting
             found.append(str(ray.get(request)[0]))
@@ -192,6 +242,43 @@ def _find(namespace: str, name: str) -> list[str]:
         text = f"none of {num} servers is ready; see Ray's logs, or start servers with"
         raise AddressError(f"{address}: {text} `envserve start --on {address}`")
     return sorted(filter(None, found))
+
+
+def _named_actors(ray: Any, namespace: str, name: str) -> list[dict[str, str]]:
+    """Return name and namespace of the actors ray://namespace/name, by number."""
+    found = [
+        actor
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace and actor["name"].startswith(f"{name}/")
+    ]
+    return sorted(found, key=lambda actor: (len(actor["name"]), actor["name"]))
+
+
+def scale_down(address: str, num_servers: int, timeout: float = 60.0) -> int:
+    """Stop the last of the servers at ray://namespace/name if there are too many.
+
+    The servers let running episodes end, as after SIGTERM, and are not restarted.
+
+    Args:
+      address: Address ray://namespace/name.
+      num_servers: Number of servers to keep.
+      timeout: Maximum seconds to wait until they have stopped.
+
+    Returns:
+      The number of servers that are left.
+
+    Raises:
+      AddressError: There is no Ray cluster, or `address` is malformed.
+    """
+    ray, place = connect_to_cluster(), parse(address)
+    actors = _named_actors(ray, *place)
+    ended = []
+    for actor in actors[num_servers:]:
+        with contextlib.suppress(ValueError):  # the actor has just exited
+            ended.append(ray.get_actor(**actor).end.remote())
+    if ended:
+        ray.wait(ended, num_returns=len(ended), timeout=timeout)
+    return min(len(actors), num_servers)
 
 
 def parse(address: str) -> tuple[str, str]:
@@ -220,20 +307,22 @@ def connect_to_cluster(*, log_to_driver: bool = True) -> Any:
         import ray
     except ImportError:
         raise AddressError(
-            "Ray is not installed; run pip install 'envserve[ray]'"
+            f"Ray is not installed; run {install_command('ray')}"
         ) from None
     try:
         if not ray.is_initialized():
             ray.init("auto", log_to_driver=log_to_driver)
     except Exception as error:  # `ray.init` documents no exceptions
+        reason = last_line(error) or f"{type(error).__name__} without a message"
         raise AddressError(
-            f"no Ray cluster (see `ray start`): {last_line(error)}"
+            f"no Ray cluster (see `ray start`): {reason}; this is Ray "
+            f"{ray.__version__}, and a cluster must have the same version"
         ) from None
     return ray
 
 
 def last_line(error: object) -> str:
-    """Return the last line of a text or error; Ray's errors end with their cause."""
+    """Return the last line of a message or error; Ray's errors end with their cause."""
     return str(error).strip().rpartition("\n")[2]
 
 

@@ -22,12 +22,13 @@ from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
+from envserve.text import install_command
 
 try:
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import VecEnv, VecMonitor
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}; pip install 'envserve[sb3]'") from error
+    raise ModuleNotFoundError(f"{error}; {install_command('sb3')}") from error
 
 __all__ = ["BatchVecEnv", "make_vec_env"]
 
@@ -50,7 +51,7 @@ def make_vec_env(
     neither `monitor_file` nor `monitor_kwargs` is given.
 
     Args:
-      env: As for `envserve.make_vec`.
+      env: See `envserve.make_vec`.
       n_envs: Number of envs; 1 by default, or the number of functions in a list.
       addresses: Server addresses, like "tcp://sim1:5555"; by default, the envs run in
         worker processes on this host.
@@ -65,7 +66,7 @@ def make_vec_env(
         too; `vec_env_cls`, `vec_env_kwargs` and `start_index` have no effect.
 
     Raises:
-      EnvserveError: As for `envserve.make_vec`.
+      EnvserveError: See `envserve.make_vec`.
     """
     if isinstance(addresses, int):  # the third argument is the seed in SB3
         addresses, seed = None, addresses
@@ -75,8 +76,8 @@ def make_vec_env(
     if (wrapper := options.pop("wrapper_class", None)) is not None:
         wrapper = functools.partial(wrapper, **kwargs)
         options["wrappers"] = [*(options.get("wrappers") or ()), wrapper]
-    fixed = {"autoreset": "same_step"}
-    batch = make_batch(env, n_envs, addresses, fixed, seed=seed, **options)
+    fixed_options = {"autoreset": "same_step"}
+    batch = make_batch(env, n_envs, addresses, fixed_options, seed=seed, **options)
     keywords = (monitor_kwargs or {}).get("info_keywords", ())
     vec_env = BatchVecEnv(batch, keywords)
     vec_env.seed(seed)
@@ -114,14 +115,22 @@ class BatchVecEnv(VecEnv):
         self.metadata |= metadata_of(batch)
 
     def reset(self) -> Any:
-        """Reset all envs, and clear the seeds and options set for this reset."""
+        """Reset all envs and return the observations; clear their seeds and options."""
         if self.batch.num_in_flight:
             self.batch.drain()
-        if any(options != self._options[0] for options in self._options):
-            raise ValueError("options: expected the same options for all envs")
-        options = self._options[0] or None  # some envs accept no options at all
-        observation = self.batch.reset(seeds=self._seeds, options=options)
-        infos = self.batch.reset_infos
+        options = [each or None for each in self._options]  # some envs accept none
+        self.batch.reset(seeds=self._seeds, options=options[0])
+        infos = dict(self.batch.reset_infos)
+        # All envs of one reset get the same options, so those with others are reset
+        # once more.
+        others = [row for row, each in enumerate(options) if each != options[0]]
+        while others:
+            rows = [row for row in others if options[row] == options[others[0]]]
+            others = [row for row in others if row not in rows]
+            seeds = [self._seeds[row] for row in rows]
+            self.batch.reset(rows, seeds, options=options[rows[0]])
+            infos |= {row: self.batch.reset_infos.get(row, {}) for row in rows}
+        observation = self.batch.last_observation()
         self.reset_infos[:] = [dict(infos.get(i, {})) for i in range(self.num_envs)]
         self._reset_seeds()
         self._reset_options()
@@ -180,7 +189,7 @@ class BatchVecEnv(VecEnv):
         self.batch.close()
 
     def get_images(self) -> list[Any]:
-        """Render all envs."""
+        """Return a rendered image of each env."""
         return self.env_method("render")
 
     def has_attr(self, attr_name: str) -> bool:
@@ -212,7 +221,7 @@ class BatchVecEnv(VecEnv):
     def env_method(
         self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of each of these envs."""
+        """Call a method of each of these envs, and return the values."""
         rows = self._get_indices(indices)
         # HerReplayBuffer passes infos as object arrays, which cannot be encoded.
         plain = [x.tolist() if getattr(x, "dtype", 0) == "O" else x for x in args]
@@ -230,8 +239,8 @@ class BatchVecEnv(VecEnv):
             names = self.batch.get_attr("wrapper_names", rows)
         except CallError:  # a vector env, for example
             names = [()] * len(rows)
-        return [wrapper_class.__name__ in each for each in names]
+        return [wrapper_class.__name__ in row_names for row_names in names]
 
     def _get_indices(self, indices: Any) -> list[int]:
-        every = range(self.num_envs)
-        return [every[row] for row in super()._get_indices(indices)]
+        all_rows = range(self.num_envs)
+        return [all_rows[row] for row in super()._get_indices(indices)]

@@ -75,7 +75,7 @@ _TYPE_DESCRIPTIONS: Final = {
 
 #: Keyword arguments of all envs, or of each env.
 EnvKwargs = Mapping[str, Any] | list[Mapping[str, Any]]
-#: When an env is reset after its episode has ended, as in Gymnasium's `AutoresetMode`.
+#: Mode in which envs are reset after the end of an episode, as in Gymnasium.
 Autoreset = Literal["same_step", "next_step", "disabled"]
 #: Rows whose info dicts are returned: all, those whose episode ended, or none.
 Infos = Literal["all", "episode_end", "none"]
@@ -107,13 +107,13 @@ def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
       ValueError: The value is invalid. The message contains the expected type and the
         position within the value.
     """
-    construct = None if is_strict else lambda each, text: each(text)
+    construct = None if is_strict else lambda type_, text: type_(text)
     try:
         return msgspec.convert(value, kind, strict=is_strict, dec_hook=construct)
     except msgspec.ValidationError as error:
         text = str(error)
-        for word, words in _TYPE_DESCRIPTIONS.items():
-            text = text.replace(word, words)
+        for name, description in _TYPE_DESCRIPTIONS.items():
+            text = text.replace(name, description)
         raise ValueError(text[0].lower() + text[1:]) from None
     except AttributeError:  # msgspec bug: an array where a map is expected
         raise ValueError("expected a map, got an array") from None
@@ -173,7 +173,7 @@ def convert_fields(settings: Any) -> list[str]:
 
 def field_docs(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a class and its bases, by name."""
-    docs, bases = {}, {(each.__module__, each.__name__) for each in kind.__mro__[:-1]}
+    docs, bases = {}, {(base.__module__, base.__name__) for base in kind.__mro__[:-1]}
     for module in {module for module, _ in bases} - {"builtins"}:
         for part in ast.parse(inspect.getsource(sys.modules[module])).body:
             is_base = (module, getattr(part, "name", "")) in bases
@@ -227,7 +227,7 @@ class EnvRequest(_Validated):
     wrappers: Wrappers = ()
     """Wrappers of each env, innermost first."""
     autoreset: Autoreset = "same_step"
-    """When an env is reset after its episode has ended, as in Gymnasium."""
+    """Mode in which envs are reset after the end of an episode, as in Gymnasium."""
     infos: Infos = "episode_end"
     """Rows whose info dicts are returned."""
     spare_envs: bool = False
@@ -247,17 +247,17 @@ class EnvRequest(_Validated):
     def __post_init__(self) -> None:
         """Also check that a list of `env_kwargs` has one map per env."""
         super().__post_init__()
-        given = self.env_kwargs
-        if not isinstance(given, Mapping) and len(given) != self.num_envs:
+        env_kwargs = self.env_kwargs
+        if not isinstance(env_kwargs, Mapping) and len(env_kwargs) != self.num_envs:
             raise ValueError(
                 f"env_kwargs: expected one map, or one for each of the {self.num_envs} "
-                f"envs; got {len(given)}"
+                f"envs; got {len(env_kwargs)}"
             )
 
     def kwargs_of(self, row: int) -> Mapping[str, Any]:
         """Return the keyword arguments of a row's env, with placeholders."""
-        given = self.env_kwargs
-        return given if isinstance(given, Mapping) else given[row]
+        env_kwargs = self.env_kwargs
+        return env_kwargs if isinstance(env_kwargs, Mapping) else env_kwargs[row]
 
     def context_of(self, row: int, worker: int = 0, workers: int = 1) -> EnvContext:
         """Return the place of a row's env in its batch, for one of several workers."""
@@ -282,7 +282,7 @@ class WorkerSettings(_Validated):
     preload: bool = True
     """Import the env modules in each worker, instead of once in the process from which
     workers are forked. Workers start more slowly, but modules may start threads or use
-    a GPU when they are imported; see docs/forking.md."""
+    a GPU when they are imported; see "What forking means for envs" in the docs."""
     gpus: tuple[int | str, ...] = ()
     """GPU for a worker, as in CUDA_VISIBLE_DEVICES; repeatable. Worker i uses the one
     with index i modulo their number. By default, workers see all GPUs."""
@@ -454,9 +454,9 @@ class EnvOptions(TypedDict, total=False):
     none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
     wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
-    default. On this host also classes and functions; see docs/wrappers.md."""
+    default. On this host also classes and functions; see "Wrappers" in the docs."""
     autoreset: Autoreset
-    """When an env is reset after its episode has ended, as in Gymnasium: "same_step"
+    """Mode in which envs are reset after the end of an episode: "same_step"
     (default), "next_step" or "disabled"."""
     infos: Infos
     """Info dicts that a step returns: "all", only those of ended episodes
@@ -491,7 +491,7 @@ class LocalOptions(EnvOptions, total=False):
     preload: bool
     """Whether the env modules are imported once, in the process from which workers are
     forked; True by default. If False, each worker imports them itself, so that they may
-    start threads or use a GPU; see docs/forking.md."""
+    start threads or use a GPU; see "What forking means for envs" in the docs."""
     gpus: Sequence[int | str]
     """GPUs for the workers, as in CUDA_VISIBLE_DEVICES: worker i uses the one with
     index i modulo their number. By default, workers see all GPUs."""

@@ -93,7 +93,7 @@ class Rows:
 
     @classmethod
     def map(cls, spec: EnvSpec, num_envs: int, buffer: Any) -> Rows:
-        """Map rows onto a buffer of at least `rows_nbytes` bytes."""
+        """Return rows that are mapped onto a buffer of at least `rows_nbytes` bytes."""
         arrays = map_arrays(_layout(spec, num_envs), buffer)
         num_observations = len(spec.observation_leaves)
         num_actions = len(spec.action_leaves)
@@ -157,7 +157,7 @@ def arrays_nbytes(layout: Layout) -> int:
 
 
 def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
-    """Map arrays onto a buffer, one after the other."""
+    """Return arrays that are mapped onto a buffer, one after the other."""
     arrays: list[Array] = []
     offset = 0
     for shape, dtype in layout:
@@ -247,11 +247,11 @@ class Slab:
             self.rows.terminated.view(np.uint8), (3, length), (length, 1)
         )
         self.plain_flags = bytes(3 * length)
-        at = _aligned(rows_nbytes(spec, num_envs))
+        offset = _aligned(rows_nbytes(spec, num_envs))
         self.heartbeats: Array = np.ndarray(
-            (num_workers, _BEAT_BYTES // 8), np.int64, self._memory, at
+            (num_workers, _BEAT_BYTES // 8), np.int64, self._memory, offset
         )
-        self.extra = memoryview(self._memory)[at + num_workers * _BEAT_BYTES :]
+        self.extra = memoryview(self._memory)[offset + num_workers * _BEAT_BYTES :]
 
     @classmethod
     def create(

@@ -1,4 +1,4 @@
-"""Sanitise text from envs and peers, suggest names, and throttle log lines.
+"""Sanitise text from envs and peers, suggest remedies, and throttle log lines.
 
 Text from an env, a client or a server may contain terminal escape sequences, characters
 that reverse the text direction, any number of newlines, and paths of its host.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -17,11 +19,13 @@ from msgspec import Meta
 #: A name in a message, such as that of an env or client; at most 200 characters.
 Name = Annotated[str, Meta(max_length=200)]
 
-#: The folders in a line of a traceback, and in any other absolute path.
+#: The folders of the path in a traceback line, and of any other absolute path.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
+#: The clone's path in an install command; `without_folders` replaces it with ".".
+_CLONE: Final = re.compile(r"-e '/[^'\n]*(?=\[\w+\]')")
 #: Minimum time in seconds between two log lines of the same kind.
 LOG_INTERVAL: Final = 1.0
-#: The parts of a text that `words_without_numbers` compares.
+#: The parts of a message that `words_without_numbers` compares.
 _MAX_COMPARED_CHARS: Final = 1 << 12
 _MAX_COMPARED_WORDS: Final = 50
 _WORD: Final = re.compile(r'^  File ".*|[^\W_]+(?:-[^\W_]+)*', re.MULTILINE)
@@ -35,7 +39,7 @@ _MAX_SHOWN_NAMES: Final = 5
 
 
 def one_line(text: str, max_length: int | None = None) -> str:
-    """Return a text as one line, with unprintable characters escaped.
+    """Return text as one line, with unprintable characters escaped.
 
     Args:
       text: The text.
@@ -52,13 +56,13 @@ def one_line(text: str, max_length: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with unprintable characters escaped, except newlines."""
+    """Return text in which all unprintable characters except newlines are escaped."""
     return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
 
 
 def without_folders(text: str) -> str:
-    """Return a text in which absolute paths are reduced to their file names."""
-    return _FOLDERS.sub("", text)
+    """Return text in which absolute paths are reduced to their file names."""
+    return _FOLDERS.sub("", _CLONE.sub("'.", text))
 
 
 def did_you_mean(env_name: str, known: Iterable[str]) -> str:
@@ -69,18 +73,46 @@ def did_you_mean(env_name: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     bases = {_VERSION.sub("", name).lower(): name for name in names}
-    found = {_SEPARATOR.split(base)[-1]: name for base, name in bases.items()} | bases
+    by_key = {_SEPARATOR.split(base)[-1]: name for base, name in bases.items()} | bases
     base = _VERSION.sub("", env_name).lower()
-    near = difflib.get_close_matches(base, found, n=3, cutoff=0.75)
-    if near:
-        return f"; did you mean {' or '.join({found[key]: 0 for key in near})}?"
+    matches = difflib.get_close_matches(base, by_key, n=3, cutoff=0.75)
+    if matches:
+        return f"; did you mean {' or '.join({by_key[key]: 0 for key in matches})}?"
     if 0 < len(names) <= _MAX_SHOWN_NAMES:
         return f"; there is only {', '.join(names)}"
     return ""
 
 
+def nearest_name(word: str, known: Iterable[str]) -> str:
+    """Return the known name that is probably meant; "" if none is similar.
+
+    Names that begin with the word come first, then those that contain it, then those
+    with a similar spelling.
+    """
+    names = list(known)
+    containing = sorted(
+        (name for name in names if len(word) > 2 and word in name),
+        key=lambda name: (not name.startswith(word), len(name)),
+    )
+    matches = containing or difflib.get_close_matches(word, names, 1, cutoff=0.7)
+    return matches[0] if matches else ""
+
+
+def clone_folder() -> Path | None:
+    """Return the clone that this package is imported from; None if it is installed."""
+    folder = Path(__file__).parents[1]
+    return folder if (folder / "pyproject.toml").is_file() else None
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of envserve on this host."""
+    if (folder := clone_folder()) is None:
+        return f"pip install 'envserve[{extra}]'"
+    return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
+
+
 def words_without_numbers(text: str) -> tuple[str, ...]:
-    """Return the last words of a text, to compare texts that may differ in numbers.
+    """Return the last words of a message, to compare messages that differ in numbers.
 
     Words that contain a digit (seeds, ids, addresses, coordinates) and punctuation are
     omitted. A line of a traceback that names a file counts as one word, because its
@@ -90,8 +122,8 @@ def words_without_numbers(text: str) -> tuple[str, ...]:
       text: The text; only its last 4,096 characters are considered.
     """
     words = _WORD.findall(text[-_MAX_COMPARED_CHARS:])
-    kept = [w for w in words if w.startswith("  File") or not _NUMBER.search(w)]
-    return tuple(kept[-_MAX_COMPARED_WORDS:])
+    selected = [w for w in words if w.startswith("  File") or not _NUMBER.search(w)]
+    return tuple(selected[-_MAX_COMPARED_WORDS:])
 
 
 class LogThrottle:
@@ -107,7 +139,7 @@ class LogThrottle:
         Args:
           kind: Kind of the line; each kind has its own limit.
           now: Time in monotonic seconds.
-          is_new: Whether to admit the line in any case.
+          is_new: Whether to admit the line regardless of the limit.
 
         Returns:
           The number of lines of this kind that were suppressed since the last one, as
@@ -121,9 +153,14 @@ class LogThrottle:
         self._kinds[kind] = now, 0
         return f" (and {more})" if more else ""
 
-    def take_suppressed(self, kind: object, now: float) -> str:
-        """Return "N more in the last T s" if lines were suppressed, and reset N."""
+    def take_suppressed(self, kind: object, now: float, least_age: float = 0.0) -> str:
+        """Return "N more in the last T s" if lines were suppressed, and reset N.
+
+        Return "" if the last line is younger than `least_age` seconds.
+        """
         logged_at, num_suppressed = self._kinds.get(kind, (now, 0))
+        if now < logged_at + least_age:
+            return ""
         self._kinds[kind] = logged_at, 0
         if not num_suppressed:
             return ""

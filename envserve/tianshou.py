@@ -17,11 +17,12 @@ from gymnasium.vector.utils import batch_space, iterate
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.errors import EnvError
+from envserve.text import install_command
 
 try:
     from tianshou.env import BaseVectorEnv
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}; pip install 'envserve[tianshou]'") from error
+    raise ModuleNotFoundError(f"{error}; {install_command('tianshou')}") from error
 
 __all__ = ["BatchVectorEnv", "make_vector_env"]
 
@@ -31,9 +32,9 @@ Array = np.ndarray[Any, Any]
 def make_vector_env(
     env: Any, num_envs: int, addresses: Sequence[str] | None = None, **options: Any
 ) -> BatchVectorEnv:
-    """Make a vector env for Tianshou; arguments as for `envserve.make_vec`."""
-    fixed = {"autoreset": "disabled", "num_splits": num_envs}
-    return BatchVectorEnv(make_batch(env, num_envs, addresses, fixed, **options))
+    """Make a vector env for Tianshou; see `envserve.make_vec` for the arguments."""
+    forced = {"autoreset": "disabled", "num_splits": num_envs}
+    return BatchVectorEnv(make_batch(env, num_envs, addresses, forced, **options))
 
 
 class BatchVectorEnv(BaseVectorEnv):
@@ -71,12 +72,12 @@ class BatchVectorEnv(BaseVectorEnv):
         if self.batch.num_in_flight:  # after Ctrl-C, for example
             self.batch.drain()
         rows = self._wrap_id(env_id)
-        chosen = None if env_id is None else rows
+        indices = None if env_id is None else rows
         seeds = [kwargs.get("seed")] * len(rows)
-        observation = self.batch.reset(chosen, seeds, options=kwargs.get("options"))
+        observation = self.batch.reset(indices, seeds, options=kwargs.get("options"))
         infos = [dict(self.batch.reset_infos.get(int(row), {})) for row in rows]
-        stacked = self._stacked(observation, np.arange(len(rows)))
-        return self._remember(rows, stacked), np.array(infos)
+        stacked = self._stack(observation, np.arange(len(rows)))
+        return self._store_observations(rows, stacked), np.array(infos)
 
     def step(self, action: Any, id: Any = None) -> tuple[Any, ...]:
         """Step these envs; return their transitions and infos in the order of `id`."""
@@ -95,12 +96,12 @@ class BatchVectorEnv(BaseVectorEnv):
             for row, valid in zip(map(int, rows), step.valid[order], strict=True)
         ]
         ends = (step.reward[order], step.terminated[order], step.truncated[order])
-        stacked = self._stacked(step.observation, order)
+        stacked = self._stack(step.observation, order)
         # Rows of lost episodes contain the first observation of the next episode, but
         # Tianshou expects the last observation of the lost episode.
-        for place in step.lost[order].nonzero()[0]:
-            stacked[place] = self._last_observations[rows[place]]
-        return self._remember(rows, stacked), *ends, np.array(infos)
+        for position in step.lost[order].nonzero()[0]:
+            stacked[position] = self._last_observations[rows[position]]
+        return self._store_observations(rows, stacked), *ends, np.array(infos)
 
     def seed(self, seed: Any = None) -> list[Any]:
         """Reset env i with `seed + i`, or with `seed[i]` if `seed` is a list."""
@@ -109,10 +110,10 @@ class BatchVectorEnv(BaseVectorEnv):
             if self.batch.num_in_flight:
                 self.batch.drain()
             self.batch.reset(seeds=list(seeds))
-        return [[each] for each in seeds or [None] * self.env_num]
+        return [[item] for item in seeds or [None] * self.env_num]
 
     def render(self, **kwargs: Any) -> list[Any]:
-        """Render all envs."""
+        """Return a rendered image of each env."""
         return self.batch.call_each("render", **kwargs)
 
     def close(self) -> None:
@@ -120,12 +121,12 @@ class BatchVectorEnv(BaseVectorEnv):
         self.is_closed = True
         self.batch.close()
 
-    def _remember(self, rows: Any, observations: Array) -> Array:
+    def _store_observations(self, rows: Any, observations: Array) -> Array:
         for row, observation in zip(rows, observations, strict=True):
             self._last_observations[row] = observation
         return observations
 
-    def _stacked(self, observation: Any, order: Array) -> Array:
+    def _stack(self, observation: Any, order: Array) -> Array:
         if not isinstance(observation, np.ndarray):  # an array of dicts
             space = batch_space(self.batch.observation_space, len(order))
             observation = np.array(list(iterate(space, observation)))

@@ -48,6 +48,7 @@ class Agent(nn.Module):
 
 
 def returns_of(infos: dict[str, Any]) -> list[float]:
+    """Return the returns of the episodes that have just ended."""
     rows = np.flatnonzero(infos.get("_episode", ()))
     return [float(infos["episode"]["r"][row]) for row in rows]
 
@@ -76,7 +77,7 @@ def main() -> None:
     num_updates = max(1, args.steps // (NUM_STEPS * NUM_ENVS))
     next_obs = torch.tensor(envs.reset(seed=args.seed)[0], dtype=torch.float32)
     has_ended = torch.zeros(NUM_ENVS)
-    began_at = time.perf_counter()
+    started_at = time.perf_counter()
     for update in range(num_updates):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - update / num_updates)
         is_real = torch.zeros(shape, dtype=torch.bool)
@@ -93,8 +94,8 @@ def main() -> None:
             rewards[t], ends[t] = torch.tensor(step[1]), torch.tensor(step[2])
             dones[t] = has_ended = torch.tensor(step[2] | step[3], dtype=torch.float32)
             for episodic_return in returns_of(step[4]):
-                done = (update * NUM_STEPS + t) * NUM_ENVS
-                print(f"global_step={done}, episodic_return={episodic_return}")
+                global_step = (update * NUM_STEPS + t) * NUM_ENVS
+                print(f"{global_step=}, episodic_return={episodic_return}")
 
         with torch.no_grad():
             values[-1] = agent(next_obs)[1]
@@ -121,7 +122,7 @@ def main() -> None:
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
                 optimizer.step()
-    speed = num_updates * NUM_STEPS * NUM_ENVS / (time.perf_counter() - began_at)
+    speed = num_updates * NUM_STEPS * NUM_ENVS / (time.perf_counter() - started_at)
     print(f"env steps/s: {speed:.0f}", flush=True)
 
     returns: list[float] = []

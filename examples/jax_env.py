@@ -1,7 +1,7 @@
 """CartPole as a batched simulator in JAX, trained with Stable-Baselines3's PPO.
 
-`step` does not reset ended rows: envserve resets them by `reset_mask`, and so knows the
-last observation of each episode.
+`step` does not reset rows whose episode has ended. envserve resets them with
+`reset_mask`, after it has read the last observation of the episode.
 
 python examples/jax_env.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 envserve start examples/jax_env.py --vector jax/CartPole-v0
@@ -32,13 +32,15 @@ def reset_rows(keys: Any, state: Any, mask: Any) -> Any:
 @jax.jit
 def step_rows(state: Any, actions: Any) -> Any:
     """Return the states after a step, and whether the pole has fallen."""
-    _, speed, angle, turn = state.T
+    _, velocity, angle, angular_velocity = state.T
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
-    push = (jnp.where(actions == 1, 10.0, -10.0) + 0.05 * turn**2 * sine) / 1.1
-    twist = (9.8 * sine - cosine * push) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))
-    thrust = push - 0.05 * twist * cosine / 1.1
-    changes = jnp.stack([speed, thrust, turn, twist], axis=1)
-    state = state + 0.02 * changes
+    force = jnp.where(actions == 1, 10.0, -10.0)
+    push = (force + 0.05 * angular_velocity**2 * sine) / 1.1
+    inertia = 0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1)
+    angular_acceleration = (9.8 * sine - cosine * push) / inertia
+    acceleration = push - 0.05 * angular_acceleration * cosine / 1.1
+    derivatives = (velocity, acceleration, angular_velocity, angular_acceleration)
+    state = state + 0.02 * jnp.stack(derivatives, axis=1)
     limits = jnp.array([2.4, jnp.inf, 0.2095, jnp.inf])
     return state, (jnp.abs(state) > limits).any(axis=1)
 
@@ -66,9 +68,9 @@ class JaxCartPole(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all rows, or those in `options["reset_mask"]`."""
         seeds = [seed] * self.num_envs if not isinstance(seed, list) else seed
-        for row, own in enumerate(seeds):
-            if own is not None:
-                self.keys = self.keys.at[row].set(jax.random.PRNGKey(own))
+        for row, row_seed in enumerate(seeds):
+            if row_seed is not None:
+                self.keys = self.keys.at[row].set(jax.random.PRNGKey(row_seed))
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
         self.keys, self.state = reset_rows(self.keys, self.state, mask)
         self.time[mask] = 0
@@ -103,8 +105,8 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    here: dict[str, Any] = {"num_workers": 1, "import_modules": [__file__]}
-    options = {"vectorized": True, "seed": args.seed, **({} if args.connect else here)}
+    local: dict[str, Any] = {"num_workers": 1, "import_modules": [__file__]}
+    options = {"vectorized": True, "seed": args.seed, **({} if args.connect else local)}
     envs = make_vec_env(NAME, 8, args.connect, **options)
     model = PPO(
         "MlpPolicy",
@@ -114,8 +116,8 @@ def main() -> None:
         n_epochs=20,
         gae_lambda=0.8,
         gamma=0.98,
-        learning_rate=lambda left: 0.001 * left,
-        clip_range=lambda left: 0.2 * left,
+        learning_rate=lambda remaining: 0.001 * remaining,
+        clip_range=lambda remaining: 0.2 * remaining,
         seed=args.seed,
         device="cpu",
     )

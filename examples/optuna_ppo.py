@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     tf.get_logger().setLevel("ERROR")  # hides warnings about retracing in each trial
 
-    def return_of(trial: optuna.Trial) -> float:
+    def evaluate(trial: optuna.Trial) -> float:
         config = CONFIGS["cartpole"].replace(
             total_steps=args.steps,
             evaluate_every=args.steps // 5,
@@ -50,7 +50,7 @@ def main() -> None:
     sampler = optuna.samplers.TPESampler(seed=args.seed)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
     study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
-    study.optimize(return_of, n_trials=args.trials)
+    study.optimize(evaluate, n_trials=args.trials)
     num_pruned = sum(trial.state.name == "PRUNED" for trial in study.trials)
     print(f"trials: {len(study.trials)}, of which {num_pruned} were pruned")
     print(f"best settings: {study.best_params}")

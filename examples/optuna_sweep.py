@@ -45,9 +45,9 @@ def main() -> None:
 
     sampler = optuna.samplers.TPESampler(seed=args.seed)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    began_at = time.perf_counter()
+    started_at = time.perf_counter()
     study.optimize(mean_return_of, n_trials=args.trials)
-    speed = args.trials * args.steps / (time.perf_counter() - began_at)
+    speed = args.trials * args.steps / (time.perf_counter() - started_at)
     envs.close()
     print(f"best settings: {study.best_params}")
     print(f"env steps/s: {speed:.0f}")

@@ -1,7 +1,7 @@
 """PettingZoo games as Gymnasium vector envs, with one row per agent.
 
-The rows of a game begin and end together. An agent that leaves the game early keeps its
-last observation, and gets no reward, until the game is over.
+The episodes of a game's rows begin and end together. The row of an agent that has left
+the game repeats its last observation, with reward 0, until the game is over.
 
 envserve start examples/pettingzoo_agents.py --vector agents/RockPaperScissors-v2
 """
@@ -27,9 +27,9 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         """Create the games.
 
         Args:
-            num_envs: number of rows, a multiple of the number of agents.
-            game: name of a module with a function `parallel_env`.
-            options: arguments of `parallel_env`.
+            num_envs: Number of rows, a multiple of the number of agents.
+            game: Name of a module with a function `parallel_env`.
+            options: Arguments of `parallel_env`.
         """
         make = import_module(game).parallel_env
         first = make(**options)
@@ -45,7 +45,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         self.single_action_space = first.action_space(self.agents[0])
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._seen: list[Any] = [None] * num_envs
+        self._observations: list[Any] = [None] * num_envs
         self._terminated = np.zeros(num_envs, bool)
 
     def rows_of(self, number: int) -> range:
@@ -63,13 +63,13 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         for number in range(len(self.games)):
             rows = self.rows_of(number)
             if mask[rows].any():
-                own = seed[rows.start] if isinstance(seed, list) else seed
-                self._begin(number, own)
+                game_seed = seed[rows.start] if isinstance(seed, list) else seed
+                self._begin(number, game_seed)
         return self._observation(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step all games; restart games that were over."""
-        each = list(iterate(self.action_space, actions))
+        row_actions = list(iterate(self.action_space, actions))
         rewards = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), bool)
         for number, game in enumerate(self.games):
@@ -77,26 +77,27 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
             if not game.agents:
                 self._begin(number, None)
                 continue
-            named = dict(zip(self.agents, rows, strict=True))
-            taken = {agent: each[named[agent]] for agent in game.agents}
-            seen, gains, ends, _, _ = game.step(taken)
-            for agent in taken:
-                row = named[agent]
-                self._seen[row], rewards[row] = seen[agent], gains[agent]
-                self._terminated[row] = ends[agent]
+            row_of = dict(zip(self.agents, rows, strict=True))
+            chosen = {agent: row_actions[row_of[agent]] for agent in game.agents}
+            observations, game_rewards, game_terminated, _, _ = game.step(chosen)
+            for agent in chosen:
+                row = row_of[agent]
+                self._observations[row] = observations[agent]
+                rewards[row] = game_rewards[agent]
+                self._terminated[row] = game_terminated[agent]
             if not game.agents:
                 terminated[rows] = self._terminated[rows]
                 truncated[rows] = ~self._terminated[rows]
         return self._observation(), rewards, terminated, truncated, {}
 
     def _begin(self, number: int, seed: int | None) -> None:
-        seen, _ = self.games[number].reset(seed=seed)
+        observations, _ = self.games[number].reset(seed=seed)
         for row, agent in zip(self.rows_of(number), self.agents, strict=True):
-            self._seen[row], self._terminated[row] = seen[agent], False
+            self._observations[row], self._terminated[row] = observations[agent], False
 
     def _observation(self) -> Any:
         empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, self._seen, empty)
+        return concatenate(self.single_observation_space, self._observations, empty)
 
     def close_extras(self, **_: Any) -> None:
         """Close the games."""

@@ -40,13 +40,13 @@ def main() -> None:
         .debugging(seed=args.seed, log_level="ERROR")
     )
     algorithm = config.build_algo()
-    began_at = time.perf_counter()
+    started_at = time.perf_counter()
     steps = 0
     while steps < args.steps:
         result = algorithm.train()["env_runners"]
         steps = int(result["num_env_steps_sampled_lifetime"])
         print(f"{steps} steps, mean return {result['episode_return_mean']:.1f}")
-    speed = steps / (time.perf_counter() - began_at)
+    speed = steps / (time.perf_counter() - started_at)
     algorithm.stop()
     ray.shutdown()
     print(f"env steps/s: {speed:.0f}")

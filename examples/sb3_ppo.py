@@ -6,12 +6,13 @@ python examples/sb3_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 import argparse
 import time
 
+# Original: from stable_baselines3.common.env_util import make_vec_env
+from envserve.sb3 import make_vec_env  # first: its error names what to install
+
+# isort: split
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.evaluation import evaluate_policy
-
-# Original: from stable_baselines3.common.env_util import make_vec_env
-from envserve.sb3 import make_vec_env
 
 
 def main() -> None:
@@ -32,14 +33,14 @@ def main() -> None:
         n_epochs=20,
         gae_lambda=0.8,
         gamma=0.98,
-        learning_rate=lambda left: 0.001 * left,
-        clip_range=lambda left: 0.2 * left,
+        learning_rate=lambda remaining: 0.001 * remaining,
+        clip_range=lambda remaining: 0.2 * remaining,
         seed=args.seed,
         device="cpu",
     )
-    began_at = time.perf_counter()
+    started_at = time.perf_counter()
     model.learn(args.steps)
-    speed = model.num_timesteps / (time.perf_counter() - began_at)
+    speed = model.num_timesteps / (time.perf_counter() - started_at)
     print(f"env steps/s: {speed:.0f}", flush=True)
     mean_return, _ = evaluate_policy(model, envs, n_eval_episodes=24)
     envs.close()

@@ -6,6 +6,10 @@ python examples/tianshou_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 import argparse
 import time
 
+# Original: from tianshou.env import DummyVectorEnv
+from envserve.tianshou import make_vector_env  # first: its error names what to install
+
+# isort: split
 import gymnasium as gym
 import numpy as np
 import torch
@@ -16,9 +20,6 @@ from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.trainer import OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
-
-# Original: from tianshou.env import DummyVectorEnv
-from envserve.tianshou import make_vector_env
 
 NUM_ENVS = 8
 STEPS_PER_COLLECTION = 1024
@@ -62,9 +63,9 @@ def main() -> None:
         verbose=False,
         show_progress=False,
     )
-    began_at = time.perf_counter()
+    started_at = time.perf_counter()
     algorithm.run_training(parameters)
-    speed = collector.collect_step / (time.perf_counter() - began_at)
+    speed = collector.collect_step / (time.perf_counter() - started_at)
     print(f"env steps/s: {speed:.0f}", flush=True)
     statistics = collector.collect(n_episode=24, reset_before_collect=True)
     envs.close()

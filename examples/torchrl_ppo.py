@@ -67,7 +67,7 @@ def main() -> None:
     )
     returns: deque[float] = deque(maxlen=100)
     steps = 0
-    began_at = time.perf_counter()
+    started_at = time.perf_counter()
     for data in collector:
         steps += data.numel()
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * max(0, 1 - steps / args.steps)
@@ -84,7 +84,7 @@ def main() -> None:
                 loss.backward()
                 nn.utils.clip_grad_norm_(loss_module.parameters(), 0.5)
                 optimizer.step()
-    speed = steps / (time.perf_counter() - began_at)
+    speed = steps / (time.perf_counter() - started_at)
     collector.shutdown()
     print(f"env steps/s: {speed:.0f}")
     print(f"mean return: {torch.tensor(list(returns)).mean():.1f}")

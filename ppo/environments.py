@@ -1,18 +1,29 @@
 """Create the envs of a run: in local worker processes, or on env servers."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+
+from gymnasium.vector.utils import batch_space
 
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
 from envserve.client.link.server_pool import live_servers
-from envserve.errors import AddressError
+from envserve.errors import AddressError, EnvTimeout
 from envserve.settings import Autoreset
 from ppo.config.config import Config
 from ppo.errors import ConfigError
 
 __all__ = ["env_maker"]
 
+MASK_KEY = "action_mask"
+"""Key of the action mask in the outermost Dict of an observation.
+
+As in PettingZoo, the mask has one flag per action, which is 1 if the action is allowed.
+For MultiDiscrete, the flags of all choices are concatenated, as in SB3-contrib, or are
+a Tuple with an array per choice, as for `MultiDiscrete.sample`."""
+
+_MAX_FIRST_STEPS = 100
 _Wrappers = tuple[Mapping[str, Any], ...]
 
 
@@ -117,10 +128,38 @@ def env_maker(
     return make_env
 
 
-def _training_wrappers(config: Config) -> _Wrappers:
-    """Return the wrappers of training envs, which may truncate episodes earlier.
+def first_step(env: BatchEnv, max_seconds: float = 10.0) -> bool:
+    """Reset a new env and step it with a random action; return whether it was stepped.
 
-    `StaggerEpisodes` follows the outermost `TimeLimit`, from which it reads the limit.
+    Returns False if the env takes longer than `max_seconds`, or if it masks actions.
+
+    Args:
+        env: Batch of one env.
+        max_seconds: Maximum time to wait for the reset and the step.
+
+    Raises:
+        envserve.errors.EnvError: Every reset or every step fails.
+    """
+    has_mask = MASK_KEY in getattr(env.observation_space, "spaces", ())
+    deadline = time.monotonic() + max_seconds
+    try:
+        for _ in range(_MAX_FIRST_STEPS):
+            env.send_reset()
+            env.recv_reset(deadline - time.monotonic())
+            if has_mask or env.action_space.dtype is None:
+                break
+            env.send(batch_space(env.action_space, 1).sample())
+            if env.recv(timeout=deadline - time.monotonic())[1].valid.all():
+                return True
+    except EnvTimeout:  # training has its own time limits, which may be longer
+        pass
+    return False
+
+
+def _training_wrappers(config: Config) -> _Wrappers:
+    """Return the wrappers of training envs, which may have a lower time limit.
+
+    `StaggerEpisodes` wraps the outermost `TimeLimit`, from which it reads the limit.
     """
     wrappers = config.wrappers
     if limit := config.training_time_limit:
@@ -128,5 +167,5 @@ def _training_wrappers(config: Config) -> _Wrappers:
     if not config.stagger_episodes:
         return wrappers
     limits = [n for n, table in enumerate(wrappers, 1) if table["name"] == "TimeLimit"]
-    place = max(limits, default=0)
-    return (*wrappers[:place], {"name": "StaggerEpisodes"}, *wrappers[place:])
+    index = max(limits, default=0)
+    return (*wrappers[:index], {"name": "StaggerEpisodes"}, *wrappers[index:])

@@ -4,8 +4,9 @@ A `BadInputError` reports a mistake in the command or in the config, which the u
 correct. Any other `PpoError` reports a failure during a run.
 """
 
-import difflib
 from collections.abc import Iterable
+
+from envserve.text import nearest_name
 
 __all__ = [
     "BadInputError",
@@ -88,15 +89,6 @@ class DivergedError(PpoError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean X?` with the most similar known name, or an empty string.
-
-    Known names that begin with `name` come first, then those that contain it, then
-    those with a similar spelling.
-    """
-    names = list(known)
-    containing = sorted(
-        (known_name for known_name in names if name and name in known_name),
-        key=lambda known_name: (not known_name.startswith(name), len(known_name)),
-    )
-    nearest = containing or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" Did you mean {nearest[0]}?" if nearest else ""
+    """Return ` Did you mean X?` with the most similar known name, or ""."""
+    nearest = nearest_name(name, known)
+    return f" Did you mean {nearest}?" if nearest else ""

@@ -9,24 +9,20 @@ _SMALLEST_SIDE = 8
 
 
 def is_image(space: gymnasium.Space[Any]) -> bool:
-    """Return whether a leaf is an image: a uint8 Box [0, 255], at least 2 axes."""
-    return (
+    """Return whether a leaf is an image, which convolutions can process.
+
+    An image is a uint8 Box [0, 255] with 2 to 4 axes and at least 8x8 pixels. Smaller
+    grids of bytes are numbers like those of any other Box.
+    """
+    if not (
         isinstance(space, gymnasium.spaces.Box)
         and space.dtype == np.uint8
-        and len(space.shape) >= 2
+        and 2 <= len(space.shape) <= 4
         and bool((space.low == 0).all() and (space.high == 255).all())
-    )
-
-
-def can_convolve(space: gymnasium.Space[Any]) -> bool:
-    """Return whether a leaf is an image with 2 to 4 axes and at least 8x8 pixels."""
-    if not is_image(space):
+    ):
         return False
-    shape = tuple(space.shape or ())
-    if not 2 <= len(shape) <= 4:
-        return False
-    height, width, _ = image_axes(shape)
-    return min(shape[height], shape[width]) >= _SMALLEST_SIDE
+    height, width, _ = image_axes(space.shape)
+    return min(space.shape[height], space.shape[width]) >= _SMALLEST_SIDE
 
 
 def image_axes(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:

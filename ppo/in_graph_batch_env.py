@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from envserve.client import BatchEnv
+from envserve.client import BatchEnv, StepResult
 from ppo.agent.actions.action_spaces import ActionAdapter, make_action_adapter
 from ppo.agent.observations import space_leaves
 from ppo.errors import EnvDataError, UnsupportedSpaceError
@@ -22,6 +22,9 @@ __all__ = ["InGraphBatchEnv"]
 
 class InGraphBatchEnv:
     """Makes a `BatchEnv` available to graph code.
+
+    Pass it to `ppo.simulate.Simulation`, which collects rollouts, or call `step` in
+    your own `tf.function`.
 
     Policy actions are normalised. For a Box with finite bounds, -1 and 1 are mapped to
     the bounds, and values outside [-1, 1] are clipped. Discrete and MultiDiscrete
@@ -36,6 +39,7 @@ class InGraphBatchEnv:
     Attributes:
         observation_spec: Nest of `tf.TensorSpec` with shapes `[num_envs, ...]`.
         action_spec: `tf.TensorSpec` of policy actions.
+        host_calls: The calls from a graph into Python.
 
     Raises:
         UnsupportedSpaceError: The observation or action space is not supported.
@@ -56,7 +60,7 @@ class InGraphBatchEnv:
         )
         self._actions = actions or make_action_adapter(env.action_space)
         self.action_spec = self._actions.spec(env.num_envs)
-        self._error: BaseException | None = None
+        self.host_calls = HostCalls()
 
     def __repr__(self) -> str:
         return f"<InGraphBatchEnv of {self.env!r}>"
@@ -64,22 +68,59 @@ class InGraphBatchEnv:
     def reset(self) -> Any:
         """Reset all envs and return the first observation, `[B, ...]`."""
         observation = self.env.reset()
-        self.check_finite(observation, np.zeros(self.num_envs))
+        check_finite(self.env, observation, np.zeros(self.num_envs))
         return observation
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         """Map policy actions, of any number of rows, to env actions."""
         return self._actions.to_env_action(action)
 
-    def host_call(
+    def step(self, action: tf.Tensor) -> StepResult:
+        """Step all envs, from your own `tf.function` or from Python.
+
+        XLA cannot compile a function that calls this method.
+
+        Args:
+            action: Policy actions, with the shape and dtype of `action_spec`.
+
+        Returns:
+            The result as tensors, without infos. Envs whose episode has ended are
+            already reset, as in `BatchEnv.step`.
+        """
+        rows, leaves = [self.num_envs], self.observation_spec
+        reward, status = tf.TensorSpec(rows, tf.float64), tf.TensorSpec(rows, tf.uint8)
+        flags = tf.TensorSpec(rows, tf.bool)
+        step = (leaves, reward, flags, flags, flags, leaves, status)
+        specs = StepResult(*step, infos={})
+
+        def step_envs(env_action: np.ndarray) -> list[np.ndarray]:
+            result = self.env.step(env_action)
+            check_finite(self.env, result.observation, result.reward)
+            return tf.nest.flatten(result._replace(infos={}))
+
+        outputs = self.host_calls.call(
+            step_envs, [self.to_env_action(action)], tf.nest.flatten(specs)
+        )
+        return tf.nest.pack_sequence_as(specs, outputs)
+
+    def original_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a `tf.function` raises errors of envs unchanged."""
+        return self.host_calls.original_errors()
+
+
+class HostCalls:
+    """Calls from a graph into Python, whose exceptions can be raised unchanged."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def call(
         self,
         function: Callable[..., Sequence[np.ndarray]],
         inputs: Sequence[tf.Tensor],
         output_specs: Sequence[tf.TensorSpec],
     ) -> list[tf.Tensor]:
-        """Call a Python function from the graph.
-
-        Within `original_errors`, an exception of the function is raised unchanged.
+        """Call a Python function from the graph; see also `original_errors`.
 
         Args:
             function: Maps NumPy arrays to NumPy arrays.
@@ -87,7 +128,7 @@ class InGraphBatchEnv:
             output_specs: Shapes and dtypes of the returned arrays.
         """
 
-        def guarded(*arrays: np.ndarray) -> Sequence[np.ndarray]:
+        def record_error(*arrays: np.ndarray) -> Sequence[np.ndarray]:
             try:
                 return function(*arrays)
             except BaseException as error:  # KeyboardInterrupt too
@@ -96,14 +137,14 @@ class InGraphBatchEnv:
 
         dtypes = [spec.dtype for spec in output_specs]
         # In eager mode, a single output is not in a list.
-        outputs = tf.nest.flatten(tf.numpy_function(guarded, inputs, dtypes))
+        outputs = tf.nest.flatten(tf.numpy_function(record_error, inputs, dtypes))
         for output, spec in zip(outputs, output_specs, strict=True):
             output.set_shape(spec.shape)
         return outputs
 
     @contextlib.contextmanager
     def original_errors(self) -> Iterator[None]:
-        """Raise the original exception of a function called by `host_call`.
+        """Raise the original exception of a function called by `call`.
 
         TensorFlow turns every exception of host code into an `UnknownError`, or into a
         `RuntimeError` if a signal handler raises at the same time.
@@ -116,26 +157,28 @@ class InGraphBatchEnv:
                 raise
             raise self._error from None
 
-    def check_finite(
-        self, observation: Any, reward: np.ndarray, env_indices: Any = None
-    ) -> None:
-        """Raise an `EnvDataError` that names the env if a number is not finite.
 
-        Args:
-            observation: Nest of rows `[n, ...]`.
-            reward: `[n]`.
-            env_indices: Indices of the envs of the rows; all envs by default.
-        """
-        arrays = [("reward", reward)]
-        for index, leaf in enumerate(tf.nest.flatten(observation)):
-            arrays.append((f"observation leaf {index}", leaf))
-        for what, array in arrays:
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                rows = np.isfinite(array).reshape(len(array), -1).all(axis=1)
-                row = int(np.argmin(rows))
-                env_index = row if env_indices is None else int(env_indices[row])
-                raise EnvDataError(
-                    f"Env {env_index} of {self.env!r}: expected a finite {what}, got "
-                    f"{array[row]}; fix the env, or end the episode before "
-                    "its numbers overflow."
-                )
+def check_finite(
+    env: BatchEnv, observation: Any, reward: np.ndarray, env_indices: Any = None
+) -> None:
+    """Raise an `EnvDataError` if an observation or a reward is NaN or infinite.
+
+    Args:
+        env: The envs, for the error message.
+        observation: Nest of rows `[n, ...]`.
+        reward: Rewards `[n]`.
+        env_indices: Indices of the envs of the rows; all envs by default.
+    """
+    arrays = [("reward", reward)]
+    for index, leaf in enumerate(tf.nest.flatten(observation)):
+        arrays.append((f"observation leaf {index}", leaf))
+    for name, array in arrays:
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            is_finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
+            row = int(np.argmin(is_finite))
+            env_index = row if env_indices is None else int(env_indices[row])
+            raise EnvDataError(
+                f"Env {env_index} of {env!r}: expected a finite {name}, got "
+                f"{array[row]}; fix the env, or end the episode before "
+                "its numbers overflow."
+            )

@@ -8,9 +8,11 @@ compiled functions, not within them.
 """
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import re
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,8 +21,11 @@ import numpy as np
 import tensorflow as tf
 
 from ppo.errors import LearnerLostError
+from ppo.rendezvous import wait_for_learners
 
-_START_SECONDS = 300
+#: Seconds after which the process ends if TensorFlow does not connect the learners,
+#: although all have started.
+_CONNECT_SECONDS = 120
 #: Seconds without a heartbeat after which a host is considered lost. The exit of a
 #: process is detected immediately.
 _HEARTBEAT_SECONDS = 60
@@ -31,8 +36,8 @@ class Learners:
     """The group of all learners, from the perspective of one of them.
 
     All learners must call the same methods in the same order, because each call is a
-    collective operation. With a single learner, the methods add no operations to the
-    graph. docs/decisions.md: "Learners synchronise through collectives, in one class".
+    collective operation; see "Learners synchronise through collectives, in one class"
+    in the decisions. With a single learner, the methods add no operations to the graph.
 
     Args:
         addresses: Addresses of all learners, the chief first.
@@ -54,29 +59,37 @@ class Learners:
         self._sum = tf.function(self.sum)
         self.wait_seconds, self._timer = 3600.0, threading.Timer(0.0, int)
 
-    def connect(self) -> None:
+    def connect(self, timeout_seconds: float = 300.0) -> None:
         """Wait until all learners are connected; call this before using TensorFlow.
 
         Raises:
-            LearnerLostError: Another learner did not connect within five minutes.
+            ConfigError: Another learner has a different list of addresses.
+            LearnerLostError: Another learner did not start in time, or exited.
         """
         from tensorflow.python.eager import context  # no public API sets the timeouts
 
+        wait_for_learners(self._addresses, self.index, timeout_seconds)
         self._context = context.context()
         self._context.configure_coordination_service(
             *("standalone", "/job:worker/replica:0/task:0"),
-            cluster_register_timeout_in_ms=1000 * _START_SECONDS,
+            cluster_register_timeout_in_ms=1000 * _CONNECT_SECONDS,
             heartbeat_timeout_in_ms=1000 * _HEARTBEAT_SECONDS,
         )
+        # If a learner exits during this call, TensorFlow waits for it without a limit,
+        # and no Python code can run in the meantime.
+        faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=2)
         try:
             tf.distribute.MultiWorkerMirroredStrategy()
         except tf.errors.OpError as error:
             raise LearnerLostError(
                 f"Learner {self.index}: expected to connect to "
-                f"{', '.join(self._addresses)} within {_START_SECONDS} s, got "
-                f"{error.message.splitlines()[0]}; start all learners, each with its "
-                "own index in TF_CONFIG, on ports that are free and reachable."
+                f"{', '.join(self._addresses)}, got {error.message.splitlines()[0]}; "
+                "another learner has exited: check its output, then restart all."
             ) from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            # TensorFlow has replaced this handler with one that only records SIGTERM.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def sum(self, nest: Any) -> Any:
         """Return the element-wise sums of a nest of tensors over all learners.
@@ -87,7 +100,7 @@ class Learners:
             return nest
         tensors = list(map(tf.convert_to_tensor, tf.nest.flatten(nest)))
         for dtype in _DTYPES:
-            indices = [n for n, each in enumerate(tensors) if each.dtype == dtype]
+            indices = [n for n, x in enumerate(tensors) if x.dtype == dtype]
             if indices:
                 rows = [tf.reshape(tensors[index], [-1]) for index in indices]
                 total = self._reduce(tf.concat(rows, 0))
@@ -109,9 +122,9 @@ class Learners:
         """
         if self.num == 1:
             return nest
-        weighted = tf.nest.map_structure(lambda each: each * weight, nest)
-        total, all_weight = self.sum((weighted, weight))
-        return tf.nest.map_structure(lambda x: x / tf.maximum(all_weight, 1.0), total)
+        weighted = tf.nest.map_structure(lambda x: x * weight, nest)
+        total, total_weight = self.sum((weighted, weight))
+        return tf.nest.map_structure(lambda x: x / tf.maximum(total_weight, 1.0), total)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all learners, in the order of their indices.
@@ -187,7 +200,7 @@ class Learners:
                 ordering_token=[],
                 merge_op=merge_op,
                 final_op="Id",
-                communication_hint="ring",  # no timeout, which would take a thread
+                communication_hint="ring",  # no timeout, which would need a thread
             )
 
 

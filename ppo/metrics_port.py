@@ -1,4 +1,4 @@
-"""Serve the metrics of a training run to Prometheus over HTTP; see docs/metrics.md."""
+"""Serve the metrics of a training run to Prometheus over HTTP."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TrainerMetrics(MetricsPort):
-    """Serve the latest row of metrics and the statistics of the envs over HTTP.
+    """Serves the latest row of metrics and the statistics of the envs over HTTP.
 
     See `MetricsPort` for the arguments.
     """
@@ -40,7 +40,7 @@ class TrainerMetrics(MetricsPort):
         yield CounterMetricFamily("ppo_env_steps", "Env steps of this run.", steps)
         for name, value in row.items():
             name = re.sub(r"\W", "_", f"ppo_{name}", flags=re.ASCII)
-            yield GaugeMetricFamily(name, "See docs/metrics.md.", value)
+            yield GaugeMetricFamily(name, "See 'Training metrics' in the docs.", value)
         if stats is None:
             return
         text = "Rows of all batch steps, by status."

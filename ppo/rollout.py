@@ -19,10 +19,14 @@ __all__ = ["Rollout"]
 
 #: Maximum number of metrics from infos.
 _MAX_NAMES = 32
+#: Last words of a worker's description of a fault that NaN or infinity caused.
+_NON_FINITE = "end the episode before it diverges"
 #: Fraction of valid steps below which an iteration counts as poor.
 _FEW_VALID = 0.1
 #: Consecutive poor iterations after which a run ends.
 _MAX_POOR_ITERATIONS = 10
+#: Number of consecutive episodes that every env may lose before a run ends.
+_MAX_LOST_IN_A_ROW = 50
 
 
 class Rollout(NamedTuple):
@@ -116,9 +120,9 @@ class SplitRows:
         self.env_indices = env_indices
         self._rollout = rollout
         start, stop = int(env_indices[0]), int(env_indices[-1]) + 1
-        self._is_range = stop - start == len(env_indices)
-        self._rows: Any = slice(start, stop) if self._is_range else env_indices
-        count = horizon if self._is_range else 1
+        self._is_contiguous = stop - start == len(env_indices)
+        self._rows: Any = slice(start, stop) if self._is_contiguous else env_indices
+        count = horizon if self._is_contiguous else 1
         self._results = [
             tf.nest.map_structure(
                 lambda array: array[self._rows], _step_views(rollout, step)
@@ -129,18 +133,18 @@ class SplitRows:
 
     def result(self, step: int) -> StepResult:
         """Return the arrays into which the envs must write a step."""
-        return self._results[step if self._is_range else 0]
+        return self._results[step if self._is_contiguous else 0]
 
     def copy_result(self, step: int) -> None:
         """Copy a step from the arrays of `result` into the rollout, if necessary."""
-        if not self._is_range:
+        if not self._is_contiguous:
             target = _step_views(self._rollout, step)
             pair = tf.nest.flatten(target), tf.nest.flatten(self.result(step))
-            for rows, row in zip(*pair, strict=True):
-                rows[self._rows] = row
+            for rows, received in zip(*pair, strict=True):
+                rows[self._rows] = received
 
     def record_policy_outputs(
-        self, action: tf.Tensor, log_prob: tf.Tensor, state: Sequence[tf.Tensor]
+        self, action: np.ndarray, log_prob: np.ndarray, state: Sequence[np.ndarray]
     ) -> None:
         """Store the policy's outputs for all steps.
 
@@ -152,24 +156,19 @@ class SplitRows:
         """
         self._rollout.action[:, self._rows] = action
         self._rollout.log_prob[:, self._rows] = log_prob
-        for rows, first in zip(self._rollout.state, state, strict=True):
-            rows[:, self._rows] = first
+        for rows, initial in zip(self._rollout.state, state, strict=True):
+            rows[:, self._rows] = initial
 
     def observation_leaves(self, step: int) -> list[np.ndarray]:
         """Return the leaves of the observation before a step, `[n, ...]` each."""
-        if self._is_range:
+        if self._is_contiguous:
             return self._observations[step]
         return self._observation_rows(step)
-
-    def observation(self, step: int) -> Any:
-        """Return the observation before a step, in the structure of the space."""
-        leaves = self.observation_leaves(step)
-        return tf.nest.pack_sequence_as(self._rollout.observation, leaves)
 
     def end_flags(self, step: int) -> list[np.ndarray]:
         """Return terminated, truncated and status of a step, `[n]` each.
 
-        For step -1 they are zero.
+        For step -1, all are zero.
         """
         rollout = self._rollout
         flags = (rollout.terminated, rollout.truncated, rollout.status)
@@ -177,34 +176,28 @@ class SplitRows:
             return [np.zeros(len(self.env_indices), rows.dtype) for rows in flags]
         return [rows[step][self._rows] for rows in flags]
 
-    def specs(self, batch_specs: Any) -> list[tf.TensorSpec]:
-        """Return the specs of this split's rows, given the specs of the whole batch."""
-        return [
-            tf.TensorSpec([len(self.env_indices), *spec.shape[1:]], spec.dtype)
-            for spec in tf.nest.flatten(batch_specs)
-        ]
-
     def _observation_rows(self, step: int) -> list[np.ndarray]:
         leaves = tf.nest.flatten(self._rollout.observation)
         return [leaf[step][self._rows] for leaf in leaves]
 
 
-def _step_views(rollout: Rollout, step: int) -> StepResult:
-    """Return views of one step's arrays, into which the envs write."""
+def step_arrays(rollout: Rollout) -> StepResult:
+    """Return the arrays `[T, B, ...]` into which the envs write their results."""
     return StepResult(
-        observation=tf.nest.map_structure(
-            lambda leaf: leaf[step + 1], rollout.observation
-        ),
-        reward=rollout.reward[step],
-        terminated=rollout.terminated[step],
-        truncated=rollout.truncated[step],
-        valid=rollout.valid[step],
-        final_observation=tf.nest.map_structure(
-            lambda leaf: leaf[step], rollout.final_observation
-        ),
-        status=rollout.status[step],
+        observation=tf.nest.map_structure(lambda leaf: leaf[1:], rollout.observation),
+        reward=rollout.reward,
+        terminated=rollout.terminated,
+        truncated=rollout.truncated,
+        valid=rollout.valid,
+        final_observation=rollout.final_observation,
+        status=rollout.status,
         infos={},
     )
+
+
+def _step_views(rollout: Rollout, step: int) -> StepResult:
+    """Return views of one step's arrays, into which the envs write."""
+    return tf.nest.map_structure(lambda rows: rows[step], step_arrays(rollout))
 
 
 class Episode(NamedTuple):
@@ -229,6 +222,18 @@ def info_means(episodes: Iterable[Episode]) -> dict[str, float]:
             if is_number and math.isfinite(value):
                 values.setdefault(f"info/{name}", []).append(float(value))
     return {name: float(np.mean(values[name])) for name in sorted(values)[:_MAX_NAMES]}
+
+
+def num_non_finite(rollout: Rollout, infos: Mapping[tuple[int, int], Any]) -> int:
+    """Return the number of rows that were lost because of NaN or infinity.
+
+    Args:
+        rollout: The rollout.
+        infos: Infos by step and env index; the info of a lost row describes the fault.
+    """
+    faults = [info.get("fault") for at, info in infos.items() if not rollout.valid[at]]
+    texts = [str(fault.get("text")) for fault in faults if isinstance(fault, dict)]
+    return sum(text.endswith(_NON_FINITE) for text in texts)
 
 
 class EpisodeTracker:
@@ -280,6 +285,14 @@ class EpisodeTracker:
                 self._has_invalid_step[env_index] = False
         return episodes
 
+    def running(self, min_length: int) -> list[Episode]:
+        """Return the unfinished valid episodes of at least `min_length` steps."""
+        is_long = ~self._has_invalid_step & (self._length >= min_length)
+        return [
+            Episode(index, float(self._total_reward[index]), int(self._length[index]))
+            for index in np.flatnonzero(is_long).tolist()
+        ]
+
 
 class LostSteps:
     """Counts steps that are lost because envs fail, and raises if there are too many.
@@ -292,16 +305,18 @@ class LostSteps:
         self.total = 0
         self._poor_iterations = 0
 
-    def add(self, lost: int, steps: int) -> None:
+    def add(self, lost: int, steps: int, lost_in_a_row: int = 0) -> None:
         """Add an iteration.
 
         Args:
             lost: Number of steps lost in the iteration.
             steps: Total number of steps in the iteration.
+            lost_in_a_row: Number of episodes that every env has lost since the last one
+                that any of them completed.
 
         Raises:
             EnvsLostError: All steps of the iteration were lost, or more than 90 % in
-                each of the last 10 iterations.
+                each of the last 10 iterations; or no env completes its episodes.
         """
         self.total += lost
         is_poor = steps - lost < _FEW_VALID * steps
@@ -310,4 +325,9 @@ class LostSteps:
             raise EnvsLostError(
                 f"Too many env failures: {100 * lost / steps:.0f} % of the {steps:,} "
                 "steps in the last iteration were lost. See the log for the reasons."
+            )
+        if not is_poor and lost_in_a_row >= _MAX_LOST_IN_A_ROW:
+            raise EnvsLostError(
+                f"Too many env failures: every env has lost its last {lost_in_a_row} "
+                "episodes or more, and none was completed. See the log for the reasons."
             )

@@ -1,63 +1,96 @@
-"""Collect each rollout with a single graph call.
+"""Collect rollouts: choose actions, step the envs, and store everything in arrays.
 
-A `tf.while_loop` runs T batch steps. In each step it runs, for each split, the policy
-and then one call into Python, which steps the envs of the split. The envs write their
-rows directly into the rollout's arrays `[T, B, ...]`.
+The envs write their rows directly into the rollout's arrays `[T, B, ...]`. The policy
+of a rollout is a snapshot, so its noise and log-probabilities are computed once per
+rollout, for all steps. A small policy runs in NumPy, in a loop in Python, because
+calling TensorFlow takes longer than such a policy takes to run. Other policies run in
+a `tf.while_loop`, which calls Python once per split and step, in the calling thread.
 
 With several splits, the envs of one split step while the policy computes the actions of
-another. The call for a split sends its actions without waiting for the result. It then
-receives the pending step of the following split, cyclically, and returns the next
-observation of that split. Therefore, when the loop ends, the last step of all splits
-except the first is still in flight, and `run` receives it.
+another. The loop sends the actions of a split without waiting for the result. It then
+receives the pending step of the following split, cyclically. Therefore, when the loop
+ends, the last step of all splits except the first is still in flight, and `run`
+receives it.
 
-On CPUs, the loop and its calls into Python run in the calling thread.
+With `act_on` below 1, rows do not wait for each other. The policy acts on the rows that
+have arrived, as soon as they are that fraction of the batch, and each row stops after T
+steps. A rollout has the same contents in all modes, because the policy is a snapshot,
+and noise belongs to a step and a row.
 """
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from threadpoolctl import ThreadpoolController
 
+from envserve.client import StepResult
 from envserve.errors import EnvError, LocalProtocolError
 from ppo.agent.networks.recurrent import States
 from ppo.errors import DivergedError
-from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.rollout import Rollout, SplitRows, allocate_rollout
+from ppo.in_graph_batch_env import InGraphBatchEnv, check_finite
+from ppo.rollout import Rollout, SplitRows, allocate_rollout, step_arrays
 
 __all__ = ["Simulation", "simulate"]
 
 Policy = Callable[..., tuple[tf.Tensor, ...]]
-"""Maps a raw observation `[n, ...]` and noise `[n, ...]` to actions `[n, ...]` and
-log-probabilities `[n]`. If the `Simulation` draws no noise, the policy gets a seed
-(int32 pair) instead. A recurrent policy also takes its states before the observation,
-`[n, units]` each, and returns the states after it."""
+"""Maps an observation and noise to actions and log-probabilities; see `Simulation`."""
+
+Act = Callable[..., tuple[Any, ...]]
+"""Maps the leaves of an observation, noise and states, NumPy arrays `[n, ...]`, to env
+actions, actions, the second output of the policy, and the states after it."""
+
+
+class _Outputs(NamedTuple):
+    """Outputs of the policy for the rows of a split: of one step, or of all steps."""
+
+    action: np.ndarray
+    policy_params: Any
+    state: tuple[np.ndarray, ...]
+    """The states before the step."""
 
 
 class Simulation:
     """Collects rollouts of a policy into arrays that are reused.
 
+    The first three arguments suffice, unless the policy is recurrent.
+
     Args:
         env: The envs. They are reset when the first rollout starts. Each later rollout
             continues where the previous one ended.
-        policy: Returns actions for the rows of one split, `[n, ...]`. It is traced into
-            the loop's graph once per split.
+        policy: Function `(observation, seed) -> (action, log_prob)` of tensors. It gets
+            the observations of one split, `[n, ...]`, and an int32 pair, which differs
+            in every step. It returns policy actions, see `InGraphBatchEnv`, and their
+            log-probabilities `[n]`. It is traced into a graph once per split. With
+            `noise`, it gets noise `[n, ...]` instead of a seed. A recurrent policy
+            takes its states `[n, units]` as further arguments, and also returns the
+            states after the observation.
         horizon: T, the number of batch steps per rollout.
-        on_step: Called after every batch step. An exception ends the rollout.
+        on_step: Called after every batch step, or, with `act_on` below 1, whenever rows
+            have arrived. An exception ends the rollout.
         snapshot: Returns tensors that the policy receives as its first argument in all
             steps of a rollout; called once per rollout.
+        in_numpy: Returns the policy with a given snapshot as a function of NumPy
+            arrays, or None if the policy exists only in TensorFlow; called once per
+            rollout. See `Agent.in_numpy`.
         log_prob: Maps all actions `[N, ...]` and the second output of the policy to
             log-probabilities `[N]`; called once per rollout. By default the second
             output is returned unchanged.
         noise: Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`. It
             is called once per rollout for all rows, so the noise of a row does not
-            depend on the splits. By default, the policy gets a seed instead of noise.
+            depend on the splits.
         state_sizes: Units of each recurrent core of the policy. The states are zero at
             the start of an episode, and are kept from rollout to rollout.
         sequence_length: Number of batch steps between the states that the rollout
             stores; must divide the horizon. The default is the horizon.
+        act_on: Fraction of the rows that must have arrived before the policy acts on
+            them. Below 1, it requires `noise`, a policy for any number of rows, and
+            envs with a single split. Only whole blocks of the batch arrive, that is,
+            the rows of a worker.
         num_rollouts: Number of rollouts with separate arrays, which are reused
             cyclically. A rollout is overwritten by the `num_rollouts`-th call of `run`
             after it.
@@ -75,10 +108,12 @@ class Simulation:
         on_step: Callable[[], None] = lambda: None,
         *,
         snapshot: Callable[[], Any] | None = None,
+        in_numpy: Callable[[Any], Act | None] = lambda snapshot: None,
         log_prob: Callable[[tf.Tensor, Any], tf.Tensor] = lambda _, log_prob: log_prob,
         noise: Callable[[int, tf.Tensor], tf.Tensor] | None = None,
         state_sizes: Sequence[int] = (),
         sequence_length: int = 0,
+        act_on: float = 1.0,
         num_rollouts: int = 1,
     ) -> None:
         self._env = env
@@ -86,7 +121,7 @@ class Simulation:
         self._horizon = horizon
         self._on_step = on_step
         self._snapshot = snapshot
-        self._log_prob = log_prob
+        self._in_numpy = in_numpy
         self._noise = noise
         self._sequence_length = sequence_length or horizon
         num_sequences = horizon // self._sequence_length
@@ -98,30 +133,47 @@ class Simulation:
         self._rollout, self._splits = self._buffers[0]
         self._state_sizes = tuple(state_sizes)
         self._states: list[States] = []  # of each split, after the last rollout
-        self._graph_input_specs = [env.observation_spec]
-        if state_sizes:
-            rollout = self._rollout
-            flags = (rollout.terminated, rollout.truncated, rollout.status)
-            self._graph_input_specs += [
-                tf.TensorSpec(f.shape[1:], f.dtype) for f in flags
-            ]
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
-        self._loop = tf.function(self._run_loop)
-        # On CPUs, run the operations in the calling thread: handing them to other
-        # threads takes longer than running them, because workers use the cores. With
-        # a GPU this is not possible, because the loop on the GPU calls Python.
+        if act_on < 1 and (noise is None or len(self._splits) > 1):
+            raise ValueError(
+                f"act_on: expected 1 without `noise`, or with {len(self._splits)} "
+                f"splits; got {act_on}"
+            )
+        self._min_envs = math.ceil(act_on * env.num_envs)
+        self._is_synchronous = self._min_envs == env.num_envs
+        self._act_in_tensorflow = tf.function(
+            self._run_policy, reduce_retracing=not self._is_synchronous
+        )
+        self._graph_loop = tf.function(self._run_graph_loop)
+        self._draw_noise = tf.function(self._noise_by_split)
+        self._log_prob = tf.function(log_prob)
+        # Multithreading slows the matrix products of small networks down.
+        self._blas = ThreadpoolController().select(user_api="blas")
+        # On CPUs, run operations in the calling thread: handing them to other threads
+        # takes longer than running them, because workers use the cores. With a GPU this
+        # is not possible, because the loop on the GPU calls Python.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
         self._is_started = False
 
-    def run(self, seed: tuple[int, int], snapshot: Any = None) -> Rollout:
+    def run(
+        self,
+        seed: tuple[int, int] | tf.Tensor,
+        snapshot: Any = None,
+        *,
+        reset: bool = False,
+    ) -> Rollout:
         """Collect a rollout.
+
+        In a `tf.function`, this is one operation, which returns the rollout as tensors.
+        Call the function within `InGraphBatchEnv.original_errors`.
 
         Args:
             seed: Seed of the noise, an int32 pair. Use a different one for each
                 rollout.
             snapshot: Tensors or variables for the policy, in place of the result of
                 the constructor's `snapshot`.
+            reset: Whether to reset all envs first, as in the first rollout.
 
         Returns:
             The rollout. A later call overwrites its arrays, see `num_rollouts`.
@@ -131,59 +183,116 @@ class Simulation:
             DivergedError: An action or a log-probability is not finite.
             envserve.errors.EnvserveError: The envs failed.
         """
-        before, splits = self._buffers[0]
+        if tf.inside_function():
+            return self._run_in_graph(seed, snapshot, reset=reset)
+        return self._collect(seed, snapshot, reset=reset)
+
+    def _run_in_graph(self, seed: Any, snapshot: Any, *, reset: bool) -> Rollout:
+        """Return the tensors of a rollout that one operation collects."""
+        if self._snapshot is not None and snapshot is None:
+            snapshot = self._snapshot()
+        inputs = [seed, () if snapshot is None else snapshot]
+
+        def collect(*arrays: np.ndarray) -> list[np.ndarray]:
+            tensors = list(map(tf.constant, arrays))
+            seed, snapshot = tf.nest.pack_sequence_as(inputs, tensors)
+            rollout = self._collect(seed, snapshot, reset=reset)
+            # Copies, because the tensors would share the memory that is reused.
+            return list(map(np.array, tf.nest.flatten(rollout)))
+
+        specs = tf.nest.map_structure(
+            lambda rows: tf.TensorSpec(rows.shape, rows.dtype), self._rollout
+        )
+        # TensorFlow cannot detect that the operation reads the policy's variables. The
+        # reads before and after it keep it in order with assignments to the variables.
+        variables = self._policy_variables(snapshot)
+        with tf.control_dependencies([variable.read_value() for variable in variables]):
+            tensors = list(map(tf.convert_to_tensor, tf.nest.flatten(inputs)))
+            outputs = self._env.host_calls.call(
+                collect, tensors, tf.nest.flatten(specs)
+            )
+        with tf.control_dependencies(outputs):
+            for variable in variables:
+                variable.read_value()
+        return tf.nest.pack_sequence_as(specs, outputs)
+
+    def _policy_variables(self, snapshot: Any) -> Sequence[tf.Variable]:
+        """Return all variables that the policy reads, except those of the snapshot."""
+        seed = tf.TensorSpec([2], tf.int32)
+        noise = self._draw_noise.get_concrete_function(seed).structured_outputs
+        split, sizes = self._splits[0], self._state_sizes
+        leaves = [tf.TensorSpec(x.shape, x.dtype) for x in split.observation_leaves(0)]
+        compiled = self._act_in_tensorflow.get_concrete_function(
+            snapshot,
+            leaves,
+            tf.TensorSpec(noise[0].shape[1:], noise[0].dtype),
+            tuple(tf.TensorSpec([len(split.env_indices), size]) for size in sizes),
+        )
+        return compiled.variables
+
+    def _collect(
+        self, seed: tuple[int, int] | tf.Tensor, snapshot: Any, *, reset: bool
+    ) -> Rollout:
+        previous, splits = self._buffers[0]
         self._buffers.rotate()
         self._rollout, self._splits = self._buffers[0]
         self.infos.clear()
-        with self._env.original_errors():
-            if self._is_started:
-                states = [
-                    states.after_result(*split.end_flags(self._horizon - 1))
-                    for split, states in zip(splits, self._states, strict=True)
-                ]
-                tf.nest.map_structure(
-                    lambda rows, last: np.copyto(rows[0], last[-1]),
-                    self._rollout.observation,
-                    before.observation,
-                )
-            else:
-                states = [
-                    States.zero(len(split.env_indices), self._state_sizes)
-                    for split in self._splits
-                ]
-                self._start()
-            self._is_started = False  # after an exception, the next call resets
-            first = [
-                tf.nest.map_structure(tf.constant, split.observation(0))
+        if self._is_started and not reset:
+            states = [
+                states.after_result(*split.end_flags(self._horizon - 1))
+                for split, states in zip(splits, self._states, strict=True)
+            ]
+            tf.nest.map_structure(
+                lambda rows, last: np.copyto(rows[0], last[-1]),
+                self._rollout.observation,
+                previous.observation,
+            )
+        else:
+            states = [
+                States.zero(len(split.env_indices), self._state_sizes)
                 for split in self._splits
             ]
-            with tf.experimental.function_executor_type(self._executor):
-                _, self._states, outputs = self._loop(
-                    first, states, tf.constant(seed, tf.int32), snapshot
+            self._start()
+        self._is_started = False  # after an exception, the next call resets
+        with (
+            tf.experimental.function_executor_type(self._executor),
+            self._blas.limit(limits=1),
+        ):
+            if self._snapshot is not None and snapshot is None:
+                snapshot = self._snapshot()
+            act = self._in_numpy(snapshot)
+            noise = self._draw_noise(tf.cast(seed, tf.int32))
+            if not self._is_synchronous:
+                if act is None:
+                    act = functools.partial(self._call_policy, snapshot)
+                outputs, states = self._run_as_rows_arrive(
+                    act, noise[0].numpy(), states[0]
                 )
-            for split in self._splits[1:]:
-                self._receive(split, self._horizon - 1)
-            for split, (action, log_prob, state) in zip(
-                self._splits, outputs, strict=True
-            ):
-                self._expect_finite(split, "log-probability", log_prob.numpy())
-                split.record_policy_outputs(action, log_prob, state)
-            self._is_started = True
+            elif act is None:
+                with self._env.host_calls.original_errors():
+                    outputs, states = self._graph_loop(snapshot, noise, states)
+            else:
+                in_numpy = [rows.numpy() for rows in noise]
+                outputs, states = self._run_loop(act, in_numpy, states)
+            if self._is_synchronous:
+                for split in self._splits[1:]:
+                    self._receive(split, self._horizon - 1)
+            self._states = tf.nest.map_structure(np.asarray, states)
+            for split, stacked in zip(self._splits, outputs, strict=True):
+                self._record(split, tf.nest.map_structure(np.asarray, stacked))
+        self._is_started = True
         return self._rollout
-
-    def restart(self) -> None:
-        """Make the next rollout start with a reset of all envs."""
-        self._is_started = False
 
     def _start(self) -> None:
         """Reset all envs, after receiving steps that an interrupted rollout sent."""
         batch = self._env.env
-        while len(self._splits) > 1 and (num_in_flight := batch.num_in_flight):
+        # `reset` discards an interrupted `step`.
+        uses_send = len(self._splits) > 1 or not self._is_synchronous
+        while uses_send and (num_in_flight := batch.num_in_flight):
             try:
                 batch.recv(num_in_flight)
             except (EnvError, LocalProtocolError):
-                # Ignore errors of the interrupted rollout, unless `recv` makes no
-                # progress.
+                # Ignore errors of the interrupted rollout while `recv` progresses.
                 if batch.num_in_flight == num_in_flight:
                     raise
         tf.nest.map_structure(
@@ -193,95 +302,220 @@ class Simulation:
         )
 
     def _run_loop(
-        self, first: list[Any], states: list[States], seed: tf.Tensor, snapshot: Any
-    ) -> Any:
-        """Run the loop in the graph.
+        self, act: Act, noise: Sequence[np.ndarray], states: list[States]
+    ) -> tuple[list[_Outputs], list[States]]:
+        """Run the policy in NumPy and step the envs until the end of the rollout.
 
         Args:
-            first: The first observation of each split, `[n, ...]`.
+            act: The policy.
+            noise: Noise of each split, `[T, n, ...]`.
             states: The states of each split.
-            seed: Seed of the noise, an int32 pair.
-            snapshot: See `run`.
 
         Returns:
-            T, the last states of each split, and the result of `_recorded_outputs` for
-            each split.
+            For each split, the outputs of the policy, `[T, n, ...]`, and the states
+            after the rollout.
         """
-        act = self._policy
-        if self._snapshot is not None:
-            taken = self._snapshot() if snapshot is None else snapshot
-            act = functools.partial(act, tf.nest.map_structure(tf.identity, taken))
+        splits, num_splits = self._splits, len(self._splits)
+        outputs: list[list[_Outputs]] = [[] for _ in splits]
+        states = list(states)
+        for step in range(self._horizon):
+            for index, split in enumerate(splits):
+                state = states[index].after
+                env_action, action, policy_params, *after = act(
+                    split.observation_leaves(step), noise[index][step], *state
+                )
+                outputs[index].append(_Outputs(action, policy_params, state))
+                self._step_envs(index, step, env_action)
+                if state:
+                    states[index] = States(state, tuple(after))
+                    following = (index + 1) % num_splits
+                    received = step - (following > index)
+                    flags = splits[following].end_flags(received)
+                    states[following] = states[following].after_result(*flags)
+        stacked = [
+            tf.nest.map_structure(lambda *rows: np.stack(rows), *steps)
+            for steps in outputs
+        ]
+        return stacked, states
 
-        def choose(
-            rows: Any, noise: tf.Tensor, state: tuple[tf.Tensor, ...]
-        ) -> tuple[tf.Tensor, Any, tuple[tf.Tensor, ...]]:
-            action, policy_params, *after = act(rows, noise, *state)
-            return action, policy_params, tuple(after)
+    def _run_graph_loop(
+        self, snapshot: Any, noise: list[tf.Tensor], states: list[States]
+    ) -> tuple[list[_Outputs], list[States]]:
+        """Run the policy in TensorFlow; see `_run_loop`. Noise may also be seeds."""
+        splits = self._splits
+        num_leaves = len(tf.nest.flatten(self._env.observation_spec))
 
-        noise_by_split = self._noise_by_split(seed)
-        outputs = [
-            tf.nest.map_structure(
-                self._tensor_array, choose(rows, noise[0], state.after)
+        def act(rows: Any, noise: Any, state: Any) -> tuple[Any, _Outputs, Any]:
+            env_action, action, policy_params, *after = self._run_policy(
+                snapshot, rows, noise, state
             )
-            for rows, noise, state in zip(first, noise_by_split, states, strict=True)
-        ]  # only for the shapes: TensorFlow prunes these operations from the graph
+            return env_action, _Outputs(action, policy_params, state), tuple(after)
+
+        def inputs(split: SplitRows, step: int) -> list[np.ndarray]:
+            leaves = split.observation_leaves(step + 1)
+            return [*leaves, *split.end_flags(step)] if self._state_sizes else leaves
+
+        def step_envs(index: int, following: int, step: int, env_action: Any) -> Any:
+            self._step_envs(index, int(step), env_action)
+            return inputs(splits[following], int(step) - (following > index))
+
+        def first_observation(split: SplitRows) -> list[tf.Tensor]:
+            leaves = self._env.host_calls.call(
+                lambda: split.observation_leaves(0), [], specs[split][:num_leaves]
+            )
+            return list(leaves)
+
+        specs = {
+            split: [tf.TensorSpec(rows.shape, rows.dtype) for rows in inputs(split, -1)]
+            for split in splits
+        }
+        observations = list(map(first_observation, splits))
+        outputs = []
+        for rows, split_noise, state in zip(observations, noise, states, strict=True):
+            # Only for the shapes: TensorFlow prunes these operations from the graph.
+            _, chosen, _ = act(rows, split_noise[0], state.after)
+            outputs.append(tf.nest.map_structure(self._tensor_array, chosen))
 
         def body(step: tf.Tensor, *parts: Any) -> tuple[tf.Tensor, Any, Any, Any]:
             observations, states, outputs = map(list, parts)
-            for index, noise_by_step in enumerate(noise_by_split):
-                noise = tf.gather(noise_by_step, step)
+            for index, split_noise in enumerate(noise):
                 state = states[index].after
-                action, policy_params, after = choose(observations[index], noise, state)
+                env_action, chosen, after = act(
+                    observations[index], tf.gather(split_noise, step), state
+                )
                 outputs[index] = tf.nest.map_structure(
-                    lambda array, rows: array.write(step, rows),
-                    outputs[index],
-                    (action, policy_params, state),
+                    lambda array, rows: array.write(step, rows), outputs[index], chosen
                 )
                 states[index] = States(state, after)
-                following = (index + 1) % len(self._splits)
-                leaves = self._env.host_call(
-                    functools.partial(self._exchange, index, following),
-                    [step, self._env.to_env_action(action)],
-                    self._splits[following].specs(self._graph_input_specs),
+                following = (index + 1) % len(splits)
+                leaves = self._env.host_calls.call(
+                    functools.partial(step_envs, index, following),
+                    [step, env_action],
+                    specs[splits[following]],
                 )
-                if state:
-                    states[following] = states[following].after_result(*leaves[-3:])
-                    leaves = leaves[:-3]
-                observations[following] = tf.nest.pack_sequence_as(
-                    observations[following], leaves
+                observations[following], flags = (
+                    leaves[:num_leaves],
+                    leaves[num_leaves:],
                 )
+                if flags:
+                    states[following] = states[following].after_result(*flags)
             return step + 1, observations, states, outputs
 
-        step, _, states, outputs = tf.while_loop(
+        _, _, states, outputs = tf.while_loop(
             lambda step, *_: step < self._horizon,
             body,
-            (tf.constant(0), first, states, outputs),
+            (tf.constant(0), observations, states, outputs),
             parallel_iterations=1,
         )
-        outputs = tf.nest.map_structure(lambda array: array.stack(), outputs)
-        return step, states, list(map(self._recorded_outputs, outputs))
+        return tf.nest.map_structure(lambda array: array.stack(), outputs), states
 
     def _tensor_array(self, rows: tf.Tensor) -> tf.TensorArray:
         """Return an array for rows of this shape, one per step."""
         return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
 
-    def _recorded_outputs(self, outputs: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
-        """Return actions, log-probabilities and states of a split for the rollout."""
-        *chosen, states = outputs
-        action, policy_params = tf.nest.map_structure(
-            lambda rows: tf.reshape(rows, [-1, *rows.shape[2:]]), chosen
+    def _run_as_rows_arrive(
+        self, act: Act, noise: np.ndarray, states: States
+    ) -> tuple[list[_Outputs], list[States]]:
+        """Act on rows as they arrive, until each row has taken T steps.
+
+        Args:
+            act: The policy.
+            noise: Noise `[T, B, ...]`.
+            states: The states of all rows.
+
+        Returns:
+            The outputs of the policy, `[T, B, ...]`, and the states after the rollout,
+            each for the only split.
+        """
+        batch, rollout, horizon = self._env.env, self._rollout, self._horizon
+        observations = tf.nest.flatten(rollout.observation)
+        before = [rows.copy() for rows in states.after]
+        after = [rows.copy() for rows in states.after]
+        outputs: list[np.ndarray] = []  # leaves of `_Outputs`, [T, B, ...] each
+        steps = np.zeros(batch.num_envs, np.int64)  # of each row
+        rows = np.arange(batch.num_envs)
+        while rows.size or batch.num_in_flight:
+            if rows.size:
+                at = steps[rows], rows
+                state = tuple(part[rows] for part in before)
+                env_action, action, policy_params, *next_state = act(
+                    [leaf[at] for leaf in observations], noise[at], *state
+                )
+                chosen = _Outputs(action, policy_params, state)
+                leaves = tf.nest.flatten(chosen)
+                if not outputs:
+                    shape = horizon, batch.num_envs
+                    outputs = [
+                        np.zeros((*shape, *x.shape[1:]), x.dtype) for x in leaves
+                    ]
+                for array, part in zip(outputs, leaves, strict=True):
+                    array[at] = part
+                for array, part in zip(after, next_state, strict=True):
+                    array[rows] = part
+                self._check_action(rows, env_action)
+                batch.send(env_action, rows)
+            rows, result = batch.recv(min(self._min_envs, batch.num_in_flight))
+            at = steps[rows], rows
+            for array, part in zip(
+                tf.nest.flatten(step_arrays(rollout)),
+                tf.nest.flatten(result._replace(infos={})),
+                strict=True,
+            ):
+                array[at] = part
+            self._on_step()
+            self._check(result, rows, steps, result.infos)
+            if before:
+                flags = result.terminated, result.truncated, result.status
+                pairs = States(
+                    *(tuple(x[rows] for x in part) for part in (before, after))
+                )
+                for array, part in zip(
+                    before, pairs.after_result(*flags).after, strict=True
+                ):
+                    array[rows] = part
+            steps[rows] += 1
+            rows = rows[steps[rows] < horizon]
+        stacked = tf.nest.pack_sequence_as(chosen, outputs)
+        return [stacked], [States(tuple(before), tuple(before))]
+
+    def _call_policy(
+        self,
+        snapshot: Any,
+        leaves: Sequence[np.ndarray],
+        noise: np.ndarray,
+        *state: np.ndarray,
+    ) -> tuple[Any, ...]:
+        """Run the policy in TensorFlow, outside of a loop in a graph; see `Act`."""
+        inputs = tf.nest.map_structure(tf.constant, (list(leaves), noise, state))
+        outputs = self._act_in_tensorflow(snapshot, *inputs)
+        return tf.nest.map_structure(lambda rows: rows.numpy(), outputs)
+
+    def _run_policy(
+        self, snapshot: Any, leaves: list[tf.Tensor], noise: tf.Tensor, state: Any
+    ) -> tuple[Any, ...]:
+        observation = tf.nest.pack_sequence_as(self._env.observation_spec, leaves)
+        arguments = [] if self._snapshot is None else [snapshot]
+        action, *others = self._policy(*arguments, observation, noise, *state)
+        return self._env.to_env_action(action), action, *others
+
+    def _record(self, split: SplitRows, outputs: _Outputs) -> None:
+        """Store the outputs of the policy for a split, `[T, n, ...]`."""
+        action, policy_params, states = outputs
+        log_prob = self._log_prob(
+            *tf.nest.map_structure(
+                lambda rows: rows.reshape(-1, *rows.shape[2:]), (action, policy_params)
+            )
         )  # [T, n, ...] -> [T * n, ...]
-        log_prob = self._log_prob(action, policy_params)
-        first_states = tf.nest.map_structure(
-            lambda rows: rows[:: self._sequence_length], states
-        )
-        return outputs[0], tf.reshape(log_prob, outputs[0].shape[:2]), first_states
+        log_prob = log_prob.numpy().reshape(action.shape[:2])
+        self._expect_finite(split.env_indices, "log-probability", log_prob)
+        initial = [rows[:: self._sequence_length] for rows in states]
+        split.record_policy_outputs(action, log_prob, initial)
 
     def _noise_by_split(self, seed: tf.Tensor) -> list[tf.Tensor]:
         """Return noise `[T, n, ...]` for each split, or a seed per step `[T, 2]`.
 
-        All noise is drawn before the loop, because drawing it takes more operations
-        than a small policy network.
+        All noise is drawn before the loop, because drawing it takes longer than running
+        a small policy network.
         """
         horizon, num_envs = self._horizon, self._env.num_envs
         if self._noise is None:
@@ -294,45 +528,29 @@ class Simulation:
         noise = tf.reshape(noise, [horizon, num_envs, *noise.shape[1:]])
         return [tf.gather(noise, split.env_indices, axis=1) for split in self._splits]
 
-    def _exchange(
-        self, sent: int, received: int, step: int, env_action: np.ndarray
-    ) -> list[np.ndarray]:
-        """Step the envs of one split, and return the next observation of another.
+    def _step_envs(self, index: int, step: int, env_action: np.ndarray) -> None:
+        """Step the envs of a split, and receive the next observation to act on.
 
-        With a single split, that split is stepped and its observation returned.
+        With several splits, this is the observation of the following split.
 
         Args:
-            sent: Index of the split to step.
-            received: Index of the split whose observation is returned.
+            index: Index of the split.
             step: Index of the batch step.
-            env_action: Actions of the split to step, `[n, ...]`.
+            env_action: Actions of the split's envs, `[n, ...]`.
         """
-        split = self._splits[sent]
-        if env_action.dtype.kind == "f":
-            self._expect_finite(split, "action", env_action[None])
+        split, batch = self._splits[index], self._env.env
+        self._check_action(split.env_indices, env_action)
         if len(self._splits) == 1:
-            result = self._env.env.step(env_action, out=split.result(step))
+            infos = batch.step(env_action, out=split.result(step)).infos
             self._on_step()
-            self._check(split, step, result.infos)
-            return self._graph_inputs(split, step)
-        self._env.env.send(env_action, split.env_indices, together=True)
-        following = self._splits[received]
-        if received != 0:  # its envs are still in the previous step
-            if step > 0:
-                self._receive(following, step - 1)
-            return self._graph_inputs(following, step - 1)
-        self._receive(following, step)
-        self._on_step()
-        return self._graph_inputs(following, step)
-
-    def _graph_inputs(self, split: SplitRows, step: int) -> list[np.ndarray]:
-        """Return the policy's inputs after a received step, where -1 is the reset.
-
-        These are the leaves of the next observation and, for a recurrent policy, the
-        end flags of the step.
-        """
-        leaves = split.observation_leaves(step + 1)
-        return [*leaves, *split.end_flags(step)] if self._state_sizes else leaves
+            self._check(split.result(step), split.env_indices, step, infos)
+            return
+        batch.send(env_action, split.env_indices, together=True)
+        if index == len(self._splits) - 1:
+            self._receive(self._splits[0], step)
+            self._on_step()
+        elif step > 0:  # the envs of the following split are still in the previous step
+            self._receive(self._splits[index + 1], step - 1)
 
     def _receive(self, split: SplitRows, step: int) -> None:
         """Receive a step of a split, and store and check it."""
@@ -340,29 +558,51 @@ class Simulation:
             env_indices=split.env_indices, out=split.result(step)
         )
         split.copy_result(step)
-        self._check(split, step, result.infos)
+        self._check(split.result(step), split.env_indices, step, result.infos)
 
-    def _check(self, split: SplitRows, step: int, infos: Mapping[int, Any]) -> None:
-        if infos:
-            self.infos.update({(int(step), row): infos[row] for row in infos})
-        result = split.result(step)
-        self._env.check_finite(result.observation, result.reward, split.env_indices)
+    def _check(
+        self,
+        result: StepResult,
+        env_indices: np.ndarray,
+        steps: int | np.ndarray,
+        infos: Mapping[int, Any],
+    ) -> None:
+        """Check a received result, and store its infos.
+
+        Args:
+            result: Rows `[n, ...]`.
+            env_indices: Indices of the rows' envs, `[n]`.
+            steps: Index of the batch step, or the index for each env, `[B]`.
+            infos: Infos by env index.
+        """
+        for row, info in infos.items():
+            step = steps if isinstance(steps, int) else int(steps[row])
+            self.infos[step, row] = info
+        check_finite(self._env.env, result.observation, result.reward, env_indices)
+        if not result.truncated.any():
+            return
         bootstrapped = result.truncated & ~result.terminated & result.valid
         if bootstrapped.any():  # their targets use the value of the final observation
             final = tf.nest.map_structure(
                 lambda leaf: leaf[bootstrapped], result.final_observation
             )
-            rows = split.env_indices[bootstrapped]
-            self._env.check_finite(final, result.reward[bootstrapped], rows)
+            rows = env_indices[bootstrapped]
+            check_finite(self._env.env, final, result.reward[bootstrapped], rows)
 
-    def _expect_finite(self, split: SplitRows, what: str, rows: np.ndarray) -> None:
-        """Raise `DivergedError` unless all rows `[T, n, ...]` of a split are finite."""
+    def _check_action(self, env_indices: np.ndarray, env_action: np.ndarray) -> None:
+        if env_action.dtype.kind == "f":
+            self._expect_finite(env_indices, "action", env_action[None])
+
+    def _expect_finite(
+        self, env_indices: np.ndarray, name: str, rows: np.ndarray
+    ) -> None:
+        """Raise `DivergedError` unless the rows `[T, n, ...]` of envs are finite."""
         if np.isfinite(rows).all():
             return
         step, row = np.argwhere(~np.isfinite(rows))[0][:2]
         raise DivergedError(
-            f"Env {split.env_indices[row]} of {self._env.env!r}: expected a finite "
-            f"{what}, got {rows[step, row]}; training has diverged. Try a lower "
+            f"Env {env_indices[row]} of {self._env.env!r}: expected a finite "
+            f"{name}, got {rows[step, row]}; training has diverged. Try a lower "
             "learning_rate."
         )
 
@@ -372,6 +612,6 @@ def simulate(
 ) -> Rollout:
     """Reset all envs and collect one rollout of `horizon` batch steps.
 
-    To collect several rollouts, use a `Simulation`, which is traced only once.
+    To collect several rollouts, use a `Simulation`, which compiles the policy once.
     """
-    return Simulation(env, policy, horizon).run(seed)
+    return Simulation(env, policy, horizon).run(seed, reset=True)

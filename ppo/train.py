@@ -16,12 +16,18 @@ import numpy as np
 
 from envserve.errors import EnvserveError
 from ppo.agent.agent import Agent
+from ppo.algorithms.load import load_algorithm
 from ppo.config.config import Config
 from ppo.environments import MakeEnv
-from ppo.errors import CallbackError, DivergedError, EnvDataError, EnvsLostError
+from ppo.errors import (
+    CallbackError,
+    ConfigError,
+    DivergedError,
+    EnvDataError,
+    EnvsLostError,
+)
 from ppo.evaluation.evaluate import Evaluation, PeriodicEvaluator, derived_seed
 from ppo.learners import SINGLE_LEARNER, Learners
-from ppo.learning.objective import load_policy_loss
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
@@ -34,7 +40,7 @@ __all__ = ["Progress", "TrainResult", "train"]
 
 
 class Progress(NamedTuple):
-    """State of a run after an iteration."""
+    """State of a run after an iteration, which `on_progress` receives."""
 
     steps: int
     """Env steps of the run so far."""
@@ -45,7 +51,7 @@ class Progress(NamedTuple):
     lost_steps: int
     """Env steps lost by failed envs since `train` was called."""
     metrics: Mapping[str, float]
-    """Metrics of the iteration and of an evaluation after it; see docs/metrics.md."""
+    """Metrics of the iteration and of an evaluation after it."""
 
 
 class TrainResult(NamedTuple):
@@ -112,8 +118,16 @@ def train(
         envserve.errors.EnvserveError: The envs failed and cannot recover; a checkpoint
             has been written.
     """
+    algorithm = load_algorithm(config)
+    if learners.num > 1 and not algorithm.supports_several_learners:
+        raise ConfigError(
+            f"algorithm {config.algorithm}: expected one learner, because this "
+            f"algorithm does not average gradients, got {learners.num}; train without "
+            "--distribute and --on."
+        )
+    algorithm.check(config)
     first = Counters(*learners.gather(_first_counters(run_folder) if resume else ())[0])
-    callbacks, policy_loss = Callbacks(config.callbacks), load_policy_loss(config)
+    callbacks = Callbacks(config.callbacks)
     seed = config.seed
     if first.iteration > 0:  # a resumed run must not replay its first episodes
         seed = derived_seed(seed, first.iteration, 1)
@@ -121,7 +135,8 @@ def train(
     envs = make_env(num_envs=num_envs, seed=seed, is_training=True)
     lock = run_folder.locked() if learners.is_chief else contextlib.nullcontext()
     with learners.guard_collectives(), envs as env, lock:
-        run = TrainingRun(config, env, first, policy_loss, on_step, learners)
+        run = TrainingRun(config, env, first, algorithm, on_step, learners)
+        run.before_update = callbacks.before_update
         if resume:
             if run_folder.has_checkpoint():
                 checkpoint.restore(run_folder.checkpoints, run.state)
@@ -209,8 +224,12 @@ class _Loop:
         iteration_window = ReportWindow()
         for window in (self._window, iteration_window):
             window.add(self._run.counters.steps - before, metrics)
+        # With nonfinite="mask", a policy may lose every episode until it improves.
+        can_lose_all = self._config.nonfinite == "mask"
         self._run.lost_steps.add(
-            int(metrics["invalid_steps"]), self._config.steps_per_iteration
+            int(metrics["invalid_steps"]),
+            self._config.steps_per_iteration,
+            0 if can_lose_all else int(self._run.tracker.consecutive_lost.min()),
         )
         return iteration_window.take() | self._run.statistics()
 

@@ -2,26 +2,33 @@
 
 With `overlap`, the next rollout is collected during the update. The update then runs in
 a second thread, while the calling thread steps the envs and runs the rollout loop. The
-two share no variables, because the rollout uses `Updater.acting`, a copy of the
-parameters from before the update.
+two share no variables, because the rollout uses a copy of the parameters from before
+the update.
 """
 
 import collections
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.agent.agent import Agent
-from ppo.agent.normalize import ReturnScale
+from ppo.algorithms.algorithm import Algorithm
 from ppo.config.config import Config
+from ppo.errors import ConfigError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learners import SINGLE_LEARNER, Learners
-from ppo.learning.update import Updater
-from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout, info_means
+from ppo.rollout import (
+    Episode,
+    EpisodeTracker,
+    LostSteps,
+    Rollout,
+    info_means,
+    num_non_finite,
+)
 from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.simulate import Simulation
 
@@ -36,6 +43,7 @@ class TrainingRun:
     Attributes:
         config: The settings.
         agent: The agent being trained.
+        algorithm: The algorithm that trains it.
         env: The training envs. Callbacks may use `set_attr`, `get_attr` and
             `call_each`, but must not step or reset the envs.
         counters: Iterations and env steps so far, including those before a resume.
@@ -47,30 +55,48 @@ class TrainingRun:
         config: Config,
         env: BatchEnv,
         counters: Counters,
-        policy_loss: Callable[..., tf.Tensor],
+        algorithm: type[Algorithm],
         on_step: Callable[[], None],
         learners: Learners = SINGLE_LEARNER,
     ) -> None:
         self.config, self.env, self.counters = config, env, counters
         self.is_stopped = False
         self.learners, share = learners, config.per_learner(learners.num)
-        self.agent = Agent(env.observation_space, env.action_space, config)
+        spaces = env.observation_space, env.action_space
+        self.agent = algorithm.make_agent(*spaces, config)
         graph_env = InGraphBatchEnv(env, self.agent.actions)
-        self.updater = Updater(self.agent, share, policy_loss, learners)
-        self.return_scale = ReturnScale(share.num_envs, config.discount)
+        self.algorithm = algorithm(self.agent, share, learners)
         self.simulation = Simulation(
             graph_env,
             self.agent.act_from,
             config.horizon,
             on_step,
             snapshot=self.agent.snapshot,
+            in_numpy=self.agent.in_numpy,
             log_prob=self.agent.log_prob,
             noise=self._noise,
             state_sizes=self.agent.state_sizes,
             sequence_length=config.sequence_length,
+            act_on=config.act_on,
             num_rollouts=1 + config.overlap,
         )
-        self.state = training_state(self.agent, self.updater, self.return_scale)
+        trackables = dict(self.algorithm.trackables)
+        for part in tf.nest.flatten(trackables):
+            if not getattr(part, "built", True):
+                raise ConfigError(
+                    f"algorithm {config.algorithm}: expected trackables with "
+                    f"variables, got {type(part).__name__} before build; build it in "
+                    "__init__, so that a checkpoint can restore it."
+                )
+        self._snapshot: Any = None  # with `overlap`, a copy of the agent's variables
+        if config.overlap:
+            self._snapshot = tf.nest.map_structure(
+                lambda value: tf.Variable(value, trainable=False), self.agent.snapshot()
+            )
+            trackables["acting"] = tf.nest.flatten(self._snapshot)
+        self.state = training_state(self.agent, trackables)
+        #: Called with this run between the rollout and the update; returns metrics.
+        self.before_update: Callable[[Any], dict[str, float]] = lambda run: {}
         self._next_rollout: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
@@ -104,18 +130,27 @@ class TrainingRun:
         if self._next_rollout is not None:
             future, self._next_rollout = self._next_rollout, None
             return future.result()
-        return self.simulation.run(self._seeds(iteration)[0], self.updater.acting)
+        return self.simulation.run(self._seeds(iteration)[0], self._snapshot)
 
     def _learn(self, rollout: Rollout, after: Counters) -> dict[str, float]:
+        """Update the agent, unless the rollout has no valid step; return metrics."""
         counters = self.counters
         if after.steps == counters.steps:
             return {}
-        return self.updater.update(
+        metrics = self.algorithm.learn(
             rollout,
-            reward_scale=self.return_scale.factor,
             progress=counters.steps / self.config.planned_steps,
             seed=self._seeds(counters.iteration)[1],
         )
+        try:
+            numbers = {name: float(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"algorithm {self.config.algorithm}: expected learn to return numbers "
+                f"by name, got {metrics!r:.200}."
+            ) from error
+        numbers.pop("steps", None)  # reserved for the number of env steps
+        return numbers
 
     def _learn_and_collect(self, rollout: Rollout, after: Counters) -> dict[str, float]:
         """Update in another thread while this one collects the next rollout.
@@ -123,8 +158,8 @@ class TrainingRun:
         If collecting fails, the next `_collect` raises the exception, so that this
         iteration can still be completed and saved.
         """
-        acting, snapshot = self.updater.acting, self.agent.snapshot()
-        tf.nest.map_structure(lambda old, new: old.assign(new), acting, snapshot)
+        acting, newest = self._snapshot, self.agent.snapshot()
+        tf.nest.map_structure(lambda old, new: old.assign(new), acting, newest)
         with ThreadPoolExecutor(1) as pool:
             learned = pool.submit(self._learn, rollout, after)
             if not self.config.is_finished_after(after.steps):
@@ -141,17 +176,21 @@ class TrainingRun:
         config, counters, learners = self.config, self.counters, self.learners
         started = time.perf_counter()
         self.rollout = rollout = self._collect(counters.iteration)
-        episodes = self.tracker.add(rollout, self.simulation.infos)
+        infos = self.simulation.infos
+        episodes = self.tracker.add(rollout, infos)
         newest = episodes[-_RECENT_EPISODES // learners.num :]
         lost = rollout.done & ~rollout.valid
-        parts = learners.gather((int(rollout.valid.sum()), int(lost.sum()), newest))
+        is_masking = config.nonfinite == "mask"
+        num_masked = num_non_finite(rollout, infos) if is_masking else 0
+        counts = int(rollout.valid.sum()), int(lost.sum()), num_masked
+        parts = learners.gather((*counts, newest))
         collected = time.perf_counter()
-        num_valid, num_lost = (sum(part[index] for part in parts) for index in (0, 1))
+        num_valid, num_lost, num_masked = (
+            sum(part[index] for part in parts) for index in range(3)
+        )
         after = Counters(counters.iteration + 1, counters.steps + num_valid)
-        self.recent.extend(Episode(*each) for part in parts for each in part[2])
-        # Updated before the learning step, because rewards are stored unscaled.
-        ends = rollout.done, rollout.valid
-        self.return_scale.update(rollout.reward, *ends, learners)
+        self.recent.extend(Episode(*episode) for part in parts for episode in part[3])
+        callback_metrics = self.before_update(self)  # may change rewards
         learn = self._learn_and_collect if config.overlap else self._learn
         learned = learn(rollout, after)
         # Updated after the learning step, because the stored log-probabilities depend
@@ -163,24 +202,23 @@ class TrainingRun:
         self.counters = after
         finished = time.perf_counter()
         return {
+            **callback_metrics,
+            **learned,
             "iteration": self.counters.iteration,
             "mean_return": self.mean_return,
             "mean_length": _mean([episode.length for episode in self.recent]),
             "invalid_steps": float(config.steps_per_iteration - num_valid),
             "lost_episodes": float(num_lost),
+            **({"nonfinite_episodes": num_masked} if is_masking else {}),
             "valid_fraction": num_valid / config.steps_per_iteration,
             "rollout_seconds": collected - started,
             "update_seconds": finished - collected,
             **info_means(self.recent),
-            **learned,
         }
 
     def statistics(self) -> dict[str, float]:
-        """Return metrics of the observation normalisation and the reward scale."""
-        statistics = self.agent.preprocess.statistics()
-        if self.config.scale_rewards:
-            statistics["reward_scale"] = float(self.return_scale.factor)
-        return statistics
+        """Return the algorithm's metrics of the current state."""
+        return self.algorithm.statistics()
 
     @property
     def is_finished(self) -> bool:

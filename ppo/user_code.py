@@ -1,4 +1,4 @@
-"""Load and call user code that a config names: networks, losses and callbacks.
+"""Load and call user code that a config names: algorithms, networks, losses, callbacks.
 
 A name is `package.module:NAME` or `path/to/file.py:NAME`, with a path relative to the
 working directory. Each file is loaded once, like a module, so its functions share its
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from envserve.text import one_line
 from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
@@ -35,15 +37,15 @@ def load_user_code(setting: str, name: str) -> Callable[..., Any]:
         ConfigError: The module, the file or the name in it does not exist, or the
             import fails.
     """
-    source, _, wanted = name.rpartition(":")
+    source, _, attribute = name.rpartition(":")
     path = os.path.abspath(source) if source.endswith(".py") else None
     with user_code_errors(f"{setting} {name}", path):
         module = _load_file(path) if path else importlib.import_module(source)
-    if not callable(found := getattr(module, wanted, None)):
+    if not callable(found := getattr(module, attribute, None)):
         names = [key for key, value in vars(module).items() if callable(value)]
         raise ConfigError(
-            f"{setting}: expected a function {wanted} in {source}, found "
-            f"{'none' if found is None else repr(found)}.{suggestion(wanted, names)}"
+            f"{setting}: expected a function {attribute} in {source}, found "
+            f"{'none' if found is None else repr(found)}.{suggestion(attribute, names)}"
         )
     return found
 
@@ -134,19 +136,43 @@ class Callbacks:
             CallbackError: A callback raised an exception, stepped or reset the training
                 envs, or returned something other than numbers by name.
         """
+        return self._call(run, metrics, lambda callback: callback)
+
+    def before_update(self, run: Any) -> dict[str, float]:
+        """Call the method `before_update` of all callbacks that have one.
+
+        The method takes the run and the rollout, and may change the rollout's rewards.
+
+        Raises:
+            CallbackError: As in `__call__`, or a reward is not finite afterwards.
+        """
+
+        def before_update_of(callback: Any) -> Any:
+            method = getattr(callback, "before_update", None)
+            return method and (lambda run, _, rollout: method(run, rollout))
+
+        return self._call(run, {}, before_update_of)
+
+    def _call(
+        self, run: Any, metrics: dict[str, float], function_of: Callable[[Any], Any]
+    ) -> dict[str, float]:
         numbers, env = dict(metrics), run.env
         rows, resets = env.stats().rows, env.reset_infos
         for name, code, callback in self._callbacks:
+            if (function := function_of(callback)) is None:
+                continue
             with user_code_errors(name, code, CallbackError):
-                numbers.update(callback(run, numbers, run.rollout) or {})
+                numbers.update(function(run, numbers, run.rollout) or {})
+                if not np.isfinite(run.rollout.reward).all():
+                    raise ValueError("expected finite rewards in the rollout")
                 if env.stats().rows != rows or env.reset_infos is not resets:
                     raise ValueError(
                         "a callback must not step or reset run.env, "
                         "because the next rollout continues the episodes of this one; "
                         "create a separate BatchEnv instead"
                     )
-                if odd := [key for key in numbers if not isinstance(key, str)]:
-                    raise TypeError(f"expected numbers by name, got {odd[0]!r}")
+                if invalid := [key for key in numbers if not isinstance(key, str)]:
+                    raise TypeError(f"expected numbers by name, got {invalid[0]!r}")
                 numbers = {key: float(value) for key, value in numbers.items()}
         added = numbers.keys() - {*metrics, "steps"}
         return {k: numbers[k] for k in added if not k.startswith("evaluation_")}

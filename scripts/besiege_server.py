@@ -2,10 +2,10 @@
 
     python scripts/besiege_server.py [--seconds 30]                about 2 minutes
 
-Some send nothing, some begin a greeting or a handshake and do not finish it, and some
-use unknown keys. A worker is killed at the same time. The server first runs without a
-file descriptor limit, then with a low one. Exits with 1 if a goal is missed, or if a
-row is wrong or lost. Requires the extra `dev` (psutil).
+Some clients send nothing, some begin a greeting or a handshake and do not finish it,
+and some use unknown keys. A worker is killed at the same time. The server first runs
+without a limit on file descriptors, then with a low one. Exits with 1 if a goal is
+missed, or if a row is wrong or lost. Requires the extra `dev` (psutil).
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client
 
-OPENINGS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--workers", "3")
-#: Without a file descriptor limit, and with a low one.
+OPTIONS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--workers", "3")
+#: Maxima without a limit on file descriptors, and with a low one.
 MAX_CONNECT_SECONDS: Final = (1.0, 3.0)
 MAX_P99_RATIO: Final = 1.5
 MAX_GROWTH_MIB: Final = 64.0
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
     mib: float
 
 
-class Knocker:
+class UnknownKeyClient:
     """A client with a new, unknown key."""
 
     def __init__(self, address: str, server_public: bytes) -> None:
@@ -67,23 +67,23 @@ class Knocker:
 
 
 def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
-    """Keep some connections of each kind open; replace those that the server closes."""
+    """Keep connections open; `counts` are clients of each kind, as in `main`."""
     raise_file_limit()
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
-    peers: list[Stranger | Knocker | None] = [None] * len(kinds)
-    for place, kind in itertools.cycle(enumerate(kinds)):
-        peer = peers[place]
+    peers: list[Stranger | UnknownKeyClient | None] = [None] * len(kinds)
+    for index, kind in itertools.cycle(enumerate(kinds)):
+        peer = peers[index]
         if peer is not None and not peer.is_disconnected():
             time.sleep(1 / len(kinds))
             continue
         if peer is not None:
             peer.socket.close()
-        peers[place] = None
+        peers[index] = None
         with contextlib.suppress(OSError):
             if kind == 3:
-                peers[place] = Knocker(address, public)
+                peers[index] = UnknownKeyClient(address, public)
                 continue
-            peers[place] = peer = Stranger(address, None, 1.0)
+            peers[index] = peer = Stranger(address, None, 1.0)
             if kind == 1:
                 peer.send_half()
             elif kind == 2:
@@ -94,7 +94,7 @@ def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> N
 def strangers(
     server: ServerProcess, counts: tuple[int, int, int, int], cores: Cores
 ) -> Iterator[None]:
-    """Besiege the server from a separate process."""
+    """Run `besiege` in a separate process during the block."""
     keys = KeyFolder().key("server")
     assert keys is not None
     spawn = multiprocessing.get_context("spawn")
@@ -133,46 +133,46 @@ def measure(server: ServerProcess, client: HonestClient, seconds: float) -> Meas
     )
 
 
-def kill_a_worker(server: ServerProcess) -> float:
-    """Kill the worker of a lease; return the seconds until its env steps again."""
+def kill_worker(server: ServerProcess) -> float:
+    """Kill the worker of a lease; return the seconds until the env steps again."""
     others = set(server.worker_pids)
     with contextlib.closing(attach_lane(server, "CartPole-v1", 1)) as lane:
         (pid,) = set(server.worker_pids) - others
         os.kill(pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        has_lost = False
+        has_failed = False
         while True:
             (outcome,) = step(lane, 0)
-            if has_lost and not outcome.faults:
+            if has_failed and not outcome.faults:
                 return time.monotonic() - killed_at
-            has_lost = has_lost or bool(outcome.faults)
+            has_failed = has_failed or bool(outcome.faults)
 
 
 def run(
     seconds: float, counts: tuple[int, int, int, int], descriptors: int, cores: Cores
 ) -> tuple[Measured, Measured, float]:
-    """Return measurements before and during a siege, and a worker's downtime in s."""
+    """Return measurements before and during an attack, and a worker's downtime in s."""
     limit = ("sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(own_keys())
         with cores.of("server"):
             prefix = limit if descriptors else ()
-            server = ServerProcess(folder, *OPENINGS, prefix=prefix)
+            server = ServerProcess(folder, *OPTIONS, prefix=prefix)
         stack.enter_context(server)
         stack.enter_context(cores.of("client"))
         client = stack.enter_context(honest_client(server))
         before = measure(server, client, min(10.0, seconds))
         with strangers(server, counts, cores):
-            absence = kill_a_worker(server)
-            meanwhile = measure(server, client, seconds)
-        print(server.log.count("closed all connections"), "times all were closed")
-    return before, meanwhile, absence
+            absence = kill_worker(server)
+            during = measure(server, client, seconds)
+        print("all connections closed:", server.log.count("closed all connections"))
+    return before, during, absence
 
 
 def main(
     seconds: Annotated[
-        float, typer.Option(help="Duration of each of the two sieges.")
+        float, typer.Option(help="Duration of each of the two attacks.")
     ] = 30.0,
     silent: int = 500,
     greeters: Annotated[int, typer.Option(help="Clients that begin a greeting.")] = 100,
@@ -181,25 +181,25 @@ def main(
     ] = 500,
     knockers: Annotated[int, typer.Option(help="Clients with unknown keys.")] = 100,
     descriptors: Annotated[
-        int, typer.Option(help="Descriptors of the server in the second siege.")
+        int, typer.Option(help="Descriptors of the server in the second attack.")
     ] = 400,
 ) -> None:
-    """Besiege a server."""
+    """Attack a server with connections of unauthorised clients."""
     raise_file_limit()
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
     for count in (0, descriptors):
         counts = (silent, greeters, dawdlers, knockers)
-        before, meanwhile, absence = run(seconds, counts, count, cores)
+        before, during, absence = run(seconds, counts, count, cores)
         name = f"{count} descriptors: " if count else ""
-        ratio = meanwhile.step_ms / before.step_ms
+        ratio = during.step_ms / before.step_ms
         goals.at_most(f"{name}step p99, relative to before", ratio, MAX_P99_RATIO)
         goals.at_most(
             f"{name}connect with an env, p99 (s)",
-            meanwhile.connect_seconds,
+            during.connect_seconds,
             MAX_CONNECT_SECONDS[count > 0],
         )
-        growth = meanwhile.mib - before.mib
+        growth = during.mib - before.mib
         goals.at_most(f"{name}growth of the server (MiB)", growth, MAX_GROWTH_MIB)
         goals.at_most(
             f"{name}a killed worker is replaced (s)", absence, MAX_ABSENCE_SECONDS

@@ -41,7 +41,7 @@ print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
 
 
 class Cluster:
-    """The file's services, each on its own host, and `sim` on several.
+    """The services of docker-compose.yml, each on a host, and `sim` on several.
 
     Attributes:
       servers: Names of the hosts that run `sim`.
@@ -61,13 +61,13 @@ class Cluster:
     def command(self, host: str, words: list[str]) -> list[str]:
         """Return a command line for a host, with the folder in place of the volumes."""
         program, *rest = words
-        placed = [word.replace("/keys", f"{self.folder}/keys") for word in rest]
-        return self.hosts.command(host, str(BIN / program), *placed)
+        arguments = [word.replace("/keys", f"{self.folder}/keys") for word in rest]
+        return self.hosts.command(host, str(BIN / program), *arguments)
 
     def environment(self, service: str) -> dict[str, str]:
         """Return a service's environment, with the folder in place of the volumes."""
-        given = self.services[service].get("environment", {})
-        home = given.get("ENVSERVE_HOME", "/nowhere")
+        variables = self.services[service].get("environment", {})
+        home = variables.get("ENVSERVE_HOME", "/nowhere")
         return os.environ | {"ENVSERVE_HOME": f"{self.folder}{home}"}
 
     def start(self, service: str, host: str = "", *more: str) -> None:
@@ -111,23 +111,23 @@ class Cluster:
             process.wait(timeout=120)
 
 
-def wait_for(what: str, is_so: Callable[[], Any], seconds: float = 180) -> Any:
+def wait_for(name: str, condition: Callable[[], Any], seconds: float = 180) -> Any:
     """Wait for a condition, print how long that took, and return its value.
 
     Raises:
       TimeoutError: The condition did not become true in time.
     """
-    begin = time.monotonic()
-    while not (found := is_so()):
-        if time.monotonic() > begin + seconds:
-            raise TimeoutError(f"expected within {seconds:g} s: {what}")
+    started = time.monotonic()
+    while not (found := condition()):
+        if time.monotonic() > started + seconds:
+            raise TimeoutError(f"expected within {seconds:g} s: {name}")
         time.sleep(0.1)
-    print(f"{time.monotonic() - begin:5.1f} s  {what}", flush=True)
+    print(f"{time.monotonic() - started:5.1f} s  {name}", flush=True)
     return found
 
 
 @contextmanager
-def telling(folder: Path) -> Iterator[None]:
+def print_logs_on_failure(folder: Path) -> Iterator[None]:
     """On failure, print the end of each log and exit with 1."""
     try:
         yield
@@ -150,11 +150,12 @@ def health_command() -> list[str]:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     metrics = run / "metrics.jsonl"
     text = metrics.read_text() if metrics.exists() else ""
-    whole, _, _ = text.rpartition("\n")  # the last line may be incomplete
-    return [json.loads(line) for line in whole.splitlines()]
+    lines, _, _ = text.rpartition("\n")  # the last line may be incomplete
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def rehearse(cluster: Cluster) -> None:
+    """Train, and check that everything recovers from the loss of a host."""
     run, services = cluster.folder / "run", cluster.services
     lost = cluster.servers[-1]
 
@@ -224,7 +225,7 @@ def main(
         stack.callback(cluster.hosts.remove)
         cluster.hosts.create()
         stack.callback(cluster.close)
-        with telling(folder):
+        with print_logs_on_failure(folder):
             rehearse(cluster)
 
 

@@ -1,10 +1,10 @@
-"""Try to crash a server or to fill its memory, as an authorised client.
+"""Try to crash a server, or to exhaust its memory, as an authorised client.
 
     python scripts/fill_server.py [--seconds 10]                       about a minute
 
-The client announces the routing ids that the server would assign next if it counted
-from libzmq's usual start. Next, it sends large messages over four connections with
-the same id, and finally a message that never ends. An honest client steps at the same
+The attacker first connects with the routing ids that the server would assign next if it
+did not seed libzmq's counter. It then sends large messages over four connections with
+the same id, and finally a message that never ends. A normal client steps at the same
 time. Exits with 1 if the server exits or does not release the memory, if a step takes
 too long, or if a row is wrong or lost. Linux only.
 """
@@ -35,15 +35,15 @@ from envserve.wire.sockets import raise_file_limit, use_keys
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HELLO, KeyedStranger, honest_client, predicted_ids
 
-OPENINGS: Final = ("--allow-kwarg", "length", "--drain-grace", "0")
+OPTIONS: Final = ("--allow-kwarg", "length", "--drain-grace", "0")
 MAX_GROWTH_MIB: Final = 300.0
 MAX_STEP_MS: Final = 500.0
 SETTLE_SECONDS: Final = 3.0
 _MIB: Final = bytes(1 << 20)
-#: More frames than memory can hold, so the message never ends.
+#: Frames of a message; more than memory can hold, so the message never ends.
 _ENDLESS: Final = 20_000
-_AT_ONCE: Final = 250
-_NEWCOMERS: Final = 20
+_CHUNK_SIZE: Final = 250
+_CLIENTS_WITHOUT_ID: Final = 20
 
 
 def keys_of(home: Path, address: str) -> CurveKeys:
@@ -54,7 +54,7 @@ def keys_of(home: Path, address: str) -> CurveKeys:
 
 
 def let_in(home: Path, address: str) -> CurveKeys:
-    """Create a client with this key folder, and authorise it; return its keys."""
+    """Authorise a new client with this key folder; return its keys."""
     public, _ = keys_of(KeyFolder().path, address)
     KeyFolder(home).add_pin([address], public, home.name)
     keys = keys_of(home, address)
@@ -63,8 +63,8 @@ def let_in(home: Path, address: str) -> CurveKeys:
     return keys
 
 
-def send_as_one(address: str, home: Path) -> None:
-    """Send endlessly over four connections; the server reads only the first."""
+def send_with_one_id(address: str, home: Path) -> None:
+    """Send endlessly over four connections with one id; the server reads the first."""
     with zmq.Context() as context:
         peers = [context.socket(zmq.DEALER) for _ in range(4)]
         for peer in peers:
@@ -90,16 +90,16 @@ def send_endless(address: str, home: Path) -> None:
 
 
 def announce(address: str, keys: CurveKeys, count: int) -> int:
-    """Announce routing ids; return the number of new clients that were rejected."""
-    foreseen, num_shut_out = predicted_ids(count), 0
-    for start in range(0, count, _AT_ONCE):
+    """Connect with predicted routing ids; return the number of rejected clients."""
+    predicted, num_rejected = predicted_ids(count), 0
+    for start in range(0, count, _CHUNK_SIZE):
         with contextlib.ExitStack() as stack:
-            ids = foreseen[start : start + _AT_ONCE]
-            for routing_id in (*ids, *[b""] * _NEWCOMERS):
+            ids = predicted[start : start + _CHUNK_SIZE]
+            for routing_id in (*ids, *[b""] * _CLIENTS_WITHOUT_ID):
                 peer = KeyedStranger(address, *keys, HELLO, routing_id)
-                num_shut_out += not stack.enter_context(peer).is_admitted()
-        zmq.Context.instance().term()  # wait until all are closed; few fit at once
-    return num_shut_out
+                num_rejected += not stack.enter_context(peer).is_admitted()
+        zmq.Context.instance().term()  # wait for close: sockets are limited
+    return num_rejected
 
 
 def fill(
@@ -109,19 +109,19 @@ def fill(
     seconds: float,
     cores: Cores,
 ) -> tuple[float, float]:
-    """Let a process send; return the server's peak and final memory in MiB.
+    """Run `send` in a process; return the server's peak and final memory in MiB.
 
-    The final value is measured when the process has not sent anything for a while, but
-    is still connected.
+    The final value is measured some seconds after the process has been stopped, while
+    it is still connected.
     """
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=send, args=(server.address, home))
     with cores.of("attacker"):
         process.start()
     try:
-        most, until = 0, time.monotonic() + seconds
-        while time.monotonic() < until:
-            most = max(most, server.resident_bytes)
+        peak, deadline = 0, time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            peak = max(peak, server.resident_bytes)
             time.sleep(0.02)
         assert process.is_alive(), "expected a running attacker; its process has ended"
         os.kill(process.pid or 0, signal.SIGSTOP)
@@ -130,7 +130,7 @@ def fill(
     finally:
         process.kill()
         process.join()
-    return most / 2**20, after / 2**20
+    return peak / 2**20, after / 2**20
 
 
 def main(
@@ -149,25 +149,25 @@ def main(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(own_keys())
         with cores.of("server"):
-            server = stack.enter_context(ServerProcess(folder, *OPENINGS))
+            server = stack.enter_context(ServerProcess(folder, *OPTIONS))
         stack.enter_context(cores.of("client"))
         with honest_client(server) as client:
             before = server.resident_bytes / 2**20
             keys = let_in(folder / "announces", server.address)
-            num_shut_out = announce(server.address, keys, announced)
-        goals.at_most(f"{announced:,} routing ids: rejected clients", num_shut_out, 0)
+            num_rejected = announce(server.address, keys, announced)
+        goals.at_most(f"{announced:,} routing ids: rejected clients", num_rejected, 0)
         longest = 1e3 * max(client.seconds)
         goals.at_most("routing ids: longest honest step (ms)", longest, MAX_STEP_MS)
-        for name, send in (("one-id", send_as_one), ("endless", send_endless)):
+        for name, send in (("one-id", send_with_one_id), ("endless", send_endless)):
             # Use a new client, because the previous client is blocked.
             let_in(home := folder / name, server.address)
             num_closed = server.log.count("connections are closed")
             with honest_client(server) as client:
-                most, after = fill(server, send, home, seconds, cores)
+                peak, after = fill(server, send, home, seconds, cores)
             num_closed = server.log.count("connections are closed") - num_closed
             steps, longest = len(client.seconds), 1e3 * max(client.seconds)
             print(f"{name}: {num_closed} times closed, {steps:,} correct honest steps")
-            goals.at_least(f"{name}: largest growth (MiB)", most - before, 100)
+            goals.at_least(f"{name}: largest growth (MiB)", peak - before, 100)
             goals.at_most(
                 f"{name}: growth at the end (MiB)", after - before, MAX_GROWTH_MIB
             )

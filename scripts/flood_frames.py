@@ -1,12 +1,12 @@
-"""Send malformed and foreign messages to a server, while an honest client checks rows.
+"""Send malformed messages and messages of another lease, while a client checks rows.
 
     python scripts/flood_frames.py [--messages 1000000]            about 4 minutes
 
 The script first sends malformed messages: mutated messages of the attacker's lease,
 messages with chosen routing ids, and messages over connections that break. It then
-sends messages with the ids of the honest client's lease, but from another key. It
-finally searches for the server's keys in all places where they must not be. Exits with
-1 if a goal is missed, or if a row is wrong or lost. Linux only.
+sends messages with the ids of another client's lease. Finally, it searches for the
+server's keys in all places where they must not be. Exits with 1 if a goal is missed, or
+if a row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -55,9 +55,9 @@ from tests.envserve.test_fuzz_server import (
 
 MAX_GROWTH_MIB: Final = 32.0
 MAX_MORE_DESCRIPTORS: Final = 8
-_OPENINGS: Final = ("--allow-kwarg", "length", "--allow-kwarg", "fault:any")
+_OPTIONS: Final = ("--allow-kwarg", "length", "--allow-kwarg", "fault:any")
 _WARM_UP: Final = 20_000
-#: Messages between steps of the attacker's env, and between new connections.
+#: Numbers of messages between steps of the attacker's env, and between connections.
 _STEP_EVERY, _PEER_EVERY = 32, 1000
 #: Seconds after which an answer is considered lost.
 _STEP_SECONDS: Final = 2.0
@@ -87,7 +87,7 @@ class Peer(Attacker):
         kind, body = MessageType.STEP, bytes(8)
         if self._seq == 1:
             kind, body = MessageType.RESET, ResetBody(resets=((None, None),)).encode()
-        self._own = Message(
+        self._next_operation = Message(
             kind,
             session=self.session,
             boot=self.boot,
@@ -96,7 +96,7 @@ class Peer(Attacker):
             entries=((0, self._seq),),
             body=body,
         )
-        self.valid[2] = encode(self._own)
+        self.valid[2] = encode(self._next_operation)
 
     def step(self) -> None:
         """Step the env, so that the server has handled all earlier messages.
@@ -104,9 +104,9 @@ class Peer(Attacker):
         If a mutated message has ended the lease, attach again.
         """
         seq = self._seq
-        until = time.monotonic() + _STEP_SECONDS
-        self.send(encode(self._own))
-        while self._seq == seq and time.monotonic() < until:
+        deadline = time.monotonic() + _STEP_SECONDS
+        self.send(encode(self._next_operation))
+        while self._seq == seq and time.monotonic() < deadline:
             self._socket.poll(100)
             self.read()
         if self._seq == seq:
@@ -119,9 +119,9 @@ class Peer(Attacker):
         while self._socket.poll(0):
             answer = decode(self._socket.recv_multipart())
             self.answers[answer.type] += 1
-            is_own = answer.session == self.session
-            is_own = is_own and answer.entries == self._own.entries
-            if is_own and answer.type is MessageType.RESULT:
+            is_next = answer.session == self.session
+            is_next = is_next and answer.entries == self._next_operation.entries
+            if is_next and answer.type is MessageType.RESULT:
                 self._renew()
 
 
@@ -175,7 +175,7 @@ def send_as_another(
     """
 
     @functools.cache
-    def refusal(body: bytes) -> str:
+    def error_text(body: bytes) -> str:
         return ErrorBody.decode(body).text if body else ""
 
     session, epoch = numbers
@@ -200,9 +200,9 @@ def send_as_another(
                 answer = decode(frames)
                 num_answers += 1
                 if answer.session in kinds:
-                    asked = answer.request % len(bodies)
-                    said = int(answer.type), refusal(answer.body)
-                    kinds[answer.session].add((bodies[asked][0].name, *said))
+                    index = answer.request % len(bodies)
+                    reply = int(answer.type), error_text(answer.body)
+                    kinds[answer.session].add((bodies[index][0].name, *reply))
 
         def wait(self) -> None:
             self._socket.poll(100)
@@ -210,10 +210,10 @@ def send_as_another(
 
     with contextlib.closing(Reader(address)) as peer:
         boot = peer.wait_for_answer(1 << 49)
-        turns = itertools.cycle(itertools.product(kinds, range(len(bodies))))
-        for number, (whose, index) in enumerate(itertools.islice(turns, count)):
+        order = itertools.cycle(itertools.product(kinds, range(len(bodies))))
+        for number, (target, index) in enumerate(itertools.islice(order, count)):
             kind, body, entries = bodies[index]
-            message = Message(kind, session=whose, boot=boot, epoch=epoch, body=body)
+            message = Message(kind, session=target, boot=boot, epoch=epoch, body=body)
             message.request = number // (2 * len(bodies)) * len(bodies) + index
             message.entries = entries
             peer.send(encode(message))
@@ -224,7 +224,7 @@ def send_as_another(
     return num_answers, known, unknown
 
 
-def as_attacker(home: Path, cores: Cores, what: Callable[..., Any], *given: Any) -> Any:
+def as_attacker(home: Path, cores: Cores, run: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a separate process with the attacker's keys."""
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -232,7 +232,7 @@ def as_attacker(home: Path, cores: Cores, what: Callable[..., Any], *given: Any)
         mock.patch.dict(os.environ, ENVSERVE_HOME=str(home)),
         ProcessPoolExecutor(1, spawn) as executor,
     ):
-        return executor.submit(what, *given).result()
+        return executor.submit(run, *args).result()
 
 
 def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
@@ -260,7 +260,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield data readable by others: argv, workers' memory, the log, crash files."""
+    """Yield data that others can read: argv, workers' memory, the log, crash files."""
     pid, *started = with_descendants(server.process.pid)
     yield "argv of the server", Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:
@@ -272,7 +272,7 @@ def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]
         yield str(path), path.read_bytes()
 
 
-def look_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
+def search_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
     """Search for secrets in all readable places; check that a crash leaves no core."""
     secrets = planted_secrets(KeyFolder())
     crashing = attach_lane(server, FAULTY, 1, env_kwargs={"fault": "raise"})
@@ -319,8 +319,8 @@ def flood(
         requests = client.lane._session.requests
         numbers = requests.session, requests.epoch
         attach = Attach(env_name=LEDGER, num_envs=4, seed=3).encode()
-        given = address, messages, numbers, attach
-        count, known, unknown = as_attacker(mallory, cores, send_as_another, *given)
+        args = address, messages, numbers, attach
+        count, known, unknown = as_attacker(mallory, cores, send_as_another, *args)
         seconds = time.monotonic() - started
         steps = client.seconds[first:]
         until = time.monotonic() + _SETTLE_SECONDS
@@ -333,7 +333,7 @@ def flood(
     total = answers.total()
     print(
         f"{2 * messages:,} messages in {seconds:.0f} s; {total:,} answers to malformed "
-        f"ones, {count:,} to those of another key; {len(steps):,} correct honest steps"
+        f"ones, {count:,} to those of another key; {len(steps):,} correct steps"
     )
     goals.at_least(
         "RESULTs among answers (%)", 100 * answers[MessageType.RESULT] / total, 3
@@ -347,7 +347,7 @@ def flood(
     goals.at_most("growth of the server (MiB)", mib_after - mib, MAX_GROWTH_MIB)
     more = descriptors_after - descriptors
     goals.at_most("additional descriptors", more, MAX_MORE_DESCRIPTORS)
-    goals.at_most("honest client's longest step (ms)", 1e3 * max(steps), 500)
+    goals.at_most("longest step of the other client (ms)", 1e3 * max(steps), 500)
 
 
 def main(
@@ -362,28 +362,28 @@ def main(
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["ENVSERVE_HOME"] = str(root / "home")
-        own, other = KeyFolder(), KeyFolder(root / "mallory")
-        server_pair, pair = own.ensure_key("server"), other.ensure_key("client")
-        own.ensure_key("client")
+        folder, attacker = KeyFolder(), KeyFolder(root / "mallory")
+        server_pair, pair = folder.ensure_key("server"), attacker.ensure_key("client")
+        folder.ensure_key("client")
         grant = Grant(
             name="mallory", public=pair.public, envs=("CartPole-v1",), share=1000.0
         )
-        own.clients.add(grant, time.time())
-        folder = root / "server"
-        (folder / "crashes").mkdir(parents=True)
+        folder.clients.add(grant, time.time())
+        server_folder = root / "server"
+        (server_folder / "crashes").mkdir(parents=True)
         with cores.of("server"):
-            options = (*_OPENINGS, "--crash-dir", str(folder / "crashes"))
+            options = (*_OPTIONS, "--crash-dir", str(server_folder / "crashes"))
             server = ServerProcess(
-                folder,
+                server_folder,
                 *(*options, "--drain-grace", "0", "--log-level", "info"),
                 environment={"ENVSERVE_PLANTED": _PLANTED},
                 prefix=limits,
             )
         stack.enter_context(server)
         stack.enter_context(cores.of("client"))
-        other.add_pin([server.address], server_pair.public, "mallory")
+        attacker.add_pin([server.address], server_pair.public, "mallory")
         flood(server, root / "mallory", messages, cores, goals)
-        look_for_secrets(server, folder, goals)
+        search_for_secrets(server, server_folder, goals)
     sys.exit(goals.report())
 
 

@@ -3,8 +3,8 @@
     python scripts/flood_servers.py                                    about 4 minutes
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
-The honest client steps 8 CartPole envs: alone, while another server on the same CPUs is
-flooded, and while its own server is flooded. The goals are the ratio of the last two
+A client steps 8 CartPole envs: without a flood, while another server on the same CPUs
+is flooded, and while its server is flooded. The goals are the ratio of the last two
 speeds, and the longest step. The flood `strangers` consists of 500 handshakes a second
 with unknown keys; the file `clients` has 5,000 lines. Exits with 1 if a goal is missed.
 """
@@ -51,7 +51,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _NUM_ENVS = 8
 _MIN_RATIO = 0.9
 _MAX_STEP_MS = 100.0
-_GOING = "going"
+_STARTED = "started"
 _OPTIONS = ("--drain-grace", "0", "--max-processes", "16", "--metrics-port", "0")
 #: Number of lines in the file `clients`.
 _NUM_CLIENTS = 5_000
@@ -101,7 +101,7 @@ class _Peer:
         self._socket.connect(address)
         self._requests = itertools.count(1)
         self._session, self._boot, self.epoch = id(self), 0, 0
-        self._boot = self.ask(*_BODIES["hello"]).boot
+        self._boot = self.request(*_BODIES["hello"]).boot
 
     def _pack(self, kind: MessageType, body: bytes) -> list[Buffer]:
         has_blocks = kind in (MessageType.RESET, MessageType.CALL)
@@ -117,8 +117,8 @@ class _Peer:
             )
         )
 
-    def ask(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Repeat a request until it is answered, because floods cause message drops."""
+    def request(self, kind: MessageType, body: bytes = b"") -> Message:
+        """Resend a request until it is answered, because a flood can drop messages."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):
@@ -131,17 +131,17 @@ class _Peer:
         """Request envs in a new session; return whether they were granted."""
         self._session += 1
         body = Attach(env_name=env_name, num_envs=num_envs, seed=1).encode()
-        answer = self.ask(MessageType.ATTACH, body)
+        answer = self.request(MessageType.ATTACH, body)
         self.epoch = answer.epoch
         return answer.type is MessageType.GRANTED
 
     def record_request(self) -> tuple[MessageType, bytes]:
         """Attach and reset envs; return a request for the flight record of one."""
-        # The leases of an earlier flood end some seconds after it.
+        # The leases of an earlier flood expire some seconds after it.
         while not self.attach("CartPole-v1", _NUM_ENVS):
             time.sleep(0.1)
-        self.ask(*_BODIES["reset"])
-        status = ServerStatus.decode(self.ask(MessageType.STATUS).body)
+        self.request(*_BODIES["reset"])
+        status = ServerStatus.decode(self.request(MessageType.STATUS).body)
         lease = status.leases[0].number
         body = FrameRequest(lease=lease, rows=(0,), record=True).encode()
         return MessageType.FRAME, body
@@ -170,12 +170,12 @@ def _flood(kind: str, address: str, num_connections: int) -> None:
     if kind in ("reset", "call"):
         for peer in peers[:4]:
             peer.attach("CartPole-v1", 8)
-    print(_GOING, flush=True)
+    print(_STARTED, flush=True)
     for peer in itertools.cycle(peers):
         if kind not in _ATTACH_LOOPS:
             peer.send_many(kind)
         elif peer.attach(*_ATTACH_LOOPS[kind]):
-            peer.ask(MessageType.DETACH)
+            peer.request(MessageType.DETACH)
 
 
 def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
@@ -183,8 +183,8 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
     server, unknown = KeyFolder().key("server"), KeyPair.generate()
     assert server is not None
     sockets: collections.deque[zmq.Socket[bytes]] = collections.deque()
-    print(_GOING, flush=True)
-    due = time.monotonic()
+    print(_STARTED, flush=True)
+    next_at = time.monotonic()
     while True:
         sockets.append(socket := context.socket(zmq.DEALER))
         use_keys(socket, server.public, unknown)
@@ -192,12 +192,13 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
         socket.connect(address)
         if len(sockets) > _NUM_OPEN:
             sockets.popleft().close(linger=0)
-        due += 1.0 / _STRANGERS_PER_SECOND
-        time.sleep(max(0.0, due - time.monotonic()))
+        next_at += 1.0 / _STRANGERS_PER_SECOND
+        time.sleep(max(0.0, next_at - time.monotonic()))
 
 
 @contextlib.contextmanager
 def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
+    """Flood a server from a separate process during the block."""
     script = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     command = python_command(script, "--flood", kind, address, str(count))
     environment = os.environ | {"FLOOD_KEY": key}
@@ -206,7 +207,7 @@ def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().strip() == _GOING, "expected a flood"
+            assert process.stdout.readline().strip() == _STARTED, "expected a flood"
             yield
             assert process.poll() is None, "expected a running flood; it has ended"
         finally:
@@ -227,7 +228,6 @@ def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
 
 
 def _metric(server: ServerProcess, name: str) -> float:
-    """Return a metric of a server."""
     address = server.log.rpartition("metrics are at ")[2].split()[0]
     return samples(read_with_retries(address))[f"envserve_{name}"]
 
@@ -237,39 +237,39 @@ def _compare(
     servers: tuple[ServerProcess, ServerProcess],
     flood: tuple[str, int],
     keys: Iterator[str],
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     cores: Cores,
     goals: Goals,
 ) -> None:
     """Measure without a flood, then while each of the two servers is flooded."""
-    own, other = (server.address for server in servers)
+    flooded, other = (server.address for server in servers)
     kind, num_connections = flood
-    refused_before = _metric(servers[0], "refused_keys_total")
-    runs: dict[str, list[tuple[float, float]]] = {own: [], other: []}
-    alone, _ = _measure(batch, given.seconds)
-    for _ in range(given.rounds):
-        for address in (other, own):
+    rejected_before = _metric(servers[0], "refused_keys_total")
+    runs: dict[str, list[tuple[float, float]]] = {flooded: [], other: []}
+    alone, _ = _measure(batch, args.seconds)
+    for _ in range(args.rounds):
+        for address in (other, flooded):
             with cores.of("attacker"):
                 flooder = _flooder(kind, address, num_connections, next(keys))
                 with flooder, cores.of("client"):
-                    runs[address].append(_measure(batch, given.seconds))
-    control, flooded = (
-        statistics.median(rate for rate, _ in runs[where]) for where in (other, own)
+                    runs[address].append(_measure(batch, args.seconds))
+    control_rate, flooded_rate = (
+        statistics.median(rate for rate, _ in runs[x]) for x in (other, flooded)
     )
     print(
-        f"{kind} x{num_connections}: {alone:.0f} steps/s alone, {control:.0f} during a "
-        f"flood of another server (longest step "
-        f"{1e3 * max(longest for _, longest in runs[other]):.0f} ms), {flooded:.0f} "
-        f"during a flood of its server"
+        f"{kind} x{num_connections}: {alone:.0f} steps/s without a flood, "
+        f"{control_rate:.0f} during a flood of another server (longest step "
+        f"{1e3 * max(longest for _, longest in runs[other]):.0f} ms), "
+        f"{flooded_rate:.0f} during a flood of its server"
     )
     if kind == "strangers":
         lag = 1e3 * _metric(servers[0], "loop_lag_seconds")
         goals.at_most("strangers: delay of the event loop (ms)", lag, _MAX_STEP_MS)
-        count = _metric(servers[0], "refused_keys_total") - refused_before
-        print(f"refused {count:.0f} handshakes in {given.rounds * given.seconds:.1f} s")
+        count = _metric(servers[0], "refused_keys_total") - rejected_before
+        print(f"rejected {count:.0f} handshakes in {args.rounds * args.seconds:.1f} s")
     name = f"{kind}, {num_connections} connections: "
-    goals.at_least(f"{name}ratio of steps/s", flooded / control, _MIN_RATIO)
-    longest = 1e3 * max(longest for _, longest in runs[own])
+    goals.at_least(f"{name}ratio of steps/s", flooded_rate / control_rate, _MIN_RATIO)
+    longest = 1e3 * max(longest for _, longest in runs[flooded])
     goals.at_most(f"{name}longest step (ms)", longest, _MAX_STEP_MS)
 
 
@@ -281,11 +281,11 @@ def main() -> int:
     parser.add_argument("--connections", nargs="+", type=int, default=(1, 20))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
-        "--seconds", type=float, default=1.5, help="of each measurement"
+        "--seconds", type=float, default=1.5, help="duration of each measurement"
     )
-    given = parser.parse_args()
-    if given.flood:
-        kind, address, num_connections = given.flood
+    args = parser.parse_args()
+    if args.flood:
+        kind, address, num_connections = args.flood
         _flood(kind, address, int(num_connections))
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
@@ -295,13 +295,13 @@ def main() -> int:
         folder = KeyFolder()
         folder.ensure_key("client")
         folder.ensure_key("server")
-        floods = list(itertools.product(given.kinds, given.connections))
-        # The number of connections has no meaning for strangers.
-        for connections in given.connections[1:]:
-            if "strangers" in given.kinds:
+        floods = list(itertools.product(args.kinds, args.connections))
+        # The flood of strangers does not depend on the number of connections.
+        for connections in args.connections[1:]:
+            if "strangers" in args.kinds:
                 floods.remove(("strangers", connections))
         # Each flood has its own key, because a blocked user stays blocked for a minute.
-        pairs = [KeyPair.generate() for _ in range(2 * given.rounds * len(floods))]
+        pairs = [KeyPair.generate() for _ in range(2 * args.rounds * len(floods))]
         publics = [pair.public for pair in pairs]
         publics += [os.urandom(32) for _ in range(_NUM_CLIENTS - len(pairs))]
         grants = [Grant(name=f"mallory-{n}", public=p) for n, p in enumerate(publics)]
@@ -315,12 +315,12 @@ def main() -> int:
                 server = ServerProcess(root / side, *_OPTIONS, imports=())
             servers.append(stack.enter_context(server))
         stack.enter_context(cores.of("client"))
-        own, other = servers
-        address = own.address
-        with BatchEnv.connect("CartPole-v1", [address], _NUM_ENVS, seed=0) as batch:
+        flooded, control = servers
+        addresses = [flooded.address]
+        with BatchEnv.connect("CartPole-v1", addresses, _NUM_ENVS, seed=0) as batch:
             batch.reset()
             for flood in floods:
-                _compare(batch, (own, other), flood, keys, given, cores, goals)
+                _compare(batch, (flooded, control), flood, keys, args, cores, goals)
     return goals.report()
 
 

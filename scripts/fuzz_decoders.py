@@ -1,12 +1,12 @@
-"""Feed malformed messages to every decoder.
+"""Pass malformed messages to every decoder.
 
     python scripts/fuzz_decoders.py                       1 million bodies
     python scripts/fuzz_decoders.py --bodies 10000000     10 million
     python scripts/fuzz_decoders.py --seed 7              1 million different bodies
     python scripts/fuzz_decoders.py --guided 300          each decoder for 5 minutes
 
-`--guided` needs Atheris, which chooses bytes by code coverage instead of at random. The
-script fails at the first body that is neither decoded nor rejected.
+`--guided` requires Atheris, which chooses bytes by code coverage instead of at random.
+The script fails at the first body that is neither decoded nor rejected.
 """
 
 import contextlib

@@ -4,9 +4,9 @@
     python scripts/fuzz_server.py --insecure            a million messages, without keys
     python scripts/fuzz_server.py --messages 50000      some minutes
 
-An honest client steps at the same time. Exits with 1 if an answer is not a valid
-message of a server, if fewer than 3 % of the answers are results, if the server fails
-or its memory grows, or if a row of the honest client is wrong.
+Another client steps at the same time. Exits with 1 if an answer is not a valid message
+of a server, if fewer than 3 % of the answers are results, if the server fails or its
+memory grows, or if a row of the other client is wrong.
 """
 
 import itertools
@@ -46,13 +46,14 @@ from tests.envserve.test_fuzz_server import (
 NUM_ENVS: Final = 4
 NUM_BLOCKS: Final = 2
 ACTIONS: Final = bytes(8 * NUM_ENVS)
-OPENINGS: Final = (
+OPTIONS: Final = (
     *("--allow-kwarg", "length", "--expose", "echo", "--drain-grace", "0"),
     *("--log-level", "error"),
 )
 MAX_GROWTH_MIB: Final = 32.0
-LEAST_RESULTS: Final = 0.03
-_PATIENCE_SECONDS: Final = 40.0
+MIN_RESULTS: Final = 0.03
+#: Longer than the lifetime of the leases that malformed messages have acquired.
+_TIMEOUT_SECONDS: Final = 150.0
 
 
 class FuzzingClient:
@@ -69,7 +70,7 @@ class FuzzingClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDTIMEO, int(1000 * _PATIENCE_SECONDS))
+        self._socket.setsockopt(zmq.SNDTIMEO, int(1000 * _TIMEOUT_SECONDS))
         if not is_insecure:
             use_user_keys(self._socket, address)
         self._socket.connect(address)
@@ -91,7 +92,7 @@ class FuzzingClient:
             self._read()
 
     def in_session(self) -> list[list[Buffer]]:
-        """Return valid messages for this moment of the session, to be mutated."""
+        """Return messages that are valid in the current state of the session."""
         reset = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
         call = CallBody.from_calls([make_call([0], "call", "echo", 1.5)]).encode()
         step = self._message(MessageType.STEP, self._next(), ACTIONS)
@@ -100,7 +101,7 @@ class FuzzingClient:
             self._last_step = replace(self._last_step, attempt=attempt)
         messages = [
             *[step] * 3,
-            *[self._last_step or step] * 3,  # a copy, which is answered again
+            *[self._last_step or step] * 3,  # a copy, which gets the same answer
             self._message(MessageType.STEP, self._next()[:1], ACTIONS[: 8 * 2]),
             self._message(MessageType.RESET, self._next(), reset),
             self._message(MessageType.CALL, self._next()[:1], call),
@@ -111,15 +112,15 @@ class FuzzingClient:
     def step(self) -> None:
         """Step all envs once; get another lease first if necessary."""
         while not self._is_idle():
-            self._socket.poll(10)  # for the result of what is running
+            self._socket.poll(10)  # until running operations have finished
         if not self._has_lease:
             self._attach()
         self._last_step = self._message(MessageType.STEP, self._next(), ACTIONS)
-        answer = self._answer_to(self._last_step)
+        answer = self._request(self._last_step)
         self.num_valid_results += answer.type is MessageType.RESULT
 
     def _is_idle(self) -> bool:
-        """Return whether no message that was executed is still running."""
+        """Return whether no operation of the lease is running."""
         if not self._has_lease:
             return True
         answer = self._ask(MessageType.PING)
@@ -132,12 +133,12 @@ class FuzzingClient:
         self.num_leases += 1
         body = Attach(env_name=LEDGER, num_envs=NUM_ENVS, seed=1).encode()
         self.epoch = 0
-        give_up_at = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while True:
             answer = self._ask(MessageType.ATTACH, body=body)
             if answer.type is MessageType.GRANTED:
                 break
-            assert time.monotonic() < give_up_at, answer
+            assert time.monotonic() < deadline, answer
         self.epoch, self._seqs, self._has_lease = answer.epoch, [0] * NUM_BLOCKS, True
         reset = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
         answer = self._ask(MessageType.RESET, self._next(), reset)
@@ -160,13 +161,13 @@ class FuzzingClient:
         )
 
     def _ask(self, kind: MessageType, entries: Any = (), body: bytes = b"") -> Message:
-        return self._answer_to(self._message(kind, entries, body))
+        return self._request(self._message(kind, entries, body))
 
-    def _answer_to(self, message: Message) -> Message:
+    def _request(self, message: Message) -> Message:
         """Send a valid message, and return the last answer to it."""
         self._socket.send_multipart(encode(message))
-        give_up_at = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < give_up_at:
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
             if self._socket.poll(1000):
                 answer = self._read()
                 is_final = answer.type is not MessageType.BUILDING
@@ -181,7 +182,7 @@ class FuzzingClient:
         assert isinstance(kind, MessageType), f"unknown type: {answer!r}"
         assert kind >= MessageType.WELCOME, f"type of a client: {answer!r}"
         self.answers[kind.name] += 1
-        is_mine = (answer.session, answer.epoch) == (self.session, self.epoch)
+        is_current = (answer.session, answer.epoch) == (self.session, self.epoch)
         if kind is MessageType.ERROR:
             error = ErrorBody.decode(answer.body)
             self.answers[f"ERROR {error.code.name}"] += 1
@@ -190,7 +191,7 @@ class FuzzingClient:
         elif kind in (MessageType.RESULT, MessageType.CALL_RESULT):
             if answer.report:
                 ResultReport.decode(answer.report)
-            for block, seq in answer.entries if is_mine else ():
+            for block, seq in answer.entries if is_current else ():
                 self._seqs[block] = max(self._seqs[block], seq)
         return answer
 
@@ -204,7 +205,7 @@ def malformed_rounds(
     """Yield rounds of messages: most in the session, some outside, some random."""
     inside = client.in_session()
     outside = valid_messages(client.boot)
-    mutated, strange = mutated_messages(inside, random), random_messages(random)
+    mutated, arbitrary = mutated_messages(inside, random), random_messages(random)
     mutated_outside = mutated_messages(outside, random)
     while True:
         odd = messages_of_odd_values(client.boot, client.epoch, random, client.session)
@@ -213,17 +214,17 @@ def malformed_rounds(
             *itertools.islice(mutated, 14),
             *itertools.islice(mutated_outside, 2),
             *itertools.islice(odd, 2),
-            *itertools.islice(strange, 2),
+            *itertools.islice(arbitrary, 2),
         ]
 
 
 def main(
     messages: Annotated[int, typer.Option(help="Number of messages.")] = 10**6,
     seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 0,
-    insecure: Annotated[bool, typer.Option(help="Without keys.")] = False,
+    insecure: Annotated[bool, typer.Option(help="Do not use keys.")] = False,
 ) -> None:
     goals = Goals()
-    options = (*OPENINGS, *(("--insecure-no-auth",) if insecure else ()))
+    options = (*OPTIONS, *(("--insecure-no-auth",) if insecure else ()))
     with (
         own_keys(),
         tempfile.TemporaryDirectory() as folder,
@@ -231,7 +232,7 @@ def main(
     ):
         client = FuzzingClient(server.address, is_insecure=insecure)
         started, before = time.monotonic(), 0
-        with honest_client(server) as honest:
+        with honest_client(server) as other:
             for sent in malformed_rounds(client, np.random.default_rng(seed)):
                 for frames in sent:
                     client.send_malformed(frames)
@@ -245,12 +246,12 @@ def main(
         client.close()
         log = server.end(signal.SIGTERM)
     print(f"{client.num_sent:,} malformed messages in {seconds:.0f} s", flush=True)
-    print(f"{client.num_leases:,} leases; {len(honest.seconds):,} honest steps")
+    print(f"{client.num_leases:,} leases; other client: {len(other.seconds):,} steps")
     for name, count in client.answers.most_common():
         print(f"{name:24} {count:9,}")
     num_answers = sum(n for name, n in client.answers.items() if " " not in name)
     num_results = client.answers[MessageType.RESULT.name]
-    goals.at_least("results / answers", num_results / num_answers, LEAST_RESULTS)
+    goals.at_least("results / answers", num_results / num_answers, MIN_RESULTS)
     num_malformed = num_results - client.num_valid_results
     print(f"results of malformed messages: {num_malformed / num_answers:.1%}")
     goals.at_most("growth of the server (MiB)", growth, MAX_GROWTH_MIB)

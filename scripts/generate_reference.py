@@ -7,6 +7,7 @@ is current.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
@@ -16,6 +17,8 @@ from envserve.cli.program import Option, options_of
 from envserve.cli.start import start
 from envserve.settings import EnvOptions, LocalOptions, field_docs
 from ppo.config import Config
+from ppo.config.config import PPO_SETTINGS
+from ppo.config.sac import SACSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
@@ -39,12 +42,20 @@ _PPO = """
 ## Settings of `ppo`
 
 Set them in a config, or with `ppo train --set`; see
-[the ppo command](ppo-command.md)."""
+[the ppo command](ppo-command.md). The column "algorithm" states which algorithm
+uses a setting; your own algorithm can use the settings of `ppo`, too."""
+
+#: File names of the pages, by title.
+_PAGES = {
+    path.read_text("utf-8").partition("\n")[0].removeprefix("# "): path.name
+    for path in PAGE.parent.glob("*.md")
+}
 
 
 def page() -> str:
-    """Return the text of the page."""
-    return "\n".join(_lines()) + "\n"
+    """Return the text of the page, in which names of other pages are links."""
+    text = "\n".join(_lines()) + "\n"
+    return re.sub(r'"([^"]+)" in the docs', lambda m: f"[{m[1]}]({_PAGES[m[1]]})", text)
 
 
 def _lines() -> Iterator[str]:
@@ -61,11 +72,19 @@ def _lines() -> Iterator[str]:
         value = "none" if option.kind is bool else f"`{option.metavar}`"
         yield _row(f"`{name}`", value, _meaning(option))
     yield _PPO
-    yield from _table("setting", "type", "meaning")
-    docs, hints = field_docs(Config), get_type_hints(Config)
-    for each in dataclasses.fields(Config):
-        meaning = _meaning(Option(docs[each.name], default=each.default))
-        yield _row(f"`{each.name}`", _type(hints[each.name]), meaning)
+    yield from _table("setting", "algorithm", "type", "meaning")
+    yield from _settings_of(
+        Config, lambda name: "`ppo`" if name in PPO_SETTINGS else "all"
+    )
+    yield from _settings_of(SACSettings, lambda name: "`sac`")
+
+
+def _settings_of(kind: type[Any], algorithm: Callable[[str], str]) -> Iterator[str]:
+    docs, hints = field_docs(kind), get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = field.name
+        meaning = _meaning(Option(docs[name], default=field.default))
+        yield _row(f"`{name}`", algorithm(name), _type(hints[name]), meaning)
 
 
 def _table(*columns: str) -> Iterator[str]:
@@ -88,9 +107,9 @@ def _type(hint: Any) -> str:
     """Return a type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return ", ".join(f"`{each}`" for each in args)
+        return ", ".join(f"`{value}`" for value in args)
     if origin in (Union, UnionType) or (args and type(None) in args):
-        return " or ".join(_type(each) for each in args)
+        return " or ".join(map(_type, args))
     if origin is None:
         return "None" if hint is type(None) else f"`{hint.__name__}`"
     if issubclass(origin, Mapping):

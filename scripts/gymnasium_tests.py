@@ -9,8 +9,8 @@ reasons. The exit code is 1 if any other test fails, or if one of these passes.
 RecordVideo needs moviepy; without OpenGL, `-k "not Ant-v4"` excludes the tests that
 render with it.
 
-With --tcp, the envs run on a server. A server accepts no functions, so this file is
-then also an env module: the server's workers unpickle the functions of the tests.
+With --tcp, the envs run on a server. Because servers do not accept functions, this file
+is then also an env module, with which the workers unpickle the functions of the tests.
 """
 
 import argparse
@@ -40,15 +40,14 @@ PARTS = {
     "tests/wrappers/vector": ("AsyncVectorEnv", "SyncVectorEnv"),
 }
 MAX_EXPECTED = 4
-#: Arguments of Gymnasium's classes that have no counterpart, because they concern its
-#: own worker processes.
+#: Arguments that are ignored, because they configure Gymnasium's worker processes.
 IGNORED = ("shared_memory", "context", "daemon")
 
 _count = itertools.count()
 
 
 def make_pickled(path: str) -> gymnasium.Env[Any, Any]:
-    """Create the next env of a worker, which creates its envs in row order."""
+    """Create the next env of a worker; workers create their envs in row order."""
     functions = pickle.loads(Path(path).read_bytes())
     env: gymnasium.Env[Any, Any] = functions[next(_count) % len(functions)]()
     return env
@@ -68,7 +67,7 @@ class Harness:
     """A pytest plugin that replaces Gymnasium's classes with `envserve.make_vec`."""
 
     def __init__(self) -> None:
-        self.users: set[str] = set()
+        self.users: set[str] = set()  # ids of tests that use a replaced class
         self.outcomes: dict[str, str] = {}
         self.test = ""
 
@@ -91,19 +90,19 @@ class Harness:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for part in PARTS:
-            of_part = [n for n in sorted(self.users) if n.startswith(part)]
-            passed = [n for n in of_part if self.outcomes.get(n) == "passed"]
+            users = [test for test in sorted(self.users) if test.startswith(part)]
+            passed = [test for test in users if self.outcomes.get(test) == "passed"]
             terminalreporter.write_line(
-                f"{part}: {len(of_part)} tests use envserve, {len(passed)} pass"
+                f"{part}: {len(users)} tests use envserve, {len(passed)} pass"
             )
 
     def substitute(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for Gymnasium's classes, which records its users."""
+        """Return a replacement for Gymnasium's classes that records its users."""
 
         def make_vec(env_fns: Sequence[Any], *ignored: Any, **options: Any) -> Any:
             self.users.add(self.test)
-            given = {k: v for k, v in options.items() if k not in IGNORED}
-            return make(env_fns, **given)
+            options = {k: v for k, v in options.items() if k not in IGNORED}
+            return make(env_fns, **options)
 
         return make_vec
 
@@ -113,7 +112,7 @@ def start_server() -> str:
     options = ["--allow-kwarg", "path:any", "--import", SELF]
     for name in ("gravity", "set:gravity", "max_count", "set:max_count"):
         options += ["--expose", name]
-    # In row order: one worker.
+    # A single worker creates the envs in row order.
     options += ["--workers", "1", "--insecure-no-auth", "--bind", "tcp://127.0.0.1:0"]
     command = main_command(
         "envserve.__main__", "start", ENV, *options, ends_with_parent=True
@@ -143,9 +142,9 @@ def run_part(part: str, over_tcp: bool, arguments: Sequence[str]) -> int:
         return envserve.make_vec(ENV, len(env_fns), [address], **options)
 
     harness = Harness()
-    ours: Any = harness.substitute(make_remote if over_tcp else envserve.make_vec)
+    make_vec: Any = harness.substitute(make_remote if over_tcp else envserve.make_vec)
     for name in PARTS[part]:
-        setattr(gymnasium.vector, name, ours)
+        setattr(gymnasium.vector, name, make_vec)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-rfEX"]
     return int(pytest.main([part, *options, *arguments], plugins=[harness]))
 
@@ -157,14 +156,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="the checkout")
     parser.add_argument("--tcp", action="store_true", help="run the envs on a server")
-    given, arguments = parser.parse_known_args()
+    options, arguments = parser.parse_known_args()
     if sum("tests/vector" in name for name in expected_failures()) > MAX_EXPECTED:
         parser.error(f"more than {MAX_EXPECTED} of tests/vector may fail")
-    source = given.source.resolve()
+    source = options.source.resolve()
     path = [str(HERE), str(HERE.parent), str(source), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    lane = "--tcp" if given.tcp else "--local"
+    lane = "--tcp" if options.tcp else "--local"
     codes = [
         subprocess.run(
             python_command(RUN, "--part", part, lane, *arguments),

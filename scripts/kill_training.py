@@ -45,11 +45,11 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a run with additional settings, or resume it if it exists."""
     settings = [f"--set={k}={v}" for k, v in _SETTINGS.items()]
-    is_begun = (folder / "config.json").exists()
-    where = ["--resume", str(folder)] if is_begun else ["--run-dir", str(folder)]
+    exists = (folder / "config.json").exists()
+    where = ["--resume", str(folder)] if exists else ["--run-dir", str(folder)]
     command = main_command("ppo.__main__", "train", *where, *settings)
     command += [f"--set={setting}" for setting in more]
-    if not is_begun:
+    if not exists:
         command += [config]
     with log.open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output)
@@ -64,16 +64,16 @@ def progress(folder: Path) -> tuple[int, int]:
     return last_iteration(run_folder.metrics_path), saved
 
 
-def kill_in_the_middle(
-    process: subprocess.Popen[bytes], folder: Path, seconds: float, *, waits: bool
+def kill_after(
+    process: subprocess.Popen[bytes], folder: Path, seconds: float, *, is_late: bool
 ) -> bool:
     """Kill a process after some seconds; return whether it was still running.
 
-    With `waits`, count the seconds from its next checkpoint.
+    With `is_late`, the seconds start at the next checkpoint.
     """
-    known = progress(folder)[1]
+    saved = progress(folder)[1]
     try:
-        while waits and progress(folder)[1] == known:
+        while is_late and progress(folder)[1] == saved:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.1)
                 return False
@@ -90,7 +90,7 @@ def main(
         str, typer.Argument(help="Config, as for `ppo train`.")
     ] = "cartpole",
     kills: Annotated[int, typer.Option(min=1)] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the moments.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the times of the kills.")] = 0,
     longest: Annotated[
         float, typer.Option(help="Maximum seconds before a kill.")
     ] = 3.0,
@@ -105,22 +105,22 @@ def main(
         folder, log = Path(temporary) / "run", Path(temporary) / "log"
         for number in range(1, kills + 1):
             process = start(config, folder, settings or [], log)
-            seconds, waits = generator.uniform(0.0, longest), number % 4 != 0
-            if not kill_in_the_middle(process, folder, seconds, waits=waits):
-                problems.append(f"{number}: ended by itself with {process.returncode}")
+            seconds, is_late = generator.uniform(0.0, longest), number % 4 != 0
+            if not kill_after(process, folder, seconds, is_late=is_late):
+                problems.append(f"{number}: exited with code {process.returncode}")
             reported, saved = progress(folder)
-            leftovers = [p.name for p in folder.glob("checkpoints/*.partial")]
+            partial = [p.name for p in folder.glob("checkpoints/*.partial")]
             lost = reported - saved
             if lost > _ITERATIONS_PER_CHECKPOINT:
                 problems.append(f"{number}: lost {lost} iterations")
             console.print(
                 f"{number}: killed {seconds:.2f} s after its "
-                f"{'first checkpoint' if waits else 'start'}, reported iteration "
-                f"{reported}, saved {saved} {' '.join(leftovers)}"
+                f"{'first checkpoint' if is_late else 'start'}, reported iteration "
+                f"{reported}, saved {saved} {' '.join(partial)}"
             )
-        end = f"total_steps={(saved + 40) * 256}"
+        last_setting = f"total_steps={(saved + 40) * 256}"
         started = time.monotonic()
-        code = start(config, folder, [*(settings or []), end], log).wait()
+        code = start(config, folder, [*(settings or []), last_setting], log).wait()
         console.print(f"last run: exit code {code}, {time.monotonic() - started:.0f} s")
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         iterations = [json.loads(line)["iteration"] for line in lines]

@@ -3,9 +3,9 @@
     python scripts/knock_server.py [--tries 10000]                      about a minute
 
 Three kinds of clients use ZMTP without keys, three have keys that were valid before,
-one has an unknown key, and one expects the key of another server. An honest client
-steps at the same time. Exits with 1 if a client is accepted or answered, if one of its
-messages is read, or if a row of the honest client is wrong or lost.
+one has an unknown key, and one expects the key of another server. An authorised client
+steps at the same time. Exits with 1 if another client is accepted or answered, if the
+server reads one of its messages, or if a row of the authorised client is wrong or lost.
 """
 
 import contextlib
@@ -45,53 +45,53 @@ from tests.envserve.strangers import (
 )
 from tests.envserve.test_metrics_port import read_with_retries, samples
 
-OPENINGS: Final = ("--allow-kwarg", "length", "--metrics-port", "0")
+OPTIONS: Final = ("--allow-kwarg", "length", "--metrics-port", "0")
 JOIN: Final = Message(MessageType.JOIN, body=Join(public=bytes(32)).encode())
-_AT_ONCE: Final = 50
-_PATIENCE_MS: Final = 20_000
-#: Maximum age of metrics in seconds.
-_QUIET_SECONDS: Final = 1.5
+_CHUNK_SIZE: Final = 50
+_TIMEOUT_MS: Final = 20_000
+#: Maximum age of the server's metrics in seconds.
+_METRICS_SECONDS: Final = 1.5
 
 
 def without_keys(address: str, mechanism: str) -> Stranger:
-    """Return a peer that greets with a mechanism without keys."""
+    """Return a peer that uses a mechanism without keys."""
     peer = Stranger(address, None)
     peer.greet_with(mechanism)
     return peer
 
 
 def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ...]]:
-    """Connect three clients once, then invalidate their keys; return the arguments."""
+    """Connect three clients, then invalidate their keys; return their arguments."""
     clients, now = KeyFolder().clients, time.time()
-    does: dict[str, tuple[Any, ...]] = {}
+    arguments: dict[str, tuple[Any, ...]] = {}
     for name in ("revoked", "expired", "used"):
-        until, said = (now + 99, encode(JOIN)) if name == "used" else (None, HELLO)
+        until, message = (now + 99, encode(JOIN)) if name == "used" else (None, HELLO)
         pair = KeyPair.generate()
-        does[name] = server.address, public, pair, said
+        arguments[name] = server.address, public, pair, message
         grant = Grant(name=name, public=pair.public, until=until)
         clients.add(grant, now)
-        with KeyedStranger(*does[name]) as peer:
+        with KeyedStranger(*arguments[name]) as peer:
             assert peer.is_admitted(), f"expected a valid key: {name}"
-            assert peer.socket.poll(_PATIENCE_MS), "expected an answer"
+            assert peer.socket.poll(_TIMEOUT_MS), "expected an answer"
         if name == "expired":
             clients.add(replace(grant, expires=now), now)
     clients.remove("revoked")
     names = "expired", "revoked"
     while not all(re.search(f"keys were taken .*{n}", server.log) for n in names):
-        assert time.time() < now + _PATIENCE_MS / 1000, server.log
+        assert time.time() < now + _TIMEOUT_MS / 1000, server.log
         time.sleep(0.1)
-    return does
+    return arguments
 
 
-def knock_often(make: Callable[..., Stranger | KeyedStranger], tries: int) -> int:
+def count_accepted(make: Callable[..., Stranger | KeyedStranger], tries: int) -> int:
     """Return the number of connections that the server accepted."""
     count = 0
-    for start in range(0, tries, _AT_ONCE):
-        peers = [make() for _ in range(min(_AT_ONCE, tries - start))]
+    for start in range(0, tries, _CHUNK_SIZE):
+        peers = [make() for _ in range(min(_CHUNK_SIZE, tries - start))]
         for peer in peers:
             with peer:
                 count += peer.is_admitted()
-        zmq.Context.instance().term()  # wait until all are closed; few fit at once
+        zmq.Context.instance().term()  # wait for close: sockets are limited
     return count
 
 
@@ -101,11 +101,11 @@ def main(
     """Connect to a server as clients that it must reject."""
     cores, goals, sent = Cores(), Goals(), Counter[str]()
     print(cores, flush=True)
-    really_send = Connection.send
+    original_send = Connection.send
 
     def send(connection: Connection, frames: Any) -> bool:
-        is_sent = really_send(connection, frames)
-        sent["honest"] += is_sent
+        is_sent = original_send(connection, frames)
+        sent["client"] += is_sent
         return is_sent
 
     with contextlib.ExitStack() as stack:
@@ -113,41 +113,41 @@ def main(
         stack.enter_context(own_keys())
         stack.enter_context(mock.patch.object(Connection, "send", send))
         with cores.of("server"):
-            server = stack.enter_context(ServerProcess(folder, *OPENINGS))
-        place = server.log.rpartition("metrics are at ")[2].split()[0]
+            server = stack.enter_context(ServerProcess(folder, *OPTIONS))
+        metrics = server.log.rpartition("metrics are at ")[2].split()[0]
 
-        def count(short: str) -> int:
-            return int(samples(read_with_retries(place))[f"envserve_{short}"])
+        def count(name: str) -> int:
+            return int(samples(read_with_retries(metrics))[f"envserve_{name}"])
 
         address, other = server.address, KeyPair.generate()
         keys = KeyFolder().keys_for(address)
         assert keys is not None
-        public, own = keys
-        does = use_up_keys(server, public)
-        does |= {"another server's": (address, other.public, own, HELLO)}
-        does |= {"unknown": (address, public, other, HELLO)}
+        public, client_keys = keys
+        arguments = use_up_keys(server, public)
+        arguments |= {"another server's": (address, other.public, client_keys, HELLO)}
+        arguments |= {"unknown": (address, public, other, HELLO)}
         kinds: dict[str, Callable[..., Stranger | KeyedStranger]] = {}
         for name in KEYLESS_COMMANDS:
             kinds[f"{name} greeting"] = partial(without_keys, address, name)
-        for name, given in does.items():
-            kinds[f"{name} key"] = partial(KeyedStranger, *given)
+        for name, peer in arguments.items():
+            kinds[f"{name} key"] = partial(KeyedStranger, *peer)
         steps, read_before = 0, count("received_messages_total")
-        refused_before = count("refused_keys_total")
+        rejected_before = count("refused_keys_total")
         goals.at_least("messages read while three keys were valid", read_before, 3)
         for name, make in kinds.items():
             started = time.monotonic()
             with honest_client(server) as client:
-                num_let_in = knock_often(make, tries)
+                num_accepted = count_accepted(make, tries)
                 num_steps, seconds = len(client.seconds), time.monotonic() - started
-            time.sleep(_QUIET_SECONDS)
-            num_read = count("received_messages_total") - read_before - sent["honest"]
-            print(f"{name}: {tries:,} in {seconds:.0f} s, {num_steps:,} honest steps")
-            goals.at_most(f"{name}: accepted", num_let_in, 0)
+            time.sleep(_METRICS_SECONDS)
+            num_read = count("received_messages_total") - read_before - sent["client"]
+            print(f"{name}: {tries:,} in {seconds:.0f} s; client: {num_steps:,} steps")
+            goals.at_most(f"{name}: accepted", num_accepted, 0)
             goals.at_most(f"{name}: messages read", abs(num_read), 0)
             steps, read_before = steps + num_steps, read_before + num_read
-        refused = count("refused_keys_total") - refused_before
-        goals.at_least("rejected keys, of four kinds", refused, 4 * tries)
-        goals.at_least("correct steps of the honest client", steps, 1)
+        rejected = count("refused_keys_total") - rejected_before
+        goals.at_least("rejected keys, of four kinds", rejected, 4 * tries)
+        goals.at_least("correct steps of the authorised client", steps, 1)
         goals.at_most("leases left", count("leases"), 0)
     sys.exit(goals.report())
 

@@ -1,7 +1,8 @@
-"""Create docs/images/demo.png and demo.gif from the page of `envserve demo`.
+"""Create the images of docs/demo.md from the page of `envserve demo`.
 
-The agent learns, a worker is killed, and the network is cut. Requires the extras
-browser and demo, and Chromium (/usr/bin/chromium, or the path in CHROMIUM).
+demo.gif and demo.png show the agent while it learns, while a worker is killed, and
+while the network is cut; demo-phone.png shows the latter on a phone. Requires the
+extras browser and demo, and Chromium (/usr/bin/chromium, or the path in CHROMIUM).
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
 from envserve.python_process import main_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
-WIDTH, HEIGHT = 1280, 960
-GIF_SIZE = 800, 600
+DESK: ViewportSize = {"width": 1280, "height": 800}
+PHONE: ViewportSize = {"width": 390, "height": 844}
+GIF_SIZE = 800, 500
 FRAME_MILLISECONDS = 200.0
-NUM_COLORS = 64
+NUM_COLORS = 128
 
 
 @contextlib.contextmanager
@@ -44,40 +46,41 @@ def running_demo(*options: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def browser() -> Iterator[Page]:
-    """Run Chromium; yield an empty page."""
+def chromium() -> Iterator[Browser]:
+    """Run Chromium."""
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"),
-            args=["--no-sandbox"],
+        path = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"]
         )
-        size = {"width": WIDTH, "height": HEIGHT}
-        with chromium.new_context(viewport=size) as context:
-            yield context.new_page()
+        yield browser
+        browser.close()
 
 
-class Film:
+class Recording:
     """Screenshots of a page, each with its duration in milliseconds."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self.frames: list[Image.Image] = []
+        self.frames: list[bytes] = []
         self.durations: list[int] = []
 
-    def shoot(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (begin := time.monotonic()) < end:
-            shot = Image.open(io.BytesIO(self.page.screenshot()))
-            self.frames.append(shot.convert("RGB").resize(GIF_SIZE))
-            taken = 1000 * (time.monotonic() - begin)
-            self.page.wait_for_timeout(max(1.0, FRAME_MILLISECONDS - taken))
+            self.frames.append(self.page.screenshot())
+            elapsed = 1000 * (time.monotonic() - begin)
+            self.page.wait_for_timeout(max(1.0, FRAME_MILLISECONDS - elapsed))
             self.durations.append(round(1000 * (time.monotonic() - begin)))
 
     def save(self, path: Path) -> None:
-        palette = self.frames[-1].quantize(NUM_COLORS)
+        images = [Image.open(io.BytesIO(data)).convert("RGB") for data in self.frames]
+        frames = [image.resize(GIF_SIZE) for image in images]
+        # The default method would omit the colours of thin lines.
+        palette = frames[-1].quantize(NUM_COLORS, Image.Quantize.MAXCOVERAGE)
         first, *others = (
             frame.quantize(palette=palette, dither=Image.Dither.NONE)
-            for frame in self.frames
+            for frame in frames
         )
         first.save(
             path,
@@ -94,20 +97,29 @@ def press(page: Page, name: str) -> None:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    with browser() as page, running_demo("--num-envs", "16") as url:
+    with chromium() as browser, running_demo() as url:
+        page = browser.new_page(viewport=DESK)
         page.goto(url)
-        film = Film(page)
-        film.shoot(6.0)
+        page.locator(".tile img:not([hidden])").first.wait_for()
+        recording = Recording(page)
+        recording.record(5.0)
         press(page, "Kill a worker")
-        film.shoot(1.5)
+        recording.record(3.0)
         press(page, "Cut the network")
-        film.shoot(1.8)
-        page.screenshot(path=FOLDER / "demo.png")
-        film.shoot(2.5)
-    film.save(FOLDER / "demo.gif")
-    with Image.open(FOLDER / "demo.png") as shot:
-        shot.convert("RGB").quantize(256).save(FOLDER / "demo.png", optimize=True)
-    for path in FOLDER.glob("demo.*"):
+        recording.record(5.0)
+        recording.save(FOLDER / "demo.gif")
+        phone = browser.new_page(viewport=PHONE)
+        phone.goto(url)
+        for view, name in ((page, "demo.png"), (phone, "demo-phone.png")):
+            view.locator(".tile img:not([hidden])").first.wait_for()
+            press(view, "Cut the network")
+            view.locator(".lease", has_text="server gone").wait_for()
+            view.screenshot(path=FOLDER / name)
+            view.locator(".badge", has_text="back").first.wait_for()
+    for path in FOLDER.glob("demo*.png"):
+        with Image.open(path) as image:
+            image.convert("RGB").quantize(256).save(path, optimize=True)
+    for path in FOLDER.glob("demo*"):
         print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
 
 

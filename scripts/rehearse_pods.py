@@ -28,17 +28,17 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.cluster import rows_of, telling, wait_for  # noqa: E402
+from scripts.cluster import print_logs_on_failure, rows_of, wait_for  # noqa: E402
 from tests.network_hosts import Hosts  # noqa: E402
 from tests.pods import SEARCH, Names, Pod, make_keys, pod_spec, resource  # noqa: E402
 
-SERVERS = pod_spec("StatefulSet", "envs")
+SERVERS = pod_spec("Deployment", "envs")
 TRAINER = pod_spec("Job", "trainer")
-#: Timeout in seconds for starting TensorFlow and running some iterations.
-PATIENCE = 240
-#: Settings of a run, and of a run that continues until it is stopped.
-FEW = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
-ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *FEW)
+#: Timeout for starting TensorFlow and running some iterations.
+TIMEOUT_SECONDS = 240
+#: Settings of all runs, and of a run that continues until it is stopped.
+COMMON = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
+ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *COMMON)
 #: The trainer's callback, which aborts training at a wrong row.
 CHECK = """
 import numpy as np
@@ -46,14 +46,14 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 
 def check(run, metrics, rollout):
-    env, seen = CartPoleEnv(), rollout.observation
+    env, observation = CartPoleEnv(), rollout.observation
     for step, row in zip(*np.nonzero(rollout.valid)):
         env.reset()
-        env.state = seen[step, row].astype(float)
+        env.state = observation[step, row].astype(float)
         expected, *_ = env.step(rollout.action[step, row])
-        is_end = rollout.done[step, row]
-        got = (rollout.final_observation[step] if is_end else seen[step + 1])[row]
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        is_done = rollout.done[step, row]
+        rows = rollout.final_observation[step] if is_done else observation[step + 1]
+        np.testing.assert_allclose(rows[row], expected, rtol=1e-5, atol=1e-5)
 """
 
 
@@ -61,7 +61,7 @@ class Cluster:
     """The actions of a cluster's controllers, step by step.
 
     Attributes:
-      servers: The pods of the StatefulSet, by name.
+      servers: The pods of the Deployment, by name.
       trainer: The pod of the Job.
     """
 
@@ -73,7 +73,7 @@ class Cluster:
         self.trainer = self.new_trainer()
         (self.run.parent / "rows.py").write_text(CHECK)
 
-    def begin_server(self, name: str, host: str) -> Pod:
+    def start_server(self, name: str, host: str) -> Pod:
         """Create and start a pod, without publishing its address."""
         pod = Pod(name, SERVERS, self.hosts, host, self.folder)
         self.servers[name] = pod
@@ -81,14 +81,14 @@ class Cluster:
         pod.start()
         return pod
 
-    def await_servers(self) -> None:
+    def publish_servers(self) -> None:
         """Wait until all started pods are ready, and publish their addresses."""
         for name, pod in self.servers.items():
             is_ready = partial(pod.passes, "startupProbe")
             wait_for(f"{name} at {pod.address} is ready", is_ready)
         self.names.publish(*self.servers.values())
 
-    def lose_server(self, name: str) -> Pod:
+    def remove_server(self, name: str) -> Pod:
         """Remove a pod, and its address from the service's name."""
         pod = self.servers.pop(name)
         self.names.publish(*self.servers.values())
@@ -104,23 +104,32 @@ class Cluster:
         wait_for("the trainer has keys and servers", pod.is_initialised)
         pod.start(*more)
 
-    def trains_on(self, num_rows: int, is_whole: bool | None = None) -> bool:
-        """Return whether there are enough metrics rows, with the last one as expected.
+    def has_rows(self, num_rows: int, is_complete: bool | None = None) -> bool:
+        """Return whether there are `num_rows` metrics rows, the last one as expected.
 
-        With `is_whole` True, all steps of the last row must be valid; with False, some
-        must not be.
+        With `is_complete` True, all steps of the last row must be valid; with False,
+        some must not be.
         """
         if self.trainer.process.poll() is not None:
             raise ChildProcessError(self.trainer.log()[-3000:])
         rows = rows_of(self.run)
         if len(rows) < num_rows:
             return False
-        return is_whole is None or (rows[-1]["valid_fraction"] == 1.0) == is_whole
+        return is_complete is None or (rows[-1]["valid_fraction"] == 1.0) == is_complete
 
-    def goes_on(self, what: str, is_whole: bool | None = None) -> None:
+    def wait_for_training(self, name: str, is_complete: bool | None = None) -> None:
         """Wait for three more metrics rows."""
         before = len(rows_of(self.run))
-        wait_for(what, lambda: self.trains_on(before + 3, is_whole), PATIENCE)
+        wait_for(name, lambda: self.has_rows(before + 3, is_complete), TIMEOUT_SECONDS)
+
+    def wait_for_leases(self, name: str, num_leases: int = 1) -> None:
+        """Wait until a server has granted a number of leases to the trainer."""
+        pod = self.servers[name]
+
+        def is_in_use() -> bool:
+            return pod.log().count("granted to trainer") >= num_leases
+
+        wait_for(f"{name} is in use", is_in_use, TIMEOUT_SECONDS)
 
     def close(self) -> None:
         for pod in (self.trainer, *self.servers.values()):
@@ -152,31 +161,33 @@ def action_of(code: int) -> str:
 
 
 def rehearse_servers(cluster: Cluster) -> None:
+    """Replace servers while the trainer trains."""
     cluster.trainer.is_initialised()  # starts its init containers
     for name, host in (("envs-0", "a"), ("envs-1", "b")):
-        cluster.begin_server(name, host)
+        cluster.start_server(name, host)
     if cluster.trainer.is_initialised():
         raise ChildProcessError(
             "expected the trainer to wait for servers, but it started"
         )
-    cluster.await_servers()
+    cluster.publish_servers()
     cluster.start_trainer(*ENDLESS)
-    wait_for("the trainer trains", lambda: cluster.trains_on(3, True), PATIENCE)
+    wait_for("the trainer trains", lambda: cluster.has_rows(3, True), TIMEOUT_SECONDS)
     in_use = cluster.servers["envs-0"]
     wait_for("a server in use is live", lambda: in_use.passes("livenessProbe"))
 
     # A replaced pod gets another address.
-    cluster.lose_server("envs-1").kill()
-    cluster.goes_on("training continues without envs-1", True)
-    moved = cluster.begin_server("envs-1", "c")
-    cluster.await_servers()
-    evict(cluster.lose_server("envs-0"), 0)
-    cluster.goes_on(f"all envs are on envs-1 at {moved.address}", True)
-    cluster.begin_server("envs-0", "b")
-    cluster.await_servers()
+    cluster.remove_server("envs-1").kill()
+    cluster.wait_for_training("training continues without envs-1", True)
+    moved = cluster.start_server("envs-1", "c")
+    cluster.publish_servers()
+    evict(cluster.remove_server("envs-0"), 0)
+    cluster.wait_for_training(f"all envs are on envs-1 at {moved.address}", True)
+    cluster.start_server("envs-0", "b")
+    cluster.publish_servers()
 
 
 def rehearse_trainer(cluster: Cluster) -> None:
+    """Evict and kill the trainer, and resume its run."""
     evict(cluster.trainer, 3)
     if action_of(3) != "Ignore":
         raise ChildProcessError(
@@ -184,25 +195,26 @@ def rehearse_trainer(cluster: Cluster) -> None:
         )
     cluster.trainer = cluster.new_trainer()
     cluster.start_trainer(*ENDLESS, "--min-servers", "2", "--set", "num_servers=4")
-    cluster.goes_on("the next trainer continues with two of four servers", False)
+    cluster.wait_for_training("two of four servers have the trainer's envs", True)
     for name, host in (("envs-2", "a"), ("envs-3", "d")):
-        cluster.begin_server(name, host)
-    cluster.await_servers()
-    cluster.goes_on("the other servers are in use", True)
+        cluster.start_server(name, host)
+    cluster.publish_servers()
+    cluster.wait_for_leases("envs-2")
+    cluster.wait_for_leases("envs-3")
     cluster.hosts.pull_cable("d")
-    cluster.goes_on("training continues without a connection to envs-3", False)
+    cluster.wait_for_training("the other servers have the envs of envs-3", True)
     cluster.hosts.plug_cable("d")
-    cluster.goes_on("envs-3 is in use again", True)
+    cluster.wait_for_leases("envs-3", 2)
     cluster.trainer.kill()
     steps = rows_of(cluster.run)[-1]["steps"]
     cluster.trainer = cluster.new_trainer()
-    cluster.start_trainer("--set", f"total_steps={steps + 10_000}", *FEW)
-    end(cluster.trainer, 0, PATIENCE)
-    seen = [row["steps"] for row in rows_of(cluster.run)]
-    if seen != sorted(set(seen)) or seen[-1] <= steps:
-        raise ChildProcessError(f"expected each step once, got {seen}")
+    cluster.start_trainer("--set", f"total_steps={steps + 10_000}", *COMMON)
+    end(cluster.trainer, 0, TIMEOUT_SECONDS)
+    counts = [row["steps"] for row in rows_of(cluster.run)]
+    if counts != sorted(set(counts)) or counts[-1] <= steps:
+        raise ChildProcessError(f"expected increasing steps, got {counts}")
     evaluation = json.loads((cluster.run / "evaluation.json").read_text())
-    print(f"{seen[-1]:,} steps, mean return {evaluation['mean_return']:.1f}")
+    print(f"{counts[-1]:,} steps, mean return {evaluation['mean_return']:.1f}")
 
 
 def main() -> None:
@@ -215,7 +227,7 @@ def main() -> None:
         make_keys(folder)
         cluster = Cluster(hosts, folder)
         stack.callback(cluster.close)
-        with telling(folder):
+        with print_logs_on_failure(folder):
             rehearse_servers(cluster)
             rehearse_trainer(cluster)
 

@@ -35,12 +35,12 @@ def main(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     console = Console()
-    table = Table("example", "own envs", "here", "servers", "killed", "return", "goal")
+    table = Table("example", "library", "local", "servers", "killed", "return", "goal")
     has_failed = False
     for name in names or GOALS:
         console.print(f"{name} ...")
         budget = ["--steps", "20000", "--seed", str(seed)]
-        own, here = (run_example(name, *budget, original=x) for x in (True, False))
+        library, local = (run_example(name, *budget, original=x) for x in (True, False))
         with contextlib.ExitStack() as stack:
             servers = stack.enter_context(two_servers())
             options = ["--connect", *(server.address for server in servers)]
@@ -49,11 +49,11 @@ def main(
             options += ["--seed", str(seed)]
             run = run_example(name, *options, on_trained=kills.is_over.set)
         has_failed |= run.mean_return < GOALS[name]
-        speeds = [f"{each.steps_per_second:.0f}" for each in (own, here, run)]
+        speeds = [f"{x.steps_per_second:.0f}" for x in (library, local, run)]
         scores = [str(len(kills.pids)), f"{run.mean_return:.1f}", f"{GOALS[name]:.0f}"]
         table.add_row(name, *speeds, *scores)
     console.print(
-        "Env steps/s on the trainer's own envs, on envserve here, and on two servers:"
+        "Env steps/s on the library's envs, on local envs of envserve, and on servers:"
     )
     console.print(table)
     raise typer.Exit(1 if has_failed else 0)

@@ -1,7 +1,7 @@
-"""Measure what a batch on many servers costs its trainer, for docs/scaling.md.
+"""Measure the costs of a batch on many servers for its trainer, for docs/scaling.md.
 
-    python scripts/scaling.py fit          1 to 16 server stand-ins, on loopback
-    python scripts/scaling.py check        64 stand-ins, and real servers
+    python scripts/scaling.py fit          1 to 16 simulated servers, on loopback
+    python scripts/scaling.py check        64 simulated servers, and real servers
     python scripts/scaling.py namespaces   64 real servers, each a host; Linux, root
     python scripts/scaling.py attach       replace a server by another, 100 times
     python scripts/scaling.py document     write the tables of the page
@@ -33,7 +33,7 @@ SELF = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cases import envs  # noqa: E402
-from benchmarks.lab.machine import in_words, machine_facts  # noqa: E402
+from benchmarks.lab.machine import describe_machine, machine_facts  # noqa: E402
 from benchmarks.lab.processes import own_keys  # noqa: E402
 from benchmarks.scaling.document import write_document  # noqa: E402
 from benchmarks.scaling.measure import Point, measure, measure_batch  # noqa: E402
@@ -48,7 +48,7 @@ NUMBERS = ROOT / "docs" / "scaling.json"
 PAGE = NUMBERS.with_suffix(".md")
 app = typer.Typer(help=__doc__)
 
-#: Envs per server, and bytes of their observations.
+#: Envs per server, and size of an observation in bytes.
 SHAPES = [(1, 16), (16, 16), (64, 16), (16, 1024), (16, 28224)]
 #: Options of the servers of `namespaces` and `attach`: one worker, whose envs sleep.
 SLEEPING = (
@@ -57,30 +57,30 @@ SLEEPING = (
 )
 
 
-def keep(part: str, found: Any) -> None:
-    """Update one part of the results in docs/scaling.json, and keep the others."""
+def save_part(part: str, results: Any) -> None:
+    """Replace one part of the results in docs/scaling.json."""
     numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
-    numbers |= {"machine": in_words(machine_facts()), part: found}
-    lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in numbers.items())
+    numbers |= {"machine": describe_machine(machine_facts()), part: results}
+    lines = (f"{json.dumps(k)}: {json.dumps(value)}" for k, value in numbers.items())
     NUMBERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
-    """Measure the points in alternating order; return the medians."""
-    found: dict[Point, list[Point]] = {point: [] for point in points}
+    """Measure the points `turns` times, in alternating order; return the medians."""
+    results: dict[Point, list[Point]] = {point: [] for point in points}
     for turn in range(turns):
         for point in points[:: 1 if turn % 2 == 0 else -1]:
-            found[point].append(measure(point, 0.5))
-            print(found[point][-1], flush=True)
-    medians = {at: np.median([p[8:] for p in of], axis=0) for at, of in found.items()}
-    return [Point(*at[:8], *of.round(1).tolist()) for at, of in medians.items()]
+            results[point].append(measure(point, 0.5))
+            print(results[point][-1], flush=True)
+    costs = {k: np.median([p[8:] for p in ps], axis=0) for k, ps in results.items()}
+    return [Point(*k[:8], *c.round(1).tolist()) for k, c in costs.items()]
 
 
 @app.command()
 def fit(keys: bool = False, turns: int = 3) -> None:
-    """Measure 1 to 16 stand-ins, with or without keys."""
+    """Measure 1 to 16 simulated servers, with or without keys."""
     with own_keys():
-        found = measure_all(
+        measured = measure_all(
             [
                 Point(servers, count, size, keys)
                 for servers in (1, 2, 4, 8, 16)
@@ -88,16 +88,16 @@ def fit(keys: bool = False, turns: int = 3) -> None:
             ],
             turns,
         )
-    keep("fit with keys" if keys else "fit", found)
+    save_part("fit with keys" if keys else "fit", measured)
 
 
 @app.command()
 def check() -> None:
-    """Measure 64 servers, splits, durations of env steps, and real servers."""
+    """Measure 64 servers with splits or slow envs, and real servers."""
     points = [
         Point(1, 1024, 16),  # the same rows from one server
         *(Point(64, 16, 16, k, splits) for k in (False, True) for splits in (1, 2)),
-        *(Point(64, *of, k) for of in ((1, 16), (16, 1024)) for k in (False, True)),
+        *(Point(64, *x, k) for x in ((1, 16), (16, 1024)) for k in (False, True)),
         Point(64, 4, 28224),
         *(Point(64, 16, 16, env_us=us) for us in (10.0, 100.0, 1000.0, 10000.0)),
         *(
@@ -107,7 +107,7 @@ def check() -> None:
         ),
     ]
     with own_keys():
-        keep("check", measure_all(points, 2))
+        save_part("check", measure_all(points, 2))
 
 
 @app.command()
@@ -120,7 +120,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
         make = ("keys", "make", folder, "server", "trainer", "--at", "tcp://*:5555")
         command = main_command("envserve.__main__", *map(str, make))
         subprocess.run(command, check=True, stdout=sys.stderr)
-        # One folder for both ends, because the relay is on loopback.
+        # One key folder for the server and the trainer: the relay is on loopback.
         home = {"ENVSERVE_HOME": str(folder / "server")}
         stack.callback(hosts.remove)
         hosts.create()
@@ -142,53 +142,53 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
             )
         for process in processes:
             process.wait_until_ready()
-        found = []
+        measured = []
         for delay in delays.split(","):
             for env_us in (0.0, 1000.0, 10000.0):
                 point = Point(servers, 16, 16, True, 1, env_us, float(delay), "real")
                 targets = [f"tcp://{hosts.addresses[name]}:5555" for name in sims]
-                command = python_command(SELF, "beyond", json.dumps(point))
-                said = subprocess.run(
+                command = python_command(SELF, "measure-running", json.dumps(point))
+                finished = subprocess.run(
                     hosts.command("trainer", *command, *targets),
                     env=os.environ | home,
                     stdout=subprocess.PIPE,
                     check=True,
                 )
-                found.append(Point(*json.loads(said.stdout)))
-                print(found[-1], flush=True)
-    keep("namespaces", found)
+                measured.append(Point(*json.loads(finished.stdout)))
+                print(measured[-1], flush=True)
+    save_part("namespaces", measured)
 
 
 @app.command(hidden=True)
-def beyond(point: str, targets: list[str]) -> None:
+def measure_running(point_json: str, targets: list[str]) -> None:
     """Measure running servers as their trainer, and print the result."""
-    asked = Point(*json.loads(point))
+    point = Point(*json.loads(point_json))
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    relays = context.Process(target=relay, args=(theirs, targets, asked.delay_ms))
+    connection, child_end = context.Pipe()
+    relays = context.Process(target=relay, args=(child_end, targets, point.delay_ms))
     relays.start()
     try:
         with BatchEnv.connect(
             "envserve/Sleep-v0",
-            ours.recv(),
-            asked.num_envs,
+            connection.recv(),
+            point.num_envs,
             seed=0,
             connect_timeout=60.0,
-            env_kwargs={"step_seconds": asked.env_us / 1e6 / asked.envs},
+            env_kwargs={"step_seconds": point.env_us / 1e6 / point.envs},
         ) as batch:
             batch.reset()
-            found = measure_batch(asked, batch, 2.0, "eth0")
+            measured = measure_batch(point, batch, 2.0, "eth0")
     finally:
         relays.kill()
         relays.join()
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
-def relay(ours: Connection, targets: Sequence[str], delay_ms: float) -> None:
-    """Forward connections to the targets, with a delay."""
-    late = NetworkFaults(latency_seconds=delay_ms / 2000)
-    proxies = [Proxy(target, to_server=late, to_client=late) for target in targets]
-    ours.send([proxy.address for proxy in proxies])
+def relay(connection: Connection, targets: Sequence[str], delay_ms: float) -> None:
+    """Forward connections to the targets, with a round-trip delay."""
+    delay = NetworkFaults(latency_seconds=delay_ms / 2000)
+    proxies = [Proxy(target, to_server=delay, to_client=delay) for target in targets]
+    connection.send([proxy.address for proxy in proxies])
     signal.pause()
 
 
@@ -201,32 +201,32 @@ def attach(changes: int = 100, servers: int = 4) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(own_keys())
-        listed = folder / "servers"
+        address_file = folder / "servers"
         running: list[ServerProcess] = []
 
         def start() -> list[ServerProcess]:
             """Start one replacement per server of the batch, all at the same time."""
             started = []
             for _ in range(servers):
-                place = Path(tempfile.mkdtemp(dir=folder))
+                home = Path(tempfile.mkdtemp(dir=folder))
                 server = ServerProcess(
-                    place, *SLEEPING, imports=(envs.MODULE,), waits_until_ready=False
+                    home, *SLEEPING, imports=(envs.MODULE,), waits_until_ready=False
                 )
                 started.append(stack.enter_context(server))
             for server in started:
                 server.wait_until_ready()
             return started
 
-        def list_them() -> None:
-            listed.write_text("\n".join(server.address for server in running))
+        def write_addresses() -> None:
+            address_file.write_text("\n".join(server.address for server in running))
 
         running += start()
-        list_them()
+        write_addresses()
         kwargs = {"step_seconds": 0.0001}
         batch = stack.enter_context(
             BatchEnv.connect(
                 "envserve/Sleep-v0",
-                [f"file://{listed}"],
+                [f"file://{address_file}"],
                 16 * servers,
                 seed=0,
                 env_kwargs=kwargs,
@@ -238,26 +238,26 @@ def attach(changes: int = 100, servers: int = 4) -> None:
 
         def step_until(is_over: Callable[[Any], bool], durations: list[float]) -> None:
             while True:
-                began = time.perf_counter()
+                started = time.perf_counter()
                 result = batch.step(actions)
-                durations.append(1000 * (time.perf_counter() - began))
+                durations.append(1000 * (time.perf_counter() - started))
                 if is_over(result):
                     return
 
-        coming: list[ServerProcess] = []
+        replacements: list[ServerProcess] = []
         for change in range(changes):
-            coming = coming or start()
+            replacements = replacements or start()
             num_calm = len(calm) + 20
             step_until(lambda _: len(calm) >= num_calm, calm)  # noqa: B023
-            leaver = running.pop(change % servers)
-            leaver.signal(signal.SIGKILL if change % 2 else signal.SIGTERM)
+            leaving_server = running.pop(change % servers)
+            leaving_server.signal(signal.SIGKILL if change % 2 else signal.SIGTERM)
             step_until(lambda result: not result.valid.all(), leaving)
-            leaver.wait()
-            running.append(coming.pop())
-            list_them()
+            leaving_server.wait()
+            running.append(replacements.pop())
+            write_addresses()
             step_until(lambda result: result.valid.all(), attaching)
     parts = {"calm": calm, "leaving": leaving, "attaching": attaching}
-    keep(
+    save_part(
         "attach",
         {"changes": changes, "servers": servers}
         | {
@@ -272,7 +272,7 @@ def attach(changes: int = 100, servers: int = 4) -> None:
 
 @app.command()
 def document() -> None:
-    """Write the tables of the page from the numbers."""
+    """Write the tables of the page from docs/scaling.json."""
     write_document(PAGE, json.loads(NUMBERS.read_text()))
 
 

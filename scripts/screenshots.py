@@ -27,15 +27,15 @@ from envserve.python_process import main_command
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 NUM_ENVS, SECONDS = 16, 25.0
-SHOTS = {"desk": (1280, 900, "light"), "dark": (1280, 900, "dark")}
-SHOTS |= {"phone": (360, 780, "light")}
+SHOTS = {"desk": (1280, 800, "light"), "dark": (1280, 800, "dark")}
+SHOTS |= {"phone": (390, 844, "light")}
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "cartpole"
         run.mkdir()
-        told = Path(folder) / "address"
+        address_file = Path(folder) / "address"
         command = main_command("envserve.__main__", "start", "CartPole-v1")
         command += ["--crash-dir", "none"]
         command += [
@@ -45,14 +45,14 @@ def main() -> None:
             "--workers",
             "4",
         ]
-        command += ["--address-file", str(told), "--log-level", "error"]
+        command += ["--address-file", str(address_file), "--log-level", "error"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert server.stdout is not None
         server.stdout.readline()
-        address = told.read_text().strip()
+        address = address_file.read_text().strip()
         has_ended = threading.Event()
-        playing = threading.Thread(target=play, args=(address, run, has_ended))
-        playing.start()
+        stepper = threading.Thread(target=play, args=(address, run, has_ended))
+        stepper.start()
         process, url = page_process([address], run, insecure=True)
         try:
             with process, sync_playwright() as playwright:
@@ -63,7 +63,7 @@ def main() -> None:
                 process.terminate()
         finally:
             has_ended.set()
-            playing.join()
+            stepper.join()
             server.send_signal(signal.SIGINT)
             server.wait()
 
@@ -72,15 +72,15 @@ def play(address: str, run: Path, has_ended: threading.Event) -> None:
     """Step CartPole with an improving policy, and write metrics as a trainer does."""
     generator = np.random.default_rng(0)
     returns: deque[float] = deque(maxlen=20)
-    sums, steps, began = np.zeros(NUM_ENVS), 0, time.monotonic()
+    sums, steps, started = np.zeros(NUM_ENVS), 0, time.monotonic()
     with BatchEnv.connect("CartPole-v1", [address], NUM_ENVS, insecure=True) as env:
         observation = env.reset()
         while not has_ended.wait(0.01):
-            skill = min(1.0, (time.monotonic() - began) / SECONDS)
-            wise = observation[:, 2] + 0.3 * observation[:, 3] > 0
-            chance = generator.random(NUM_ENVS) < 0.5
-            acts = np.where(generator.random(NUM_ENVS) < skill, wise, chance)
-            result = env.step(acts.astype(np.int64))
+            skill = min(1.0, (time.monotonic() - started) / SECONDS)
+            good = observation[:, 2] + 0.3 * observation[:, 3] > 0
+            arbitrary = generator.random(NUM_ENVS) < 0.5
+            actions = np.where(generator.random(NUM_ENVS) < skill, good, arbitrary)
+            result = env.step(actions.astype(np.int64))
             observation, sums = result.observation, sums + result.reward
             steps += NUM_ENVS
             ended = result.terminated | result.truncated
@@ -103,7 +103,7 @@ def take(browser: Browser, url: str, pid: int) -> None:
     pages["desk"].wait_for_timeout(1000 * SECONDS)
     workers = psutil.Process(pid).children(recursive=True)
     os.kill(max(worker.pid for worker in workers), signal.SIGKILL)
-    pages["desk"].locator(".badge", has_text="recovered in").first.wait_for()
+    pages["desk"].locator(".badge", has_text="back in").first.wait_for()
     pages["desk"].wait_for_timeout(500)
     IMAGES.mkdir(exist_ok=True)
     for name, page in pages.items():

@@ -4,10 +4,10 @@
     python scripts/train_under_fire.py --leave --servers 4
 
 With --leave, servers are not restarted: one is killed, another is drained, and a new
-server is added to the address file. Every row whose server runs must then be valid in
-each batch step, except for one lost row after a move. Prints the costs, and exits with
-1 if the agent has not learned the task, or if a row was missing. Requires the extra
-`dev` (psutil).
+server is added to the address file. Rows whose server is running must then be valid in
+every batch step, except for one lost row after a move to another server. Prints the
+number of lost steps, and exits with 1 if the agent has not learned the task, or if a
+row was not valid. Requires the extra `dev` (psutil).
 """
 
 import contextlib
@@ -39,13 +39,13 @@ from tests.envserve.server_process import ServerProcess
 GOAL = 475.0  # mean return of 100 evaluation episodes
 STEPS = 150_000
 WORKER_SECONDS = 1.0
-FIRST_SERVER_SECONDS = 5.0  # before a fast machine has finished
+FIRST_SERVER_SECONDS = 5.0  # short enough for fast machines
 SERVER_SECONDS = 20.0
 OPTIONS = ("--workers", "1", "--log-level", "error")
 
 
 @contextlib.contextmanager
-def beside(
+def run_in_thread(
     change: Callable[[threading.Event, Counter[str]], None],
 ) -> Iterator[Counter[str]]:
     """Run `change` in a thread during the block; yield its counts."""
@@ -59,18 +59,16 @@ def beside(
         thread.join()
 
 
-def under_fire(
+def kill_repeatedly(
     servers: Sequence[ServerProcess],
 ) -> contextlib.AbstractContextManager[Counter[str]]:
     """Kill workers and servers during the block; yield their counts."""
 
-    def fire(is_over: threading.Event, killed: Counter[str]) -> None:
+    def kill(is_over: threading.Event, killed: Counter[str]) -> None:
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
         while not is_over.wait(WORKER_SECONDS):
             if workers := random.choice(servers).worker_pids:
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # the worker has just ended
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(random.choice(workers), signal.SIGKILL)
                     killed["workers killed"] += 1
             if time.monotonic() >= next_server:
@@ -80,10 +78,10 @@ def under_fire(
                 killed["servers killed"] += 1
                 next_server += SERVER_SECONDS
 
-    return beside(fire)
+    return run_in_thread(kill)
 
 
-def leaving(
+def swap(
     servers: Sequence[ServerProcess], add: Callable[[], ServerProcess], left: set[str]
 ) -> contextlib.AbstractContextManager[Counter[str]]:
     """Kill one server, drain one and add one; yield the counts.
@@ -103,39 +101,39 @@ def leaving(
             servers[1].signal(signal.SIGTERM)
             done["drained"] += servers[1].wait() == 0
 
-    return beside(change)
+    return run_in_thread(change)
 
 
 class RowCheck:
-    """Counts the rows that are not valid although their server runs.
+    """Counts rows that are not valid although their server is running.
 
-    A row whose server has left may be invalid until it has moved to another server. The
-    lost row that reports the move is the last one that may be invalid.
+    A row whose server has left may be invalid until the row has moved to another
+    server, including the lost row that reports the move.
     """
 
     def __init__(self) -> None:
-        self.left: set[str] = set()
+        self.left: set[str] = set()  # addresses of servers that are leaving
         self.num_steps = self.moved = self.missing = 0
 
     def watch(self, env: BatchEnv) -> BatchEnv:
-        """Check all results of a batch; return the batch."""
+        """Check all future results of a batch; return the batch."""
         lanes = [lane for lane in env.lanes for _ in range(lane.num_envs)]
-        homes, recv = [lane.name for lane in lanes], env.recv
+        servers, recv = [lane.name for lane in lanes], env.recv
 
-        def looked_recv(**named: Any) -> tuple[Any, StepResult]:
-            rows, result = recv(**named)
+        def checked_recv(**kwargs: Any) -> tuple[Any, StepResult]:
+            rows, result = recv(**kwargs)
             self.num_steps += 1
             for row, status in zip(
                 rows[~result.valid], result.status[~result.valid], strict=True
             ):
-                if homes[row] not in self.left:
+                if servers[row] not in self.left:
                     self.missing += 1
                 elif status == Status.SERVER_LOST:
                     self.moved += 1
-                    homes[row] = lanes[row].name
+                    servers[row] = lanes[row].name
             return rows, result
 
-        vars(env)["recv"] = looked_recv  # training with splits calls `recv`
+        vars(env)["recv"] = checked_recv  # training with splits calls `recv`
         return env
 
 
@@ -150,29 +148,29 @@ def train_once(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers: list[ServerProcess] = []
-        listed = folder / "servers"
+        address_file = folder / "servers"
 
         def add() -> ServerProcess:
-            own = folder / f"server-{len(servers)}"
-            own.mkdir()
-            servers.append(stack.enter_context(ServerProcess(own, *OPTIONS)))
-            listed.write_text("\n".join(server.address for server in servers))
+            home = folder / f"server-{len(servers)}"
+            home.mkdir()
+            servers.append(stack.enter_context(ServerProcess(home, *OPTIONS)))
+            address_file.write_text("\n".join(server.address for server in servers))
             return servers[-1]
 
         for _ in range(num_servers):
             add()
-        make_env = env_maker(config, addresses=[f"file://{listed}"])
+        make_env = env_maker(config, addresses=[f"file://{address_file}"])
         run_folder = RunFolder.create(folder / "run", config)
         check = RowCheck()
 
-        def make_watched(**named: Any) -> BatchEnv:
-            env = make_env(**named)
+        def make_checked_env(**kwargs: Any) -> BatchEnv:
+            env = make_env(**kwargs)
             return check.watch(env) if leave else env
 
         started = time.perf_counter()
-        change = leaving(servers, add, check.left) if leave else under_fire(servers)
+        change = swap(servers, add, check.left) if leave else kill_repeatedly(servers)
         with change as counts:
-            result = train(config, run_folder, make_watched)
+            result = train(config, run_folder, make_checked_env)
         seconds = time.perf_counter() - started
         evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     console.print(
@@ -182,7 +180,7 @@ def train_once(
     )
     if leave:
         console.print(
-            f"{check.num_steps:,} steps of half a batch: {check.moved} rows moved, "
+            f"{check.num_steps:,} results checked: {check.moved} rows moved, "
             f"{check.missing} rows of running servers were not valid"
         )
         if check.missing or not check.moved:

@@ -23,10 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 #: busy when all others have finished.
 LONGEST = (
     *("test_cli_run", "test_learners", "test_elastic", "test_simulation"),
-    *("test_cases", "test_update", "test_train", "test_sequences", "test_evaluate"),
-    *("test_commands", "test_checkpoint", "test_cli", "test_lane_faults"),
-    *("test_determinism", "test_update_spaces", "test_kill_and_resume", "test_export"),
-    *("test_three_commands", "test_server_sessions", "test_server_restarts"),
+    *("test_cases", "test_update_spaces", "test_sequences", "test_lane_faults"),
+    *("test_kill_and_resume", "test_update", "test_export", "test_server_sessions"),
+    *("test_three_commands", "test_train", "test_cli", "test_hostile_servers"),
+    *("test_vector_env", "test_working_directory", "test_determinism"),
+    *("test_checkpoint", "test_evaluate", "test_scores", "test_commands"),
 )
 
 # Hypothesis examples have no deadline, because machines may be slow and shared. They

@@ -1,4 +1,4 @@
-"""Code that measures time or waits uses a monotonic clock, as wall clocks jump."""
+"""Code that measures time or waits uses a monotonic clock, because wall clocks jump."""
 
 from __future__ import annotations
 

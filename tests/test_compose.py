@@ -126,7 +126,8 @@ def test_trainer_and_page_connect_to_all_servers_once_they_are_healthy(
 @pytest.mark.parametrize("name", WITH_OUR_COMMAND)
 def test_the_command_of_a_service_and_its_options_exist(name: str) -> None:
     service = SERVICES[name]
-    program = PROGRAMS[service["image"].removeprefix("envserve-")]
+    image = service["image"].removeprefix("ghcr.io/envserve/envserve-")
+    program = PROGRAMS[image.partition(":")[0]]
     words = service["command"]
     subcommand = words[: 2 if words[0] == "keys" else 1]
     known = output_of(program, *subcommand, "--help")

@@ -6,6 +6,8 @@ tests/doors/test_kubernetes.py checks the schemas, and trains in the pods.
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import envserve.cli.app
 import ppo.cli.app
 from envserve.cli import program as command_lines
 from envserve.settings import HostSettings
+from ppo.cli.run_setup import read_tf_config
 from ppo.config.named_configs import CONFIGS, apply_settings
 from tests.network_hosts import Hosts, needs_namespaces
 from tests.pods import (
@@ -36,7 +39,7 @@ from tests.pods import (
 from tests.test_compose import HEALTH, stages
 from tests.test_project import PROJECT
 
-SERVERS, TRAINER = pod_spec("StatefulSet", "envs"), pod_spec("Job", "trainer")
+SERVERS, TRAINER = pod_spec("Deployment", "envs"), pod_spec("Job", "trainer")
 PODS = pytest.mark.parametrize("spec", [SERVERS, TRAINER], ids=["envs", "trainer"])
 (SERVER,), (LEARNER,) = SERVERS["containers"], TRAINER["containers"]
 ADDRESS = "tcp://0.0.0.0:5555"
@@ -84,15 +87,16 @@ def test_trainers_connect_to_the_name_and_port_where_servers_listen() -> None:
     assert options_of(LEARNER)["connect"] == [f"dns://envs:{port['port']}"]
     assert options_of(SERVER)["binds"] == (ADDRESS,)
     assert ADDRESS.endswith(f":{port['port']}")
-    assert SERVER["ports"] == [{"name": "envserve", "containerPort": port["port"]}]
-    assert resource("StatefulSet", "envs")["spec"]["serviceName"] == "envs"
+    metrics = {"name": "metrics", "containerPort": options_of(SERVER)["metrics_port"]}
+    envs = {"name": "envserve", "containerPort": port["port"]}
+    assert SERVER["ports"] == [envs, metrics]
 
 
 def test_selectors_match_the_labels_of_servers_and_trainers() -> None:
-    servers, trainers = labels_of("StatefulSet", "envs"), labels_of("Job", "trainer")
+    servers, trainers = labels_of("Deployment", "envs"), labels_of("Job", "trainer")
     assert resource("Service", "envs")["spec"]["selector"] == servers
     selected = {"matchLabels": servers}
-    assert resource("StatefulSet", "envs")["spec"]["selector"] == selected
+    assert resource("Deployment", "envs")["spec"]["selector"] == selected
     assert resource("PodDisruptionBudget", "envs")["spec"]["selector"] == selected
     inward = resource("NetworkPolicy", "envs")["spec"]
     outward = resource("NetworkPolicy", "trainer")["spec"]
@@ -157,18 +161,62 @@ def test_the_run_folder_is_on_the_mounted_volume() -> None:
 def test_the_trainer_starts_with_one_server_and_can_use_all() -> None:
     (container,) = TRAINER["initContainers"]
     assert "until getent hosts envs;" in container["command"][-1]
-    replicas = resource("StatefulSet", "envs")["spec"]["replicas"]
+    replicas = resource("Deployment", "envs")["spec"]["replicas"]
     options = options_of(LEARNER)
     assert options["min_servers"] == 1
     settings = apply_settings(CONFIGS[options["config"]], options["set_"])
     assert settings.num_servers == replicas
-    (scaler,) = resources("hpa.yaml")
-    assert scaler["spec"]["minReplicas"] == replicas
+    (scaler,) = resources("keda.yaml")
+    assert scaler["spec"]["minReplicaCount"] == replicas
     target = scaler["spec"]["scaleTargetRef"]
-    assert (target["kind"], target["name"]) == ("StatefulSet", "envs")
-    assert "hpa.yaml" not in kustomization()["resources"]
-    # The scaler's percentages refer to the requested CPU.
-    assert SERVER["resources"]["requests"]["cpu"]
+    assert (target["kind"], target["name"]) == ("Deployment", "envs")
+    assert "keda.yaml" not in kustomization()["resources"]
+
+
+def test_metrics_are_open_to_prometheus_only() -> None:
+    folder = MANIFESTS / "monitoring"
+    assert kustomization(folder)["resources"] == ["metrics.yaml"]
+    monitor, policy = resources("monitoring/metrics.yaml")
+    selected = {"matchLabels": labels_of("Deployment", "envs")}
+    assert monitor["spec"]["selector"] == selected
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "metrics"}]
+    assert policy["spec"]["podSelector"] == selected
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"port": options_of(SERVER)["metrics_port"]}]
+    (scaler,) = resources("keda.yaml")
+    (trigger,) = scaler["spec"]["triggers"]
+    names = set(re.findall(r"\benvserve_\w+", trigger["metadata"]["query"]))
+    documented = (ROOT / "docs" / "metrics-of-servers.md").read_text()
+    assert names == {"envserve_envs", "envserve_free_envs"}
+    assert all(f"`{name}`" in documented for name in names)
+    most = int(options_of(SERVER)["num_workers"]) * HostSettings().envs_per_worker
+    assert float(trigger["metadata"]["threshold"]) == 0.75 * most
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_learners_get_a_valid_tf_config_from_their_index(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job,) = (r for r in resources("learners.yaml") if r["kind"] == "Job")
+    spec = job["spec"]["template"]["spec"]
+    (learner,) = spec["containers"]
+    script, command = learner["command"][-1].split("exec ")
+    env = {"JOB_COMPLETION_INDEX": str(index), "PATH": "/usr/bin:/bin"}
+    words = ["sh", "-ec", f'{script}printf %s "$TF_CONFIG"']
+    shown = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    monkeypatch.setenv("TF_CONFIG", shown.stdout)
+    addresses, found = read_tf_config(None, None)
+    assert found == index
+    name, port = job["metadata"]["name"], learner["ports"][0]["containerPort"]
+    num = job["spec"]["completions"]
+    domain = spec["subdomain"]
+    assert addresses == [f"{name}-{n}.{domain}:{port}" for n in range(num)]
+    options = parse(*shlex.split(command.replace("\\\n", "")))
+    assert options["distribute"]
+    assert options["restartable"]
+    settings = apply_settings(CONFIGS[options["config"]], options["set_"])
+    assert settings.per_learner(num)
+    assert spec["volumes"][0] == TRAINER["volumes"][0]
 
 
 @PODS
@@ -192,7 +240,9 @@ def test_pods_meet_the_pod_security_standard_restricted(spec: dict[str, Any]) ->
         }
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted <= {volume["name"] for volume in spec["volumes"]}
-    assert all(c["resources"]["limits"]["memory"] for c in spec["containers"])
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert container["resources"]["limits"]["memory"]
+        assert container["resources"]["requests"].keys() == {"cpu", "memory"}
 
 
 @PODS
@@ -226,6 +276,8 @@ def test_images_have_the_names_and_the_version_of_this_release() -> None:
     images = kustomization()["images"]
     assert [each["name"] for each in images] == sorted(ENTRYPOINTS)
     assert {each["newTag"] for each in images} == {PROJECT["version"]}
+    for each in images:
+        assert each["newName"] == f"ghcr.io/envserve/{each['name']}"
     for image, program in ENTRYPOINTS.items():
         stage = stages()[image.removeprefix("envserve-")]
         assert f'ENTRYPOINT ["{program}"]' in stage

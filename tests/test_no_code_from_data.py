@@ -38,7 +38,9 @@ IMPORTS = {
     "envserve/envs/registry.py": "import_modules of the operator; Gymnasium's plugins",
     "envserve/wire/__init__.py": "a list of its own modules",
     "envserve/wrappers/apply.py": "the table of wrappers; a name is looked up in it",
+    "ppo/cli/train.py": "looks for installed packages that it names",
     "ppo/config/named_configs.py": "the user's config, in Python",
+    "ppo/evaluation/rendering.py": "looks for an installed package that it names",
     "ppo/user_code.py": "user code that the user's config names",
 }
 #: Files that unpickle, and who has pickled the data.

@@ -45,7 +45,7 @@ NOT_OURS = {
 NOT_OURS |= {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 #: Extras that `make bench` and `make test-doors` install.
 NOT_IN_VENV = {"bench", "envpool", "ray", "sb3", "tianshou", "trainers", "zoo"}
-NOT_IN_VENV |= {"browser", "docs", "kubernetes"}
+NOT_IN_VENV |= {"browser", "docs", "kubernetes", "release"}
 PINS = dict(line.split("==") for line in PINNED_LINES)
 
 
@@ -206,6 +206,11 @@ def test_constraints_contain_only_names_and_versions() -> None:
     assert not wrong
     assert len(PINS) == len(PINNED_LINES)
     assert list(PINS) == sorted(PINS)
+
+
+def test_pre_commit_runs_the_pinned_ruff() -> None:
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert f"/ruff-pre-commit\n    rev: v{PINS['ruff']}\n" in text
 
 
 @pytest.mark.parametrize("line", [*PROJECT["dependencies"], *EXTRAS["mujoco"]])

@@ -19,6 +19,11 @@ from tests.network_hosts import Hosts, needs_namespaces
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+#: Settings that only make the training short.
+SHORT = (
+    *("total_steps=512", "num_envs=4", "horizon=64", "minibatch_size=64", "epochs=1"),
+    *("evaluation_episodes=2", "jit_compile=false"),
+)
 COMMAND = re.compile(r"^(sim1|gpu1)\$ (.*?)(?: +#.*)?$", re.MULTILINE)
 
 
@@ -78,14 +83,14 @@ def test_three_commands_start_a_training_on_fresh_hosts(
     try:
         assert server.stdout is not None
         assert server.stdout.readline().startswith("envserve: ready on tcp://0.0.0.0")
-        short = f"{train} --set total_steps=2048 --run-dir run"
+        short = " ".join([train, "--run-dir run", *(f"--set {each}" for each in SHORT)])
         trained = subprocess.run(
             **words("gpu1", short), input=line, capture_output=True
         )
         assert trained.returncode == 0, trained.stdout + trained.stderr
         assert "joined tcp://sim1:5555 as trainer-1" in trained.stdout
         metrics = (tmp_path / "gpu1" / "run" / "metrics.jsonl").read_text()
-        assert json.loads(metrics.splitlines()[-1])["steps"] >= 2048
+        assert json.loads(metrics.splitlines()[-1])["steps"] >= 512
         again = subprocess.run(
             **words("gpu1", "envserve join", home="another"),
             input=line,

@@ -1,1 +1,1 @@
-"""Cases without TensorFlow: envserve, the machine's limit, and other projects."""
+"""Cases without TensorFlow: envserve, bare loops over envs, and other projects."""

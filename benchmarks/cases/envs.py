@@ -21,7 +21,7 @@ MODULE: Final = __name__
 
 
 class _ConstantEnv(gymnasium.Env[Array, np.int64]):
-    """Return the same observation in each step, for `episode_length` steps."""
+    """Env that returns the same observation for `episode_length` steps."""
 
     def __init__(self, observation_space: spaces.Box, episode_length: int) -> None:
         self.observation_space = observation_space
@@ -41,12 +41,12 @@ class _ConstantEnv(gymnasium.Env[Array, np.int64]):
 
     def step(self, action: np.int64) -> Transition:
         self._step += 1
-        is_over = self._step == self._episode_length  # never true if the length is 0
-        return self._observation, 0.0, False, is_over, {}
+        truncated = self._step == self._episode_length  # never if the length is 0
+        return self._observation, 0.0, False, truncated, {}
 
 
 class SleepEnv(_ConstantEnv):
-    """Sleep in step and reset, like an env that waits for a simulator process."""
+    """Env that sleeps in step and reset, as if it waited for a simulator process."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SleepEnv(_ConstantEnv):
 
 
 class BusyEnv(_ConstantEnv):
-    """Compute in step, for a fixed amount of CPU time."""
+    """Env whose steps take a fixed amount of CPU time."""
 
     def __init__(self, step_seconds: float = 0.001) -> None:
         super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), 0)
@@ -95,7 +95,7 @@ class BusyEnv(_ConstantEnv):
 
     def step(self, action: np.int64) -> Transition:
         """Compute, and count the step."""
-        # CPU time of this thread, so that the work does not depend on other processes.
+        # The CPU time of this thread does not depend on other processes.
         end = time.thread_time() + self._step_seconds
         while time.thread_time() < end:
             pass
@@ -110,7 +110,7 @@ class ImageEnv(_ConstantEnv):
 
 
 class RequestEnv(gymnasium.Env[Array, Array]):
-    """Return the number of the last request and the number of steps so far.
+    """Env that returns the number of the last request and the number of steps so far.
 
     The action is int64 `[2]`: the number of the request, and its duration in
     microseconds. The observation is int64 `[2]`: the request number and the step count.
@@ -152,16 +152,16 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset the env."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         result = self.env.reset(seed=seed, options=options)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - started
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the env."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         result = self.env.step(action)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - started
         return result
 
 

@@ -71,9 +71,9 @@ def guarantees(
             ),
         },
         notes=[
-            f"{BARE_SLAB}: forked workers that write rows to shared memory, with "
-            "one byte over a socket pair in each direction; results are copied. There "
-            "are no checks, and no fault tolerance."
+            f"{BARE_SLAB}: forked workers that write rows to shared memory, with one "
+            "byte over a socket pair in each direction. Results are copied. There are "
+            "no checks, and there is no fault tolerance."
         ],
     )
 
@@ -84,45 +84,47 @@ def bare_slab(load: Workload) -> Iterator[Measure]:
     env = make_env(load.env_name, load.env_kwargs)
     spaces: Any = env.observation_space, env.action_space
     env.close()
-    seen, done = (_shared([load.num_envs, *s.shape], s.dtype) for s in spaces)
-    rest = [_shared([load.num_envs], kind) for kind in (np.float64, bool, bool)]
+    size = load.num_envs
+    observations, actions = (_shared([size, *s.shape], s.dtype) for s in spaces)
+    rest = [_shared([size], dtype) for dtype in (np.float64, bool, bool)]
     context = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as stack:
-        bells = []
+        connections = []
         for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
-            ours, theirs = socket.socketpair()
-            arguments = (load, rows.tolist(), done, [seen, *rest], theirs)
+            connection, worker_end = socket.socketpair()
+            arguments = load, rows.tolist(), actions, [observations, *rest], worker_end
             worker = context.Process(target=_work, args=arguments, daemon=True)
             worker.start()
             stack.callback(worker.join)
             stack.callback(worker.terminate)
-            bells.append(stack.enter_context(ours))
-            theirs.close()
+            connections.append(stack.enter_context(connection))
+            worker_end.close()
 
-        def step(actions: Any) -> list[Any]:
-            done[:] = actions
-            for bell in bells:
-                bell.send(b"s")
-            for bell in bells:
-                bell.recv(1)
-            return [array.copy() for array in (seen, *rest)]
+        def step(batch: Any) -> list[Any]:
+            actions[:] = batch
+            for connection in connections:
+                connection.send(b"s")
+            for connection in connections:
+                connection.recv(1)
+            return [array.copy() for array in (observations, *rest)]
 
         yield make_measure(step, load.actions(), load)
 
 
 def _work(
-    load: Workload, rows: list[int], actions: Any, slab: list[Any], bell: socket.socket
+    load: Workload, rows: list[int], actions: Any, slab: list[Any], peer: socket.socket
 ) -> None:
+    """Step the envs of some rows whenever the peer sends a byte."""
     observations, rewards, terminated, truncated = slab
     envs = [(row, make_env(load.env_name, load.env_kwargs)) for row in rows]
     for row, env in envs:
         env.reset(seed=row)
-    while bell.recv(1):
+    while peer.recv(1):
         for row, env in envs:
-            seen, rewards[row], ended, cut, _ = env.step(actions[row])
-            terminated[row], truncated[row] = ended, cut
-            observations[row] = env.reset()[0] if ended or cut else seen
-        bell.send(b"d")
+            observation, rewards[row], ended, cut_off, _ = env.step(actions[row])
+            terminated[row], truncated[row] = ended, cut_off
+            observations[row] = env.reset()[0] if ended or cut_off else observation
+        peer.send(b"d")
 
 
 def _shared(shape: list[int], dtype: Any) -> np.ndarray[Any, Any]:

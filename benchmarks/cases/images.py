@@ -1,4 +1,4 @@
-"""`images`: observation throughput in bytes per second, for envs that cost little."""
+"""`images`: throughput of observations in bytes per second, from envs without work."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def images(
             "/ Async": ratio(ASYNC, SPEED),
         },
         notes=[
-            "A GB is 1e9 bytes of images, copied to the caller: into new arrays in "
-            "each step, or with out= into the same arrays, as in a rollout."
+            "A GB is 1e9 bytes of images, which are copied to the caller: into new "
+            "arrays in each step or, with out=, into the same arrays, as in a rollout."
         ],
         results={"image_bytes": _IMAGE_BYTES},
     )

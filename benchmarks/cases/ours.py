@@ -16,7 +16,7 @@ LIMIT = "limit: bare loops"
 IN_PROCESS, IPC, TCP = "envserve in-process", "envserve ipc", "envserve tcp"
 WITHOUT_KEYS = "envserve tcp, no keys"
 MAKE_VEC = "envserve make_vec"
-_WAYS = {
+_BINDS_BY_CASE = {
     IN_PROCESS: (),
     IPC: BINDS["ipc"],
     TCP: BINDS["tcp"],
@@ -25,10 +25,10 @@ _WAYS = {
 
 
 def our_cases(load: Workload) -> list[Case]:
-    """Return a case for each way to reach the envs."""
+    """Return a case for each transport, one without keys, and one of `make_vec`."""
     return [
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
-        for name, binds in _WAYS.items()
+        for name, binds in _BINDS_BY_CASE.items()
         if len(binds) <= load.num_envs
     ] + [
         Case(WITHOUT_KEYS, stepping_without_keys, {"load": load}),
@@ -46,7 +46,7 @@ def stepping_without_keys(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def stepping_vector_env(load: Workload) -> Iterator[Measure]:
-    """Step through Gymnasium's interface: in-process, with infos in every step."""
+    """Step the envs of `make_vec`: in-process, with infos in every step."""
     envs = make_vec(
         load.env_name,
         load.num_envs,

@@ -18,6 +18,7 @@ from benchmarks.harness import Case, Skip
 from envserve.bench.cases import BINDS, batch_env, vector_env
 from envserve.bench.interleaved import Measure, make_measure
 from envserve.bench.workload import Workload
+from envserve.text import install_command
 
 SYNC = "gymnasium SyncVectorEnv"
 ASYNC = "gymnasium AsyncVectorEnv"
@@ -41,13 +42,13 @@ def import_peer(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise Skip(f"{error}; pip install 'envserve[bench]'") from error
+        raise Skip(f"{error}; {install_command('bench')}") from error
 
 
 def sb3_vec_env(load: Workload, kind: str) -> Any:
     """Return Stable-Baselines3's "SubprocVecEnv" or "DummyVecEnv"."""
     module = import_peer("stable_baselines3.common.vec_env")
-    # Forked workers run the same loop as spawned ones, but need not import torch.
+    # Forked workers run the same loop as spawned ones, but do not import torch.
     is_forked = kind == "SubprocVecEnv" and sys.platform == "linux"
     options = {"start_method": "fork"} if is_forked else {}
     return getattr(module, kind)(load.env_functions(), **options)
@@ -90,7 +91,7 @@ def envpool(load: Workload) -> Iterator[Measure]:
     )
     with contextlib.closing(envs):
         envs.reset()
-        # Convert them beforehand, because EnvPool accepts only its own dtypes.
+        # EnvPool accepts only its own dtypes; the conversion is not measured.
         actions = [batch.astype(envs.action_space.dtype) for batch in load.actions()]
         yield make_measure(envs.step, actions, load)
 

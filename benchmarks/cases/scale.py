@@ -52,11 +52,11 @@ def scale(
     measured = run.measure_all(cases, repetitions)
     base = f"{workers} envs"
     loads[base] = Workload(env, workers, workers, seconds)
-    memory = {name: _memory_alone(name, load) for name, load in loads.items()}
+    memory = {name: _measure_memory(name, load) for name, load in loads.items()}
 
-    def beyond(_: Measurements, case: str) -> str:
-        taken, without = memory[case], memory[base]
-        return _megabytes(None if taken is None or without is None else taken - without)
+    def beyond_base(_: Measurements, case: str) -> str:
+        total, least = memory[case], memory[base]
+        return _in_megabytes(None if total is None or least is None else total - least)
 
     run.publish(
         title=f"{env}, {workers} workers: time per env step, and memory",
@@ -67,13 +67,13 @@ def scale(
             "steps/s": median(SPEED),
             "p50 us": median("p50_us"),
             "p99 us": median("p99_us"),
-            f"MB beyond {base}": beyond,
+            f"MB beyond {base}": beyond_base,
         },
         notes=[
             "MB (1e6 bytes) of proportional set size of the stepping process and its "
             "descendants, measured in new processes for each size, minus the size with "
             f"one env per worker ({base}), which is mostly imports: "
-            f"{_megabytes(memory[base])}."
+            f"{_in_megabytes(memory[base])}."
         ],
         results={_MEMORY: memory, "base": base},
     )
@@ -93,11 +93,11 @@ def memory_of(load: Workload) -> Iterator[Measure]:
         yield measure
 
 
-def _memory_alone(name: str, load: Workload) -> float | None:
+def _measure_memory(name: str, load: Workload) -> float | None:
     """Return the memory in bytes, or None if the system does not report it."""
     if sys.platform != "linux":
         return None
-    # Measured alone, because processes of other cases would share pages with it.
+    # Measured separately, because processes of other cases would share its pages.
     case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
     return measure_cases([case], 1).median(name, _MEMORY)
 
@@ -106,5 +106,5 @@ def _microseconds(numbers: Mapping[str, float]) -> float:
     return 1e6 / numbers[SPEED]
 
 
-def _megabytes(number: float | None) -> str:
+def _in_megabytes(number: float | None) -> str:
     return "-" if number is None else f"{round(number / 1e6):,}"

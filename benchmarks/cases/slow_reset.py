@@ -48,7 +48,7 @@ def slow_reset(
         "is_staggered": staggered,
     }
     slow = Workload("envserve/Sleep-v0", num_envs, num_envs, 0, env, (envs.MODULE,))
-    quick = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
+    fast = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
     steps = {
         "num_steps": episodes * episode_length,
         # The first episode of each env, including spare envs, is shorter.
@@ -56,7 +56,7 @@ def slow_reset(
     }
     spare = {"spare_envs": True}
     cases = [
-        Case(_FAST, episodes_of, {"load": quick, **steps}),
+        Case(_FAST, episodes_of, {"load": fast, **steps}),
         Case("slow resets, spare envs", episodes_of, {"load": slow, **steps, **spare}),
         Case("slow resets", episodes_of, {"load": slow, **steps}),
     ]
@@ -84,7 +84,7 @@ def slow_reset(
 def episodes_of(
     load: Workload, num_steps: int, first_steps: int, spare_envs: bool = False
 ) -> Iterator[Measure]:
-    """Run `first_steps` batch steps once, then `num_steps` per measurement."""
+    """Measure `num_steps` batch steps at a time, after `first_steps` others."""
     actions = np.zeros(load.num_envs, np.int64)
     with batch_env(load, spare_envs=spare_envs) as batch:
         time_each(batch.step, [actions] * first_steps)

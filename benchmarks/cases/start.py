@@ -1,4 +1,4 @@
-"""`start`: startup times as users experience them, measured in new processes."""
+"""`start`: startup times, each measured in a new process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SECONDS: Final = "seconds"
 _TIMED: Final = """
 import time, warnings
 warnings.simplefilter("ignore")
-began = time.perf_counter()
+started = time.perf_counter()
 {code}
-print(time.perf_counter() - began)
+print(time.perf_counter() - started)
 {after}
 """
 _OURS: Final = """
@@ -44,11 +44,11 @@ def start(
     repetitions: Repetitions = 3,
 ) -> None:
     """Measure the time to a first observation, of imports, and of a server start."""
-    fill = {"env": env, "num_envs": num_envs, "workers": workers}
+    values = {"env": env, "num_envs": num_envs, "workers": workers}
     scripts = {
-        "envserve, first observation": (_OURS.format(**fill), "batch.close()"),
+        "envserve, first observation": (_OURS.format(**values), "batch.close()"),
         "gymnasium AsyncVectorEnv, first observation": (
-            _ASYNC.format(**fill),
+            _ASYNC.format(**values),
             "envs.close()",
         ),
         "import of BatchEnv": ("from envserve.client import BatchEnv", ""),
@@ -59,7 +59,7 @@ def start(
         for name, (code, after) in scripts.items()
     ]
     run.publish(
-        title=f"Seconds to start; first observations of {num_envs} {env}, ours in "
+        title=f"Seconds to start; first observations of {num_envs} {env}, envserve in "
         f"{workers} workers",
         measured=run.measure(
             [*cases, Case("envserve start, ready line", ready_line)], repetitions
@@ -69,9 +69,9 @@ def start(
             "lowest - highest": spread(_SECONDS, ".2f"),
         },
         notes=[
-            "The time to the first observation starts at the first line of a new "
-            "script and includes imports; the time to the ready line starts with the "
-            "process."
+            "The time to the first observation is measured from the first line of a "
+            "new script and includes imports. The time to the ready line is measured "
+            "from the start of the process."
         ],
     )
 
@@ -91,16 +91,16 @@ def fresh_script(code: str, after: str) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def ready_line() -> Iterator[Measure]:
-    """Start a server, and stop it once it is ready."""
+    """Measure the time until a server prints its ready line."""
     command = main_command("envserve.__main__", "start", "--log-level", "warning")
     command += ["--bind", "tcp://127.0.0.1:0"]
 
     def measure() -> Mapping[str, float]:
-        began = time.perf_counter()
+        started = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
-            elapsed = time.perf_counter() - began
+            elapsed = time.perf_counter() - started
             process.terminate()
         if not line:
             raise RuntimeError(f"expected a ready line of {command}; got none")

@@ -1,4 +1,4 @@
-"""`step`: env steps per second, compared with the machine's limit and peers."""
+"""`step`: env steps per second, compared with bare loops and other projects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step(
     seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Measure raw stepping: the limit, envserve in-process and on servers, peers."""
+    """Measure raw stepping: bare loops, envserve, and other projects."""
     load = Workload(env, num_envs, workers, seconds)
     load.check()
     limit = Case(LIMIT, bare_loops, {"load": load})

@@ -1,4 +1,4 @@
-"""`straggler`: the cost of one slow env if rows are received when they are ready.
+"""`straggler`: the cost of one slow env if rows are received as soon as possible.
 
 Every reply contains the number of its request, which is checked.
 """
@@ -24,7 +24,7 @@ from envserve.bench.workload import Workload
 Array = np.ndarray[Any, Any]
 
 _NONE_SLOW, _ONE_SLOW, _STEP = "none slow", "one slow", "one slow, step()"
-_WAYS: Final[dict[str, tuple[str, ...]]] = {"in-process": (), "tcp": BINDS["tcp"]}
+_BINDS: Final[dict[str, tuple[str, ...]]] = {"in-process": (), "tcp": BINDS["tcp"]}
 
 
 @sub_command
@@ -35,7 +35,7 @@ def straggler(
         float, typer.Option(min=0.001, help="Duration of a step.")
     ] = 2.0,
     factor: Annotated[
-        float, typer.Option(help="How many times slower one env is.")
+        float, typer.Option(help="Factor by which one env is slower.")
     ] = 100.0,
     min_envs: Annotated[
         int | None,
@@ -51,13 +51,13 @@ def straggler(
     load = Workload(name, num_envs, num_envs, seconds, import_modules=modules)
     normal = {"load": load, "microseconds": milliseconds * 1e3}
     slow = {**normal, "factor": factor}
-    some = {"min_envs": min_envs}
     cases = []
-    for way, binds in _WAYS.items():
+    for transport, binds in _BINDS.items():
+        options = {"binds": binds, "min_envs": min_envs}
         cases += [
-            Case(f"{way}: {_NONE_SLOW}", sending, {**normal, **some, "binds": binds}),
-            Case(f"{way}: {_ONE_SLOW}", sending, {**slow, **some, "binds": binds}),
-            Case(f"{way}: {_STEP}", stepping_all, {**slow, "binds": binds}),
+            Case(f"{transport}: {_NONE_SLOW}", sending, {**normal, **options}),
+            Case(f"{transport}: {_ONE_SLOW}", sending, {**slow, **options}),
+            Case(f"{transport}: {_STEP}", stepping_all, {**slow, "binds": binds}),
         ]
     measured = run.measure(cases, repetitions)
     replies = sum(sum(measured.values(case, "replies")) for case in measured.by_case)
@@ -87,21 +87,21 @@ def sending(
     min_envs: int | None,
     factor: float = 1.0,
 ) -> Iterator[Measure]:
-    """Send each row its next request as soon as `recv` has returned its last reply."""
+    """Send the next request of each row as soon as its previous reply is received."""
     with batch_env(load, binds) as batch:
         requests = _Requests(load.num_envs, microseconds, factor)
-        everyone = np.arange(load.num_envs)
+        all_rows = np.arange(load.num_envs)
 
         def measure() -> Mapping[str, float]:
-            batch.send(requests.draw(everyone))
-            began, steps = time.perf_counter(), 0
-            while time.perf_counter() - began < load.seconds:
+            batch.send(requests.draw(all_rows))
+            started, steps = time.perf_counter(), 0
+            while time.perf_counter() - started < load.seconds:
                 rows, result = batch.recv(min_envs)
                 steps += len(rows)
                 requests.check(rows, result.observation, result.valid)
                 batch.send(requests.draw(rows), rows)
-            elapsed = time.perf_counter() - began
-            rows, result = batch.recv(load.num_envs)  # leaves no row in flight
+            elapsed = time.perf_counter() - started
+            rows, result = batch.recv(load.num_envs)  # no row remains in flight
             requests.check(rows, result.observation, result.valid)
             return {SPEED: steps / elapsed, "replies": requests.take_count()}
 
@@ -115,15 +115,15 @@ def stepping_all(
     """Step all rows together: the cost of a slow env without `send` and `recv`."""
     with batch_env(load, binds) as batch:
         requests = _Requests(load.num_envs, microseconds, factor)
-        everyone = np.arange(load.num_envs)
+        all_rows = np.arange(load.num_envs)
 
         def measure() -> Mapping[str, float]:
-            began, steps = time.perf_counter(), 0
-            while time.perf_counter() - began < load.seconds:
-                result = batch.step(requests.draw(everyone))
-                requests.check(everyone, result.observation, result.valid)
+            started, steps = time.perf_counter(), 0
+            while time.perf_counter() - started < load.seconds:
+                result = batch.step(requests.draw(all_rows))
+                requests.check(all_rows, result.observation, result.valid)
                 steps += load.num_envs
-            elapsed = time.perf_counter() - began
+            elapsed = time.perf_counter() - started
             return {SPEED: steps / elapsed, "replies": requests.take_count()}
 
         yield measure
@@ -156,10 +156,10 @@ class _Requests:
         expected = np.stack([self._requests[rows, 0], self._steps[rows]], axis=1)
         wrong = np.flatnonzero((observation != expected).any(axis=1) | ~valid)
         if wrong.size:
-            at = wrong[0]
+            index = wrong[0]
             raise BenchmarkError(
-                f"row {rows[at]}: expected the reply to request and step "
-                f"{expected[at].tolist()}; got {observation[at].tolist()}"
+                f"row {rows[index]}: expected the reply to request and step "
+                f"{expected[index].tolist()}; got {observation[index].tolist()}"
             )
         self._count += len(rows)
 

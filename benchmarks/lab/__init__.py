@@ -1,1 +1,1 @@
-"""Helpers of benchmarks and fault injection: machine facts, processes, tables."""
+"""Helpers for benchmarks and fault injection: the machine, processes, tables."""

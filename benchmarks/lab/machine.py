@@ -1,4 +1,4 @@
-"""Describe the machine, for readers of measurements."""
+"""Describe the machine on which a benchmark was measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES: Final = (
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return cores, processor, system, and the versions of the installed packages."""
+    """Return the cores, the processor, the system and the versions of packages."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # not installed
@@ -33,8 +33,8 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def in_words(machine: Mapping[str, Any]) -> str:
-    """Return one line of text about a machine and the versions."""
+def describe_machine(machine: Mapping[str, Any]) -> str:
+    """Return a line of text with the facts of `machine_facts`."""
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     return (
         f"{machine['cores']} cores of {machine['processor']}, "

@@ -15,7 +15,7 @@ import psutil
 
 @contextlib.contextmanager
 def own_keys() -> Iterator[None]:
-    """Let servers and clients use keys in a temporary folder."""
+    """Keep the keys of servers and clients in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         home = {"ENVSERVE_HOME": os.path.join(folder, "home")}
         with mock.patch.dict(os.environ, home):
@@ -23,12 +23,13 @@ def own_keys() -> Iterator[None]:
 
 
 class Vitals(NamedTuple):
-    """Resources that a process uses.
+    """State and resources of a process.
 
     Attributes:
       state: State, as named by psutil. A zombie has ended, but its parent has not read
         its exit status.
       resident_bytes: Resident memory, including shared pages.
+      num_files: Number of open file descriptors; 0 if it cannot be read.
     """
 
     pid: int
@@ -39,10 +40,10 @@ class Vitals(NamedTuple):
 
 
 def with_descendants(pid: int) -> list[int]:
-    """Return a process and all its descendants, by process id."""
+    """Return the ids of a process and of all its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(pid).children(recursive=True)
-        return [pid, *(process.pid for process in started)]
+        descendants = psutil.Process(pid).children(recursive=True)
+        return [pid, *(process.pid for process in descendants)]
     return [pid]
 
 

@@ -1,4 +1,4 @@
-"""Helpers for scripts that attack a server: core assignment, and goals."""
+"""Helpers for scripts that attack a server: assigned CPU cores, and goals."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ _CORES: Final = {"server": 4, "control": 4, "client": 2, "attacker": 2}
 
 
 class Cores:
-    """Cores of each side of an attack: server, control, client and attacker."""
+    """CPU cores of the server, control, client and attacker, if there are enough."""
 
     def __init__(self) -> None:
-        """Assign this process's cores to the sides, if there are enough."""
         is_linux = hasattr(os, "sched_setaffinity")
         free = iter(sorted(os.sched_getaffinity(0))) if is_linux else iter(())
-        dealt = {
+        assigned = {
             side: set(itertools.islice(free, count)) for side, count in _CORES.items()
         }
-        is_enough = all(len(dealt[side]) == count for side, count in _CORES.items())
-        self._dealt: Mapping[str, set[int]] = dealt if is_enough else {}
+        are_enough = all(len(assigned[side]) == count for side, count in _CORES.items())
+        self._assigned: Mapping[str, set[int]] = assigned if are_enough else {}
 
     def __str__(self) -> str:
-        if not self._dealt:
+        if not self._assigned:
             return (
                 f"all on the same cores, because there are not {sum(_CORES.values())}"
             )
         return "; ".join(
-            f"{side} on cores {cores}" for side, cores in self._dealt.items()
+            f"{side} on cores {cores}" for side, cores in self._assigned.items()
         )
 
     @contextlib.contextmanager
     def of(self, side: str) -> Iterator[None]:
         """Run this thread, and the processes that it starts, on a side's cores."""
-        if not self._dealt:
+        if not self._assigned:
             yield
             return
         before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self._dealt[side])
+        os.sched_setaffinity(0, self._assigned[side])
         try:
             yield
         finally:
@@ -63,20 +62,20 @@ class Goals:
         self.num_missed = 0
         self._rows: list[list[str]] = []
 
-    def at_most(self, what: str, figure: float, goal: float) -> None:
+    def at_most(self, name: str, value: float, goal: float) -> None:
         """Record a value whose goal is an upper bound."""
-        self._note(what, figure, goal, "<=", figure <= goal)
+        self._record(name, value, goal, "<=", value <= goal)
 
-    def at_least(self, what: str, figure: float, goal: float) -> None:
+    def at_least(self, name: str, value: float, goal: float) -> None:
         """Record a value whose goal is a lower bound."""
-        self._note(what, figure, goal, ">=", figure >= goal)
+        self._record(name, value, goal, ">=", value >= goal)
 
-    def _note(
-        self, what: str, figure: float, goal: float, sign: str, holds: bool
+    def _record(
+        self, name: str, value: float, goal: float, sign: str, is_met: bool
     ) -> None:
-        self.num_missed += not holds
-        verdict = "" if holds else "MISSED"
-        self._rows.append([what, f"{figure:,.4g}", f"{sign} {goal:,.4g}", verdict])
+        self.num_missed += not is_met
+        verdict = "" if is_met else "MISSED"
+        self._rows.append([name, f"{value:,.4g}", f"{sign} {goal:,.4g}", verdict])
         print(*self._rows[-1], flush=True)
 
     def report(self) -> int:

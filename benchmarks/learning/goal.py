@@ -32,7 +32,7 @@ GOALS = {"cartpole": 475.0, "cheetah": 3000.0}
 """Mean return of the last training episodes, at most 100."""
 
 SECONDS, STEPS, RETURN = "seconds", "steps", "mean_return"
-"""Time and env steps until the goal or the step limit, and the return at that time."""
+"""Measured numbers: time, env steps and mean return at the goal or the step limit."""
 
 _OURS, _SB3 = "ppo", "SB3, rl-zoo's settings"
 
@@ -65,10 +65,10 @@ def goal(
     ]
     Workload(config.env_name, 1, 1, 0).check()
 
-    def each(measured: Measurements, case: str) -> str:
+    def all_seconds(measured: Measurements, case: str) -> str:
         return ", ".join(f"{value:,.1f}" for value in measured.values(case, SECONDS))
 
-    def reached(measured: Measurements, case: str) -> str:
+    def num_reached(measured: Measurements, case: str) -> str:
         returns = measured.values(case, RETURN)
         return f"{sum(value >= score for value in returns)} of {len(returns)}"
 
@@ -78,14 +78,14 @@ def goal(
         measured=run.measure(cases, repetitions),
         columns={
             "seconds": median(SECONDS, ",.1f"),
-            "each": each,
+            "each": all_seconds,
             "steps": median(STEPS),
-            "reached": reached,
+            "reached": num_reached,
             "/ ppo": ratio(_OURS, SECONDS),
         },
         notes=[
-            "Medians over seeds. For a seed that did not reach the goal, the seconds "
-            "until it stopped."
+            "Medians over seeds. A seed that did not reach the goal counts with the "
+            "seconds until it stopped."
         ],
     )
 
@@ -105,7 +105,7 @@ def learning_ours(
         config = CONFIGS[task].replace(seed=next(seeds), total_steps=max_steps)
         last: list[Progress] = []
 
-        began = time.perf_counter()
+        started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             train(
                 config,
@@ -115,7 +115,7 @@ def learning_ours(
                 # Called before `on_progress`, so training ends one iteration later.
                 should_stop=lambda: bool(last) and last[-1].mean_return >= goal,
             )
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         return {
             SECONDS: seconds,
             STEPS: last[-1].steps,
@@ -134,34 +134,34 @@ def learning_sb3(task: str, goal: float, max_steps: int) -> Iterator[Measure]:
     seeds = itertools.count()
 
     def measure() -> Mapping[str, float]:
-        began = time.perf_counter()
+        started = time.perf_counter()
         envs, settings = _zoo(task, stable_baselines3, torch)
         with contextlib.closing(envs):
             model = stable_baselines3.PPO(
                 "MlpPolicy", envs, seed=next(seeds), device="cpu", **settings
             )
-            reached = math.nan
+            mean_return = math.nan
 
-            def goes_on(local: Mapping[str, Any], _: object) -> bool:
-                nonlocal reached
+            def should_continue(local: Mapping[str, Any], _: object) -> bool:
+                nonlocal mean_return
                 returns = [episode["r"] for episode in model.ep_info_buffer]
                 if returns:
-                    reached = sum(returns) / len(returns)
-                return not reached >= goal
+                    mean_return = sum(returns) / len(returns)
+                return not mean_return >= goal
 
-            model.learn(max_steps, callback=goes_on)
+            model.learn(max_steps, callback=should_continue)
             steps = model.num_timesteps
         return {
-            SECONDS: time.perf_counter() - began,
+            SECONDS: time.perf_counter() - started,
             STEPS: steps,
-            RETURN: reached,
+            RETURN: mean_return,
         }
 
     yield measure
 
 
 def _zoo(task: str, stable_baselines3: Any, torch: Any) -> tuple[Any, dict[str, Any]]:
-    """Return envs and settings of `hyperparams/ppo.yml` in RL Baselines3 Zoo."""
+    """Return envs, and the settings in `hyperparams/ppo.yml` of RL Baselines3 Zoo."""
     vec_env = stable_baselines3.common.vec_env
     monitor = stable_baselines3.common.monitor.Monitor
     num_envs = {"cartpole": 8, "cheetah": 1}[task]

@@ -1,4 +1,4 @@
-"""`overlap`: how close two splits come to the theoretical optimum."""
+"""`overlap`: rollouts with two splits, compared with the theoretical optimum."""
 
 import contextlib
 import time
@@ -35,12 +35,11 @@ _POLICY_ALL = "policy alone, all rows"
 _ONE, _TWO = "1 split", "2 splits"
 _CALIBRATION_LAYERS = (32, 96)
 
-
 _NOTE = (
-    "best, computed from the parts measured alone. With 2 splits, the maximum of: all "
-    "work divided by the cores, the envs of a worker, the policy of both splits, and "
-    "the policy of a split followed by its envs in a worker. With 1 split: the policy "
-    "followed by the envs."
+    "best: computed from the parts measured alone. With 2 splits, it is the maximum of "
+    "all work divided by the cores, the envs of a worker, the policy of both splits, "
+    "and the policy of a split followed by its envs in a worker. With 1 split, it is "
+    "the policy followed by the envs."
 )
 
 
@@ -62,13 +61,13 @@ class Pieces(NamedTuple):
     def best_with_two_splits(self) -> float:
         """Return the minimum duration of a batch step with two splits.
 
-        No core can do more than its share of the work, no worker and no policy can
-        do two things at once, and the envs of a split wait for its policy.
+        The cores share the work equally at best, a worker and the policy each do one
+        thing at a time, and the envs of a split wait for its policy.
         """
         work = self.num_envs * self.env + 2 * self.policy_per_split
         worker = self.envs_per_worker * self.env
-        chain = self.policy_per_split + -(-self.envs_per_worker // 2) * self.env
-        return max(work / self.cores, worker, 2 * self.policy_per_split, chain)
+        sequence = self.policy_per_split + -(-self.envs_per_worker // 2) * self.env
+        return max(work / self.cores, worker, 2 * self.policy_per_split, sequence)
 
     def best_with_one_split(self) -> float:
         """Return the minimum duration of a batch step if policy and envs alternate."""
@@ -138,7 +137,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return the number of layers with which a policy call takes the given time."""
+    """Return the number of layers with which a call of the policy takes this time."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
@@ -157,11 +156,11 @@ def env_alone(load: Workload) -> Iterator[Measure]:
     env.reset(seed=0)
 
     def measure() -> Mapping[str, float]:
-        began, steps = time.perf_counter(), 0
-        while time.perf_counter() - began < load.seconds:
+        started, steps = time.perf_counter(), 0
+        while time.perf_counter() - started < load.seconds:
             env.step(np.int64(0))
             steps += 1
-        return {MICROSECONDS: 1e6 * (time.perf_counter() - began) / steps}
+        return {MICROSECONDS: 1e6 * (time.perf_counter() - started) / steps}
 
     yield measure
 
@@ -192,7 +191,7 @@ def rolling_out(
 
 
 def busy_policy(layers: int) -> Any:
-    """Return a policy that multiplies matrices, in proportion to its number of rows."""
+    """Return a policy that multiplies matrices of sizes proportional to its rows."""
     import tensorflow as tf
 
     weights = tf.random.stateless_normal([_WIDTH, _WIDTH], (0, 0)) / _WIDTH**0.5

@@ -1,4 +1,4 @@
-"""`profile`: where the time of a batch step goes, and how to reduce it."""
+"""`profile`: the parts of the duration of a batch step, and how to reduce them."""
 
 import contextlib
 import itertools
@@ -44,14 +44,14 @@ _NOTE = (
     "envs: time of the envs in the slowest worker. client: CPU time of the thread that "
     "calls BatchEnv.step with envs in-process. workers and wake-ups: remaining time of "
     "BatchEnv.step with envs in-process. server and transport: additional time of "
-    "BatchEnv.step with envs on a server. graph: time of a rollout that is spent "
+    "BatchEnv.step with envs on a server. rollout: time of a rollout that is spent "
     "neither in the policy nor in BatchEnv.step."
 )
 _REMEDIES = {
     **REMEDIES,
     "policy": "make the networks smaller, or use two splits, so that envs step at the "
     "same time",
-    "graph": "put more envs into the batch: this is paid per batch step",
+    "rollout": "put more envs into the batch, because this cost is per batch step",
 }
 
 
@@ -68,22 +68,22 @@ def profile(
     seconds: Seconds = 1.0,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Measure the parts of a batch step: is it env-bound or overhead-bound?"""
+    """Measure the parts of a batch step, to find its bottleneck."""
     load = Workload(env, num_envs, workers, seconds)
     binds = BINDS.get(transport, ())
-    reached = {"load": load, "binds": binds}
+    transported = {"load": load, "binds": binds}
     cases = [
         Case(_WHOLE, simulating, {"work": RolloutLoad(load, horizon, binds)}),
         Case(_POLICY, choosing, {"work": RolloutLoad(load, horizon)}),
-        Case(_LANE, stepping_in_place, reached),
-        Case(_ENV, timing_envs, reached),
+        Case(_LANE, stepping_in_place, transported),
+        Case(_ENV, timing_envs, transported),
     ]
     if binds:
         cases.append(Case(_LOCAL_LANE, stepping_in_place, {"load": load}))
     load.check()
     measured = run.measure_all(cases, repetitions)
-    turns = [_parts(measured, turn) for turn in range(repetitions)]
-    parts = Measurements({n: [{MICROSECONDS: t[n]} for t in turns] for n in turns[0]})
+    runs = [_parts(measured, index) for index in range(repetitions)]
+    parts = Measurements({n: [{MICROSECONDS: r[n]} for r in runs] for n in runs[0]})
     medians = {name: parts.median(name, MICROSECONDS) for name in parts.by_case}
     total = measured.median(_WHOLE, MICROSECONDS)
     run.publish(
@@ -120,11 +120,11 @@ def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
             batch.step(actions)
             last = next(steps)
 
-        lane = make_measure(step, load.actions(), load)
+        step_batch = make_measure(step, load.actions(), load)
 
         def measure() -> Mapping[str, float]:
             before, first = np.array(batch.get_attr("seconds")), last
-            lane()
+            step_batch()
             spent = np.array(batch.get_attr("seconds")) - before
             longest = longest_worker(spent, load.num_workers, num_cores())
             return {MICROSECONDS: 1e6 * longest / (last - first)}
@@ -136,22 +136,22 @@ def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
     """Return the time of the slowest worker, increased if workers outnumber cores.
 
     Args:
-        spent: time of each env, by row.
-        workers: number of processes that share the rows.
-        cores: number of processes that can run at the same time.
+        spent: Time of each env, by row.
+        workers: Number of processes that share the rows.
+        cores: Number of processes that can run at the same time.
     """
     per_worker = [part.sum() for part in np.array_split(spent, workers)]
     return float(max(*per_worker, spent.sum() / cores))
 
 
-def _parts(measured: Measurements, turn: int) -> dict[str, float]:
-    """Return the parts of one measured batch step; their sum is the rollout's time."""
-    value = {c: measured.values(c, MICROSECONDS)[turn] for c in measured.by_case}
+def _parts(measured: Measurements, repetition: int) -> dict[str, float]:
+    """Return the parts of a batch step in us; their sum is the time of the rollout."""
+    value = {c: measured.values(c, MICROSECONDS)[repetition] for c in measured.by_case}
     local_lane = _LOCAL_LANE if _LOCAL_LANE in value else _LANE
-    local, client = value[local_lane], measured.values(local_lane, THREAD)[turn]
+    local, client = value[local_lane], measured.values(local_lane, THREAD)[repetition]
     parts = {
         "policy": value[_POLICY],
-        "graph": value[_WHOLE] - value[_LANE] - value[_POLICY],
+        "rollout": value[_WHOLE] - value[_LANE] - value[_POLICY],
         "client": client,
         "workers and wake-ups": local - client - value[_ENV],
         "envs": value[_ENV],

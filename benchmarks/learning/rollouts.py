@@ -1,7 +1,7 @@
-"""Rollout cases: a complete rollout, its policy alone, and a loop in Python.
+"""Cases that measure a complete rollout, or its policy alone.
 
-All measure microseconds per batch step. The process of a case loads TensorFlow when the
-case is opened.
+They measure microseconds per batch step. The process of a case loads TensorFlow when
+the case is opened.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ class RolloutLoad:
     """The work of a case.
 
     Attributes:
-        load: the envs, and the duration of a measurement.
-        horizon: batch steps per rollout.
-        binds: addresses of the servers; if empty, the envs run in-process.
+        load: The envs, and the duration of a measurement.
+        horizon: Batch steps per rollout.
+        binds: Addresses of the servers; if empty, the envs run in-process.
     """
 
     load: Workload
@@ -50,7 +50,7 @@ class RolloutLoad:
         return Agent(batch.observation_space, batch.action_space, config)
 
     def repeating(self, run: Callable[[], Any]) -> Measure:
-        """Return a measurement of a function that collects one rollout."""
+        """Return a function that measures `run`, which collects one rollout."""
         return repeating(run, self.horizon, self.load.seconds)
 
 
@@ -63,109 +63,73 @@ def load_tensorflow() -> None:
 
 
 def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measure:
-    """Return a measurement of a function that takes `batch_steps` batch steps."""
+    """Return a function that measures `run`, which takes `batch_steps` batch steps."""
     run()
 
     def measure() -> Mapping[str, float]:
         run()  # refills the caches after other cases
-        runs, began = 0, time.perf_counter()
-        while runs == 0 or time.perf_counter() - began < seconds:
+        num_runs, started = 0, time.perf_counter()
+        while num_runs == 0 or time.perf_counter() - started < seconds:
             run()
-            runs += 1
-        elapsed = time.perf_counter() - began
-        return {MICROSECONDS: 1e6 * elapsed / (runs * batch_steps)}
+            num_runs += 1
+        elapsed = time.perf_counter() - started
+        return {MICROSECONDS: 1e6 * elapsed / (num_runs * batch_steps)}
 
     return measure
 
 
-@contextlib.contextmanager
-def simulating(work: RolloutLoad) -> Iterator[Measure]:
-    """Collect rollouts with a trainer's agent."""
+def rollouts(
+    batch: BatchEnv, work: RolloutLoad, *, in_numpy: bool = True, act_on: float = 1.0
+) -> Any:
+    """Return a `Simulation` of an agent with the default networks.
+
+    Args:
+        batch: The envs.
+        work: Provides the horizon.
+        in_numpy: Whether the policy runs in NumPy, or in TensorFlow.
+        act_on: See `Simulation`.
+    """
     load_tensorflow()
     from ppo.in_graph_batch_env import InGraphBatchEnv
     from ppo.simulate import Simulation
 
+    agent = work.agent(batch)
+    return Simulation(
+        InGraphBatchEnv(batch),
+        agent.act_from,
+        work.horizon,
+        snapshot=agent.snapshot,
+        in_numpy=agent.in_numpy if in_numpy else lambda snapshot: None,
+        log_prob=agent.log_prob,
+        noise=agent.actions.noise,
+        act_on=act_on,
+    )
+
+
+@contextlib.contextmanager
+def simulating(work: RolloutLoad, in_numpy: bool = True) -> Iterator[Measure]:
+    """Measure rollouts of an agent with the default networks."""
     with batch_env(work.load, work.binds) as batch:
-        agent = work.agent(batch)
-        simulation = Simulation(
-            InGraphBatchEnv(batch),
-            agent.act_from,
-            work.horizon,
-            snapshot=agent.snapshot,
-            log_prob=agent.log_prob,
-            noise=agent.actions.noise,
-        )
+        simulation = rollouts(batch, work, in_numpy=in_numpy)
         seeds = itertools.count()
         yield work.repeating(lambda: simulation.run((0, next(seeds))))
 
 
 @contextlib.contextmanager
 def choosing(work: RolloutLoad) -> Iterator[Measure]:
-    """Run the policy alone, in a loop within a graph."""
+    """Measure the policy alone, in NumPy, on the first observation."""
     load_tensorflow()
     import tensorflow as tf
 
     with batch_env(work.load, work.binds) as batch:
-        act = _env_actions(work, batch)
-        first = tf.nest.map_structure(tf.constant, batch.reset())
-        loop = tf.function(lambda seed: _policy_loop(act, first, seed, work.horizon))
-        seeds = itertools.count()
-        yield work.repeating(lambda: loop(tf.constant((0, next(seeds)), tf.int32)))
+        agent = work.agent(batch)
+        act = agent.in_numpy(agent.snapshot())
+        assert act is not None
+        leaves = tf.nest.flatten(batch.reset())
+        noise = agent.actions.noise(work.load.num_envs, tf.constant((0, 0))).numpy()
 
-
-@contextlib.contextmanager
-def looping_in_python(work: RolloutLoad, jit_compile: bool) -> Iterator[Measure]:
-    """Call a compiled policy and the batch alternately, and store the results."""
-    load_tensorflow()
-    import tensorflow as tf
-
-    with batch_env(work.load, work.binds) as batch:
-        act = tf.function(_env_actions(work, batch), jit_compile=jit_compile)
-        observation = batch.reset()
-        steps = itertools.count()
-
-        def run() -> list[Any]:
-            nonlocal observation
-            rollout = []
+        def run() -> None:
             for _ in range(work.horizon):
-                seed = tf.constant((0, next(steps)), tf.int32)
-                env_action, action, log_prob = act(observation, seed)
-                result = batch.step(env_action.numpy())
-                rollout.append((observation, action.numpy(), log_prob.numpy(), result))
-                observation = result.observation
-            return rollout
+                act(leaves, noise)
 
         yield work.repeating(run)
-
-
-def _env_actions(work: RolloutLoad, batch: BatchEnv) -> Callable[..., Any]:
-    """Return the policy, including the conversion to env actions."""
-    from ppo.in_graph_batch_env import InGraphBatchEnv
-
-    agent, graph_env = work.agent(batch), InGraphBatchEnv(batch)
-
-    def act(observation: Any, seed: Any) -> tuple[Any, Any, Any]:
-        action, log_prob = agent.act(observation, seed)
-        return graph_env.to_env_action(action), action, log_prob
-
-    return act
-
-
-def _policy_loop(act: Callable[..., Any], first: Any, seed: Any, horizon: int) -> Any:
-    import tensorflow as tf
-
-    def body(step: Any, observation: Any, last: Any) -> tuple[Any, Any, Any]:
-        del last
-        step_seed = tf.random.experimental.stateless_fold_in(seed, step)
-        chosen = act(observation, step_seed)
-        # The input must seem to change, or TensorFlow computes the policy only once.
-        change = chosen[2][0] > 1e30
-        observation = tf.nest.map_structure(
-            lambda leaf: leaf + tf.cast(change, leaf.dtype), observation
-        )
-        return step + 1, observation, chosen
-
-    begin = (tf.constant(0), first, act(first, seed))
-    return tf.while_loop(
-        lambda step, *_: step < horizon, body, begin, parallel_iterations=1
-    )[2]

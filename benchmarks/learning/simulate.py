@@ -1,6 +1,5 @@
-"""`simulate`: a rollout in one graph call, compared with a loop in Python."""
+"""`simulate`: a rollout, compared with stepping the envs alone."""
 
-import statistics
 from typing import Annotated
 
 import typer
@@ -17,21 +16,15 @@ from benchmarks.command import (
     sub_command,
 )
 from benchmarks.harness import Case
-from benchmarks.learning.rollouts import (
-    RolloutLoad,
-    choosing,
-    looping_in_python,
-    simulating,
-)
-from benchmarks.result import median, spread
-from envserve.bench.interleaved import MICROSECONDS, Measurements
+from benchmarks.learning.rollouts import RolloutLoad, choosing, simulating
+from benchmarks.result import median, ratio, spread
+from envserve.bench.interleaved import MICROSECONDS
 from envserve.bench.workload import Workload
 
-_LANE = "BatchEnv.step alone"
-_POLICY = "policy alone, in a graph"
-_SIMULATE = "simulate()"
-_LOOP = "Python loop, policy as tf.function"
-_XLA_LOOP = "Python loop, policy compiled by XLA"
+STEP = "BatchEnv.step alone"
+SIMULATE = "simulate()"
+_POLICY = "policy alone, in NumPy"
+_IN_TENSORFLOW = "simulate(), policy in TensorFlow"
 
 
 @sub_command
@@ -44,52 +37,25 @@ def simulate(
     seconds: Seconds = 1.0,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Compare a rollout in one graph call with loops in Python."""
+    """Compare a rollout with stepping the envs alone."""
     load = Workload(env, num_envs, workers, seconds)
     work = {"work": RolloutLoad(load, horizon)}
     load.check()
     cases = [
-        Case(_LANE, stepping_in_place, {"load": load}),
+        Case(STEP, stepping_in_place, {"load": load}),
         Case(_POLICY, choosing, work),
-        Case(_SIMULATE, simulating, work),
-        Case(_LOOP, looping_in_python, {**work, "jit_compile": False}),
-        Case(_XLA_LOOP, looping_in_python, {**work, "jit_compile": True}),
+        Case(SIMULATE, simulating, work),
+        Case(_IN_TENSORFLOW, simulating, {**work, "in_numpy": False}),
     ]
-    measured = run.measure(cases, repetitions)
-    beyond = {case: _beyond(measured, case) for case in measured.by_case}
     run.publish(
         title=f"{env}, {num_envs} envs, {workers} workers: us per batch step",
-        measured=measured,
+        measured=run.measure(cases, repetitions),
         columns={
             "us per batch step": median(MICROSECONDS),
             "lowest - highest": spread(MICROSECONDS),
-            "minus BatchEnv.step": lambda _, case: _number(beyond[case], ",.0f"),
-            "/ simulate()": lambda _, case: _number(
-                measured.ratio(case, _SIMULATE, MICROSECONDS)
-                if case in (_LOOP, _XLA_LOOP)
-                else None,
-                ".2f",
-            ),
+            f"/ {STEP}": ratio(lambda case: STEP, MICROSECONDS),
         },
         notes=[
-            "BatchEnv.step alone is called from Python with given actions. The "
-            "policy and the graph account for the additional time of simulate()."
+            f"{STEP} gets actions chosen in advance. The networks are the default ones."
         ],
-        results={"beyond_the_lane_us": beyond},
     )
-
-
-def _beyond(measured: Measurements, case: str) -> float | None:
-    """Return the median of the time that a case takes in addition to `_LANE`."""
-    if _LANE not in measured.by_case or case in (_LANE, _POLICY):
-        return None
-    pairs = zip(
-        measured.values(case, MICROSECONDS),
-        measured.values(_LANE, MICROSECONDS),
-        strict=True,
-    )
-    return statistics.median(value - lane for value, lane in pairs)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"

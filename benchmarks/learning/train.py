@@ -1,7 +1,7 @@
 """`train`: complete PPO training runs, compared with SB3 at equal settings.
 
-Both run as users run them. The seconds of rollouts and updates come from ppo's metrics;
-for Stable-Baselines3, they are measured around the calls.
+The seconds of rollouts and updates come from ppo's metrics; for Stable-Baselines3, they
+are measured around the calls.
 """
 
 import contextlib
@@ -72,13 +72,13 @@ def train(
     )
     overlapped = config.replace(overlap=True)
     work = {"config": config, "iterations": iterations}
-    here = {"workers": workers}
+    local = {"workers": workers}
     cases = [
-        Case(_OURS, training_ours, {**work, **here}),
-        Case(_OVERLAPPED, training_ours, {**work, "config": overlapped, **here}),
+        Case(_OURS, training_ours, {**work, **local}),
+        Case(_OVERLAPPED, training_ours, {**work, "config": overlapped, **local}),
         Case(_SUBPROCESS, training_sb3, {**work, "vec_env": "SubprocVecEnv"}),
         Case(_DUMMY, training_sb3, {**work, "vec_env": "DummyVecEnv"}),
-        Case(_SB3_ON_OURS, training_sb3, {**work, **here, "vec_env": ""}),
+        Case(_SB3_ON_OURS, training_sb3, {**work, **local, "vec_env": ""}),
     ]
     Workload(env, 1, 1, 0).check()
     measured = run.measure(cases, repetitions)
@@ -111,7 +111,7 @@ def train(
 
 @contextlib.contextmanager
 def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Measure]:
-    """Train with `ppo.train.train`; training waits between the measurements."""
+    """Train with `ppo.train.train`, which pauses between measurements."""
     load_tensorflow()
     from ppo.environments import env_maker
     from ppo.train import train
@@ -149,7 +149,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
 
 
 class Gate:
-    """Makes a training run in another thread wait after each iteration."""
+    """Pauses a training run in another thread after each iteration."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -158,24 +158,24 @@ class Gate:
         self._error: BaseException | None = None
 
     def arrive(self) -> None:
-        """Report the end of an iteration, and wait until the next one may begin."""
+        """Signal the end of an iteration, and wait until the next one may start."""
         self._arrivals.release()
         if not self.is_closed:
             self._permits.acquire()
 
     def let_pass(self, iterations: int) -> float:
         """Let training run some iterations; return their duration in seconds."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(iterations):
             self._permits.release()
             self._arrivals.acquire()
             if self._error is not None:
                 raise self._error
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     @contextlib.contextmanager
     def kept_by(self, train: Callable[[], Any]) -> Iterator[None]:
-        """Run training in a thread, and wait for its end on exit."""
+        """Run `train` in a thread; let it finish at the end of the `with` block."""
 
         def run() -> None:
             self._permits.acquire()
@@ -205,11 +205,11 @@ def training_sb3(
     torch.set_num_threads(1)
     load = Workload(config.env_name, config.num_envs, 1, 0)
     if vec_env:
-        made = sb3_vec_env(load, vec_env)
+        created = sb3_vec_env(load, vec_env)
     else:
-        ours = importlib.import_module("envserve.sb3")
-        made = ours.make_vec_env(load.env_name, load.num_envs, num_workers=workers)
-    with contextlib.closing(made) as envs:
+        sb3 = importlib.import_module("envserve.sb3")
+        created = sb3.make_vec_env(load.env_name, load.num_envs, num_workers=workers)
+    with contextlib.closing(created) as envs:
         model = stable_baselines3.PPO(
             "MlpPolicy",
             envs,
@@ -243,18 +243,18 @@ def training_sb3(
 
 
 class _Clock:
-    """Adds up the seconds of calls by name."""
+    """Measures the total duration of calls, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose calls are timed."""
+        """Return a function that calls `function` and adds the duration to `name`."""
 
-        def call(*arguments: Any, **named: Any) -> Any:
-            began = time.perf_counter()
-            result = function(*arguments, **named)
-            elapsed = time.perf_counter() - began
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            elapsed = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
             return result
 

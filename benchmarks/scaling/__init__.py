@@ -1,1 +1,1 @@
-"""The cost of a batch on many servers for the process that steps it."""
+"""The costs of a batch on many servers for the trainer that steps it."""

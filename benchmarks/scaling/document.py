@@ -25,7 +25,7 @@ Points = Mapping[str, Sequence[Point]]
 
 
 def write_document(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Replace a page's tables, each of which is between two marks with its name."""
+    """Replace the tables in a page, each between two marks with its name."""
     for name, table in tables(numbers).items():
         replace_marked(path, name, table)
 
@@ -33,21 +33,21 @@ def write_document(path: Path, numbers: Mapping[str, Any]) -> None:
 def tables(numbers: Mapping[str, Any]) -> dict[str, str]:
     """Return the page's tables in Markdown, by name."""
     points = {
-        part: [Point(*each) for each in found]
-        for part, found in numbers.items()
-        if isinstance(found, list)
+        part: [Point(*values) for values in measured]
+        for part, measured in numbers.items()
+        if isinstance(measured, list)
     }
     return {
         "machine": numbers["machine"],
-        "model": _models(points),
-        "errors": _errors(points),
-        "check": _checked(points, "check"),
-        "namespaces": _checked(points, "namespaces"),
-        "goals": _goals(points, numbers["attach"]),
-        "wire": _wire(points),
-        "limits": _limits(points),
-        "attach": _attach(numbers["attach"]),
-        "plan": _plans(points),
+        "model": _model_table(points),
+        "errors": _error_table(points),
+        "check": _check_table(points, "check"),
+        "namespaces": _check_table(points, "namespaces"),
+        "goals": _goal_table(points, numbers["attach"]),
+        "wire": _wire_table(points),
+        "limits": _limit_table(points),
+        "attach": _attach_table(numbers["attach"]),
+        "plan": _plan_table(points),
     }
 
 
@@ -56,33 +56,34 @@ def model_of(points: Points, clock: Clock, *, keys: bool) -> Model:
     return fit(points["fit with keys" if keys else "fit"], clock)
 
 
-def _models(points: Points) -> str:
+def _model_table(points: Points) -> str:
     rows = []
     for clock in _CLOCKS:
         for keys in (False, True):
             model = model_of(points, clock, keys=keys)
-            rows.append([clock, _yes(keys), *(f"{us:.3g}" for us in model)])
-    heads = ["clock", "keys", "a: split", "b: server", "c: env", "d: kB"]
-    return as_markdown(heads, rows, num_texts=2)
+            rows.append([clock, _yes_or_no(keys), *(f"{us:.3g}" for us in model)])
+    headings = ["clock", "keys", "a: split", "b: server", "c: env", "d: kB"]
+    return as_markdown(headings, rows, num_texts=2)
 
 
-def _errors(points: Points) -> str:
-    found = points["fit"]
-    off = dict(zip(found, errors(fit(found, "thread"), found, "thread"), strict=True))
-    shapes = dict.fromkeys((p.envs, p.size) for p in found)
-    counts = sorted({p.servers for p in found})
+def _error_table(points: Points) -> str:
+    fitted = points["fit"]
+    model = model_of(points, "thread", keys=False)
+    by_point = dict(zip(fitted, errors(model, fitted, "thread"), strict=True))
+    shapes = dict.fromkeys((p.envs, p.size) for p in fitted)
+    counts = sorted({p.servers for p in fitted})
     rows = [
         [
-            f"{envs} env{'s' * (envs > 1)} of {size:,} bytes",
-            *(_percent(off[p]) for p in found if (p.envs, p.size) == (envs, size)),
+            f"{shape[0]} env{'s' * (shape[0] > 1)} of {shape[1]:,} bytes",
+            *(_percent(by_point[p]) for p in fitted if (p.envs, p.size) == shape),
         ]
-        for envs, size in shapes
+        for shape in shapes
     ]
-    heads = [f"{n} server{'s' * (n > 1)}" for n in counts]
-    return as_markdown(["envs per server", *heads], rows)
+    headings = [f"{n} server{'s' * (n > 1)}" for n in counts]
+    return as_markdown(["envs per server", *headings], rows)
 
 
-def _checked(points: Points, part: str) -> str:
+def _check_table(points: Points, part: str) -> str:
     rows = []
     for p in points[part]:
         model = model_of(points, "thread", keys=p.keys)
@@ -90,7 +91,7 @@ def _checked(points: Points, part: str) -> str:
             [
                 *(
                     p.servers_are,
-                    _yes(p.keys),
+                    _yes_or_no(p.keys),
                     f"{p.delay_ms:g}",
                     f"{p.env_us / 1e3:g}",
                 ),
@@ -100,16 +101,16 @@ def _checked(points: Points, part: str) -> str:
                 _percent(model.predict(p) / p.thread - 1),
             ]
         )
-    heads = [
+    headings = [
         *("server", "keys", "delay, ms", "env time, ms", "servers", "envs each"),
         *("bytes", "splits", "wall", "process", "thread", "predicted", "error"),
     ]
-    return as_markdown(heads, rows, num_texts=2)
+    return as_markdown(headings, rows, num_texts=2)
 
 
-def _goals(points: Points, attach: Mapping[str, Any]) -> str:
-    found = {p[:8]: p for p in points["check"]}
-    one, many = found[Point(1, 1024, 16)[:8]], found[_LARGE[:8]]
+def _goal_table(points: Points, attach: Mapping[str, Any]) -> str:
+    by_key = {p[:8]: p for p in points["check"]}  # without the measured values
+    one, many = by_key[Point(1, 1024, 16)[:8]], by_key[_LARGE[:8]]
     rows = [
         [
             f"us per server and batch step, 64 servers of 16 envs: {clock}",
@@ -123,27 +124,27 @@ def _goals(points: Points, attach: Mapping[str, Any]) -> str:
     return as_markdown(["quantity", "goal (at most)", "measured"], rows)
 
 
-def _wire(points: Points) -> str:
+def _wire_table(points: Points) -> str:
     rows = []
     for p in (*points["check"], *points["namespaces"]):
         if p.env_us or p.delay_ms:
             continue
         cells = [
             p.servers_are,
-            _yes(p.keys),
+            _yes_or_no(p.keys),
             f"{p.servers}",
             f"{p.envs}",
             f"{p.size:,}",
         ]
         messages = 2 * p.servers * p.splits / p.num_envs
-        each = p.wire / p.num_envs
-        rows.append([*cells, f"{p.splits}", f"{messages:.3g}", f"{each:,.0f}"])
-    heads = ["server", "keys", "servers", "envs each", "bytes of observation"]
-    heads += ["splits", "messages per env step", "bytes per env step"]
-    return as_markdown(heads, rows, num_texts=2)
+        size = p.wire / p.num_envs
+        rows.append([*cells, f"{p.splits}", f"{messages:.3g}", f"{size:,.0f}"])
+    headings = ["server", "keys", "servers", "envs each", "bytes of observation"]
+    headings += ["splits", "messages per env step", "bytes per env step"]
+    return as_markdown(headings, rows, num_texts=2)
 
 
-def _limits(points: Points) -> str:
+def _limit_table(points: Points) -> str:
     rows = []
     for size in _SIZES:
         for splits in (1, 2):
@@ -156,12 +157,12 @@ def _limits(points: Points) -> str:
                 gbit = f"{steps * size * 8 / 1e9:.2g}"
                 cells += [f"{steps:,.0f}", gbit, f"{cores:.1f}"]
             rows.append(cells)
-    each = ("env steps/s", "Gbit/s", "cores")
-    heads = ["bytes", "splits", *each, *(f"{head}, keys" for head in each)]
-    return as_markdown(heads, rows, num_texts=2)
+    results = ("env steps/s", "Gbit/s", "cores")
+    headings = ["bytes", "splits", *results, *(f"{head}, keys" for head in results)]
+    return as_markdown(headings, rows, num_texts=2)
 
 
-def _attach(attach: Mapping[str, Any]) -> str:
+def _attach_table(attach: Mapping[str, Any]) -> str:
     columns = ("steps", "p50", "p99", "p100")
     rows = [
         [name, *(f"{attach[phase][column]:,.0f}" for column in columns)]
@@ -170,7 +171,7 @@ def _attach(attach: Mapping[str, Any]) -> str:
     return as_markdown(["", "steps", "p50, ms", "p99, ms", "longest, ms"], rows)
 
 
-def _plans(points: Points) -> str:
+def _plan_table(points: Points) -> str:
     model = model_of(points, "thread", keys=True)
     factor = slowdown(points["namespaces"], model)
     rows = []
@@ -184,17 +185,17 @@ def _plans(points: Points) -> str:
             number = f"{hosts:,} host{'s' * (hosts > 1)}"
             cells.append(f"{number}, {steps:,.0f}/s, {gbit:.2g} Gbit/s")
         rows.append(cells)
-    heads = ["env step", *(f"{size:,} bytes" for size in _SIZES)]
-    table = as_markdown(heads, rows)
+    headings = ["env step", *(f"{size:,} bytes" for size in _SIZES)]
+    table = as_markdown(headings, rows)
     return (
         f"{table}\nHosts have {CORES} cores. The times of the model are multiplied by "
         f"{factor:.1f}.\n"
     )
 
 
-def _yes(is_so: bool) -> str:
-    return "yes" if is_so else "no"
+def _yes_or_no(is_true: bool) -> str:
+    return "yes" if is_true else "no"
 
 
-def _percent(part: float) -> str:
-    return f"{100 * part:+.0f} %"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:+.0f} %"

@@ -24,21 +24,21 @@ _REAL: Final = {16: "envserve/Sleep-v0", 28224: "envserve/Image-v0"}
 
 
 class Point(NamedTuple):
-    """A batch, and the cost of one batch step (medians).
+    """A batch, and the measured costs of one batch step (medians).
 
     Attributes:
       servers: Number of servers.
       envs: Envs per server.
       size: Size of an observation in bytes.
       keys: Whether messages are encrypted.
-      splits: Number of splits that are sent and received alternately.
+      splits: Number of splits, which are sent and received alternately.
       env_us: Microseconds that a server takes to answer.
       delay_ms: Round-trip delay of the network in milliseconds.
-      servers_are: "stand-in", or "real" for `envserve start`.
-      thread: CPU time of the stepping thread in microseconds.
-      process: CPU time of the trainer's process in microseconds, with ZeroMQ's threads.
+      servers_are: "stand-in" for simulated servers, "real" for `envserve start`.
+      thread: CPU time of the thread that steps the batch, in microseconds.
+      process: CPU time of the trainer's process, including ZeroMQ, in microseconds.
       wall: Elapsed time in microseconds.
-      wire: Bytes in both directions, with TCP and IP headers.
+      wire: Bytes sent and received, including TCP and IP headers.
     """
 
     servers: int
@@ -61,7 +61,7 @@ class Point(NamedTuple):
 
 
 def measure(point: Point, seconds: float = 0.6) -> Point:
-    """Run the servers of a point on this host, and measure it."""
+    """Run a point's servers on this host; return the point with the measured costs."""
     with _batch(point) as batch:
         return measure_batch(point, batch, seconds)
 
@@ -79,9 +79,9 @@ def _batch(point: Point) -> Iterator[BatchEnv]:
         with batch_env(load, BINDS["tcp"] * count, without, **options) as batch:
             yield batch
         return
-    given = point.servers, point.env_us / 1e6
+    arguments = point.servers, point.env_us / 1e6
     with (
-        stand_ins(*given, insecure=not point.keys) as addresses,
+        stand_ins(*arguments, insecure=not point.keys) as addresses,
         BatchEnv.connect(
             f"{NAME}{point.size}", addresses, point.num_envs, seed=0, **options
         ) as batch,
@@ -94,25 +94,25 @@ def measure_batch(
     point: Point, batch: BatchEnv, seconds: float, interface: str = "lo"
 ) -> Point:
     """Step a batch for some seconds, in chunks; return the medians over the chunks."""
-    step = _stepping(batch, point.splits)
+    step = _stepper(batch, point.splits)
     for _ in range(_WARM_UP):
         step()
     chunks = []
     for _ in range(_CHUNKS):
-        before, num_steps = _now(interface), 0
+        before, num_steps = _read_counters(interface), 0
         while time.perf_counter() < before[2] + seconds / _CHUNKS or num_steps < 3:
             step()
             num_steps += 1
-        after = _now(interface)
+        after = _read_counters(interface)
         pairs = zip(before, after, strict=True)
         chunks.append([(b - a) / num_steps for a, b in pairs])
     thread, process, wall, wire = map(statistics.median, zip(*chunks, strict=True))
     times = [round(1e6 * seconds, 1) for seconds in (thread, process, wall)]
-    found = dict(zip(("thread", "process", "wall"), times, strict=True))
-    return point._replace(**found, wire=round(wire, 1))
+    measured = dict(zip(("thread", "process", "wall"), times, strict=True))
+    return point._replace(**measured, wire=round(wire, 1))
 
 
-def _stepping(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
+def _stepper(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
     """Return a function that steps all rows once, split by split as a trainer does."""
     actions = np.zeros(batch.num_envs, np.int64)
     if num_splits == 1:
@@ -128,11 +128,11 @@ def _stepping(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
     return step
 
 
-def _now(interface: str) -> Sequence[float]:
+def _read_counters(interface: str) -> Sequence[float]:
     """Return CPU seconds of thread and process, elapsed seconds, and bytes."""
     lines = Path("/proc/net/dev").read_text().splitlines()
-    (found,) = (line for line in lines if line.strip().startswith(f"{interface}:"))
-    numbers = found.partition(":")[2].split()
-    # On loopback, every sent byte is also received, so only one direction counts.
+    (line,) = (line for line in lines if line.strip().startswith(f"{interface}:"))
+    numbers = line.partition(":")[2].split()
+    # On loopback, every sent byte is also received, so count only one direction.
     wire = int(numbers[0]) + (int(numbers[8]) if interface != "lo" else 0)
     return time.thread_time(), time.process_time(), time.perf_counter(), wire

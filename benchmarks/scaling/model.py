@@ -1,4 +1,4 @@
-"""A linear model of what a batch step costs the trainer, and predictions from it."""
+"""A linear model of the cost of a batch step for the trainer, and its predictions."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def fit(points: Sequence[Point], clock: Clock) -> Model:
     """
     measured = np.array([getattr(point, clock) for point in points])
     terms = np.array([_terms(point) for point in points]) / measured[:, None]
-    used = np.full(4, True)
+    is_used = np.full(4, True)
     while True:
         solution = np.zeros(4)
-        found = np.linalg.lstsq(terms[:, used], np.ones(len(points)), rcond=None)
-        solution[used] = found[0]
-        if (solution[used] > 0).all():
+        target = np.ones(len(points))
+        solution[is_used] = np.linalg.lstsq(terms[:, is_used], target, rcond=None)[0]
+        if (solution[is_used] > 0).all():
             break
-        used &= solution > 0
+        is_used &= solution > 0
     return Model(*solution.tolist())
 
 
@@ -75,7 +75,7 @@ def errors(model: Model, points: Sequence[Point], clock: Clock) -> list[float]:
 
 
 def slowdown(points: Sequence[Point], model: Model) -> float:
-    """Return the median ratio of measured to predicted time of the stepping thread."""
+    """Return the median ratio of measured to predicted CPU time of the thread."""
     return statistics.median(point.thread / model.predict(point) for point in points)
 
 
@@ -89,8 +89,8 @@ def plan(
 ) -> Plan:
     """Compute how many hosts keep a trainer with two splits busy.
 
-    While the hosts step one split, the trainer handles the other. With the returned
-    number of hosts, the hosts take longer than the trainer; with one more, they do not.
+    While the hosts step one split, the trainer handles the other. The result is the
+    largest number of hosts with which the trainer is not slower than the hosts.
 
     Args:
       model: Model of the stepping thread.
@@ -101,18 +101,19 @@ def plan(
     """
     envs = CORES * ENVS_PER_CORE
     # Each worker steps its part of a split. A batch step consists of both splits.
-    waiting = env_us * ENVS_PER_CORE + 2 * round_trip_us
+    stepping_us = env_us * ENVS_PER_CORE + 2 * round_trip_us
 
-    def handling(hosts: int) -> float:
+    def handling_us(hosts: int) -> float:
         return slowdown * model.predict(Point(hosts, envs, size, splits=2))
 
-    each = handling(2) - handling(1)
-    hosts = max(1, math.floor((waiting - handling(0)) / each))
-    steps = hosts * envs / max(waiting, handling(hosts)) * 1e6
+    per_host = handling_us(2) - handling_us(1)
+    hosts = max(1, math.floor((stepping_us - handling_us(0)) / per_host))
+    steps = hosts * envs / max(stepping_us, handling_us(hosts)) * 1e6
     return Plan(hosts, steps, steps * size * 8 / 1e9)
 
 
 def _terms(point: Point) -> np.ndarray:
+    """Return the factors of the coefficients of `Model`."""
     return np.array(
         [
             point.splits,

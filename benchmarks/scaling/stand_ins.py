@@ -1,6 +1,6 @@
-"""Cheap stand-ins for servers: many in one process, each with a socket.
+"""Simulated servers ("stand-ins"): many in one process, each with a socket.
 
-They use real sessions and messages, but have no workers or envs: their rows never
+They use real sessions and messages, but have no workers or envs. Their rows never
 change, and they answer a step after the time that envs would take.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import random
 import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import zmq
@@ -41,6 +42,16 @@ _USER: Final = ""
 _MAX_ENVS: Final = 4096
 
 
+class Stalls(NamedTuple):
+    """Random stalls: a fraction of all steps takes this many seconds."""
+
+    fraction: float = 0.0
+    seconds: float = 0.0
+
+
+NO_STALLS: Final = Stalls()
+
+
 class _Pool:
     """The rows of one lease."""
 
@@ -53,21 +64,27 @@ class _Pool:
 
 
 class StandIn:
-    """A stand-in for one server.
+    """A simulated server.
 
     Attributes:
-      address: Address at which the stand-in listens.
+      address: Address at which it listens.
       socket: ROUTER socket.
-      due: Operations in progress: time of completion, session, outcomes.
+      due: Operations in progress: time of completion, session and outcomes of each.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], env_seconds: float, *, insecure: bool
+        self,
+        context: zmq.Context[Any],
+        env_seconds: float,
+        *,
+        insecure: bool,
+        stalls: Stalls = NO_STALLS,
     ) -> None:
         host = HostSettings(num_workers=1, envs_per_worker=_MAX_ENVS)
         self._session = ServerSession(host, _ENV_NAMES, boot=1 + id(self))
         self._pools: dict[Any, _Pool] = {}
         self._env_seconds = env_seconds
+        self._stalls, self._random = stalls, random.Random(id(self))
         self.due: list[tuple[float, Any, list[Outcome]]] = []
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -83,35 +100,38 @@ class StandIn:
         while self.socket.poll(0):
             route, *frames = self.socket.recv_multipart()
             now = time.monotonic()
-            self._do(self._session.receive((route, _USER), frames, now), now)
+            self._execute(self._session.receive((route, _USER), frames, now), now)
 
     def answer(self, now: float) -> None:
         """Complete the operations that are due."""
         while self.due and self.due[0][0] <= now:
             _, session, outcomes = self.due.pop(0)
             if session in self._pools:  # the client may have detached
-                self._do(self._session.pool_finished(session, outcomes), now)
+                self._execute(self._session.pool_finished(session, outcomes), now)
 
-    def _do(self, decisions: Any, now: float) -> None:
+    def _execute(self, decisions: Any, now: float) -> None:
+        """Execute the decisions of the session, as an event loop does."""
         for decision in decisions:
             if isinstance(decision, Reply):
                 self.socket.send_multipart([decision.peer[0], *decision.frames])
             elif isinstance(decision, ReplyWelcome):
                 body = self._session.leases.welcome_for(_USER).encode()
-                self._do(self._session.answer(decision.request, body), now)
+                self._execute(self._session.answer(decision.request, body), now)
             if not isinstance(decision, PoolDecision):
                 continue
             session = decision.session
             if isinstance(decision, StartPool):
                 pool = self._pools[session] = _Pool(decision.settings)
                 parts = pool.spec, pool.blocks, pool.rows
-                self._do(self._session.pool_ready(session, *parts, now), now)
+                self._execute(self._session.pool_ready(session, *parts, now), now)
             elif isinstance(decision, EndPool):
                 del self._pools[session]
-                self._do(self._session.pool_closed(session), now)
+                self._execute(self._session.pool_closed(session), now)
             elif isinstance(decision, RunStep):
                 outcomes = [Outcome(block) for block in decision.blocks]
-                self.due.append((now + self._env_seconds, session, outcomes))
+                is_stalled = self._random.random() < self._stalls.fraction
+                seconds = self._stalls.seconds if is_stalled else self._env_seconds
+                self.due.append((now + seconds, session, outcomes))
             elif isinstance(decision, RunReset):
                 outcomes = [Outcome(reset.block) for reset in decision.resets]
                 self.due.append((now, session, outcomes))
@@ -119,41 +139,50 @@ class StandIn:
 
 @contextlib.contextmanager
 def stand_ins(
-    count: int, env_seconds: float = 0.0, *, insecure: bool = True
+    count: int,
+    env_seconds: float = 0.0,
+    *,
+    insecure: bool = True,
+    stalls: Stalls = NO_STALLS,
 ) -> Iterator[list[str]]:
-    """Run `count` stand-ins in a separate process; yield their addresses."""
+    """Run `count` simulated servers in a separate process; yield their addresses."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (theirs, count, env_seconds, insecure)
+    connection, child_end = context.Pipe()
+    arguments = (child_end, count, env_seconds, insecure, stalls)
     process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        yield ours.recv()
+        yield connection.recv()
     finally:
         process.kill()
         process.join()
 
 
-def _serve(ours: Connection, count: int, env_seconds: float, insecure: bool) -> None:
+def _serve(
+    parent: Connection, count: int, env_seconds: float, insecure: bool, stalls: Stalls
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context = zmq.Context()
-    servers = [StandIn(context, env_seconds, insecure=insecure) for _ in range(count)]
+    servers = [
+        StandIn(context, env_seconds, insecure=insecure, stalls=stalls)
+        for _ in range(count)
+    ]
     poller = zmq.Poller()
     for server in servers:
         poller.register(server.socket, zmq.POLLIN)
-    of_socket = {server.socket: server for server in servers}
-    ours.send([server.address for server in servers])
+    by_socket = {server.socket: server for server in servers}
+    parent.send([server.address for server in servers])
     while True:
-        later = time.monotonic() + 1.0
-        soon = min((s.due[0][0] for s in servers if s.due), default=later)
+        latest = time.monotonic() + 1.0
+        next_due = min((s.due[0][0] for s in servers if s.due), default=latest)
         # Poll for whole milliseconds, and sleep for the remaining fraction.
-        milliseconds = max(0, int(1000 * (soon - time.monotonic())))
+        milliseconds = max(0, int(1000 * (next_due - time.monotonic())))
         for socket, _ in poller.poll(milliseconds):
-            of_socket[socket].receive()
+            by_socket[socket].receive()
         now = time.monotonic()
-        if not milliseconds and now < soon:
-            time.sleep(soon - now)
+        if not milliseconds and now < next_due:
+            time.sleep(next_due - now)
         for server in servers:
             if server.due:
                 server.answer(time.monotonic())

@@ -8,8 +8,9 @@ import numpy as np
 
 from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scores.run_one import Score
-from benchmarks.scores.tasks import MEASURES, TASKS, Measure, Task
-from ppo.cli.seeds import bootstrap_interval
+from benchmarks.scores.tasks import MEASURES, RANDOM_RETURNS, TASKS, Measure, Task
+from ppo.config.named_configs import CONFIGS
+from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
 
 COLUMNS = (
     *("env", "steps", "goal", "anchors", "E", "B", "M", "std", "95 % interval"),
@@ -20,7 +21,7 @@ NUM_TEXTS = 4
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
-    """Return one number per seed; their mean is a measure described in `Task`."""
+    """Return one number per seed, whose mean is the measure; see `Task.measure`."""
     if measure == "E":
         return [score.final for score in scores]
     if measure == "B":
@@ -44,17 +45,44 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
     """Replace the tables in a Markdown document, between its two marks.
 
     Raises:
-        ValueError: the marks are missing.
+        ValueError: The marks are missing.
     """
     tables = "\n".join(
         [
             as_markdown(COLUMNS, table_rows(scores), num_texts=NUM_TEXTS),
             _remarks(scores),
+            f"{aggregate(scores)}\n",
             _per_seed(scores),
             _versions(scores),
         ]
     )
     replace_marked(path, "scores", tables)
+
+
+def aggregate(scores: Mapping[str, Sequence[Score]]) -> str:
+    """Return a sentence about all tasks: the interquartile mean of normalised scores.
+
+    A score is 0 for random actions, and 1 for the goal of its task.
+    """
+    rows = [
+        _normalised(task, measured(task.measure, scores[task.name]))
+        for task in TASKS
+        if scores.get(task.name)
+    ]
+    if not rows:
+        return "No scores."
+    values = np.concatenate(rows)
+    low, high = bootstrap_interval(*rows, statistic=interquartile_mean)
+    return (
+        f"Normalised scores (0: random actions, 1: the goal) of {len(rows)} rows and "
+        f"{len(values)} runs: interquartile mean {interquartile_mean(values):.3f}, "
+        f"95 % interval {low:.3f} to {high:.3f}, mean {values.mean():.3f}."
+    )
+
+
+def _normalised(task: Task, values: Sequence[float]) -> np.ndarray:
+    random = RANDOM_RETURNS[task.make_config(0).env_name]
+    return (np.array(values) - random) / (task.goal - random)
 
 
 def draw_curves(scores: Mapping[str, Sequence[Score]], path: Path) -> None:
@@ -97,40 +125,42 @@ def _row(task: Task, scores: Sequence[Score]) -> list[str]:
         *_label(task, scores),
         f"{task.measure} {task.goal:g}",
         task.anchors,
-        *(_number(np.mean(measured(each, scores))) for each in MEASURES),
+        *(_number(np.mean(measured(m, scores))) for m in MEASURES),
         _number(np.std(values, ddof=1)) if has_several else "-",
         " to ".join(map(_number, bootstrap_interval(values))) if has_several else "-",
         f"{len(scores)} of {task.num_seeds}",
         _number(min(score.final for score in scores)),
-        _largest(scores),
+        _largest_kl(scores),
         _verdict(task, values),
         f"{np.median([score.seconds for score in scores]):.0f}",
     ]
 
 
-def _largest(scores: Sequence[Score]) -> str:
+def _largest_kl(scores: Sequence[Score]) -> str:
     kls = [score.max_kl for score in scores if score.max_kl is not None]
     return f"{max(kls):.2f}" if len(kls) == len(scores) else "-"
 
 
 def _label(task: Task, scores: Sequence[Score]) -> list[str]:
-    """Return env and steps, with a mark if the settings have changed since."""
-    is_todays = all(task.is_made_by(score.settings) for score in scores)
-    steps = ", ".join(filter(None, (task.budget, task.variant)))
-    return [scores[0].env_name, steps + ("" if is_todays else " †")]
+    """Return env and steps, with a mark if the settings have changed since the run."""
+    is_current = all(task.is_made_by(score.settings) for score in scores)
+    algorithm = CONFIGS[task.config].algorithm.upper().removeprefix("PPO")
+    steps = ", ".join(filter(None, (task.budget, algorithm, task.variant)))
+    return [scores[0].env_name, steps + ("" if is_current else " †")]
 
 
 def _remarks(scores: Mapping[str, Sequence[Score]]) -> str:
-    lossy = [name for name, runs in scores.items() if runs and _loses(runs)]
+    declining = [name for name, runs in scores.items() if runs and _declines(runs)]
     return (
         "†: measured with settings that differ from the current ones, or that were not "
         "recorded.\n\n"
         "E is below 0.95 of B, or the E of a seed is below half of the mean, in: "
-        f"{', '.join(lossy) or 'no row'}.\n"
+        f"{', '.join(declining) or 'no row'}.\n"
     )
 
 
-def _loses(scores: Sequence[Score]) -> bool:
+def _declines(scores: Sequence[Score]) -> bool:
+    """Return whether policies were better during training than at the end."""
     finals = measured("E", scores)
     end, best = np.mean(finals), np.mean(measured("B", scores))
     return bool(end < best - 0.05 * abs(best) or min(finals) < end - 0.5 * abs(end))
@@ -150,13 +180,13 @@ def _per_seed(scores: Mapping[str, Sequence[Score]]) -> str:
             f"{_number(score.final)} ± {_number(score.final_std)}",
             _number(score.best),
             _number(score.train_return),
-            _largest([score]),
+            _largest_kl([score]),
         ]
         for task in TASKS
         for score in scores.get(task.name, ())
     ]
-    heads = ("env", "steps", "seed", "E ± std of episodes", "B", "training", "KL")
-    return as_markdown(heads, rows, num_texts=2)
+    headings = ("env", "steps", "seed", "E ± std of episodes", "B", "training", "KL")
+    return as_markdown(headings, rows, num_texts=2)
 
 
 def _versions(scores: Mapping[str, Sequence[Score]]) -> str:

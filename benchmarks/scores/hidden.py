@@ -8,10 +8,10 @@ from gymnasium.spaces import Box
 from gymnasium.wrappers import TransformObservation
 
 
-def _make(**named: Any) -> gymnasium.Env[Any, Any]:
-    env = gymnasium.make("CartPole-v1", **named)
-    place_and_angle = Box(-np.inf, np.inf, (2,), np.float32)
-    return TransformObservation(env, lambda all_four: all_four[::2], place_and_angle)
+def _make(**kwargs: Any) -> gymnasium.Env[Any, Any]:
+    env = gymnasium.make("CartPole-v1", **kwargs)
+    positions = Box(-np.inf, np.inf, (2,), np.float32)  # of the cart and the pole
+    return TransformObservation(env, lambda observation: observation[::2], positions)
 
 
 gymnasium.register("CartPoleNoVelocity-v1", _make)

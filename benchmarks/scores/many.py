@@ -14,6 +14,7 @@ from benchmarks.lab.tables import as_table
 from benchmarks.scores.document import (
     COLUMNS,
     NUM_TEXTS,
+    aggregate,
     draw_curves,
     table_rows,
     write_document,
@@ -63,6 +64,7 @@ def main(
         )
     scores = _read(jobs, document and document.with_suffix(".json"))
     console.print(as_table(COLUMNS, table_rows(scores), num_texts=NUM_TEXTS))
+    console.print(aggregate(scores), highlight=False)
     if document is not None:
         write_document(document, scores)
         draw_curves(scores, document.with_suffix(".png"))
@@ -93,7 +95,7 @@ def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Sco
 def _read(
     jobs: Iterable[tuple[Task, int, Path]], path: Path | None
 ) -> dict[str, list[Score]]:
-    """Return the scores of the runs, and all other scores in the JSON file.
+    """Return the scores of the runs, and the other scores in the JSON file, by task.
 
     If a task has scores with the current settings, its other scores are omitted.
     """
@@ -105,8 +107,8 @@ def _read(
     scores = {}
     for task in TASKS:
         runs = [found[key] for key in sorted(found) if key[0] == task.name]
-        todays = [score for score in runs if task.is_made_by(score.settings)]
-        scores[task.name] = todays or runs
+        current = [score for score in runs if task.is_made_by(score.settings)]
+        scores[task.name] = current or runs
     return scores
 
 

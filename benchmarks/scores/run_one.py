@@ -26,7 +26,7 @@ class Score(NamedTuple):
       train_return: Mean return of the last 100 training episodes, with sampled actions.
       seconds: Duration of training, without evaluations.
       versions: Versions of the libraries that influence the numbers.
-      settings: `Task.settings` at that time; None if they were not recorded.
+      settings: `Task.settings` when the run was made; None if they were not recorded.
       max_kl: Largest KL divergence of an iteration, in nats; None if not recorded.
     """
 
@@ -95,8 +95,8 @@ def run_one(task: Task, seed: int, folder: Path) -> Score:
 
 def _training_seconds(rows: Sequence[dict[str, Any]]) -> float:
     """Return the seconds of all iterations, without evaluations."""
-    seconds, before = 0.0, 0
+    seconds, previous_steps = 0.0, 0
     for row in rows:
-        seconds += (row["steps"] - before) / row["steps_per_second"]
-        before = row["steps"]
+        seconds += (row["steps"] - previous_steps) / row["steps_per_second"]
+        previous_steps = row["steps"]
     return seconds

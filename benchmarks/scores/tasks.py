@@ -16,10 +16,10 @@ from ppo.config.named_configs import CONFIGS
 Measure = Literal["E", "B", "M"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
-#: Settings that do not influence learning, or that the task or seed determines.
+#: Settings that do not influence learning, or that follow from the task or the seed.
 _ASIDE = re.compile(
-    "import_modules|preload|total_steps|seed|num_splits|spare_envs|jit_compile|use_gpu|"
-    "on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
+    "import_modules|preload|total_steps|seed|num_splits|act_on|spare_envs|jit_compile|"
+    "use_gpu|on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
 )
 
 
@@ -64,17 +64,17 @@ class Task:
     @property
     def settings(self) -> dict[str, Any]:
         """Current settings that influence learning and are not 0, false or empty."""
-        every = json.loads(json.dumps(vars(self.make_config(0)))).items()
-        return {key: value for key, value in every if value and not _ASIDE.match(key)}
+        values = json.loads(json.dumps(vars(self.make_config(0)))).items()
+        return {k: v for k, v in values if v and not _ASIDE.match(k)}
 
     def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Return whether these settings equal the current ones.
+        """Return whether the recorded settings of a run equal the current ones.
 
-        Settings that did not exist then are assumed to be off; settings whose value is
-        text are assumed to have their current value.
+        A setting that is not recorded did not exist at that time. It is assumed to have
+        its current value if that is a text, and to be off otherwise.
         """
-        words = {key: now for key, now in self.settings.items() if isinstance(now, str)}
-        return settings is not None and words | dict(settings) == self.settings
+        texts = {k: v for k, v in self.settings.items() if isinstance(v, str)}
+        return settings is not None and texts | dict(settings) == self.settings
 
     def make_config(self, seed: int) -> Config:
         """Return the config of one run, with 20 evaluations during training."""
@@ -101,12 +101,30 @@ _MEMORY = {
 _PENALTY = {"objective": "penalty"}
 _PONG = {"num_envs": 32, "horizon": 32, "curve_episodes": 4}
 
+RANDOM_RETURNS = {
+    **{"CartPole-v1": 23.7, "CartPoleNoVelocity-v1": 23.7, "Acrobot-v1": -497.1},
+    **{"Pendulum-v1": -1207.6, "MountainCarContinuous-v0": -33.3},
+    **{"LunarLander-v3": -192.0, "LunarLanderContinuous-v3": -212.7},
+    **{"BipedalWalker-v3": -102.8, "InvertedPendulum-v5": 5.2},
+    **{"InvertedDoublePendulum-v5": 49.1, "Reacher-v5": -43.3, "Swimmer-v5": -3.1},
+    **{"Hopper-v5": 24.8, "HalfCheetah-v5": -264.0, "Walker2d-v5": 2.2},
+    **{"Ant-v4": -44.1, "Ant-v5": -45.2, "Humanoid-v5": 105.6},
+    "PongNoFrameskip-v4": -20.7,
+}
+"""Mean return of at least 20 episodes with random actions, by env; for Pong, the value
+of Mnih et al. 2015."""
+
 TASKS: tuple[Task, ...] = (
     Task("cartpole", 50 * _K, "E", 5, 500, "E rl-zoo DQN 500"),
     Task("cartpole", 100 * _K, "E", 5, 500, "E rl-zoo 500"),
     Task("cartpole", 100 * _K, "E", 5, 500, "E rl-zoo LSTM 500", _MEMORY, "recurrent"),
     Task("acrobot", 300 * _K, "E", 5, -70, "E rl-zoo -73.5 at 1M"),
     Task("pendulum", 100 * _K, "E", 5, -172, "E rl-zoo -172.2", episodes=1000),
+    Task(
+        *("pendulum-sac", 20 * _K, "E", 5, -150),
+        "E rl-zoo SAC -176.3",
+        episodes=1000,
+    ),
     Task("pendulum", 300 * _K, "E", 5, -153, "E rl-zoo -172.2 at 100k", episodes=1000),
     Task(
         *("mountain_car_continuous", 100 * _K, "E", 5, 92),

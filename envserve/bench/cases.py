@@ -39,14 +39,14 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
     connections = []
     with contextlib.ExitStack() as stack:
         for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
-            ours, theirs = context.Pipe()
-            arguments = (load, rows.tolist(), theirs)
+            parent_end, child_end = context.Pipe()
+            arguments = (load, rows.tolist(), child_end)
             process = context.Process(target=_step_in_process, args=arguments)
             process.start()
-            theirs.close()
+            child_end.close()
             stack.callback(process.join)
-            stack.callback(ours.close)  # runs before join, and ends the process
-            connections.append(ours)
+            stack.callback(parent_end.close)  # runs before join, and ends the process
+            connections.append(parent_end)
         for connection in connections:
             connection.recv()  # "ready": the envs of the process are built
         yield lambda: _measure_all(connections)

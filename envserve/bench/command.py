@@ -32,7 +32,7 @@ REMEDIES: Final = {
 """Advice for each part of a batch step except the time of the envs."""
 
 
-def bench(load: Workload, num_turns: int) -> None:
+def bench(load: Workload, num_rounds: int) -> None:
     """Measure all cases and print the results.
 
     Raises:
@@ -45,11 +45,11 @@ def bench(load: Workload, num_turns: int) -> None:
         for name, case in _cases(load).items():
             progress.print(f"... starting {name}")
             cases[name] = stack.enter_context(case)
-        measured = interleave(cases, num_turns, progress.print)
+        measured = interleave(cases, num_rounds, progress.print)
     # The table needs 110 columns; a narrower console would abbreviate the cells.
     Console(width=max(110, Console().width), highlight=False).print(
         f"{load.env_name}, {load.num_envs} envs, {load.num_workers} workers: env steps "
-        f"per second, medians over {num_turns} turns",
+        f"per second, medians over {num_rounds} rounds",
         _table(measured),
         *_time_breakdown(measured, load.num_envs),
         sep="\n",
@@ -87,7 +87,7 @@ def _table(measured: Measurements) -> Table:
 
 
 def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
-    """Describe, in sentences, where the time of a batch step goes."""
+    """Return sentences that describe where the time of a batch step goes."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
         # Time that the bare loops need for this number of steps.

@@ -43,8 +43,8 @@ class Measurements:
 
     def values(self, case: str, metric: Metric) -> list[float]:
         """Return a metric of a case, one value per round."""
-        turns = self.by_case[case]
-        return [t[metric] if isinstance(metric, str) else metric(t) for t in turns]
+        rounds = self.by_case[case]
+        return [t[metric] if isinstance(metric, str) else metric(t) for t in rounds]
 
     def median(self, case: str, metric: Metric) -> float:
         """Return the median of a metric over the rounds."""
@@ -62,14 +62,14 @@ class Measurements:
 
 
 def interleave(
-    cases: Mapping[str, Measure], num_turns: int, report: Callable[[str], None]
+    cases: Mapping[str, Measure], num_rounds: int, report: Callable[[str], None]
 ) -> Measurements:
-    """Measure every case once per round; call `report` with progress messages."""
+    """Measure every case once per round; pass progress messages to `report`."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
-    for turn in range(num_turns):
+    for number in range(num_rounds):
         # Alternate the direction, so that no case always follows the same other case.
-        for name in list(cases)[:: 1 if turn % 2 == 0 else -1]:
-            report(f"... {turn + 1} of {num_turns}: {name}")
+        for name in list(cases)[:: 1 if number % 2 == 0 else -1]:
+            report(f"... {number + 1} of {num_rounds}: {name}")
             measured[name].append(dict(cases[name]()))
     return Measurements(measured)
 
@@ -82,9 +82,9 @@ def make_measure(
 
     def measure() -> Mapping[str, float]:
         time_each(step, actions, _WARM_UP_SECONDS)  # refill the caches
-        began = time.thread_time()
+        started_at = time.thread_time()
         durations = time_each(step, actions, load.seconds)
-        cpu_seconds = time.thread_time() - began
+        cpu_seconds = time.thread_time() - started_at
         return {
             **summary(durations, load.num_envs),
             THREAD: 1e6 * cpu_seconds / len(durations),
@@ -100,18 +100,18 @@ def time_each(
 
     Args:
       call: Function to time.
-      arguments: Its argument in each call.
+      arguments: Argument of the function in each call.
       seconds: Time after which to stop, unless the arguments run out earlier.
     """
     clock = time.perf_counter
-    instants = [clock()]
-    deadline = instants[0] + seconds
+    timestamps = [clock()]
+    deadline = timestamps[0] + seconds
     for argument in arguments:
         call(argument)
-        instants.append(clock())
-        if instants[-1] >= deadline:
+        timestamps.append(clock())
+        if timestamps[-1] >= deadline:
             break
-    return np.diff(instants)
+    return np.diff(timestamps)
 
 
 def summary(durations: Array, num_envs: int) -> dict[str, float]:

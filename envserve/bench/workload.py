@@ -1,4 +1,4 @@
-"""The envs and actions that all cases of a benchmark step, and for how long."""
+"""The envs and actions of a benchmark, and the length of its measurements."""
 
 from __future__ import annotations
 

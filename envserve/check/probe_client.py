@@ -1,6 +1,6 @@
 """A client that can break any rule of the protocol, to test how a server reacts.
 
-Answers that violate docs/protocol.md raise RemoteProtocolError.
+Answers that violate the protocol raise RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class SkipRule(Exception):
     """Raised if the server lacks a feature or setting that a rule needs."""
 
 
-def expect(is_right: object, expected: str, got: object) -> None:
-    """Raise RemoteProtocolError("expected ...; got ...") unless `is_right`."""
-    if not is_right:
-        raise RemoteProtocolError(f"expected {expected}; got {got}")
+def expect(is_met: object, expected: str, actual: object) -> None:
+    """Raise RemoteProtocolError("expected ...; got ...") unless `is_met`."""
+    if not is_met:
+        raise RemoteProtocolError(f"expected {expected}; got {actual}")
 
 
 def describe(message: Message) -> str:
@@ -167,7 +167,7 @@ class ProbeClient:
         return message
 
     def answer(self, *copies: Message) -> Message:
-        """Wait for the answer to a message that was sent, or to one of its copies.
+        """Return the answer to a message that was sent, or to one of its copies.
 
         An operation may take long if PONG lists one of its blocks as running.
         """
@@ -207,8 +207,8 @@ class ProbeClient:
         expect(answer.version == message.version, "its version", answer.version)
         body = ErrorBody.decode(answer.body)
         expect(body.code in codes, f"ERROR {names}", describe(answer))
-        may_be = message.attempt or body.code is ErrorCode.LEASE_LOST
-        expect(may_be or not body.executed, "executed 0", body.executed)
+        may_have_run = message.attempt or body.code is ErrorCode.LEASE_LOST
+        expect(may_have_run or not body.executed, "executed 0", body.executed)
 
     def hello(self, **changes: Any) -> Message:
         """Send HELLO; return the WELCOME."""
@@ -233,7 +233,7 @@ class ProbeClient:
     # Envs.
 
     def attach(self, **changes: Any) -> ProbeClient:
-        """Lease envs and reset them; `changes` replace fields of ATTACH.
+        """Lease and reset envs; return this client. `changes` replace fields of ATTACH.
 
         Raises:
           SkipRule: The server refuses the request.
@@ -278,7 +278,7 @@ class ProbeClient:
         return self.read(self.answer(message, *copies))
 
     def read(self, answer: Message) -> ProbeResult:
-        """Check and decode the RESULT of the last operation."""
+        """Check the RESULT of the last operation, and return its bytes and rows."""
         expect(answer.type is MessageType.RESULT, "RESULT", describe(answer))
         expect(answer.entries == self.last.entries, "the entries", answer.entries)
         expect(answer.epoch == self.epoch, f"epoch {self.epoch}", answer.epoch)
@@ -293,7 +293,11 @@ class ProbeClient:
         return ProbeResult(raw, rows.at(np.arange(len(rows.reward))))
 
     def reset(self, resets: Mapping[int, Any]) -> ProbeResult:
-        """Reset blocks; each value is a (rows, seeds) pair, and both may be None."""
+        """Reset blocks.
+
+        Args:
+          resets: (rows, seeds) by block; each of the two is a sequence or None.
+        """
         body = ResetBody(resets=tuple(resets.values())).encode()
         return self.execute(self.operation(MessageType.RESET, [*resets], body))
 
@@ -305,8 +309,8 @@ class ProbeClient:
         """
         self._actions.seed(self.num_steps)
         num_rows = len(self._rows.reward)
-        drawn = check_actions(self.spec, self._actions.sample(), None, num_rows)
-        for target, array in zip(self._rows.action, drawn, strict=True):
+        actions = check_actions(self.spec, self._actions.sample(), None, num_rows)
+        for target, array in zip(self._rows.action, actions, strict=True):
             target[...] = array
         self._rows.action[0][...] = self._rows.action[0] if first is None else first
         blocks = tuple(range(len(self.blocks)))

@@ -1,4 +1,4 @@
-"""Check that a server follows docs/protocol.md, with one function per rule.
+"""Check that a server follows the protocol, with one function per rule.
 
 The docstring of each function is the title of the rule, which `envserve check` prints.
 """
@@ -40,7 +40,7 @@ class CheckResult(NamedTuple):
     name: str
     """Name of the function that checks the rule."""
     section: str
-    """Section of docs/protocol.md that contains the rule."""
+    """Section of the protocol that contains the rule."""
     title: str
     outcome: str = "ok"
     """"ok", "fail" or "skipped"."""
@@ -53,31 +53,31 @@ class CheckResult(NamedTuple):
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 
-def rule(section: str, *, disturbs: bool = False) -> Callable[[_Check], _Check]:
-    """Register a check in `RULES`, with its section of docs/protocol.md."""
+def rule(section: str, *, with_lease: bool = False) -> Callable[[_Check], _Check]:
+    """Return a decorator that registers a check in `RULES`, with its section."""
 
     def register(function: _Check) -> _Check:
         title = str(function.__doc__).rstrip(".")
-        RULES[CheckResult(function.__name__, section, title)] = function, disturbs
+        RULES[CheckResult(function.__name__, section, title)] = function, with_lease
         return function
 
     return register
 
 
 def check(subject: ServerUnderTest) -> Iterator[CheckResult]:
-    """Check all rules, and release all leases.
+    """Check all rules and yield the results; release all leases.
 
     Raises:
       RemoteProtocolError: The server does not answer HELLO.
     """
-    for result, (function, disturbs) in RULES.items():
+    for result, (function, with_lease) in RULES.items():
         client = subject.client()
         client.hello()
         try:
-            if disturbs:
+            if with_lease:
                 client.attach_and_step()
             function(client)
-            if disturbs:
+            if with_lease:
                 client.expect_unaffected()
             subject.close_clients()
         except SkipRule as error:
@@ -105,14 +105,14 @@ def welcome(c: ProbeClient) -> None:
 
 @rule("WELCOME")
 def versions(c: ProbeClient) -> None:
-    """Answer other protocol versions with VERSION_MISMATCH, in their version."""
+    """Answer HELLO of another version with VERSION_MISMATCH in that version."""
     body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
         c.expect_error(hello, ErrorCode.VERSION_MISMATCH)
 
 
-@rule("Types", disturbs=True)
+@rule("Types", with_lease=True)
 def types(c: ProbeClient) -> None:
     """Answer unknown types with UNSUPPORTED; drop types that only servers send."""
     c.expect_error(c.message(127), ErrorCode.UNSUPPORTED)
@@ -122,7 +122,7 @@ def types(c: ProbeClient) -> None:
     expect(not (answers := c.receive_all()), "no answer", [*map(describe, answers)])
 
 
-@rule("Frame 0", disturbs=True)
+@rule("Frame 0", with_lease=True)
 def lengths(c: ProbeClient) -> None:
     """Refuse a frame 0 with wrong or excessive lengths."""
     ping = c.message(MessageType.PING)
@@ -131,7 +131,7 @@ def lengths(c: ProbeClient) -> None:
     c.expect_error(c.message(MessageType.STEP, entries=((0, 1),) * 5000), _BAD)
 
 
-@rule("Limits", disturbs=True)
+@rule("Limits", with_lease=True)
 def long_messages(c: ProbeClient) -> None:
     """Protect other clients from messages with long frames or too many frames."""
     ping = encode(c.message(MessageType.PING))
@@ -180,7 +180,7 @@ def granted(c: ProbeClient) -> None:
     expect(splits <= {0, 1}, "splits 0 and 1", splits)
 
 
-@rule("Rules of the server", disturbs=True)
+@rule("Rules of the server", with_lease=True)
 def attached_again(c: ProbeClient) -> None:
     """2: Answer a copy of ATTACH identically; refuse a different one of the session."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
@@ -190,17 +190,17 @@ def attached_again(c: ProbeClient) -> None:
     c.expect_error(_attach(c, num_envs=1), _BAD)
 
 
-@rule("Rules of the server", disturbs=True)
+@rule("Rules of the server", with_lease=True)
 def fenced(c: ProbeClient) -> None:
     """1: Answer a wrong boot id or epoch with FENCED, unknown sessions LEASE_LOST."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)
-    stranger = c.subject.client()
-    stranger.expect_error(stranger.message(MessageType.PING), ErrorCode.LEASE_LOST)
+    other = c.subject.client()
+    other.expect_error(other.message(MessageType.PING), ErrorCode.LEASE_LOST)
 
 
-@rule("Rules of the server", disturbs=True)
+@rule("Rules of the server", with_lease=True)
 def separate_sessions(c: ProbeClient) -> None:
     """2: Isolate sessions from each other."""
     other = c.subject.client().attach(seed=12)
@@ -212,55 +212,55 @@ def separate_sessions(c: ProbeClient) -> None:
 # Operations are executed at most once.
 
 
-@rule("Rules of the server", disturbs=True)
+@rule("Rules of the server", with_lease=True)
 def copies(c: ProbeClient) -> None:
     """4: Answer a copy of a request identically, once, without executing it again."""
     c.link.receive(1.1)
-    again = c.read(c.request(replace(c.last, attempt=1)))
-    expect(again.raw == c.last_result.raw, "the same rows again", "different rows")
+    result = c.read(c.request(replace(c.last, attempt=1)))
+    expect(result.raw == c.last_result.raw, "the same rows again", "different rows")
     c.link.receive(1.1)  # the server sends rows again at most once a second
     c.send(replace(c.last, attempt=1))
     answers = [*map(describe, c.receive_all())]
     expect(not answers, "one answer per attempt", answers)
 
 
-@rule("Rules of the server", disturbs=True)
+@rule("Rules of the server", with_lease=True)
 def copy_of_running(c: ProbeClient) -> None:
     """4: Answer a copy of a running request with the same result."""
     step = c.next_step()
-    repeated = [replace(step, attempt=number) for number in (1, 1, 2)]
-    results = [c.execute(step, *repeated), *map(c.read, c.receive_all())]
+    duplicates = [replace(step, attempt=number) for number in (1, 1, 2)]
+    results = [c.execute(step, *duplicates), *map(c.read, c.receive_all())]
     expect(
         len({result.raw for result in results}) == 1, "equal answers", "different ones"
     )
     expect(len(results) <= 3, "at most one answer per attempt", len(results))
 
 
-@rule("Transport", disturbs=True)
+@rule("Transport", with_lease=True)
 def second_connection(c: ProbeClient) -> None:
     """Let a client use another connection; send answers to the latest one."""
     first, c.link = c.link, c.subject.open_link()
-    again = c.read(c.request(replace(c.last, attempt=1)))
-    expect(again.raw == c.last_result.raw, "the same rows again", "different rows")
+    result = c.read(c.request(replace(c.last, attempt=1)))
+    expect(result.raw == c.last_result.raw, "the same rows again", "different rows")
     first.close()
 
 
-@rule("Rules of the server", disturbs=True)
+@rule("Rules of the server", with_lease=True)
 def seqs(c: ProbeClient) -> None:
     """4: Answer a seq that is too high with GAP; ignore an old one."""
-    ahead, last, old = (
+    skipping, current, outdated = (
         replace(c.next_step(), entries=tuple((b, s + by) for b, s in enumerate(c.seqs)))
         for by in (2, 0, -1)
     )
-    c.expect_error(ahead, ErrorCode.GAP)
-    c.send(last, old)
+    c.expect_error(skipping, ErrorCode.GAP)
+    c.send(current, outdated)
     expect(not (answers := c.receive_all()), "no answer", [*map(describe, answers)])
 
 
 # Steps and resets.
 
 
-@rule("STEP", disturbs=True)
+@rule("STEP", with_lease=True)
 def bad_steps(c: ProbeClient) -> None:
     """Refuse a STEP with a wrong size, or for blocks that do not exist."""
     (block, seq), *others = c.next_step().entries
@@ -270,16 +270,16 @@ def bad_steps(c: ProbeClient) -> None:
         c.expect_error(replace(c.next_step(), body=body), _BAD)
 
 
-@rule("STEP", disturbs=True)
+@rule("STEP", with_lease=True)
 def bad_actions(c: ProbeClient) -> None:
-    """Refuse an action outside its space."""
+    """Refuse actions outside the action space."""
     leaf = c.spec.action_leaves[0]
-    is_float, most = leaf.dtype.kind == "f", np.max(leaf.limits[1], initial=1)
-    is_any = leaf.is_encoded or leaf.dtype.kind == "b"
-    if is_any or (not is_float and most == np.iinfo(leaf.dtype).max):
+    is_float, maximum = leaf.dtype.kind == "f", np.max(leaf.limits[1], initial=1)
+    allows_all = leaf.is_encoded or leaf.dtype.kind == "b"
+    if allows_all or (not is_float and maximum == np.iinfo(leaf.dtype).max):
         raise SkipRule("the action space allows every value that can be encoded")
     c.expect_error(
-        c.next_step(np.nan if is_float else most + 1), ErrorCode.INVALID_ACTION
+        c.next_step(np.nan if is_float else maximum + 1), ErrorCode.INVALID_ACTION
     )
 
 
@@ -317,10 +317,10 @@ def given_seeds(c: ProbeClient) -> None:
     """Use the given seeds in a RESET, and do not change rows that are not listed."""
     _ = c.subject.reference
     first = c.attach().reset(_seeded(c, range(4)))
-    before = c.step()
-    after = c.reset({0: ((0,), (0,))})
-    for row, old in ((0, first), (1, before)):
-        is_same = _at(after.rows.observation, row) == _at(old.rows.observation, row)
+    stepped = c.step()
+    reset = c.reset({0: ((0,), (0,))})
+    for row, old in ((0, first), (1, stepped)):
+        is_same = _at(reset.rows.observation, row) == _at(old.rows.observation, row)
         expected = "row 0 reset with seed 0, and row 1 unchanged"
         expect(is_same, expected, f"another observation of row {row}")
 
@@ -371,7 +371,7 @@ def disabled(c: ProbeClient) -> None:
 # Other requests.
 
 
-@rule("CALL", disturbs=True)
+@rule("CALL", with_lease=True)
 def calls(c: ProbeClient) -> None:
     """Refuse a CALL of an attribute that is not exposed."""
     hidden = CallBody.from_calls([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
@@ -379,7 +379,7 @@ def calls(c: ProbeClient) -> None:
     c.expect_error(call, ErrorCode.REFUSED, _BAD)
 
 
-@rule("PING, PONG", disturbs=True)
+@rule("PING, PONG", with_lease=True)
 def pings(c: ProbeClient) -> None:
     """List the running operations in PONG: none once all are answered."""
     answer = c.request(c.message(MessageType.PING), MessageType.PONG)
@@ -387,7 +387,7 @@ def pings(c: ProbeClient) -> None:
     expect(not running, "no running operations", running)
 
 
-@rule("PING, PONG", disturbs=True)
+@rule("PING, PONG", with_lease=True)
 def running(c: ProbeClient) -> None:
     """List at least one block of each request without an answer in PONG."""
     c.execute(c.next_step(), c.message(MessageType.PING))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from envserve.cli.options import Address, Insecure, address_of
+from envserve.cli.options import THIS_HOST, Address, Env, Insecure, address_of
 from envserve.cli.terminal import console, fail
 from envserve.errors import EnvserveError
 
@@ -13,13 +13,16 @@ _COLOURS: Final = {"ok": "green", "fail": "red", "skipped": "yellow"}
 
 
 def check(
-    address: Address, *, env: str = "", json_: bool = False, insecure: Insecure = False
+    address: Address = THIS_HOST,
+    *,
+    env: Env = "",
+    json_: bool = False,
+    insecure: Insecure = False,
 ) -> int:
     """Check that a server, in any implementation, follows the protocol.
 
-    docs/protocol.md describes the rules. The check leases up to 8 envs at a time and
-    releases them. Exit codes: 0 if the server follows all rules, 1 if it breaks one or
-    does not answer.
+    The check leases up to 8 envs at a time and releases them. Exit codes: 0 if the
+    server follows all rules, 1 if it breaks one or does not answer.
 
     Args:
       env: Name of the env to use; by default, the first one that the server offers.
@@ -42,9 +45,9 @@ def check(
             if json_:
                 print(json.dumps(result._asdict()), flush=True)
                 continue
-            why = f"\n        {result.why}" if result.why else ""
+            reason = f"\n        {result.why}" if result.why else ""
             outcome = f"{result.outcome:8}", _COLOURS[result.outcome]
-            line = f"{result.section}: {result.title}{why}"
+            line = f"{result.section}: {result.title}{reason}"
             out.print(Text.assemble(outcome, line), soft_wrap=True)
     except EnvserveError as error:
         fail(error, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Annotated
 
@@ -13,8 +14,16 @@ from envserve.keys.grant import format_line
 from envserve.keys.key_folder import KeyFolder
 
 
+def _words() -> list[str]:
+    """Return the words that complete the command."""
+    with key_errors():
+        return ["remove", *(grant.name for grant in KeyFolder().clients.grants())]
+
+
 def clients(
-    words: Annotated[list[str] | None, Option(metavar="remove NAME")] = None,
+    words: Annotated[
+        list[str] | None, Option(metavar="remove NAME", values=_words)
+    ] = None,
     *,
     home: Home = None,
 ) -> None:
@@ -42,7 +51,9 @@ def clients(
                     f"expected no arguments or remove NAME; got {' '.join(words or ())}"
                 )
     now = time.time()
-    for grant in file.grants():
+    if not (grants := file.grants()):
+        print('no clients yet; add one with "envserve invite NAME"', file=sys.stderr)
+    for grant in grants:
         name, _, *limits = format_line(grant).split()
         state = "invited" if grant.is_invitation else formats.fingerprint(grant.public)
         state = state if grant.is_valid(now) else "expired"

@@ -37,10 +37,10 @@ def install_completion(name: str) -> str:
     """Add the code to the startup file of the user's shell; return a message."""
     file, code = _shell_settings(name)
     path = Path(file).expanduser()
-    before = path.read_text() if path.exists() else ""
-    if code not in before:
+    content = path.read_text() if path.exists() else ""
+    if code not in content:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{before.rstrip()}\n{code}\n".lstrip())
+        path.write_text(f"{content.rstrip()}\n{code}\n".lstrip())
     return f"{path}: new shells will complete {name}"
 
 
@@ -48,7 +48,7 @@ def _shell_settings(name: str) -> tuple[str, str]:
     shell = os.path.basename(os.environ.get("SHELL", ""))
     if shell not in _SHELLS:
         fail(f"SHELL: expected the path of {', '.join(_SHELLS)}; got {shell!r}", 2)
-    file, code = (each.format(name, _variable(name)) for each in _SHELLS[shell])
+    file, code = (template.format(name, _variable(name)) for template in _SHELLS[shell])
     return file, code
 
 

@@ -17,6 +17,7 @@ from envserve.cli.options import Env, Port, import_from_here
 from envserve.cli.page import serve_page
 from envserve.cli.terminal import console, fail, keyboard
 from envserve.errors import EnvserveError
+from envserve.text import install_command
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -36,7 +37,7 @@ def demo(
     port: Port = 8580,
     seconds: Annotated[float, Meta(ge=0)] | None = None,
 ) -> None:
-    """Watch an agent that keeps learning while you kill its servers; Ctrl-C ends it.
+    """Watch an agent learn on two servers while you break them; Ctrl-C ends it.
 
     Args:
       env: Env to train on, with Box observations: a registered name, FILE.py:CLASS or
@@ -55,25 +56,28 @@ def demo(
     logging.getLogger("envserve").addHandler(logging.NullHandler())
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"Starting two servers and {num_envs} envs ...", file=sys.stderr)
-    missing = "; pip install 'envserve[demo]', or use --terminal"
+    missing = f"; {install_command('demo')}, or use --terminal"
     try:
         with (
             contextlib.suppress(KeyboardInterrupt),
             tempfile.TemporaryDirectory(prefix="envserve-") as folder,
-            Demo(env, num_envs, run := Path(folder, "demo")) as running,
         ):
-            if seconds is not None:
-                timer = threading.Timer(seconds, running.has_ended.set)
-                timer.daemon = True
-                timer.start()
-            if terminal:
-                _run_in_terminal(running)
-            else:
-                feed = DataFeed([each.proxy.address for each in running.servers], run)
-                options: dict[str, Any] = {"buttons": running.faults}
-                wait = running.has_ended.wait
-                serve_page(feed, port, missing, wait, is_opened=not no_open, **options)
-            running.check()
+            with Demo(env, num_envs, run := Path(folder, "demo")) as running:
+                if seconds is not None:
+                    timer = threading.Timer(seconds, running.has_ended.set)
+                    timer.daemon = True
+                    timer.start()
+                with contextlib.suppress(KeyboardInterrupt):
+                    if terminal:
+                        _run_in_terminal(running)
+                    else:
+                        addresses = [server.proxy.address for server in running.servers]
+                        feed, wait = DataFeed(addresses, run), running.has_ended.wait
+                        options: dict[str, Any] = {"buttons": running.controls}
+                        options |= {"is_opened": not no_open}
+                        serve_page(feed, port, missing, wait, **options)
+                running.check()
+            print(running)
     except EnvserveError as error:
         fail(error, 1)
 
@@ -83,23 +87,23 @@ def _run_in_terminal(demo: Demo) -> None:
     from rich.live import Live
 
     messages: list[str] = []
-    names = {name[0]: name for name in demo.faults}
+    names = {name[0]: name for name in demo.controls}
     screen = Live(console=console(), get_renderable=lambda: _render(demo, messages))
-    with keyboard() as pressed_within, screen:
+    with keyboard() as wait_for_keys, screen:
         while not demo.has_ended.is_set():
-            for key in pressed_within(_POLL_SECONDS):
+            for key in wait_for_keys(_POLL_SECONDS):
                 if key == "q":
                     return
                 if key in names:
                     args = demo, names[key], messages
-                    threading.Thread(target=_inject, args=args, daemon=True).start()
+                    threading.Thread(target=_press, args=args, daemon=True).start()
 
 
-def _inject(demo: Demo, name: str, messages: list[str]) -> None:
-    label, inject = demo.faults[name]
+def _press(demo: Demo, name: str, messages: list[str]) -> None:
+    label, act = demo.controls[name]
     messages.append(f"{label} ...")
     try:
-        messages.append(inject())
+        messages.append(act())
     except EnvserveError as error:
         messages.append(str(error))
 
@@ -108,14 +112,16 @@ def _render(demo: Demo, messages: list[str]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    row, away = demo.row, demo.absent_rows()
-    head = Text(f"{row['demo_wrong']:,} wrong of {row['rows_checked']:,} transitions, ")
+    row, absent = demo.row, demo.absent_rows()
+    head = Text(f"{row['demo_wrong']:,} of {row['rows_checked']:,} transitions wrong, ")
     head.stylize("bold red" if row["demo_wrong"] else "bold green")
+    head.append(f"faults: {demo.num_faults:,}, ", "bold")
     head.append(f"mean return {row.get('mean_return', 0):.1f}", "bold")
     marks = Text()
-    for index, is_away in enumerate(away.tolist()):
-        if index * 2 % len(away) == 0:
-            marks.append(f"\nserver {1 + index * 2 // len(away)} ")
-        marks.append(" ." if is_away else " #", "dim" if is_away else "green")
-    keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in demo.faults.items())
+    for index, is_absent in enumerate(absent.tolist()):
+        if index * 2 % len(absent) == 0:
+            marks.append(f"\nserver {1 + index * 2 // len(absent)} ")
+        marks.append(" ." if is_absent else " #", "dim" if is_absent else "green")
+    names = demo.controls.items()
+    keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in names)
     return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *messages[-5:])

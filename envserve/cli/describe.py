@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 
-from envserve.cli.options import Env, Import, Insecure, import_from_here
+from envserve.cli.options import Env, Import, Insecure, MaybeAddress, import_from_here
 from envserve.cli.terminal import console, fail
 from envserve.envs.user_envs import name_and_imports
 from envserve.errors import EnvserveError
@@ -13,7 +13,7 @@ from envserve.errors import EnvserveError
 
 def describe(
     env: Env,
-    address: str | None = None,
+    address: MaybeAddress = None,
     *,
     import_: Import = None,
     insecure: Insecure = False,
@@ -41,8 +41,8 @@ def describe(
             import_from_here(import_, env)
             name, modules = name_and_imports(env, import_ or ())
             import_env_modules(modules)
-            registered = _registered(name)
             batch = BatchEnv.local(name, 1, 1, import_modules=modules)
+            registered = _registration(name)
         else:
             batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
         with batch:
@@ -64,11 +64,11 @@ def describe(
     console().print(table, markup=False)
 
 
-def _registered(name: str) -> dict[str, object]:
+def _registration(name: str) -> dict[str, object]:
     from envserve.envs.registry import env_creator_of, find_spec
 
     spec = find_spec(name)
     parameters = inspect.signature(env_creator_of(spec)).parameters.values()
     values = [(p, spec.kwargs.get(p.name, p.default)) for p in parameters]
-    shown = (str(p.replace(annotation=p.empty, default=value)) for p, value in values)
-    return {"time limit": spec.max_episode_steps, "arguments": ", ".join(shown)}
+    texts = (str(p.replace(annotation=p.empty, default=value)) for p, value in values)
+    return {"time limit": spec.max_episode_steps, "arguments": ", ".join(texts)}

@@ -23,12 +23,13 @@ from envserve.cli.program import Option
 from envserve.cli.terminal import styled
 from envserve.errors import EnvserveError, KeyFileError
 from envserve.python_process import python_command
+from envserve.text import install_command
 
 _COLOURS: Final = {"ok": 32, "warn": 33, "fail": 31}
 _RENDER_TIMEOUT_SECONDS: Final = 20.0
 #: For each rendering package: an env that it renders, and the remedy if that fails.
 _RENDERERS: Final = {
-    "pygame-ce": ("CartPole-v1", "pip install 'envserve[video]'"),
+    "pygame-ce": ("CartPole-v1", install_command("video")),
     "mujoco": (
         "InvertedPendulum-v5",
         "install libegl1 or libosmesa6, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa",
@@ -83,17 +84,17 @@ def _finding(
 
 
 def _all_findings(
-    words: Sequence[str], timeout: float, insecure: bool
+    references: Sequence[str], timeout: float, insecure: bool
 ) -> Iterator[_Finding]:
     from envserve.client.link.discovery import resolve
 
     yield from (*_versions(), *_resources(), _port(), _keys())
     yield from map(_renderer, _RENDERERS)
-    for word in words:
+    for reference in references:
         try:
-            yield from (_server(each, timeout, insecure) for each in resolve(word))
+            yield from (_server(host, timeout, insecure) for host in resolve(reference))
         except EnvserveError as error:
-            yield _finding(word, str(error), fails=True)
+            yield _finding(reference, str(error), fails=True)
 
 
 def _version(package: str) -> str:
@@ -108,9 +109,9 @@ def _is_extra_installed(lines: Sequence[str]) -> bool:
 
     Requirements for other platforms may be missing.
     """
-    found = {line: bool(_version(re.split(r"[^\w.-]", line)[0])) for line in lines}
-    return any(found.values()) and all(
-        is_installed or "sys_platform" in line for line, is_installed in found.items()
+    exists = {line: bool(_version(re.split(r"[^\w.-]", line)[0])) for line in lines}
+    return any(exists.values()) and all(
+        is_installed or "sys_platform" in line for line, is_installed in exists.items()
     )
 
 
@@ -120,8 +121,8 @@ def _versions() -> Iterator[_Finding]:
     interpreter = sys.executable  # noqa: TID251
     yield _finding("Python", f"{sys.version.split()[0]}, {interpreter}")
     names = ("envserve", "gymnasium", "numpy", "pyzmq", "tensorflow", "tensorflow-cpu")
-    found = [f"{name} {_version(name)}" for name in names if _version(name)]
-    yield _finding("packages", ", ".join([*found, f"libzmq {zmq.zmq_version()}"]))
+    versions = [f"{name} {_version(name)}" for name in names if _version(name)]
+    yield _finding("packages", ", ".join([*versions, f"libzmq {zmq.zmq_version()}"]))
     extras: dict[str, list[str]] = {}
     for line in metadata.requires("envserve") or ():
         for extra in re.findall(r"extra == \"(.+?)\"", line):
@@ -141,21 +142,21 @@ def _resources() -> Iterator[_Finding]:
     remedy = "allow 4096: ulimit -n, LimitNOFILE= or docker run --ulimit nofile="
     yield _finding("open files", f"at most {limit}", remedy if is_low else "")
     cores, total = num_cores(), os.cpu_count()
-    why = "" if cores == total else ", limited by a quota or CPU pinning"
-    yield _finding("cores", f"{cores} of {total} for workers{why}")
+    reason = "" if cores == total else ", limited by a quota or CPU pinning"
+    yield _finding("cores", f"{cores} of {total} for workers{reason}")
     if sys.platform == "linux":
         lines = Path("/proc/meminfo").read_text().splitlines()
-        gib = {words[0]: int(words[1]) / 2**20 for words in map(str.split, lines)}
+        gib = {columns[0]: int(columns[1]) / 2**20 for columns in map(str.split, lines)}
         limits = cgroup_limits(Path("/"), "memory", ("limit_in_bytes",))
-        most = min([gib["MemTotal:"], *(bound[0] / 2**30 for bound in limits)])
+        limit_gib = min([gib["MemTotal:"], *(bound[0] / 2**30 for bound in limits)])
         free = gib["MemAvailable:"]
         remedy = (
             "a worker needs about 0.1 GiB, a trainer 1.5 GiB; stop other processes, or "
             "raise the limit"
         )
         text = f"{free:.1f} of {gib['MemTotal:']:.1f} GiB free"
-        text += f", container limit {most:.1f}" * (most < gib["MemTotal:"])
-        yield _finding("memory", text, remedy if min(free, most) < 1 else "")
+        text += f", container limit {limit_gib:.1f}" * (limit_gib < gib["MemTotal:"])
+        yield _finding("memory", text, remedy if min(free, limit_gib) < 1 else "")
     try:
         with open(anonymous_file(), "wb") as file:
             file.write(bytes(1 << 20))
@@ -197,8 +198,8 @@ def _keys() -> _Finding:
         num_clients = len(folder.clients.grants(time.time()))
     except KeyFileError as error:
         return _finding("keys", str(error), fails=True)
-    found = " and ".join(f"a {role} key" for role, key in keys.items() if key)
-    text = f"{display_path(folder.path)}: {found or 'no key yet'}"
+    existing = " and ".join(f"a {role} key" for role, key in keys.items() if key)
+    text = f"{display_path(folder.path)}: {existing or 'no key yet'}"
     return _finding("keys", f"{text}; authorised clients: {num_clients}")
 
 
@@ -233,7 +234,7 @@ def _renderer(name: str) -> _Finding:
 def _server(address: str, timeout: float, insecure: bool) -> _Finding:
     from envserve.monitoring.observer import Observer
 
-    began, version = time.monotonic(), _version("envserve")
+    started_at, version = time.monotonic(), _version("envserve")
     try:
         with Observer(address, insecure=insecure) as observer:
             status = observer.status(timeout)
@@ -241,9 +242,11 @@ def _server(address: str, timeout: float, insecure: bool) -> _Finding:
         text = str(error).removeprefix(f"{address}: ")
         remedy = "" if ";" in text else "start a server there, or open its port"
         return _finding(address, text, remedy, fails=True)
+    milliseconds = 1000 * (time.monotonic() - started_at)
+    commit = f" (commit {status.commit})" if status.commit else ""
     text = (
-        f"envserve {status.version}, {status.free_envs} of {status.total_envs} envs "
-        f"free, answered after {1000 * (time.monotonic() - began):.0f} ms"
+        f"envserve {status.version}{commit}, {status.free_envs} of "
+        f"{status.total_envs} envs free, answered after {milliseconds:.0f} ms"
     )
     remedy = f"this host has {version}: install the same release on both"
     return _finding(address, text, "" if status.version == version else remedy)

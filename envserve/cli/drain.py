@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Final
 
-from envserve.cli.options import Address, Insecure, Seconds, address_of
+from envserve.cli.options import THIS_HOST, Address, Insecure, Seconds, address_of
 from envserve.cli.terminal import fail
 from envserve.errors import ConnectError, EnvserveError
 
@@ -17,11 +17,14 @@ _ANSWER_SECONDS: Final = 5.0
 
 
 def drain(
-    address: Address, *, timeout: Seconds = 30.0, insecure: Insecure = False
+    address: Address = THIS_HOST,
+    *,
+    timeout: Seconds = 30.0,
+    insecure: Insecure = False,
 ) -> None:
-    """Let a server's running episodes end, stop it, and wait until it has exited.
+    """Stop a server once its running episodes have ended; wait until it has exited.
 
-    The server lets running episodes end, for up to its --drain-grace seconds. Exit
+    The server waits up to its --drain-grace seconds for running episodes. Exit
     codes: 0 once the server has exited, 1 if it does not answer or refuses, 3 if it is
     still running after the timeout.
 
@@ -40,10 +43,22 @@ def drain(
     try:
         with contextlib.closing(Connection(address, insecure=insecure)) as connection:
             seconds = min(timeout, _ANSWER_SECONDS)
-            boot = request(connection, drain, MessageType.DRAIN, seconds).boot
-            # The server has exited once no server or a different one answers.
-            with contextlib.suppress(ConnectError):
-                while request(connection, hello, MessageType.WELCOME, 1.0).boot == boot:
+            boot = request(connection, hello, MessageType.WELCOME, seconds).boot
+
+            def is_running() -> bool:
+                """Return whether the same server answers, and not another or none."""
+                with contextlib.suppress(ConnectError):
+                    answer = request(connection, hello, MessageType.WELCOME, seconds)
+                    return answer.boot == boot
+                return False
+
+            try:
+                request(connection, drain, MessageType.DRAIN, seconds)
+            except ConnectError:  # the server may have exited before it had answered
+                if is_running():
+                    raise
+            else:
+                while is_running():
                     if time.monotonic() > deadline:
                         fail(
                             f"{address}: the server is still draining after "

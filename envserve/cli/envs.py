@@ -5,6 +5,7 @@ from __future__ import annotations
 from envserve.cli.options import (
     Import,
     Insecure,
+    MaybeAddress,
     Timeout,
     address_of,
     import_from_here,
@@ -14,7 +15,7 @@ from envserve.errors import EnvserveError
 
 
 def envs(
-    address: str | None = None,
+    address: MaybeAddress = None,
     *,
     import_: Import = None,
     timeout: Timeout = 2.0,

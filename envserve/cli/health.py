@@ -6,12 +6,12 @@ run it every 2 s.
 
 from __future__ import annotations
 
-from envserve.cli.options import Address, Insecure, Timeout
+from envserve.cli.options import THIS_HOST, Address, Insecure, Timeout
 from envserve.cli.terminal import fail
 
 
 def health(
-    address: Address,
+    address: Address = THIS_HOST,
     *,
     startup: bool = False,
     live: bool = False,
@@ -22,8 +22,8 @@ def health(
     """Check whether a server is healthy, and report it as the exit code.
 
     Exit codes: 0 if the server is healthy, 1 if it does not answer, 7 if its
-    release is incompatible; docs/exit-codes.md lists all codes. If the address resolves
-    to several servers, the first unhealthy one determines the exit code.
+    release is incompatible; "Exit codes" in the docs lists all codes. If the address
+    resolves to several servers, the first unhealthy one determines the exit code.
 
     Args:
       startup: Check that workers can be started; if not, exit with 3.

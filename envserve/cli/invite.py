@@ -25,14 +25,14 @@ class Limits:
     """Limits of a client, as text for its line in the `clients` file."""
 
     envs: str | None = None
-    """Patterns of env names the client may use, separated by commas; by default, all
-    envs that the server offers."""
+    """Patterns of env names that the client may use, separated by commas; by default,
+    all envs that the server offers."""
     max_envs: str | None = None
-    """Maximum number of envs the client may lease at a time."""
+    """Maximum number of envs that the client may lease at a time."""
     max_processes: str | None = None
-    """Maximum number of worker processes of the client at a time."""
+    """Maximum number of worker processes that the client may use at a time."""
     max_leases: str | None = None
-    """Maximum number of leases of the client at a time."""
+    """Maximum number of leases that the client may hold at a time."""
     max_row_mib: str | None = None
     """Maximum shared memory for the rows of the client's envs, in MiB."""
     expose: str | None = None

@@ -46,20 +46,20 @@ def join(
         if not replace:
             folder.check_pins(invitation.addresses, server)
         pair = folder.ensure_key("client")
-        answered = enrol(invitation, pair, timeout)
-        before = {address: folder.pinned_key(address) for address in answered}
-        folder.add_pin(answered, server, invitation.name, may_replace=replace)
-    for address, public in before.items():
+        reachable = enrol(invitation, pair, timeout)
+        previous = {address: folder.pinned_key(address) for address in reachable}
+        folder.add_pin(reachable, server, invitation.name, may_replace=replace)
+    for address, public in previous.items():
         if public not in (None, server):
             old = formats.fingerprint(public)
             print(f"{address}: the server's previous key, {old}, was replaced")
     print(
-        f"joined {', '.join(answered)} as {invitation.name}; this client's key is "
+        f"joined {', '.join(reachable)} as {invitation.name}; this client's key is "
         f"{formats.fingerprint(pair.public)}, "
         f"the server's {formats.fingerprint(server)}"
     )
     for address in invitation.addresses:
-        if address not in answered:
+        if address not in reachable:
             print(
                 f"{address}: no server with this key answered, so this client cannot "
                 f"use this address; check it, and join again once the server answers "

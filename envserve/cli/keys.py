@@ -48,9 +48,9 @@ def make(
     with key_errors():
         at = complete_addresses(at, may_be_any=True)
         names = [role for role in roles if role not in ("server", "local")]
-        any_key = formats.encode(formats.PUBLIC, bytes(32))
+        placeholder = formats.encode(formats.PUBLIC, bytes(32))
         for name in names:
-            parse_words([name, any_key])  # rejects invalid names, such as paths
+            parse_words([name, placeholder])  # rejects invalid names, such as paths
         server = KeyFolder(dir_ / "server")
         key = server.ensure_key("server")
         own = server.ensure_key("client")  # for probes on the server's host
@@ -111,11 +111,11 @@ def key_errors() -> Iterator[None]:
         fail(error, 2 if isinstance(error, CodecError | KeyFileError) else 1)
 
 
-def complete_addresses(words: list[str], *, may_be_any: bool = False) -> list[str]:
+def complete_addresses(values: list[str], *, may_be_any: bool = False) -> list[str]:
     """Return values of --at as complete addresses that clients can connect to.
 
     Args:
-      words: Values of --at.
+      values: Values of --at.
       may_be_any: Whether `*`, which matches all addresses, is allowed.
 
     Raises:
@@ -125,16 +125,16 @@ def complete_addresses(words: list[str], *, may_be_any: bool = False) -> list[st
 
     try:
         addresses = [
-            w if w.startswith("ray://") else complete_address(w) for w in words
+            w if w.startswith("ray://") else complete_address(w) for w in values
         ]
     except AddressError as error:
         raise CodecError(f"--at: {error}") from None
     wildcards = ("0.0.0.0", "[::]", *(() if may_be_any else ("*", "ray")))
-    for word, address in zip(words, addresses, strict=True):
+    for value, address in zip(values, addresses, strict=True):
         host = address.removeprefix("tcp://").rpartition(":")[0]
         if address.startswith("ipc://") or host in wildcards:
             raise CodecError(
                 f"--at: expected the tcp:// address at which clients reach the server; "
-                f"got {word!r:.200}"
+                f"got {value!r:.200}"
             )
     return addresses

@@ -102,7 +102,7 @@ class _BackgroundStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Queue a text, or drop it if too much text is queued."""
+        """Queue text, or drop it if too much text is queued."""
         with self._changed:
             if self._num_chars + len(text) > _MAX_UNWRITTEN_CHARS:
                 self._num_dropped += text.count("\n")

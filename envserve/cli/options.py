@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -10,11 +11,14 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
+from envserve.address import DEFAULT_PORT
 from envserve.cli.program import Option
 from envserve.cli.terminal import fail
 from envserve.envs.user_envs import is_user_env, writable_by_others
-from envserve.errors import AddressError, EnvStartError
+from envserve.errors import AddressError, EnvStartError, KeyFileError
 
+#: Address of a server on this host, unless it was started with --bind.
+THIS_HOST: Final = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 _ADDRESS: Final = (
     "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, dns://NAME, file://PATH or "
     "ray://NAMESPACE/NAME"
@@ -39,13 +43,32 @@ def env_names() -> list[str]:
     return [*Registry(None, ()).names]
 
 
+def known_addresses() -> list[str]:
+    """Return the addresses of joined servers in short form, for shell completion."""
+    from envserve.keys.key_folder import KeyFolder
+
+    with contextlib.suppress(KeyFileError):
+        return [
+            address.removeprefix("tcp://").removesuffix(f":{DEFAULT_PORT}")
+            for address in KeyFolder().pinned_addresses
+            if "*" not in address
+        ]
+    return []
+
+
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.001)]
 
-Address = Annotated[str, Option(f"Server address: {_ADDRESS}.")]
+Address = Annotated[str, Option(f"Server address: {_ADDRESS}.", values=known_addresses)]
+MaybeAddress = Annotated[str | None, Option(values=known_addresses)]
 Addresses = Annotated[
-    list[str], Option(f"Server addresses: {_ADDRESS}.", metavar="ADDRESS")
+    list[str] | None,
+    Option(
+        f"Server addresses: {_ADDRESS}; by default, {THIS_HOST}.",
+        metavar="ADDRESS",
+        values=known_addresses,
+    ),
 ]
 Env = Annotated[str, Option(values=env_names)]
 Import = Annotated[list[str] | None, Option(_IMPORT_HELP, metavar="MODULE")]
@@ -68,18 +91,18 @@ Resources = Annotated[dict[str, float] | None, Option(_RESOURCES_HELP, panel="On
 Timeout = Annotated[Seconds, Option("Seconds to wait for a server's answer.")]
 
 
-def address_of(word: str) -> str:
+def address_of(reference: str) -> str:
     """Return the first address that a word resolves to; exit if there is none."""
     from envserve.client.link.discovery import resolve
 
     try:
-        return resolve(word)[0]
+        return resolve(reference)[0]
     except AddressError as error:
         fail(error, 2)
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Also find modules in the working directory; exit if they may have been planted.
+    """Find modules in the working directory too; exit if other users can write to it.
 
     Args:
       modules: Values of --import.
@@ -91,25 +114,25 @@ def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
         fail(error, 2)
 
 
-def add_working_directory(words: Iterable[str], *, always: bool = False) -> None:
+def add_working_directory(references: Iterable[str], *, always: bool = False) -> None:
     """Add the working directory to `sys.path`, if only this user can write to it.
 
     Args:
-      words: Modules and files; see `import_from_here`.
+      references: Modules and files; see `import_from_here`.
       always: Whether to add it even if all modules are found elsewhere.
 
     Raises:
       EnvStartError: Others can write to it, and a module is not found elsewhere.
     """
-    modules = [word.partition(":")[0] for word in words]
+    modules = [reference.partition(":")[0] for reference in references]
     missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]
     if not missing and not always:
         return
-    if not (place := writable_by_others(os.getcwd())):
+    if not (folder := writable_by_others(os.getcwd())):
         sys.path.append(os.getcwd())  # last, so that its files shadow no other module
     elif missing:
         raise EnvStartError(
-            f"--import: other users can write to the working directory ({place}) and "
+            f"--import: other users can write to the working directory ({folder}) and "
             f"may have planted {missing[0]} there, which is not found elsewhere; run "
             f"the command in a folder that only you can write to"
         )

@@ -6,22 +6,28 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 import webbrowser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from envserve.cli.options import Addresses, Insecure, Port
+from envserve.cli.options import THIS_HOST, Addresses, Insecure, Port
 from envserve.cli.terminal import fail
 from envserve.errors import EnvserveError
+from envserve.text import install_command
 
 if TYPE_CHECKING:
     from envserve.monitoring.page.data_feed import DataFeed
 
 
+#: Maximum time for which the page of a finished run stays open for its viewers.
+_VIEWING_SECONDS: Final = 60
+
+
 def page(
-    addresses: Addresses,
+    addresses: Addresses = None,
     *,
     run: Path | None = None,
     host: str = "127.0.0.1",
@@ -46,16 +52,32 @@ def page(
     if run is not None and run.is_file():
         fail(f"--run: expected a run folder; got the file {run}", 2)
     raise_file_limit()
-    # With --end-with-stdin, stdin is a pipe that closes when the parent process ends.
-    wait = sys.stdin.buffer.read if end_with_stdin else threading.Event().wait
-    missing = "; the page needs additional packages: pip install 'envserve[page]'"
+    missing = f"; the page needs additional packages: {install_command('page')}"
     try:
-        resolved = [address for word in addresses for address in resolve(word)]
+        references = addresses or [THIS_HOST]
+        resolved = [address for name in references for address in resolve(name)]
         feed = DataFeed(resolved, run, partial(Observer, insecure=insecure))
+        until_parent_ends = partial(_wait_for_parent, feed)
+        wait = until_parent_ends if end_with_stdin else threading.Event().wait
         with contextlib.suppress(KeyboardInterrupt):
             serve_page(feed, port, missing, wait, is_opened=open_, host=host)
     except EnvserveError as error:
         fail(error, 2)
+
+
+def _wait_for_parent(feed: DataFeed) -> None:
+    """Wait until stdin is closed, which also happens if the parent process is killed.
+
+    If it has written that it is finished, wait until no browser shows the page, too.
+    """
+    if sys.stdin.read() and feed.subscribers:
+        feed.finish_run()
+        seconds = f"up to {_VIEWING_SECONDS} s"
+        print(f"The page stays open for {seconds}; Ctrl-C closes it.", flush=True)
+        for _ in range(_VIEWING_SECONDS):
+            time.sleep(1.0)  # a browser that reloads the page reconnects within this
+            if not feed.subscribers:
+                return
 
 
 def serve_page(
@@ -68,7 +90,7 @@ def serve_page(
     host: str = "127.0.0.1",
     **options: Any,
 ) -> None:
-    """Serve the page until `wait` returns, or until Ctrl-C.
+    """Serve the page until `wait` returns, or until SIGINT or SIGTERM.
 
     Args:
       feed: Source of the page's data.
@@ -90,14 +112,13 @@ def serve_page(
     def end(*_: object) -> None:
         server.should_exit = True
 
-    # uvicorn installs its own handler later; modules that it imports before that could
-    # swallow a KeyboardInterrupt.
-    before = signal.signal(signal.SIGINT, end)
-    try:
+    # uvicorn installs its own handlers later, and raises the signal again after it has
+    # shut down; modules that it imports before that could swallow a KeyboardInterrupt.
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, end))
         print(f"Page: {url}", flush=True)
         threading.Thread(target=lambda: end(wait()), daemon=True).start()
         if is_opened and not webbrowser.open(url):
             print("No browser was found; open the URL yourself.", flush=True)
         server.run(sockets=[listening])
-    finally:
-        signal.signal(signal.SIGINT, before)

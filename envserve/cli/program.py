@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import inspect
 import json
@@ -48,6 +47,7 @@ from envserve.cli.completion import (
     line_to_complete,
 )
 from envserve.cli.terminal import fail, prepare_streams, write
+from envserve.text import nearest_name
 
 Command = Callable[..., Any]
 
@@ -109,17 +109,17 @@ class Option:
     @property
     def shown_default(self) -> str:
         """The default as help shows it; "" for flags, or if the help describes it."""
-        shown = self.default
-        if isinstance(shown, tuple):
-            shown = " ".join(map(str, shown))
+        default = self.default
+        if isinstance(default, tuple):
+            default = " ".join(map(str, default))
         is_described = "by default" in self.help.lower()
         if (
             self.kind is bool
             or is_described
-            or not isinstance(shown, str | int | float)
+            or not isinstance(default, str | int | float)
         ):
             return ""
-        return str(shown).lower() if isinstance(shown, bool) else str(shown)
+        return str(default).lower() if isinstance(default, bool) else str(default)
 
     def add_to(self, panel: argparse._ArgumentGroup) -> None:
         """Add the option to an argument group of a parser.
@@ -192,10 +192,10 @@ class GivenOptions(NamedTuple):
         """Return the options as a command line, without excluded parameters."""
         words = []
         for option, value in self.sources:
-            for each in value if isinstance(value, list) else [value]:
-                if option.name not in excluded and each is not False:
+            for item in value if isinstance(value, list) else [value]:
+                if option.name not in excluded and item is not False:
                     words += [option.flag] if option.flag else []
-                    words += [str(each)] if each is not True else []
+                    words += [str(item)] if item is not True else []
         return words
 
 
@@ -212,23 +212,23 @@ def parse(command: Command, words: Sequence[str], name: str) -> dict[str, Any]:
     """
     options = [*options_of(command)]
     parser = _parser(command, name, options)
-    ahead = [*takewhile(lambda word: word != "--", words)]
-    if not {*_HELP}.isdisjoint(ahead):
+    option_words = [*takewhile(lambda word: word != "--", words)]
+    if not {*_HELP}.isdisjoint(option_words):
         print(parser.format_help(), end="")
         raise SystemExit(0)
     values: dict[str, dict[str, Any]] = defaultdict(dict)
-    given = []
-    for each, value in _given_options(parser, words, ahead, options):
+    sources = []
+    for each, value, source in _given_options(parser, words, option_words, options):
         try:
             converted = values[each.group][each.name] = each.convert(value)
         except ValueError as error:
-            parser.error(str(error))
+            parser.error(source + str(error).removeprefix(source and f"{each.flag}: "))
         if each.kind is bool:
             value = converted is not each.is_negated
-        given.append((each, value))
+        sources.append((each, value))
     for key, hint in get_type_hints(command, include_extras=True).items():
         if hint is GivenOptions:
-            values[""][key] = GivenOptions({**values[""]}, given)
+            values[""][key] = GivenOptions({**values[""]}, sources)
         elif isinstance(_annotation_of(hint), Fields):
             values[""][key] = values[key]
     return values[""]
@@ -238,13 +238,13 @@ def options_of(command: Command) -> Iterator[Option]:
     """Yield the arguments and options of a command."""
     docs = _docs_of(command)[1]
     hints = get_type_hints(command, include_extras=True)
-    for name, each in inspect.signature(command).parameters.items():
+    for name, parameter in inspect.signature(command).parameters.items():
         match _annotation_of(hints[name]):
             case Fields(kind, describe):
                 yield from _options_of_fields(kind, describe, name)
             case annotation if hints[name] is not GivenOptions:
-                option = _option(name, hints[name], each.default, annotation, docs)
-                is_option = each.kind is each.KEYWORD_ONLY
+                option = _option(name, hints[name], parameter.default, annotation, docs)
+                is_option = parameter.kind is parameter.KEYWORD_ONLY
                 metavar = annotation.metavar or name.rstrip("_").upper()
                 yield option if is_option else replace(option, flag="", metavar=metavar)
 
@@ -255,12 +255,12 @@ def _options_of_fields(
     from envserve.settings import field_docs
 
     docs, hints = field_docs(kind), get_type_hints(kind, include_extras=True)
-    for each in fields(kind):
-        default = each.default
-        if each.default_factory is not MISSING:
-            default = each.default_factory()
-        annotation = replace(describe(each.name), group=group)
-        yield _option(each.name, hints[each.name], default, annotation, docs)
+    for field in fields(kind):
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        annotation = replace(describe(field.name), group=group)
+        yield _option(field.name, hints[field.name], default, annotation, docs)
 
 
 def _option(
@@ -268,16 +268,16 @@ def _option(
 ) -> Option:
     if get_origin(_without_annotations(hint)) in (Union, UnionType):
         hint = get_args(_without_annotations(hint))[0]  # the other type is None
-    bare = _without_annotations(hint)
-    kind = get_origin(bare) or bare
-    metavar = "|".join(get_args(bare)) if kind is Literal else _METAVARS.get(kind)
+    plain_hint = _without_annotations(hint)
+    kind = get_origin(plain_hint) or plain_hint
+    metavar = "|".join(get_args(plain_hint)) if kind is Literal else _METAVARS.get(kind)
     return replace(
         annotation,
         help=docs.get(name, annotation.help),
         flag=annotation.flag or f"--{name.rstrip('_').replace('_', '-')}",
         metavar=annotation.metavar or metavar or "TEXT",
         name=name,
-        hint=bare if kind is Literal else hint,
+        hint=plain_hint if kind is Literal else hint,
         kind=kind,
         default=default,
     )
@@ -296,8 +296,8 @@ def _annotation_of(hint: Any) -> Any:
 
 def _docs_of(command: Command) -> tuple[str, dict[str, str]]:
     """Return a function's docstring up to `Args:`, and the text of each parameter."""
-    text, _, rest = (inspect.getdoc(command) or "").partition("\nArgs:\n")
-    entries = re.findall(r"^(\w+): (.+(?:\n +.+)*)", textwrap.dedent(rest), re.M)
+    text, _, section = (inspect.getdoc(command) or "").partition("\nArgs:\n")
+    entries = re.findall(r"^(\w+): (.+(?:\n +.+)*)", textwrap.dedent(section), re.M)
     return text, {name: " ".join(doc.split()) for name, doc in entries}
 
 
@@ -312,7 +312,7 @@ class _Formatter(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = (self._split_lines(each, width) for each in text.split("\n\n"))
+        paragraphs = (self._split_lines(part, width) for part in text.split("\n\n"))
         return "\n\n".join(map("\n".join, paragraphs))
 
 
@@ -343,8 +343,9 @@ def _parser(command: Command, name: str, options: Iterable[Option]) -> _Parser:
     for each in options:
         panels.setdefault(each.panel if each.flag else "Arguments", []).append(each)
         if each.help and not each.flag:
-            shown = each.metavar if each.is_required else f"[{each.metavar}]"
-            usage += f" {shown}{'...' * each.is_list}"
+            text = each.metavar if each.is_required else f"[{each.metavar}]"
+            usage += f" {text}"
+            usage += "..." * (each.is_list and " " not in each.metavar)
     last = panels.pop("Options", [])
     parser = _Parser(name, usage, _docs_of(command)[0])
     for title, rows in {**panels, "Options": last}.items():
@@ -358,36 +359,41 @@ def _parser(command: Command, name: str, options: Iterable[Option]) -> _Parser:
 def _given_options(
     parser: _Parser,
     words: Sequence[str],
-    ahead: Iterable[str],
+    option_words: Iterable[str],
     options: Iterable[Option],
-) -> Iterator[tuple[Option, Any]]:
+) -> Iterator[tuple[Option, Any, str]]:
     """Yield the options that any source sets, with their values before conversion.
+
+    The third item is the start of errors about the value; "" for the command line.
 
     Args:
       parser: Parser of the command.
       words: The command line.
-      ahead: The words before `--`, which may be options.
+      option_words: The words before `--`, which may be options.
       options: Options of the command.
     """
-    flags = {each.flag: each for each in options if each.flag}
-    for word in ahead:
+    flags = {option.flag: option for option in options if option.flag}
+    for word in option_words:
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag not in flags:
-            parser.error(f"there is no option {flag}{_hint(flag, flags)}")
+            hint = _hint_for_setting(flag, value, options) or _hint(flag, flags)
+            parser.error(f"there is no option {flag}{hint}")
         if equals and flag in flags and flags[flag].kind is bool:
             parser.error(f"{flag}: expected no value; got {value!r}")
     parsed = vars(parser.parse_intermixed_args(words))
     has_file = "--config" in flags and "config" in parsed
     file = _read_file(parser, parsed["config"], flags) if has_file else {}
-    for each in options:
-        if each.name in parsed:
-            yield each, parsed[each.name]
-        elif text := os.environ.get(each.variable):
-            yield each, text.split() if each.is_list else text
-        elif each.flag in file:
-            value = file[each.flag]
-            is_single = each.is_list and not isinstance(value, list)
-            yield each, [value] if is_single else value
+    for option in options:
+        if option.name in parsed:
+            yield option, parsed[option.name], ""
+        elif text := os.environ.get(option.variable):
+            source = f"environment variable {option.variable}: "
+            yield option, text.split() if option.is_list else text, source
+        elif option.flag in file:
+            value = file[option.flag]
+            is_single = option.is_list and not isinstance(value, list)
+            source = f"--config {parsed['config']}: {option.flag.removeprefix('--')}: "
+            yield option, [value] if is_single else value, source
 
 
 def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, Any]:
@@ -403,15 +409,27 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
     return {f"--{key}": value for key, value in values.items()}
 
 
+def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
+    """Suggest an option with values KEY=VALUE if an unknown flag is one of its keys."""
+    key = f"{flag.removeprefix('--').replace('-', '_')}="
+    for option in options:
+        if option.metavar == "KEY=VALUE" and key in option.values():
+            return f"; did you mean {option.flag} {key}{value or 'VALUE'}?"
+    return ""
+
+
 def _hint(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    nearest = nearest_name(word, known)
+    return f"; did you mean {nearest}?" if nearest else ""
 
 
 def _version(name: str) -> str:
     from importlib.metadata import version
 
-    return f"{name} {version('envserve')}"
+    from envserve.python_process import build_commit
+
+    commit = f" (commit {commit_id})" if (commit_id := build_commit()) else ""
+    return f"{name} {version('envserve')}{commit}"
 
 
 _INSTALL: Final = (
@@ -506,10 +524,10 @@ class Program:
         parser = _Parser(name, "COMMAND ...", "" if first else self.help)
         for title, names in self.panels.items():
             group = parser.add_argument_group(title)
-            for each in names:
-                if first in ("", each.split()[0]):
-                    text = _docs_of(self.command(each))[0].split("\n\n")[0]
-                    group.add_argument(each, help=" ".join(text.split()))
+            for command in names:
+                if first in ("", command.split()[0]):
+                    text = _docs_of(self.command(command))[0].split("\n\n")[0]
+                    group.add_argument(command, help=" ".join(text.split()))
         group = parser.add_argument_group("Options")
         for flag, (text, _) in {} if first else _PROGRAM_OPTIONS.items():
             group.add_argument(flag, action="store_true", help=text)
@@ -529,9 +547,9 @@ class Program:
                 previous = [
                     o for o in options if o.flag == words[-1] and o.kind is not bool
                 ]
-                for each in previous or options:
+                for item in previous or options:
                     values = (
-                        get_args(each.hint) if each.kind is Literal else each.values()
+                        get_args(item.hint) if item.kind is Literal else item.values()
                     )
-                    found.update([each.flag] if each.flag and not previous else values)
+                    found.update([item.flag] if item.flag and not previous else values)
         return sorted(w for w in found if w.startswith(last) and (last or w[0] != "-"))

@@ -69,14 +69,14 @@ def replay(
                 on_frame = partial(_add_frame, writer)
                 os.environ.update(headless_variables(os.environ))  # workers inherit it
             launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
-            ending = replays.replay(repro, launcher, timeout, on_frame, last)
+            result = replays.replay(repro, launcher, timeout, on_frame, last)
         if writer is not None:
             print(f"{film}: {writer.num_frames} frames")
     except (EnvserveError, OSError) as error:
         fail(error, 2)
-    verdict = "reproduced" if ending.is_reproduced else "not reproduced:"
-    print(verdict, printable(ending.text))
-    return 0 if ending.is_reproduced else 1
+    verdict = "reproduced" if result.is_reproduced else "not reproduced:"
+    print(verdict, printable(result.text))
+    return 0 if result.is_reproduced else 1
 
 
 def _add_frame(

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+from msgspec import Meta
+
 from envserve.cli.logs import nonblocking_output, set_up_logs
 from envserve.cli.options import (
     Count,
@@ -95,6 +97,7 @@ def start(
     log_format: LogFormat = "text",
     on: Annotated[str | None, Option(panel="On Ray", metavar="ray")] = None,
     servers: Annotated[Count, _ON_RAY] = 1,
+    scale_to: Annotated[Annotated[int, Meta(ge=0)] | None, _ON_RAY] = None,
     resources: Resources = None,
     config: Annotated[Path | None, Option(metavar="FILE.toml")] = None,
     given: GivenOptions,
@@ -111,16 +114,20 @@ def start(
       on: Start the servers on a Ray cluster: ray, or ray://NAMESPACE/NAME to choose
         the address that clients use, which is ray://default/envs by default.
       servers: Number of servers to start on the Ray cluster.
+      scale_to: Total number of servers on the Ray cluster, instead of --servers: start
+        the missing ones, or stop the last ones and exit.
       config: TOML file with options by their long names, such as workers = 4. The
         command line overrides environment variables (ENVSERVE_WORKERS=4; lists are
         separated by spaces), which override the file.
     """
     set_up_logs(log_level, log_format)
     if on is not None:
-        words = given.words("config", "on", "resources", "servers")
-        return _serve_on_ray([*map(with_absolute_path, words)], on, servers, resources)
-    if servers > 1 or resources is not None:
+        flags = given.words("config", "on", "resources", "servers", "scale_to")
+        flags = [*map(with_absolute_path, flags)]
+        return _serve_on_ray(flags, on, servers, scale_to, resources)
+    if servers > 1 or resources is not None or scale_to is not None:
         flag = "--servers" if servers > 1 else "--resources"
+        flag = flag if scale_to is None else "--scale-to"
         fail(f"{flag} requires --on ray; add --on ray, or omit {flag}", 2)
     names = [*(env or ()), *fields.get("env_names", ())]
     import_from_here(fields.get("import_modules"), *names)
@@ -136,16 +143,16 @@ def start(
         fail(error, 1)
 
 
-def _host_settings(given: dict[str, Any]) -> HostSettings:
+def _host_settings(values: dict[str, Any]) -> HostSettings:
     """Return the settings; if they are invalid, print an error and exit."""
     from envserve.crashes.crash_folder import CrashFolder
 
-    folder = given.get("crash_dir", "")
+    folder = values.get("crash_dir", "")
     try:
         if folder not in ("", "none"):
             CrashFolder(Path(folder)).check()
         crash_dir = None if folder == "none" else folder
-        return HostSettings(**given | {"crash_dir": crash_dir})
+        return HostSettings(**values | {"crash_dir": crash_dir})
     except OSError as error:
         fail(f"--crash-dir: expected a writable folder; {error}", 2)
     except ValueError as error:
@@ -194,16 +201,23 @@ def _start_code(error: Exception) -> int:
     return next((_START_CODES[k] for k in _START_CODES if isinstance(error, k)), 1)
 
 
-def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int:
+def _serve_on_ray(
+    options: list[str], on: str, number: int, scale_to: int | None, resources: Any
+) -> int:
     """Run servers on a Ray cluster until SIGTERM or SIGINT, then drain them."""
-    from envserve.ray import EnvServers
+    from envserve.ray import EnvServers, scale_down
 
-    word = "ray://default/envs" if on == "ray" else on
+    name = "ray://default/envs" if on == "ray" else on
     try:
-        with EnvServers(number, words, resources=resources, address=word) as servers:
-            for each in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(each, lambda *_: sys.exit(0))
-            print(f"envserve: ready on {word}:", *servers.addresses(), flush=True)
+        if scale_to is not None:
+            number = scale_to - scale_down(name, scale_to)
+            if not number:
+                print(f"envserve: {scale_to} servers are left on {name}")
+                return 0
+        with EnvServers(number, options, resources=resources, address=name) as servers:
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, lambda *_: sys.exit(0))
+            print(f"envserve: ready on {name}:", *servers.addresses(), flush=True)
             signal.pause()
     except EnvserveError as error:
         fail(error, _start_code(error))
@@ -212,14 +226,14 @@ def _serve_on_ray(words: list[str], on: str, number: int, resources: Any) -> int
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
     """Write the addresses atomically, so that readers never get an incomplete file."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text("".join(f"{address}\n" for address in addresses))
-        draft.chmod(0o644)
-        draft.replace(path)
+        temporary.write_text("".join(f"{address}\n" for address in addresses))
+        temporary.chmod(0o644)
+        temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            draft.unlink()
+            temporary.unlink()
         raise ServerError(
             f"--address-file {path} cannot be written: {error.strerror}; pass a file "
             f"in an existing folder with free space"

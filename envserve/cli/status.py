@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from envserve.cli.options import Addresses, Insecure, Timeout
+from envserve.cli.options import THIS_HOST, Addresses, Insecure, Timeout
 from envserve.cli.terminal import console
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Seconds between the two polls that measure a server's speed.
 _GAP_SECONDS: Final = 0.5
 #: Minimum terminal widths in columns: for tables (narrower terminals show lists), and
-#: for tables with a release column.
+#: for tables with a release column (narrower ones show the releases below).
 _TABLE_WIDTH: Final = 76
 _WIDE: Final = 110
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
@@ -25,7 +25,7 @@ _FAULTS: Final = {"ENV_ERROR": "raised", "WORKER_DIED": "died", "TIMEOUT": "hung
 
 
 def status(
-    addresses: Addresses,
+    addresses: Addresses = None,
     *,
     json_: bool = False,
     timeout: Timeout = 2.0,
@@ -43,7 +43,7 @@ def status(
 
     from envserve.monitoring.server_monitor import monitored_servers, poll_servers
 
-    with monitored_servers(addresses, insecure=insecure) as monitored:
+    with monitored_servers(addresses or [THIS_HOST], insecure=insecure) as monitored:
         poll_servers(monitored, timeout, _GAP_SECONDS)
         if json_:
             encoded = json.encode([server.as_dict() for server in monitored])
@@ -61,9 +61,11 @@ def tables(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
     from rich.text import Text
 
     servers = [_server_cells(server) for server in monitored]
-    if width < _WIDE:
+    releases: dict[str, list[str]] = {}
+    if _TABLE_WIDTH <= width < _WIDE:  # too narrow for a column
         for cells in servers:
-            del cells["release"]
+            releases.setdefault(cells.pop("release"), []).append(cells["server"])
+    lines = [f"release {r}: {', '.join(on)}" for r, on in releases.items() if r != "-"]
     leases = [
         {
             "client": lease.client or f"lease {lease.number}",
@@ -77,7 +79,8 @@ def tables(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
         for lease in (server.status.leases if server.status else ())
     ]
     errors = [Text(f"{s.name}: {s.error}", "red") for s in monitored if s.error]
-    return Group(*_as_table(servers, width), *_as_table(leases, width), *errors)
+    renderables = (*_as_table(servers, width), *_as_table(leases, width))
+    return Group(*renderables, *map(Text, lines), *errors)
 
 
 def _as_table(
@@ -112,7 +115,7 @@ def _server_cells(server: MonitoredServer) -> dict[str, str]:
     cells["envs"] = f"{status.total_envs - status.free_envs} of {status.total_envs}"
     cells["lag"] = f"{status.loop_lag_ms} ms"
     if status.version:
-        cells["release"] = status.version
+        cells["release"] = f"{status.version} {status.commit}".rstrip()
         cells["up"] = _duration(status.seconds)
         cells["steps/s"] = _number(server.steps_per_second)
         cells["p50"] = _duration(server.env_step_seconds.quantile(0.5))
@@ -124,8 +127,8 @@ def _server_cells(server: MonitoredServer) -> dict[str, str]:
 
 
 def _faults(faults: Mapping[str, int]) -> str:
-    words = (f"{n} {_FAULTS.get(kind, kind.lower())}" for kind, n in faults.items())
-    return ", ".join(words) or "0"
+    parts = (f"{n} {_FAULTS.get(kind, kind.lower())}" for kind, n in faults.items())
+    return ", ".join(parts) or "0"
 
 
 def _number(value: float | None) -> str:
@@ -136,7 +139,7 @@ def _duration(seconds: float | None) -> str:
     """Format a duration in the largest unit that gives a value of at least 1."""
     if seconds is None:
         return "-"
-    for unit, least in _UNITS:
-        if seconds >= least:
-            return f"{seconds / least:.3g} {unit}"
+    for unit, unit_seconds in _UNITS:
+        if seconds >= unit_seconds:
+            return f"{seconds / unit_seconds:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"

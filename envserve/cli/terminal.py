@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def fail(error: Exception | str, code: int) -> NoReturn:
-    """Print an error and exit; docs/exit-codes.md lists the codes."""
+    """Print an error and exit; "Exit codes" in the docs lists the codes."""
     show_error(error)
     raise SystemExit(code)
 
@@ -28,19 +29,23 @@ def show_error(error: Exception | str) -> None:
 
     Args:
       error: Exception or text. If an exception contains a traceback from a worker, only
-        its last line is printed, because the log contains the whole traceback.
+        its last line and the place are printed, because the log contains the whole
+        traceback.
     """
     text = str(error)
     if traceback := str(getattr(error, "remote_traceback", "")).strip():
         text, last = text.splitlines()[0], traceback.splitlines()[-1]
         text = text if last in text else f"{text}: {last}"
+        frames = re.findall(r'^  File "([^<].*)", line (\d+)', traceback, re.MULTILINE)
+        users = [frame for frame in frames if "/lib/python" not in frame[0]]
+        text += "".join(f" ({file}:{line})" for file, line in (users or frames)[-1:])
     notes = getattr(error, "__notes__", [])
     if any(isinstance(h.formatter, JsonLines) for h in logging.root.handlers):
         logging.getLogger("envserve").error("\n".join((text, *notes)))
         return
     if sys.stderr is not None:
-        shown = styled(f"Error: {printable(text)}", 31, sys.stderr)
-        write(sys.stderr, "\n".join((shown, *map(printable, notes), "")))
+        styled_text = styled(f"Error: {printable(text)}", 31, sys.stderr)
+        write(sys.stderr, "\n".join((styled_text, *map(printable, notes), "")))
 
 
 def prepare_streams() -> None:
@@ -61,7 +66,7 @@ def write(stream: TextIO, text: str = "") -> bool:
             stream.write(text)
         stream.flush()
     except OSError as error:
-        # Otherwise the interpreter would flush again on exit, and change the exit code.
+        # Prevent another flush on exit, which would change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         # A closed pipe is not an error: `head`, for example, reads only part of the
         # output.
@@ -106,11 +111,11 @@ def keyboard() -> Iterator[Callable[[float], str]]:
         ready, _, _ = select.select(keyboards, [], [], seconds)
         return os.read(ready[0].fileno(), 64).decode(errors="replace") if ready else ""
 
-    before = [termios.tcgetattr(each) for each in keyboards]
+    saved = [termios.tcgetattr(stream) for stream in keyboards]
     try:
-        for each in keyboards:
-            tty.setcbreak(each)
+        for stream in keyboards:
+            tty.setcbreak(stream)
         yield wait
     finally:
-        for each, settings in zip(keyboards, before, strict=True):
-            termios.tcsetattr(each, termios.TCSADRAIN, settings)
+        for stream, settings in zip(keyboards, saved, strict=True):
+            termios.tcsetattr(stream, termios.TCSADRAIN, settings)

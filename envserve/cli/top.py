@@ -8,13 +8,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from envserve.cli.options import Addresses, Insecure
+from envserve.cli.options import THIS_HOST, Addresses, Insecure
 from envserve.cli.status import tables
 from envserve.cli.terminal import console, fail, keyboard
 
 
 def top(
-    addresses: Addresses,
+    addresses: Addresses = None,
     *,
     interval: Annotated[float, Meta(ge=0.1)] = 1.0,
     insecure: Insecure = False,
@@ -34,21 +34,21 @@ def top(
     live = Live(console=screen, screen=True, auto_refresh=False)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        monitored_servers(addresses, insecure=insecure) as monitored,
+        monitored_servers(addresses or [THIS_HOST], insecure=insecure) as monitored,
     ):
         if not any(server.is_resolved for server in monitored):
             fail(monitored[0].error, 2)
         with (
-            keyboard() as pressed_within,
+            keyboard() as wait_for_keys,
             live if screen.is_terminal else contextlib.nullcontext(),
         ):
             has_ended = False
             while not has_ended:
                 poll_servers(monitored, interval)
-                shown = tables(monitored, screen.width)
+                view = tables(monitored, screen.width)
                 if live.is_started:
-                    live.update(shown, refresh=True)
+                    live.update(view, refresh=True)
                 else:
-                    screen.print(shown)
+                    screen.print(view)
                     sys.stdout.flush()
-                has_ended = "q" in pressed_within(interval).lower()
+                has_ended = "q" in wait_for_keys(interval).lower()

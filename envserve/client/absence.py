@@ -64,16 +64,16 @@ class Absence:
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
         """Record that a caller waits for late steps; return the other blocks."""
-        found = self.late_steps & positions
-        self.late_steps -= found
-        self.awaited_late_steps |= found
-        return positions - found
+        late = self.late_steps & positions
+        self.late_steps -= late
+        self.awaited_late_steps |= late
+        return positions - late
 
-    def shown_rows(self, num_rows: int, ended: Collection[int]) -> Array:
-        """Return the rows whose `observation` was shown to the caller.
+    def returned_rows(self, num_rows: int, ended: Collection[int]) -> Array:
+        """Return a mask of the rows whose `observation` the caller has received.
 
-        The other rows belong to late steps; their last shown observation is in
-        `final_observation`.
+        The other rows belong to late steps: the last observation that the caller
+        received from them is in `final_observation`.
 
         Args:
           num_rows: Number of rows of the batch.
@@ -82,12 +82,12 @@ class Absence:
         Returns:
           bool `[num_rows]`.
         """
-        is_shown = np.ones(num_rows, np.bool_)
+        is_returned = np.ones(num_rows, np.bool_)
         for position in self.late_steps:
             block = self._blocks[position]
             has_ended = position in ended
-            is_shown[block.start : block.stop] = has_ended & ~block.ended
-        return is_shown
+            is_returned[block.start : block.stop] = has_ended & ~block.ended
+        return is_returned
 
     def clear(self) -> None:
         """Forget all late steps, because their lanes were invalidated."""
@@ -105,23 +105,23 @@ class Absence:
           now: Monotonic seconds.
         """
         # The waiting time for padding starts when at least one block is present.
-        before = self._since if self._is_any_alive() else {}
-        self._since = {at: before.get(at, now) for at in absent}
+        previous = self._since if self._is_any_present() else {}
+        self._since = {at: previous.get(at, now) for at in absent}
         self.padded.clear()
-        if self._is_any_alive():  # a step that returns only padding would be useless
+        if self._is_any_present():  # a step that returns only padding would be useless
             self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
         """Return the time at which the next block becomes padding; infinity if none."""
-        waiting = self._since.keys() - self.padded if self._is_any_alive() else ()
+        waiting = self._since.keys() - self.padded if self._is_any_present() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
 
-    def _is_any_alive(self) -> bool:
+    def _is_any_present(self) -> bool:
         """Return whether any block was present at the last call of `pad`."""
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return when a block becomes padding: without delay if its step is late."""
+        """Return the time at which a block becomes padding; now if its step is late."""
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
@@ -136,7 +136,7 @@ class Absence:
                 result.valid[part] = False
 
     def release(self, positions: Set[int]) -> None:
-        """Record that the caller has these rows; steps shown as padding become late."""
+        """Record that these rows were returned; steps of padded blocks become late."""
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
@@ -145,8 +145,7 @@ class Absence:
 class DeferredOutcome:
     """The outcome of a late step, kept during a call or partial reset of its block.
 
-    The outcome has not been shown to the caller yet, but the call or reset would
-    overwrite it.
+    The outcome has not been returned yet, and the call or reset would overwrite it.
     """
 
     def __init__(
@@ -156,29 +155,29 @@ class DeferredOutcome:
 
         Args:
           outcome: The outcome of the late step.
-          block: Its block.
-          reset_rows: Rows of the lane that are going to be reset.
+          block: Block of the late step.
+          reset_rows: Rows of the lane that will be reset.
         """
         self._outcome = outcome
         self._block = block.lane_rows
         rows = range(self._block.start, self._block.stop)
-        self._left = [row for row in rows if row not in reset_rows]
+        self._other_rows = [row for row in rows if row not in reset_rows]
         self._rows: Rows = block.lane.rows
-        self._kept = self._rows.at(self._left) if reset_rows else None
+        self._saved_rows = self._rows.at(self._other_rows) if reset_rows else None
 
     def restore(self) -> Outcome:
         """Restore and return the outcome, with padding in the rows that were reset."""
-        if self._kept is None:
+        if self._saved_rows is None:
             return self._outcome
         write_pending(self._rows, self._block)
-        left = self._left
-        for target, kept in zip(
-            _results(self._rows), _results(self._kept), strict=True
+        rows = self._other_rows
+        for target, saved in zip(
+            _results(self._rows), _results(self._saved_rows), strict=True
         ):
-            target[left] = kept
+            target[rows] = saved
         return self._outcome._replace(
-            infos={row: i for row, i in self._outcome.infos.items() if row in left},
-            faults=[f for f in self._outcome.faults if f.env_index in left],
+            infos={row: i for row, i in self._outcome.infos.items() if row in rows},
+            faults=[f for f in self._outcome.faults if f.env_index in rows],
         )
 
 

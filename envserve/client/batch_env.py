@@ -104,7 +104,7 @@ class BatchEnv:
       splits: The rows of each split, int64 `[n]`. There are `num_splits` splits, or
         fewer if there are not enough rows.
       reset_infos: Info dicts from the last `reset`, by row, if `infos="all"`.
-      autoreset: When an env is reset after its episode has ended.
+      autoreset: Mode in which envs are reset after the end of an episode.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.
       steps_ended: Whether `step` accepts rows whose episode has ended, unless the
@@ -129,8 +129,8 @@ class BatchEnv:
         Args:
           lanes: Started lanes. The batch takes ownership of them and closes them.
           autoreset: The mode that the lanes were built with.
-          on_fault: As for `local`.
-          padding_after: As for `local`.
+          on_fault: See `local`.
+          padding_after: See `local`.
           actions: The mode that the lanes were built with.
           observation_mode: The mode that the lanes were built with.
 
@@ -152,9 +152,9 @@ class BatchEnv:
         self._has_reset = False
         #: Rows and block positions of the reset in flight, and whether all rows have
         #: been reset once it has finished.
-        self._resetting: tuple[Array, Set[int], bool] | None = None
+        self._pending_reset: tuple[Array, Set[int], bool] | None = None
         #: Waits for the call in flight until a deadline, and returns its values.
-        self._calling: Callable[[float], list[Any]] | None = None
+        self._pending_call: Callable[[float], list[Any]] | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
         self._is_closed = False
@@ -178,17 +178,18 @@ class BatchEnv:
         Args:
           env_name: Registered name, like "HalfCheetah-v5", or your own env:
             "my_env.py:Walk", "my_package:Walk-v0", a class, a function, Gymnasium's
-            `EnvSpec`, or a list with one function per row; see docs/own-envs.md.
+            `EnvSpec`, or a list with one function per row; see "Use your own env" in
+            the docs.
           num_envs: Number of rows; by default 1, or the number of functions.
           num_workers: Number of worker processes; by default one per core.
-          on_fault: What happens when an env fails: "truncate" ends its episode with an
+          on_fault: Reaction to a failure of an env: "truncate" ends its episode with an
             invalid row; "raise" also raises EnvError. A value outside the env's spaces
             always raises EnvError.
           padding_after: Seconds that a step waits for absent envs, whose worker is
             being replaced or whose server does not answer. After that, the step returns
             padding with status PENDING in their rows. With `math.inf`, or if all envs
             are absent, the step waits until they are available again.
-          start_timeout: Maximum seconds to wait until all envs are built.
+          start_timeout: Time limit for building all envs, in seconds.
           **options: See "Keyword Args".
 
         Keyword Args:
@@ -205,14 +206,14 @@ class BatchEnv:
             numbers.
           wrappers: Wrappers of each env, innermost first, each a dict with its name
             and arguments, a class, or a function; none by default; see
-            docs/wrappers.md.
-          autoreset: When an env is reset after its episode has ended, as in Gymnasium:
+            "Wrappers" in the docs.
+          autoreset: Mode in which envs are reset after their episodes, as in Gymnasium:
             "same_step" (default), "next_step" or "disabled".
           infos: Which info dicts a step returns: "all", "episode_end" (the default;
             only for rows whose episode has ended) or "none".
           spare_envs: Whether each row has a second env, which is reset while the first
             is stepped; False by default.
-          nonfinite: How NaN and infinity in observations and rewards are handled:
+          nonfinite: Handling of NaN and infinity in observations and rewards:
             "raise" (default) raises EnvError, "mask" marks the row as a lost episode,
             and "pass" returns them.
           strict_spaces: Whether observations must have exactly the dtypes of their
@@ -220,7 +221,7 @@ class BatchEnv:
             it.
           vectorized: Whether each block is one vector env, made by the env's
             `vector_entry_point`; False by default.
-          actions: How finite actions outside the action space are handled: "check"
+          actions: Handling of finite actions outside the action space: "check"
             (default) raises ActionError unless the difference is a rounding error,
             "clip" clips them to the bounds of a Box, and "pass" passes them to the env.
           observation_mode: Whether the observation spaces of all envs must be equal
@@ -229,13 +230,14 @@ class BatchEnv:
             default.
           preload: Whether the env modules are imported once, in the process from which
             workers are forked; True by default. If False, each worker imports them
-            itself, so that they may start threads or use a GPU; see docs/forking.md.
-          step_timeout: Maximum seconds for one step of one env, after which its worker
-            is killed; 30 by default.
+            itself, so that they may start threads or use a GPU; see "What forking means
+            for envs" in the docs.
+          step_timeout: Time limit for one step of one env, in seconds, after which its
+            worker is killed; 30 by default.
           gpus: GPUs for the workers, as in CUDA_VISIBLE_DEVICES; by default, workers
             see all GPUs.
-          reset_timeout: Maximum seconds to construct one env, for its first step and
-            for a reset; 120 by default.
+          reset_timeout: Time limit for constructing one env, for its first step and for
+            a reset, in seconds; 120 by default.
           max_restarts: Maximum number of times in a row that a worker is restarted
             without a valid step of the failing env in between; 5 by default. After
             that, the env's error is raised.
@@ -289,21 +291,21 @@ class BatchEnv:
             or "ipc:///tmp/envs"; or sources of addresses: "dns://sims:5555" (all
             addresses of a host name), "file:///path" or "ray://namespace/name". If a
             server is lost, its rows move to another of these servers that has enough
-            free envs; see docs/cluster.md.
+            free envs; see "A cluster" in the docs.
           num_envs: Total number of rows.
-          on_fault: As for `local`.
-          padding_after: As for `local`.
-          connect_timeout: Maximum seconds to wait for a server's first answer.
-          start_timeout: Maximum seconds to wait until all envs are built.
-          server_lost_after: Seconds after which a server that does not answer, ignores
-            a step, reset or call, or was restarted, counts as lost. Until then, its
-            rows are padding. Each row whose env is replaced loses an episode.
-          operation_timeout: Maximum seconds that a server may report a step, reset or
-            call as running, or take to rebuild envs; then it counts as lost. 3600 by
-            default, which is far longer than servers allow unless their own timeouts
-            were raised.
-          on_server_lost: What happens if a server is lost and no other server has
-            enough free envs. "raise" raises ServerLost. "pad" continues with padding
+          on_fault: See `local`.
+          padding_after: See `local`.
+          connect_timeout: Time limit for a server's first answer, in seconds.
+          start_timeout: Time limit for building all envs, in seconds.
+          server_lost_after: Seconds after which a server counts as lost because it does
+            not answer, ignores a step, reset or call, or was restarted. Until then, its
+            rows are padding; after 5 s of silence, they move to another server that has
+            free envs. Each row whose env is replaced loses an episode.
+          operation_timeout: Seconds for which a server may report a step, reset or call
+            as running, or take to rebuild envs; after that, it counts as lost. 3600 by
+            default, far more than servers allow unless their timeouts were raised.
+          on_server_lost: Reaction if a server is lost and no other server has enough
+            free envs. "raise" raises ServerLost. "pad" continues with padding
             until a server is found, and raises ServerLost only if the whole batch is
             padding.
           num_servers: Number of servers to spread the envs over; by default, all
@@ -318,7 +320,7 @@ class BatchEnv:
           **options: See "Keyword Args".
 
         Keyword Args:
-          seed: As for `local`. The other options are also those of `local`: `seeded`,
+          seed: See `local`. The other options are also those of `local`: `seeded`,
             `first_env_index`, `num_splits`, `env_kwargs`, `wrappers`, `autoreset`,
             `infos`, `spare_envs`, `nonfinite`, `strict_spaces`, `vectorized`,
             `actions` and `observation_mode`.
@@ -408,12 +410,12 @@ class BatchEnv:
         """Start a reset without waiting for it; the next call must be `recv_reset`.
 
         Args:
-          env_indices: As for `reset`.
-          seeds: As for `reset`.
-          options: As for `reset`.
+          env_indices: See `reset`.
+          seeds: See `reset`.
+          options: See `reset`.
 
         Raises:
-          CodecError: As for `reset`.
+          CodecError: See `reset`.
           ValueError: A seed is not an int in [0, 2**63).
         """
         encoded = pack_options(options)
@@ -431,13 +433,13 @@ class BatchEnv:
         except LocalProtocolError:  # nothing was started
             self._has_reset = has_reset
             raise
-        self._resetting = indices, positions, has_reset or env_indices is None
+        self._pending_reset = indices, positions, has_reset or env_indices is None
 
     def recv_reset(self, timeout: float | None = None) -> Any:
         """Wait for the reset that `send_reset` has started, and return its result.
 
         Args:
-          timeout: Maximum seconds to wait; None for no limit.
+          timeout: Time limit in seconds; None for no limit.
 
         Returns:
           Observations, as `reset` returns them.
@@ -445,32 +447,32 @@ class BatchEnv:
         Raises:
           EnvTimeout: The reset has not finished in time; call this again to wait
             longer.
-          EnvError: As for `reset`.
+          EnvError: See `reset`.
           LocalProtocolError: No reset was started.
           ServerError: A server was lost.
         """
-        if self._resetting is None:
+        if self._pending_reset is None:
             raise LocalProtocolError("expected send_reset() before recv_reset()")
-        indices, positions, has_reset = self._resetting
+        indices, positions, has_reset = self._pending_reset
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._group.recover()
             self.reset_infos = self._group.finish_reset(positions, deadline)
         except EnvserveError as error:
             if not isinstance(error, EnvTimeout):
-                self._resetting = None
+                self._pending_reset = None
             raise
-        self._resetting = None
+        self._pending_reset = None
         self._has_reset = has_reset
         self._ended[indices] = False
         return self.last_observation(indices)
 
     def cancel_reset(self) -> None:
         """Discard the result of the reset in flight, if there is one."""
-        self._resetting = None
+        self._pending_reset = None
 
     def last_observation(self, env_indices: Array | None = None) -> Any:
-        """Return the last observation that was returned for each row.
+        """Return the last observation that the caller has received of each row.
 
         Args:
           env_indices: Rows; None for all.
@@ -481,16 +483,16 @@ class BatchEnv:
         indices = np.arange(self.num_envs) if env_indices is None else env_indices
         lane_rows = [lane.rows for lane in self.lanes]
         ended = self._group.queue.outcomes.keys()
-        is_shown = self._group.absence.shown_rows(self.num_envs, ended)
-        leaves = _joined([rows.observation for rows in lane_rows])
-        if not is_shown.all():
-            finals = _joined([rows.final_observation for rows in lane_rows])
+        is_returned = self._group.absence.returned_rows(self.num_envs, ended)
+        leaves = _concatenate([rows.observation for rows in lane_rows])
+        if not is_returned.all():
+            finals = _concatenate([rows.final_observation for rows in lane_rows])
             for leaf, final in zip(leaves, finals, strict=True):
-                leaf[~is_shown] = final[~is_shown]
+                leaf[~is_returned] = final[~is_returned]
         observation = unflatten(
             self.spec.observation_space, [leaf[indices] for leaf in leaves]
         )
-        is_complete = is_shown & (
+        is_complete = is_returned & (
             np.concatenate([rows.status for rows in lane_rows]) == _OK
         )
         return decode_observation(
@@ -527,14 +529,14 @@ class BatchEnv:
         if out is not None:
             self._check_out()
         began_at = time.perf_counter()
-        everything = self._row_sets.all_rows
+        all_rows = self._row_sets.all_rows
         num_actions = 0 if self.is_single else self.num_envs
         arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
         if self.autoreset == "disabled":
-            self._check_not_ended(everything)
-        group.send(everything, arrays, together=True, is_cancelled=True)
-        ready = group.wait(everything.positions, None, math.inf)
-        result, error = self._result(everything, out)
+            self._check_not_ended(all_rows)
+        group.send(all_rows, arrays, together=True, is_cancelled=True)
+        ready = group.wait(all_rows.positions, None, math.inf)
+        result, error = self._result(all_rows, out)
         self._recorder.latencies.append(time.perf_counter() - began_at)
         if error is not None:
             # The other rows of the step are discarded, so all envs must be reset.
@@ -591,7 +593,7 @@ class BatchEnv:
           min_envs: Number of rows to wait for; all rows that have finished by then are
             returned. The default waits for the first block, or for all of
             `env_indices`.
-          timeout: Maximum seconds to wait; None for no limit.
+          timeout: Time limit in seconds; None for no limit.
           env_indices: Rows to wait for, which must be whole blocks in flight. None for
             any rows in flight.
           out: A result with the same number of rows, whose arrays are overwritten
@@ -604,7 +606,7 @@ class BatchEnv:
 
         Raises:
           EnvTimeout: Too few rows have finished in time; a later call returns them.
-          EnvError: As for `step`; only the block of the failed env was received.
+          EnvError: See `step`; only the block of the failed env was received.
           LocalProtocolError: Fewer rows are in flight than requested.
           ServerError: A server was lost, together with its rows.
           ValueError: `out` has wrong shapes; the rows stay in flight.
@@ -644,8 +646,8 @@ class BatchEnv:
     @property
     def pending(self) -> str:
         """The operation in flight: "reset", "step", "call", or "" if there is none."""
-        if self._resetting or self._calling:
-            return "reset" if self._resetting else "call"
+        if self._pending_reset or self._pending_call:
+            return "reset" if self._pending_reset else "call"
         return "step" if self.num_in_flight else ""
 
     def drain(self) -> None:
@@ -664,7 +666,7 @@ class BatchEnv:
 
     # Attributes of the envs.
 
-    def call(self, env_index: int, name: str, /, *arguments: Any, **named: Any) -> Any:
+    def call(self, env_index: int, name: str, /, *arguments: Any, **kwargs: Any) -> Any:
         """Call a method of one env, or read an attribute that is not callable.
 
         Args:
@@ -672,7 +674,7 @@ class BatchEnv:
           name: Name of the attribute; servers allow only exposed attributes.
           *arguments: Positional arguments. They must be plain values: numbers, strings,
             bytes, lists, dicts or arrays.
-          **named: Keyword arguments, also plain values.
+          **kwargs: Keyword arguments, also plain values.
 
         Returns:
           The method's return value, or the attribute's value.
@@ -681,7 +683,7 @@ class BatchEnv:
           CallError: The method raised an exception, or the server does not expose it;
             contains the worker's traceback.
         """
-        return self._access([env_index], "call", name, arguments, named)[0]
+        return self._access([env_index], "call", name, arguments, kwargs)[0]
 
     def call_each(
         self,
@@ -689,7 +691,7 @@ class BatchEnv:
         /,
         *arguments: Any,
         env_indices: RowIndices = None,
-        **named: Any,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call a method of several envs, and return one value per env.
 
@@ -697,16 +699,16 @@ class BatchEnv:
         server, or several if the values are larger than a few MiB.
 
         Args:
-          name: As for `call`.
-          *arguments: As for `call`; the same for all envs.
+          name: See `call`.
+          *arguments: See `call`; the same for all envs.
           env_indices: Rows of the envs; None for all.
-          **named: As for `call`; the same for all envs.
+          **kwargs: See `call`; the same for all envs.
 
         Raises:
-          CallError: As for `call`, for the first env that failed; raised once all envs
+          CallError: See `call`, for the first env that failed; raised once all envs
             have finished.
         """
-        return self._access(env_indices, "call", name, arguments, named)
+        return self._access(env_indices, "call", name, arguments, kwargs)
 
     def get_attr(self, name: str, env_indices: RowIndices = None) -> list[Any]:
         """Return an attribute of each env; methods become functions that call them.
@@ -757,36 +759,36 @@ class BatchEnv:
             return self.call(int(env_index), "render")
         return self.call_each("render", env_indices=env_index)
 
-    def send_call(self, name: str, /, *arguments: Any, **named: Any) -> None:
+    def send_call(self, name: str, /, *arguments: Any, **kwargs: Any) -> None:
         """Start a call of all envs; the next call must be `recv_call`.
 
         Args:
-          name: As for `call`.
-          *arguments: As for `call`; the same for all envs.
-          **named: As for `call`; the same for all envs.
+          name: See `call`.
+          *arguments: See `call`; the same for all envs.
+          **kwargs: See `call`; the same for all envs.
         """
-        self._calling = self._start_access(None, "call", name, arguments, named)
+        self._pending_call = self._start_access(None, "call", name, arguments, kwargs)
 
     def recv_call(self, timeout: float | None = None) -> list[Any]:
         """Wait for the call that `send_call` has started; return one value per env.
 
         Args:
-          timeout: Maximum seconds to wait; None for no limit.
+          timeout: Time limit in seconds; None for no limit.
 
         Raises:
-          CallError: As for `call_each`.
+          CallError: See `call_each`.
           EnvTimeout: The call has not finished in time; call this again to wait longer.
           LocalProtocolError: No call was started.
         """
-        if self._calling is None:
+        if self._pending_call is None:
             raise LocalProtocolError("expected send_call() before recv_call()")
-        finish, self._calling = self._calling, None
+        finish, self._pending_call = self._pending_call, None
         self._group.recover()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
             return finish(deadline)
         except EnvTimeout:
-            self._calling = finish
+            self._pending_call = finish
             raise
 
     def _access(
@@ -795,9 +797,9 @@ class BatchEnv:
         kind: CallKind,
         name: str,
         arguments: Sequence[Any] | Mapping[int, Any] = (),
-        named: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        return self._start_access(env_indices, kind, name, arguments, named)(math.inf)
+        return self._start_access(env_indices, kind, name, arguments, kwargs)(math.inf)
 
     def _start_access(
         self,
@@ -805,18 +807,18 @@ class BatchEnv:
         kind: CallKind,
         name: str,
         arguments: Sequence[Any] | Mapping[int, Any] = (),
-        named: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Callable[[float], list[Any]]:
         self._begin()
         rows = check_rows(env_indices, self.num_envs).tolist()
 
-        def pack(chosen: Sequence[int]) -> bytes:
-            values = [arguments[row] for row in chosen] if kind == "set" else arguments
+        def pack(indices: Sequence[int]) -> bytes:
+            values = [arguments[row] for row in indices] if kind == "set" else arguments
             try:
-                return codec.encode([list(values), named or {}], keep_types=True)
+                return codec.encode([list(values), kwargs or {}], keep_types=True)
             except codec.CodecError as error:
                 raise CallError(
-                    f"Env {chosen[0]}: {name}: {error}", env_index=chosen[0]
+                    f"Env {indices[0]}: {name}: {error}", env_index=indices[0]
                 ) from None
 
         shared = pack(rows) if kind != "set" else b""  # the same for all rows
@@ -899,9 +901,9 @@ class BatchEnv:
         if self._is_closed:
             raise EnvsClosed(f"{self.spec.env_name}: the batch is already closed")
         self._group.recover()
-        if self._resetting is not None:
+        if self._pending_reset is not None:
             raise LocalProtocolError("a reset is in flight; call recv_reset() first")
-        if self._calling is not None:
+        if self._pending_call is not None:
             raise LocalProtocolError("a call is in flight; call recv_call() first")
         if needs_reset and not self._has_reset:
             raise ResetFirst("call reset() for all envs before the first step")
@@ -942,8 +944,8 @@ class BatchEnv:
                 error = add_infos(infos, outcome, block, self._raises_faults)
                 if error is not None and first_error is None:
                     first_error = (block.position, error)
-        found = {} if infos is None else infos.simplified()
-        result = gather_result(self.spec, row_set, found, out)
+        info_dicts = {} if infos is None else infos.simplified()
+        result = gather_result(self.spec, row_set, info_dicts, out)
         absence = self._group.absence
         if absence.padded or absence.awaited_late_steps:
             absence.show(self.spec, row_set, result)
@@ -976,13 +978,13 @@ def _common_spec(lanes: Sequence[Lane], observation_mode: str) -> EnvSpec:
     return first.spec
 
 
-def _joined(parts: Sequence[Sequence[Array]]) -> list[Array]:
+def _concatenate(parts: Sequence[Sequence[Array]]) -> list[Array]:
     return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
 
 def _values_of(result: bytes) -> list[Any]:
-    most = 2 * MAX_RESULT_VALUES
-    values = codec.decode(result, max_bytes=len(result), max_values=most)
+    limit = 2 * MAX_RESULT_VALUES
+    values = codec.decode(result, max_bytes=len(result), max_values=limit)
     if not isinstance(values, list) or not values:
         raise RemoteProtocolError("expected a value for at least one env; got none")
     return [from_plain(value) for value in values]

@@ -16,11 +16,17 @@ from gymnasium.envs.registration import EnvSpec
 
 from envserve.client.link.connection import NO_ADDRESS, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.client.link.server_pool import ServerPool
+from envserve.client.link.server_pool import ServerPool, raise_file_limit_for
 from envserve.envs import user_envs
 from envserve.envs.pickled_code import UserCode
 from envserve.envs.seeding import draw_root_seed
-from envserve.errors import AddressError, ConnectError, EnvsBusy
+from envserve.errors import (
+    AddressError,
+    ConnectError,
+    EnvsBusy,
+    EnvStartError,
+    UnknownEnv,
+)
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.session.client.liveness import Timeouts
@@ -30,7 +36,7 @@ from envserve.settings import (
     LocalOptions,
     PoolSettings,
 )
-from envserve.text import did_you_mean
+from envserve.text import nearest_name
 from envserve.wrappers.specs import check_wrappers, parse_wrappers
 
 Batch = TypeVar("Batch")
@@ -46,6 +52,8 @@ OnServerLost = Literal["raise", "pad"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SECONDS: Final = "_seconds"
+#: Errors of a server that other servers may not have.
+_SERVER_ERRORS: Final = (ConnectError, EnvsBusy, EnvStartError, UnknownEnv)
 
 
 def local_settings(
@@ -58,14 +66,14 @@ def local_settings(
     """Return the settings of a pool.
 
     Args:
-      env_name: As for `BatchEnv.local`.
-      num_envs: As for `BatchEnv.local`.
-      num_workers: As for `BatchEnv.local`.
-      options: As for `BatchEnv.local`.
+      env_name: See `BatchEnv.local`.
+      num_envs: See `BatchEnv.local`.
+      num_workers: See `BatchEnv.local`.
+      options: See `BatchEnv.local`.
       function: The public function that received the options, for error messages.
 
     Raises:
-      TypeError, UnknownEnv, ValueError, WrapperError: As for `BatchEnv.local`.
+      TypeError, UnknownEnv, ValueError, WrapperError: See `BatchEnv.local`.
     """
     modules = options.get("import_modules") or ()
     reference, code = UserCode.of(env_name)
@@ -76,24 +84,24 @@ def local_settings(
     user_envs.check_files_exist(options["import_modules"])
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
     options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
-    given = _checked_settings(options, LocalOptions, function)
+    settings = _checked_settings(options, LocalOptions, function)
     # Modules and pickled code may register wrappers, which only workers can check.
     if not (options["import_modules"] or code.wrappers):
-        check_wrappers(given["wrappers"])
+        check_wrappers(settings["wrappers"])
     if num_workers is not None:
-        given["num_workers"] = num_workers
+        settings["num_workers"] = num_workers
     if code.env_fns:
-        _check_env_fns(code.env_fns, num_envs, given)
+        _check_env_fns(code.env_fns, num_envs, settings)
     if num_envs is None:
         num_envs = len(code.env_fns) or 1
     is_complete = not (code.wrappers or any(code.kwargs))
-    given["is_replayable"] = is_complete and user_envs.is_importable(name)
-    given["pickled_code"] = code.dumps()
-    return PoolSettings(env_name=name, num_envs=num_envs, **given)
+    settings["is_replayable"] = is_complete and user_envs.is_importable(name)
+    settings["pickled_code"] = code.dumps()
+    return PoolSettings(env_name=name, num_envs=num_envs, **settings)
 
 
 def _check_env_fns(
-    env_fns: Sequence[Callable[[], Any]], num_envs: int | None, given: dict[str, Any]
+    env_fns: Sequence[Callable[[], Any]], num_envs: int | None, settings: dict[str, Any]
 ) -> None:
     if num_envs not in (None, len(env_fns)):
         raise ValueError(
@@ -101,10 +109,10 @@ def _check_env_fns(
             f"got {num_envs}"
         )
     for name in ("env_kwargs", "vectorized"):
-        if given.get(name):
+        if settings.get(name):
             raise ValueError(
                 f"{name}: expected no value with a list of functions, because they "
-                f"create the envs; got {given[name]!r:.200}"
+                f"create the envs; got {settings[name]!r:.200}"
             )
 
 
@@ -113,7 +121,7 @@ def start_pool(
     timeout_seconds: float,
     make: Callable[..., Batch],
 ) -> Batch:
-    """Start a pool and make a batch from it; close the pool if that fails."""
+    """Start a pool and return a batch of it; close the pool if that fails."""
     with contextlib.ExitStack() as stack:
         pool = Pool(settings)
         stack.callback(pool.close)
@@ -130,9 +138,9 @@ def remote_request(
     function: Callable[..., Any],
 ) -> EnvRequest:
     """Return the request for all rows; `function` is named in error messages."""
-    given = _checked_settings(options, EnvOptions, function)
+    settings = _checked_settings(options, EnvOptions, function)
     name = remote_name(env_name)
-    return EnvRequest(env_name=name, num_envs=num_envs, **given)
+    return EnvRequest(env_name=name, num_envs=num_envs, **settings)
 
 
 def remote_name(env: EnvLike) -> str:
@@ -142,6 +150,11 @@ def remote_name(env: EnvLike) -> str:
       TypeError, UnknownEnv: Servers cannot create this env.
     """
     if isinstance(env, Sequence) and not isinstance(env, str):
+        if all(isinstance(item, str) for item in env):
+            raise TypeError(
+                f"expected the name of an env; got the list {list(env)}; if these are "
+                "addresses, pass them after the name"
+            )
         raise TypeError(
             "expected the name of an env that the servers offer; got a list of "
             "functions, which only workers of this host can run; start the servers "
@@ -168,17 +181,18 @@ def start_remote(
     min_servers: int | None,
     insecure: bool,
 ) -> Batch:
-    """Connect to all servers concurrently, and make a batch from their lanes.
+    """Connect to all servers concurrently, and return a batch of their lanes.
 
-    Some servers may be missing if `min_servers` allows it. A vacant lane replaces each
-    missing server: it has the spaces of the other lanes and waits for a server. If
-    anything fails, all lanes are closed.
+    If `min_servers` allows it, some servers may be missing or unable to create the
+    envs. Their lanes are vacant: they have the spaces of the other lanes and wait for a
+    server. If anything fails, all lanes are closed.
     """
     deadline = time.monotonic() + timeout_seconds
     count = len(servers.addresses) if num_servers is None else num_servers
     addresses = servers.addresses[:count]
-    least = len(addresses) if min_servers is None else min_servers
-    _check_counts(request.num_envs, count, least, len(addresses))
+    min_ready = len(addresses) if min_servers is None else min_servers
+    _check_counts(request.num_envs, count, min_ready, len(addresses))
+    raise_file_limit_for(count)
     shares = _split_request(request, count)
     context = SharedContext(count)
 
@@ -202,11 +216,17 @@ def start_remote(
         for index, lane in enumerate(lanes):
             try:
                 lane.finish_start(deadline)
-            except (ConnectError, EnvsBusy) as error:
+            except _SERVER_ERRORS as error:
                 missing.append(index)
-                if count - len(missing) < least:
+                if count - len(missing) < min_ready:
                     raise
-                _LOGGER.warning("%s; its rows are padding until it is ready", error)
+                first, *_, last = (lane.name, *str(error).splitlines())
+                text = last.removeprefix(f"{first}: ")  # without a worker's traceback
+                _LOGGER.warning(
+                    "%s: %s; these rows are padding until a server is ready",
+                    first,
+                    text,
+                )
         ready = [lane for index, lane in enumerate(lanes) if index not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)
         for index in sorted(missing):
@@ -232,33 +252,34 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 def _checked_settings(
     options: Mapping[str, Any], known: Any, function: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Convert options to fields of settings; draw a root seed if none is given.
+    """Return options as fields of settings; draw a root seed if none is given.
 
     Raises:
       TypeError: An option is unknown.
     """
     for name in options.keys() - known.__annotations__:
-        hint = did_you_mean(
+        nearest = nearest_name(
             name, [*signature(function).parameters, *known.__annotations__]
         )
+        hint = f"did you mean {nearest}? Pass" if nearest else "pass"
         if name in LocalOptions.__annotations__ or name == "num_workers":
-            hint = "; it is set on the server"
+            hint = "it is set on the server; pass"
         raise TypeError(
-            f"unknown option {name!r}{hint}; pass the env's arguments in env_kwargs"
+            f"unknown option {name!r}; {hint} the env's arguments in env_kwargs"
         )
     names = {field.name for field in fields(PoolSettings)}
-    given = {
+    settings = {
         name + _SECONDS if name + _SECONDS in names else name: value
         for name, value in options.items()
         if value is not None or name == "crash_dir"
     }
-    given["wrappers"] = parse_wrappers(given.get("wrappers", ()))
-    given.setdefault("seed", draw_root_seed())
-    return given
+    settings["wrappers"] = parse_wrappers(settings.get("wrappers", ()))
+    settings.setdefault("seed", draw_root_seed())
+    return settings
 
 
 def _split_request(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
-    """Divide a request evenly among servers."""
+    """Divide a request evenly among servers; return one request per server."""
     edges = [i * whole.num_envs // num_servers for i in range(num_servers + 1)]
     first, kwargs = whole.first_env_index, whole.env_kwargs
     return [

@@ -11,7 +11,7 @@ consistent with the submitted operations, and the next call continues. While a m
 changes something, the flag is True. If an interrupt leaves it True, the next call
 begins with `recover`, which invalidates all lanes. This costs each row an episode, but
 never returns a wrong row. The flag is set before each update and not by an exception
-handler, so a second interrupt does no harm. docs/decisions.md: "An interrupt inside an
+handler, so a second interrupt does no harm. See the decision "An interrupt inside an
 operation invalidates the lane".
 """
 
@@ -89,7 +89,7 @@ class LaneGroup:
         queue.is_updating = True
         late_steps = self.absence.late_steps
         if late_steps and not late_steps.isdisjoint(row_set.positions):
-            self._send_rest(row_set, actions)
+            self._send_remaining(row_set, actions)
         else:
             for part in row_set.lane_parts:
                 lane = part.lane
@@ -108,11 +108,11 @@ class LaneGroup:
         if interrupt is not None:
             raise interrupt
 
-    def _send_rest(self, row_set: RowSet, actions: Sequence[Array]) -> None:
+    def _send_remaining(self, row_set: RowSet, actions: Sequence[Array]) -> None:
         """Step the blocks without a late step; ignore the actions of other blocks."""
-        chosen = self.absence.await_late_steps(row_set.positions)
+        positions = self.absence.await_late_steps(row_set.positions)
         for block, part in row_set.block_parts:
-            if block.position in chosen:
+            if block.position in positions:
                 for target, array in zip(block.lane.rows.action, actions, strict=True):
                     target[block.lane_rows] = array[part]
                 block.lane.submit_step((block.lane_block,))
@@ -125,7 +125,7 @@ class LaneGroup:
         Args:
           positions: The blocks to wait for.
           num_rows: Number of rows to wait for; None for all.
-          deadline: Time until which to wait, as a value of `time.monotonic()`.
+          deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
 
         Returns:
           The blocks that have finished or are padding, possibly fewer than requested if
@@ -157,8 +157,8 @@ class LaneGroup:
                     return ready
                 timeout = min(timeout, remaining)
             waiting = positions - ready
-            missing = len(waiting) if num_rows is None else 1
-            self.queue.collect(max(0.0, timeout), waiting, missing)
+            min_finished = len(waiting) if num_rows is None else 1
+            self.queue.collect(max(0.0, timeout), waiting, min_finished)
             may_be_absent = True
 
     def _pad(self, waiting: Set[int]) -> Set[int]:
@@ -177,10 +177,10 @@ class LaneGroup:
         self._cancelled -= positions
         if absence.awaited_late_steps or absence.padded:
             absence.release(positions)
-        left = {}
+        kept = {}
         if not queue.outcomes.keys() <= positions:
-            left = {at: o for at, o in queue.outcomes.items() if at not in positions}
-        queue.outcomes, queue.is_updating = left, False
+            kept = {at: o for at, o in queue.outcomes.items() if at not in positions}
+        queue.outcomes, queue.is_updating = kept, False
 
     def cancel_step(self) -> None:
         """Cancel the steps that were sent and not released."""
@@ -203,7 +203,7 @@ class LaneGroup:
         resets = _resets_of(self.blocks, env_indices, seeds, options)
         # All blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
-        self._start(resets, lambda lane, some: lane.submit_reset(some))
+        self._start(resets, lambda lane, group: lane.submit_reset(group))
         return resets.keys()
 
     def finish_reset(
@@ -213,7 +213,7 @@ class LaneGroup:
 
         Args:
           positions: The blocks that `start_reset` has returned.
-          deadline: Time until which to wait, as a value of `time.monotonic()`.
+          deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
 
         Returns:
           Info dicts by row, for the rows that have one.
@@ -230,8 +230,8 @@ class LaneGroup:
         }
 
     def start_call(self, calls: Mapping[int, Call]) -> None:
-        """Start to access attributes of envs, with one call per block, by position."""
-        self._start(calls, lambda lane, some: lane.submit_call(some))
+        """Start attribute accesses, at most one per block; keys are block positions."""
+        self._start(calls, lambda lane, group: lane.submit_call(group))
 
     def _start(
         self,
@@ -252,19 +252,19 @@ class LaneGroup:
             late = self.queue.outcomes.pop(position, None)
             rows = (operation.env_indices or ()) if is_reset else ()
             is_part = 0 < len(rows) < block.stop - block.start
-            # The outcome of a late step has not been shown to the caller yet. Only a
-            # reset of the whole block makes it obsolete.
+            # A late step's outcome has not been returned yet. Only a reset of the
+            # whole block makes it obsolete.
             if late is not None and (is_part or not is_reset):
                 self._deferred[position] = DeferredOutcome(late, block, rows)
             elif is_reset:
                 self.absence.late_steps.discard(position)
         self._called |= positions
-        for lane, some in by_lane.items():
+        for lane, group in by_lane.items():
             try:
-                submit(lane, some)
+                submit(lane, group)
             except EnvserveError:
                 if lane is next(iter(by_lane)):  # nothing was submitted
-                    self._take_called(positions)
+                    self._take_outcomes(positions)
                 raise
         self.queue.is_updating = False
 
@@ -273,29 +273,29 @@ class LaneGroup:
 
         Raises:
           EnvserveError: The first error of a block.
-          EnvTimeout: As for `finish_reset`.
+          EnvTimeout: See `finish_reset`.
         """
         if not positions <= self._called:
             raise LocalProtocolError(
                 "the reset or call was interrupted; start it again"
             )
         self._wait_for(positions, deadline)
-        outcomes = self._take_called(positions)
+        outcomes = self._take_outcomes(positions)
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
         return outcomes
 
-    def _take_called(self, positions: Set[int]) -> Sequence[Outcome]:
-        """Remove resets and calls with their outcomes; restore deferred outcomes."""
+    def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:
+        """Remove resets and calls, and return their outcomes; restore deferred ones."""
         outcomes = self.queue.outcomes
         self.queue.is_updating = True
-        found = [outcomes.pop(at) for at in sorted(positions) if at in outcomes]
+        called = [outcomes.pop(at) for at in sorted(positions) if at in outcomes]
         self._called -= positions
         for position in positions & self._deferred.keys():
             outcomes[position] = self._deferred.pop(position).restore()
         self.queue.is_updating = False
-        return found
+        return called
 
     def _wait_for(self, positions: Set[int], deadline: float = math.inf) -> None:
         """Wait until operations have finished, even while their envs are absent.
@@ -308,10 +308,10 @@ class LaneGroup:
                 error = self.blocks[position].lane.give_up_error
                 if error is not None:
                     raise error
-            left = deadline - time.monotonic()
-            seconds = max(0.0, min(left, _COLLECT_SECONDS))
+            remaining = deadline - time.monotonic()
+            seconds = max(0.0, min(remaining, _COLLECT_SECONDS))
             self.queue.collect(seconds, waiting, len(waiting))
-            if left <= 0 and positions - self.queue.outcomes.keys():
+            if remaining <= 0 and positions - self.queue.outcomes.keys():
                 raise EnvTimeout("not all envs have finished in time; wait again")
 
     # After interrupts.
@@ -337,11 +337,11 @@ class LaneGroup:
 
     def _clean_up(self, positions: Iterable[int]) -> None:
         """Wait for interrupted or cancelled operations, and discard their results."""
-        if left := self._called.intersection(positions):
-            self._wait_for(left)
-            self._take_called(left)
-        if left := self._cancelled.intersection(positions):
-            self._drop_cancelled(left)
+        if called := self._called.intersection(positions):
+            self._wait_for(called)
+            self._take_outcomes(called)
+        if called := self._cancelled.intersection(positions):
+            self._drop_cancelled(called)
 
     def _drop_cancelled(self, positions: Set[int]) -> None:
         """Wait for cancelled steps, unless their envs are absent; discard the results.
@@ -369,18 +369,18 @@ def _resets_of(
     options: bytes,
 ) -> dict[int, Reset]:
     """Divide a reset of rows into one reset per block, by position of the block."""
-    position_of = {int(index): at for at, index in enumerate(env_indices)}
+    position_of = {int(index): place for place, index in enumerate(env_indices)}
     resets = {}
     for block in blocks:
-        chosen = [row for row in range(block.start, block.stop) if row in position_of]
-        if not chosen:
+        listed = [row for row in range(block.start, block.stop) if row in position_of]
+        if not listed:
             continue
-        is_whole = len(chosen) == block.stop - block.start
-        rows = tuple(row - block.offset for row in chosen)
-        some = None if is_whole and seeds is None else rows
+        is_whole = len(listed) == block.stop - block.start
+        rows = tuple(row - block.offset for row in listed)
+        indices = None if is_whole and seeds is None else rows
         values = None
         if seeds is not None:
-            given = [seeds[position_of[row]] for row in chosen]
-            values = tuple(None if seed is None else int(seed) for seed in given)
-        resets[block.position] = Reset(block.lane_block, some, values, options)
+            block_seeds = [seeds[position_of[row]] for row in listed]
+            values = tuple(None if seed is None else int(seed) for seed in block_seeds)
+        resets[block.position] = Reset(block.lane_block, indices, values, options)
     return resets

@@ -86,7 +86,7 @@ def make_vec(
       num_workers: Number of worker processes on this host; by default one per core.
       autoreset_mode: "NextStep", "SameStep" or "Disabled", or a member of Gymnasium's
         `AutoresetMode`.
-      render_mode: As for `gymnasium.make`.
+      render_mode: See `gymnasium.make`.
       copy: Whether each step returns new observation arrays. If False, each step
         overwrites the observations of an earlier step.
       **options: See "Keyword Args".
@@ -96,53 +96,53 @@ def make_vec(
         none. Envs that replace failed ones also get their seeds from it. By default,
         all these envs are reset with seed None.
       wrappers: Wrappers of each env: names, dicts, or, on this host, classes and
-        functions; see docs/wrappers.md.
+        functions; see "Wrappers" in the docs.
       env_kwargs: Arguments of the env's constructor, or a list with those of each env;
-        see docs/own-envs.md. Arguments for all envs can also be passed directly, as to
-        `gymnasium.make_vec`, unless an option has the same name.
-      actions: How finite actions outside the action space are handled: "pass" (default)
+        see "Use your own env" in the docs. Arguments for all envs can also be passed
+        directly, as to `gymnasium.make_vec`, unless an option has the same name.
+      actions: Handling of finite actions outside the action space: "pass" (default)
         passes them to the env, as Gymnasium does, "clip" clips them to the bounds of a
         Box, and "check" raises ActionError unless the difference is a rounding error.
-      observation_mode: As for `gymnasium.vector.AsyncVectorEnv`: "same", "different" if
+      observation_mode: See `gymnasium.vector.AsyncVectorEnv`: "same", "different" if
         the observation spaces have different bounds, or a tuple of the batched and the
         single observation space.
-      padding_after: As for `BatchEnv.local`; `math.inf` by default, so a step waits for
+      padding_after: See `BatchEnv.local`; `math.inf` by default, so a step waits for
         absent envs. The other options are also those of `BatchEnv.local` or
         `BatchEnv.connect`.
 
     Raises:
-      EnvserveError: As for `BatchEnv.local` or `BatchEnv.connect`.
+      EnvserveError: See `BatchEnv.local` or `BatchEnv.connect`.
       TypeError: An option is unknown.
       ValueError: An option is out of bounds.
     """
     if isinstance(addresses, VectorizeMode) or addresses in ("sync", "async"):
         # The third argument of `gymnasium.make_vec`.
         addresses, vectorization_mode = None, addresses
-    given: dict[str, Any] = {**options}
-    given |= {"num_envs": num_envs, "num_workers": num_workers, "copy": copy}
-    given |= {"addresses": addresses, "autoreset_mode": autoreset_mode}
-    given |= {"render_mode": render_mode, "vectorization_mode": vectorization_mode}
-    given |= {"vector_kwargs": vector_kwargs, "max_episode_steps": max_episode_steps}
-    env = _expand(env, given, make_vec)
-    _apply_gymnasium_options(given)
-    autoreset = _autoreset_of(given.pop("autoreset_mode"))
-    instead = f"autoreset_mode={_AUTORESET_CHOICES}"
-    is_copied = given.pop("copy")
-    mode = given.get("observation_mode", "same")
-    given["observation_mode"] = parse_observation_mode(mode)
+    settings: dict[str, Any] = {**options}
+    settings |= {"num_envs": num_envs, "num_workers": num_workers, "copy": copy}
+    settings |= {"addresses": addresses, "autoreset_mode": autoreset_mode}
+    settings |= {"render_mode": render_mode, "vectorization_mode": vectorization_mode}
+    settings |= {"vector_kwargs": vector_kwargs, "max_episode_steps": max_episode_steps}
+    env = _expand(env, settings, make_vec)
+    _apply_gymnasium_options(settings)
+    autoreset = _autoreset_of(settings.pop("autoreset_mode"))
+    expected = f"autoreset_mode={_AUTORESET_CHOICES}"
+    is_copied = settings.pop("copy")
+    mode = settings.get("observation_mode", "same")
+    settings["observation_mode"] = parse_observation_mode(mode)
     fixed = {"autoreset": autoreset}
     batch = make_batch(
-        env, fixed=fixed, instead=instead, **{"actions": "pass", **given}
+        env, fixed=fixed, expected=expected, **{"actions": "pass", **settings}
     )
-    made = VectorEnv(batch, copy=is_copied, observation_mode=mode)
-    given |= {"copy": is_copied, "num_envs": batch.num_envs}
-    given |= {"observation_mode": None if mode == "same" else mode}
-    given["autoreset_mode"] = made.autoreset_mode.value
+    envs = VectorEnv(batch, copy=is_copied, observation_mode=mode)
+    settings |= {"copy": is_copied, "num_envs": batch.num_envs}
+    settings |= {"observation_mode": None if mode == "same" else mode}
+    settings["autoreset_mode"] = envs.autoreset_mode.value
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
     name = batch.spec.env_name if isinstance(env, str) else env
-    made.spec = _spec_of(name, given, vector_entry_point=f"envserve.gym:{name}")
-    return made
+    envs.spec = _spec_of(name, settings, vector_entry_point=f"envserve.gym:{name}")
+    return envs
 
 
 def make(
@@ -161,87 +161,87 @@ def make(
         `BatchEnv.local`.
       address: Address of a server, like "sim1"; by default, the env runs in a worker
         process on this host.
-      max_episode_steps: As for `make_vec`.
+      max_episode_steps: See `make_vec`.
       disable_env_checker: Accepted for `gymnasium.make`; without effect, because
         workers check the values that envs return.
-      render_mode: As for `gymnasium.make`.
-      **options: As for `make_vec`.
+      render_mode: See `gymnasium.make`.
+      **options: See `make_vec`.
 
     Raises:
-      EnvserveError: As for `make_vec`.
+      EnvserveError: See `make_vec`.
     """
-    given: dict[str, Any] = {**options, "render_mode": render_mode}
-    given |= {"address": address, "max_episode_steps": max_episode_steps}
-    env = _expand(env, given, make)
-    address = given.pop("address")
-    given["addresses"] = None if address is None else [address]
-    instead = "no value, because the caller resets the env"
+    settings: dict[str, Any] = {**options, "render_mode": render_mode}
+    settings |= {"address": address, "max_episode_steps": max_episode_steps}
+    env = _expand(env, settings, make)
+    address = settings.pop("address")
+    settings["addresses"] = None if address is None else [address]
+    expected = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
     batch = make_batch(
-        env, 1, fixed=fixed, instead=instead, **{"actions": "pass", **given}
+        env, 1, fixed=fixed, expected=expected, **{"actions": "pass", **settings}
     )
-    made = Env(batch)
-    del given["addresses"]
+    result = Env(batch)
+    del settings["addresses"]
     name = batch.spec.env_name if isinstance(env, str) else env
-    given |= {"address": address, **({"env": name} if isinstance(env, str) else {})}
-    made.spec = _spec_of(name, given, entry_point="envserve:make")
-    return made
+    settings |= {"address": address, **({"env": name} if isinstance(env, str) else {})}
+    result.spec = _spec_of(name, settings, entry_point="envserve:make")
+    return result
 
 
 def _expand(
-    env: EnvLike | None, given: dict[str, Any], function: Callable[..., Any]
+    env: EnvLike | None, options: dict[str, Any], function: Callable[..., Any]
 ) -> EnvLike:
-    """Separate the arguments of the env from the options in `given`; return the env.
+    """Separate the arguments of the env from the options in `options`; return the env.
 
-    The options in the spec of a vector env replace those in `given`.
+    The options in the spec of a vector env replace those in `options`.
 
     Raises:
       TypeError: There is no env, or a keyword is probably a misspelt option.
     """
-    for name in ("id", "env_fns"):  # the names of Gymnasium
-        env = given.pop(name, None) if env is None else env
+    for name in ("id", "env_fns"):  # named as in Gymnasium
+        env = options.pop(name, None) if env is None else env
     # `make_batch` rejects the options of `make_vec` that `make` does not have.
     names = [
-        name for each in (make_vec, function) for name in signature(each).parameters
+        name for called in (make_vec, function) for name in signature(called).parameters
     ]
     known = {*names, *Options.__annotations__} - {"options"}
     if isinstance(env, EnvSpec):
-        is_ours = env.entry_point == "envserve:make" or str(
+        has_options = env.entry_point == "envserve:make" or str(
             env.vector_entry_point
         ).startswith("envserve.gym:")
-        ours = env.kwargs.keys() if is_ours else env.kwargs.keys() & known
-        given |= {name: env.kwargs[name] for name in ours}
-        kwargs = {key: env.kwargs[key] for key in env.kwargs.keys() - ours}
-        if given.get("vectorization_mode") in ("sync", "async"):  # nothing to warn of
-            given["vectorization_mode"] = None
-        env = given.pop("env", env.id) if is_ours else replace(env, kwargs=kwargs)
+        option_names = env.kwargs.keys() if has_options else env.kwargs.keys() & known
+        options |= {name: env.kwargs[name] for name in option_names}
+        kwargs = {key: env.kwargs[key] for key in env.kwargs.keys() - option_names}
+        if options.get("vectorization_mode") in ("sync", "async"):  # no warning needed
+            options["vectorization_mode"] = None
+        env = options.pop("env", env.id) if has_options else replace(env, kwargs=kwargs)
     if env is None:
         raise TypeError("env: expected the name of an env, or a function; got None")
-    added = {name: given.pop(name) for name in given.keys() - known}
+    added = {name: options.pop(name) for name in options.keys() - known}
     for name in added:
-        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
-        if near and name not in _arguments_of(env):
+        matches = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        if matches and name not in _arguments_of(env):
             raise TypeError(
-                f"unknown option {name!r}; did you mean {near[0]}? Pass it in "
+                f"unknown option {name!r}; did you mean {matches[0]}? Pass it in "
                 f"env_kwargs if it is an argument of the env"
             )
     if not isinstance(env, str) and isinstance(env, Sequence):
-        given["vector_kwargs"] = {**(given.get("vector_kwargs") or {}), **added}
+        options["vector_kwargs"] = {**(options.get("vector_kwargs") or {}), **added}
         added = {}
-    if (limit := given.pop("max_episode_steps")) is not None:
+    if (limit := options.pop("max_episode_steps")) is not None:
         added["max_episode_steps"] = limit
     if added:
-        _add_kwargs(given, added)
+        _add_kwargs(options, added)
     return env
 
 
-def _add_kwargs(given: dict[str, Any], added: Mapping[str, Any]) -> None:
+def _add_kwargs(settings: dict[str, Any], added: Mapping[str, Any]) -> None:
     """Add arguments of the envs to `env_kwargs`."""
-    before: Any = given.get("env_kwargs") or {}
-    if isinstance(before, Mapping):
-        given["env_kwargs"] = {**before, **added}
+    previous: Any = settings.get("env_kwargs") or {}
+    if isinstance(previous, Mapping):
+        settings["env_kwargs"] = {**previous, **added}
     else:  # one for each env
-        given["env_kwargs"] = [{**each, **added} for each in before]
+        settings["env_kwargs"] = [{**item, **added} for item in previous]
 
 
 def _arguments_of(env: EnvLike) -> Collection[str]:
@@ -252,30 +252,36 @@ def _arguments_of(env: EnvLike) -> Collection[str]:
 
 
 def _autoreset_of(mode: object) -> Autoreset:
-    for name, each in AUTORESET_MODES.items():
-        if mode in (name, each, each.value):
+    for name, member in AUTORESET_MODES.items():
+        if mode in (name, member, member.value):
             return name
     raise ValueError(f"autoreset_mode: expected {_AUTORESET_CHOICES}; got {mode!r}")
 
 
-def _apply_gymnasium_options(given: dict[str, Any]) -> None:
+def _apply_gymnasium_options(settings: dict[str, Any]) -> None:
     """Replace the options of Gymnasium's vector envs by those of envserve.
 
     Raises:
       TypeError: An option has no counterpart.
+      ValueError: The vectorization mode is unknown.
     """
-    if (mode := given.pop("vectorization_mode")) is not None:
+    if (mode := settings.pop("vectorization_mode")) is not None:
+        if mode not in [*VectorizeMode, *(member.value for member in VectorizeMode)]:
+            raise ValueError(
+                f"vectorization_mode: expected 'vector_entry_point', or no value, "
+                f"because envserve runs envs in worker processes; got {mode!r}"
+            )
         if VectorizeMode(mode) is VectorizeMode.VECTOR_ENTRY_POINT:
-            given["vectorized"] = True
+            settings["vectorized"] = True
         else:
             warnings.warn(
                 f"vectorization_mode={VectorizeMode(mode).value!r} has no effect: "
-                f"envserve runs envs in worker processes",
+                f"envserve runs envs in worker processes; omit it",
                 stacklevel=3,
             )
-    for name, value in (given.pop("vector_kwargs") or {}).items():
+    for name, value in (settings.pop("vector_kwargs") or {}).items():
         if name in ("autoreset_mode", "copy", "observation_mode"):
-            given[name] = value
+            settings[name] = value
         elif name not in _WITHOUT_EFFECT and value is not None:
             raise TypeError(
                 f"vector_kwargs: expected autoreset_mode, copy, observation_mode, "
@@ -288,7 +294,7 @@ def make_batch(
     num_envs: int | None,
     addresses: Sequence[str] | None,
     fixed: Mapping[str, Any],
-    instead: str = "no value, because the trainer determines it",
+    expected: str = "no value, because the trainer determines it",
     *,
     num_workers: int | None = None,
     render_mode: str | None = None,
@@ -301,30 +307,31 @@ def make_batch(
     a root seed is given.
 
     Args:
-      env: As for `make_vec`.
-      num_envs: As for `make_vec`.
-      addresses: As for `make_vec`.
+      env: See `make_vec`.
+      num_envs: See `make_vec`.
+      addresses: See `make_vec`.
       fixed: Options that the user must not set, with their values.
-      instead: What to pass instead of such an option, for the error message.
-      num_workers: As for `make_vec`.
-      render_mode: As for `make_vec`.
-      **options: As for `make_vec`.
+      expected: Value to pass instead of such an option, for the error message.
+      num_workers: See `make_vec`.
+      render_mode: See `make_vec`.
+      **options: See `make_vec`.
 
     Raises:
-      TypeError: The user has set an option that is `fixed`.
+      TypeError: The user has set one of the `fixed` options.
+      ValueError: `num_workers` is set for envs on servers.
     """
     for name in sorted(options.keys() & {*fixed, "autoreset_mode"}):
-        raise TypeError(f"{name}: expected {instead}; got {name}={options[name]!r}")
-    given: dict[str, Any] = {"infos": "all", "nonfinite": "pass"}
-    given |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
-    given |= {**options, **fixed}
+        raise TypeError(f"{name}: expected {expected}; got {name}={options[name]!r}")
+    settings: dict[str, Any] = {"infos": "all", "nonfinite": "pass"}
+    settings |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
+    settings |= {**options, **fixed}
     if render_mode is not None:
-        _add_kwargs(given, {"render_mode": render_mode})
+        _add_kwargs(settings, {"render_mode": render_mode})
     if addresses is None:
-        return BatchEnv.local(env, num_envs, num_workers, **given)
+        return BatchEnv.local(env, num_envs, num_workers, **settings)
     if num_workers is None:
         num_envs = 1 if num_envs is None else num_envs
-        return BatchEnv.connect(env, addresses, num_envs, **given)
+        return BatchEnv.connect(env, addresses, num_envs, **settings)
     raise ValueError(
         f"num_workers: expected None with addresses, because each server sets it "
         f"(envserve start --workers); got {num_workers}"

@@ -32,10 +32,10 @@ class OutcomeQueue:
         self.is_updating = False
         self._blocks = tuple(blocks)
         self._positions = {
-            lane: frozenset(at.position for at in blocks if at.lane is lane)
+            lane: frozenset(b.position for b in blocks if b.lane is lane)
             for lane in lanes
         }
-        self._first_position = {lane: min(at) for lane, at in self._positions.items()}
+        self._first_position = {lane: min(b) for lane, b in self._positions.items()}
         self._only_lane = lanes[0] if len(lanes) == 1 else None
         self._selector: selectors.BaseSelector | None = None
 
@@ -92,16 +92,16 @@ class OutcomeQueue:
         Otherwise, or while envs are absent, poll all lanes without blocking and wait
         for all their descriptors together.
         """
-        has_any = is_any_busy = False
+        is_waiting = is_any_busy = False
         for lane, positions in self._positions.items():
             expected = len(waiting & positions)
             if not (expected or lane.is_busy):
                 continue
-            is_for_all = min_finished == len(waiting) and expected and not lane.absent
-            seconds = timeout_seconds if is_for_all else 0.0
-            has_any |= self._collect(lane, seconds, expected or 1)
-            is_any_busy |= has_any or lane.is_busy
-        if is_any_busy and not has_any:
+            needs_all = min_finished == len(waiting) and expected and not lane.absent
+            seconds = timeout_seconds if needs_all else 0.0
+            is_waiting |= self._collect(lane, seconds, expected or 1)
+            is_any_busy |= is_waiting or lane.is_busy
+        if is_any_busy and not is_waiting:
             if self._selector is None:
                 selector = selectors.DefaultSelector()
                 for lane in self._first_position:

@@ -78,7 +78,7 @@ class BatchBlocks(tuple[BatchBlock, ...]):
 
     def num_rows(self, positions: Iterable[int]) -> int:
         """Return the total number of rows of some blocks."""
-        return sum([self[at].stop - self[at].start for at in positions])
+        return sum([self[index].stop - self[index].start for index in positions])
 
     def block_of(self, env_index: int) -> BatchBlock:
         """Return the block that contains a row."""
@@ -86,8 +86,8 @@ class BatchBlocks(tuple[BatchBlock, ...]):
 
     def in_flight_error(self, positions: Iterable[int]) -> LocalProtocolError:
         """Return the error to raise if blocks that must be idle are in flight."""
-        chosen = [self[at] for at in sorted(positions)]
-        rows = [row for block in chosen for row in range(block.start, block.stop)]
+        blocks = [self[index] for index in sorted(positions)]
+        rows = [row for block in blocks for row in range(block.start, block.stop)]
         return LocalProtocolError(f"the rows {rows} are in flight; recv() them first")
 
 
@@ -106,7 +106,7 @@ class LanePart:
     """
 
     def __init__(self, blocks: Sequence[BatchBlock], start: int) -> None:
-        """Collect blocks of one lane, whose rows begin at row `start` of the set."""
+        """Combine blocks of one lane, whose rows begin at row `start` of the set."""
         self.lane = blocks[0].lane
         self.blocks = tuple(block.lane_block for block in blocks)
         self.single_blocks = tuple((block,) for block in self.blocks)
@@ -148,8 +148,8 @@ class RowSet:
         block_parts = starmap(slice, pairwise([0, *stops]))
         self.block_parts = tuple(zip(self.blocks, block_parts, strict=True))
         lane_parts: list[LanePart] = []
-        for _, of_lane in groupby(self.block_parts, lambda part: part[0].offset):
-            blocks_of_lane, rows = zip(*of_lane, strict=True)
+        for _, parts in groupby(self.block_parts, lambda part: part[0].offset):
+            blocks_of_lane, rows = zip(*parts, strict=True)
             lane_parts.append(LanePart(blocks_of_lane, rows[0].start))
         self.lane_parts = tuple(lane_parts)
 
@@ -200,9 +200,9 @@ class RowSetCache:
         keys = [key(block) for block in self._blocks]
         return tuple(
             self.for_blocks(
-                [at for at, other in enumerate(keys) if other == one]
+                [index for index, other in enumerate(keys) if other == value]
             ).env_indices
-            for one in sorted({*keys})
+            for value in sorted({*keys})
         )
 
     def select_in_flight(
@@ -272,10 +272,10 @@ def check_rows(env_indices: Sequence[int] | Array | None, num_envs: int) -> Arra
     if env_indices is None:
         return np.arange(num_envs)
     indices = _as_rows(env_indices).reshape(-1)
-    wrong = indices[(indices < 0) | (indices >= num_envs)]
-    if wrong.size:
+    invalid = indices[(indices < 0) | (indices >= num_envs)]
+    if invalid.size:
         raise IndexError(
-            f"expected env indices in [0, {num_envs}); got {wrong.tolist()}"
+            f"expected env indices in [0, {num_envs}); got {invalid.tolist()}"
         )
     if np.unique(indices).size != indices.size:
         raise IndexError(f"expected distinct env indices; got {indices.tolist()}")

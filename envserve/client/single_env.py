@@ -12,7 +12,7 @@ from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError
 
 #: Attributes of this class, which are not forwarded to the env.
-_OWN: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
+_OWN_ATTRIBUTES: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
 
 
 class Env(gymnasium.Env[Any, Any]):
@@ -31,8 +31,8 @@ class Env(gymnasium.Env[Any, Any]):
         self._batched_space = batch_space(batch.observation_space, 1)
         (self.render_mode,) = batch.get_attr("render_mode")
         self.metadata = metadata_of(batch)
-        # In "human" mode the worker would open the window. Without this mode, Gymnasium
-        # applies the wrapper HumanRendering, which opens it in this process.
+        # In "human" mode the worker would open the window. If this mode is missing,
+        # Gymnasium applies HumanRendering, which opens the window in this process.
         modes = self.metadata.get("render_modes", [])
         self.metadata["render_modes"] = [mode for mode in modes if mode != "human"]
 
@@ -43,7 +43,7 @@ class Env(gymnasium.Env[Any, Any]):
         seeds = None if seed is None else [seed]
         observation = self._batch.reset(None, seeds, options=options)
         super().reset(seed=seed)
-        return self._only(observation), dict(self._batch.reset_infos.get(0, {}))
+        return self._unbatch(observation), dict(self._batch.reset_infos.get(0, {}))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the env; see `gymnasium.Env.step`.
@@ -58,7 +58,7 @@ class Env(gymnasium.Env[Any, Any]):
         if not result.valid[0]:
             info["valid"] = False
         flags = bool(result.terminated[0]), bool(result.truncated[0])
-        return self._only(result.observation), float(result.reward[0]), *flags, info
+        return self._unbatch(result.observation), float(result.reward[0]), *flags, info
 
     def render(self) -> Any:
         """Render the env according to its `render_mode`."""
@@ -85,7 +85,7 @@ class Env(gymnasium.Env[Any, Any]):
           AttributeError: There is no such attribute, or a server does not expose it.
           CallError: The value cannot be sent.
         """
-        if name in _OWN:
+        if name in _OWN_ATTRIBUTES:
             return getattr(self, name)
         try:
             return self._batch.get_attr(name)[0]
@@ -115,16 +115,19 @@ class Env(gymnasium.Env[Any, Any]):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the env has."""
-        if name in _OWN or name.startswith("_"):
+        if name in _OWN_ATTRIBUTES or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self.get_wrapper_attr(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this object, or one that only the env has."""
-        if name in _OWN or name.startswith("_"):
+        if name in _OWN_ATTRIBUTES or name.startswith("_"):
             super().__setattr__(name, value)
         else:
             self.set_wrapper_attr(name, value)
 
-    def _only(self, observation: Any) -> Any:
+    def __repr__(self) -> str:
+        return f"<Env<{self._batch.spec.env_name}>>"
+
+    def _unbatch(self, observation: Any) -> Any:
         return next(iter(iterate(self._batched_space, observation)))

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 _NUM_LATENCIES: Final = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BatchStats:
     """Counters since the batch was made, and latencies of recent steps.
 
@@ -46,6 +46,9 @@ class BatchStats:
         """Fraction of rows that are valid; 1 before the first step."""
         return self.valid_rows / self.rows if self.rows else 1.0
 
+    def __repr__(self) -> str:
+        return f"<BatchStats {self}>"
+
     def __str__(self) -> str:
         """Return a one-line summary, with latencies in milliseconds."""
         parts = [
@@ -55,8 +58,8 @@ class BatchStats:
             *(f"{k} {1000 * v:.3g} ms" for k, v in self.latency_seconds.items()),
         ]
         for lane, counts in self.lanes.items():
-            some = ", ".join(f"{key} {number:,}" for key, number in counts.items())
-            parts.append(f"{lane}: {some}")
+            counters = ", ".join(f"{key} {number:,}" for key, number in counts.items())
+            parts.append(f"{lane}: {counters}")
         return "; ".join(parts)
 
 

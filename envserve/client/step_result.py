@@ -116,8 +116,8 @@ def gather_result(
     """
     if out is not None or len(row_set.lane_parts) > 1:
         return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)
-    # This runs at every step, and `copy` is the fastest way to make an array; see
-    # docs/decisions.md: "A step makes few Python calls and few copies".
+    # This runs at every step, and `copy` is the fastest way to make an array; see the
+    # decision "A step makes few Python calls and few copies".
     part = row_set.lane_parts[0]
     rows = part.view or part.read()
     terminated, truncated = rows.terminated.copy(), rows.truncated.copy()
@@ -151,7 +151,7 @@ def gather_result(
 def decode_result(
     spec: EnvSpec, result: StepResult, env_indices: Sequence[int] | Array
 ) -> StepResult:
-    """Decode variable-length observations, after all rows have been written."""
+    """Return a complete result with its variable-length observations decoded."""
     decode = partial(
         decode_observation, spec, env_indices, is_complete=result.status == _OK
     )
@@ -204,9 +204,9 @@ def final_observations(space: Space[Any], step: StepResult, previous: Any) -> li
     """
     rows = list(iterate(space, step.final_observation))
     if lost := step.lost.nonzero()[0].tolist():
-        before = list(iterate(space, previous))
+        previous_rows = list(iterate(space, previous))
         for row in lost:
-            rows[row] = before[row]
+            rows[row] = previous_rows[row]
     return rows
 
 
@@ -220,11 +220,11 @@ def with_last_observation(space: Space[Any], step: StepResult, previous: Any) ->
     """
     pairs = zip(flatten(space, step.observation), flatten(space, previous), strict=True)
     leaves = []
-    for now, before in pairs:
-        rows = now if isinstance(now, np.ndarray) else list(now)
+    for current, previous_leaf in pairs:
+        rows = current if isinstance(current, np.ndarray) else list(current)
         for row in step.lost.nonzero()[0].tolist():
-            rows[row] = before[row]
-        leaves.append(rows if rows is now else tuple(rows))
+            rows[row] = previous_leaf[row]
+        leaves.append(rows if rows is current else tuple(rows))
     return unflatten(space, leaves)
 
 

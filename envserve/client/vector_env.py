@@ -60,12 +60,12 @@ def parse_observation_mode(mode: Any) -> ObservationMode:
     """Return the mode of a batch for an `observation_mode` of Gymnasium.
 
     Raises:
-      TypeError: The mode is a tuple of other values than two spaces.
+      TypeError: The mode is a tuple, but does not consist of two spaces.
       ValueError: The mode is unknown.
     """
     # Gymnasium's tests require the text of these errors.
     if isinstance(mode, tuple) and len(mode) == 2:
-        if not all(isinstance(each, Space) for each in mode):
+        if not all(isinstance(space, Space) for space in mode):
             raise TypeError(
                 f"Expected both elements of observation_mode to be Spaces, got {mode}"
             )
@@ -102,8 +102,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
 
         Args:
           batch: A batch made with `infos="all"`.
-          copy: As for `make_vec`.
-          observation_mode: As for `make_vec`.
+          copy: See `make_vec`.
+          observation_mode: See `make_vec`.
         """
         super().__init__()
         # Closes the batch if the user drops this object without closing it.
@@ -133,6 +133,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self._latest: StepResult | None = None
         self._observation: Any = None
         self.closed = False
+
+    def __repr__(self) -> str:
+        return f"VectorEnv({self._batch.spec.env_name}, num_envs={self.num_envs})"
 
     def reset(
         self,
@@ -184,16 +187,16 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             others = {key: options[key] for key in options if key != "reset_mask"}
             options = others
         seeds = None
-        if seed is not None and any(each is not None for each in seed):
+        if seed is not None and any(item is not None for item in seed):
             seeds = [seed[row] for row in rows.tolist()]
-        every = len(rows) == self.num_envs
-        self._batch.send_reset(None if every else rows, seeds, options=options)
+        is_whole = len(rows) == self.num_envs
+        self._batch.send_reset(None if is_whole else rows, seeds, options=options)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset that `reset_async` has started, and return its result.
 
         Args:
-          timeout: Maximum seconds to wait; None for no limit.
+          timeout: Time limit in seconds; None for no limit.
 
         Raises:
           EnvsTimeout: The reset has not finished in time; call this again to wait
@@ -230,7 +233,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Wait for the step that `step_async` has started, and return its result.
 
         Args:
-          timeout: Maximum seconds to wait; None for no limit.
+          timeout: Time limit in seconds; None for no limit.
 
         Raises:
           EnvsTimeout: The step has not finished in time; call this again to wait
@@ -270,27 +273,27 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """The last seed of each env, as a tuple."""
         return self.get_attr("np_random_seed")
 
-    def call(self, name: str, /, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+    def call(self, name: str, /, *arguments: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every env, or read an attribute that is not callable.
 
         Raises:
           CallError: The method raised an exception, or a server does not expose it.
         """
-        self.call_async(name, *arguments, **named)
+        self.call_async(name, *arguments, **kwargs)
         return self.call_wait()
 
-    def call_async(self, name: str, /, *arguments: Any, **named: Any) -> None:
+    def call_async(self, name: str, /, *arguments: Any, **kwargs: Any) -> None:
         """Start a `call` without waiting; `call_wait` returns its result."""
         self._check_idle("call")
         if name in _NOT_CALLED:
             raise ValueError(f"{name}: expected {name}() instead of call({name!r})")
-        self._batch.send_call(name, *arguments, **named)
+        self._batch.send_call(name, *arguments, **kwargs)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the call that `call_async` has started, and return its result.
 
         Args:
-          timeout: Maximum seconds to wait; None for no limit.
+          timeout: Time limit in seconds; None for no limit.
 
         Raises:
           EnvsTimeout: The call has not finished in time; call this again to wait
@@ -358,8 +361,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             # Only observation arrays are reused: the other arrays are small, and
             # trainers keep them. Two results alternate, because lost episodes need the
             # observations of the previous step.
-            written = None if self._is_encoded else result
-            self._reused, self._latest = self._latest, written
+            reusable = None if self._is_encoded else result
+            self._reused, self._latest = self._latest, reusable
             result = result._replace(
                 reward=result.reward.copy(),
                 terminated=result.terminated.copy(),
@@ -368,10 +371,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
         if not self._is_same_step and not _all(result.valid):
-            shown = with_last_observation(
+            observation = with_last_observation(
                 self.single_observation_space, result, self._observation
             )
-            result = result._replace(observation=shown)
+            result = result._replace(observation=observation)
         self._observation = result.observation
         if not _all(result.valid):
             infos["valid"] = result.valid
@@ -386,7 +389,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         observations = np.full(self.num_envs, None, object)
         last = final_observations(self.observation_space, result, self._observation)
         for row in ended.nonzero()[0].tolist():
-            observations[row] = _as_returned(self._batch.spec, last[row])
+            observations[row] = _copy_observation(self._batch.spec, last[row])
             info = dict(infos.pop(row, {}))
             # In a valid row, the key "fault" comes from the env itself.
             is_lost = not result.valid[row] and "fault" in info
@@ -404,7 +407,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         }
 
 
-def _as_returned(spec: EnvSpec, observation: Any) -> Any:
+def _copy_observation(spec: EnvSpec, observation: Any) -> Any:
     """Copy a final observation; scalars get the types that most envs return."""
     leaves = copying.deepcopy(flatten(spec.observation_space, observation))
     for index, leaf in enumerate(spec.observation_leaves):

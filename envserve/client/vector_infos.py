@@ -34,7 +34,7 @@ def batch_infos(
     """Batch info dicts.
 
     The memory for rows that do not have a key is limited to 256 MiB in total. If
-    numeric arrays would exceed it, a key is stored as an array of objects. If even that
+    numeric arrays would exceed it, a key is stored as an array of objects. If that also
     exceeds it, the key is omitted, and the key "omitted" names the first omitted keys.
 
     Args:
@@ -76,13 +76,13 @@ def _batch(
         for key, column in zip(keys, values, strict=True):
             columns.setdefault(key, []).append((rows, column))
     batched: dict[str, Any] = {}
-    every = np.ones(num_envs, np.bool_)
-    for each in join_columns(packed):
-        rows = [*range(each.start, each.stop)]
-        for key, is_python, array in each.columns():
+    all_rows = np.ones(num_envs, np.bool_)
+    for part in join_columns(packed):
+        rows = [*range(part.start, part.stop)]
+        for key, is_python, array in part.columns():
             is_array = is_python or array.ndim > 1 or array.dtype != np.bool_
             if is_array and len(rows) == num_envs and key not in columns:
-                batched[key], batched[f"_{key}"] = array.copy(), every.copy()
+                batched[key], batched[f"_{key}"] = array.copy(), all_rows.copy()
             else:
                 numbers = array.tolist() if is_python else list(array.copy())
                 columns.setdefault(key, []).append((rows, numbers))

@@ -160,7 +160,7 @@ class ActionRing:
         """
         record = self._records[row, _FAILED if has_failed else _PRESENT].item()
         known, incarnation, episode_at, seed, seeded_at, *others = record
-        generator_at, state, touched, digest, options_at = others
+        generator_at, state, is_touched, digest, options_at = others
         count = self.counts[row]
         # The record may be invalid: env code in the worker can overwrite it.
         if known != 1 or not max(seeded_at, generator_at, 0) <= episode_at <= count:
@@ -182,7 +182,7 @@ class ActionRing:
             actions=tuple(ring[slots, row] for ring in self._rings),
             num_missing=count - start - num_kept,
             episode_step=count - episode_at,
-            is_touched=bool(touched),
+            is_touched=bool(is_touched),
             options=options if has_options else b"",
             misses_options=options_at != _NEVER and not has_options,
         )

@@ -106,11 +106,11 @@ class CrashFolder:
         if self._folder:
             return folder
         # Another user may have created it, because all users can write to its parent.
-        found = os.lstat(folder)
+        stat_result = os.lstat(folder)
         if (
-            not stat.S_ISDIR(found.st_mode)
-            or found.st_uid != os.getuid()
-            or found.st_mode & 0o077
+            not stat.S_ISDIR(stat_result.st_mode)
+            or stat_result.st_uid != os.getuid()
+            or stat_result.st_mode & 0o077
         ):
             raise PermissionError(
                 f"{folder} is not a folder that only this user can access"
@@ -128,14 +128,14 @@ def _prune(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name.endswith((SUFFIX, _PART)):
             with contextlib.suppress(FileNotFoundError):
-                found = path.lstat()
-                of_owner = files.setdefault(path.name.rpartition("-")[0][-8:], [])
-                of_owner.append((found.st_mtime_ns, found.st_size, path))
-                num_files, num_bytes = num_files + 1, num_bytes + found.st_size
+                stat_result = path.lstat()
+                owner_files = files.setdefault(path.name.rpartition("-")[0][-8:], [])
+                owner_files.append((stat_result.st_mtime_ns, stat_result.st_size, path))
+                num_files, num_bytes = num_files + 1, num_bytes + stat_result.st_size
     while num_files > _MAX_FILES or num_bytes > _MAX_BYTES:
-        most = max(files.values(), key=_used_fraction)
-        _, size, path = oldest = min(most)
-        most.remove(oldest)
+        largest = max(files.values(), key=_used_fraction)
+        _, size, path = oldest = min(largest)
+        largest.remove(oldest)
         path.unlink(missing_ok=True)
         num_files, num_bytes = num_files - 1, num_bytes - size
 

@@ -27,7 +27,7 @@ _FORMAT: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How an env failed.
+    """The failure of an env.
 
     Attributes:
       status: Kind of fault.
@@ -66,7 +66,7 @@ class Repro:
       timeout_seconds: Time limit of the call in which the env failed.
       played: History of the env. The fault occurs in the last action, or in the reset
         if there are no actions.
-      end: How the env failed.
+      end: The failure of the env.
       context: Place of the env in its batch; None in older files.
     """
 
@@ -115,7 +115,7 @@ def decode_repro(data: bytes) -> Repro:
                 f"wrote it"
             )
         wrappers = wrappers_from_plain(value.pop("wrappers"))
-        repro = msgspec.convert(value, Repro, dec_hook=_array)
+        repro = msgspec.convert(value, Repro, dec_hook=_decode_array)
         if len({len(array) for array in repro.played.actions}) != 1:
             raise ValueError("expected the same number of actions in each array")
     except ReproError:
@@ -125,7 +125,7 @@ def decode_repro(data: bytes) -> Repro:
     return replace(repro, wrappers=wrappers)
 
 
-def _array(_: type, value: Any) -> Any:
+def _decode_array(_: type, value: Any) -> Any:
     if not isinstance(value, np.ndarray) or not value.ndim:
         raise ValueError("expected an array of actions")
     return value

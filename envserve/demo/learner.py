@@ -67,8 +67,8 @@ class Learner:
         if isinstance(self._actions, Discrete):
             return np.asarray(self._actions.start + outputs.argmax(1))
         low, high = np.clip((self._actions.low, self._actions.high), -10.0, 10.0)
-        share = (np.tanh(outputs).reshape(-1, *low.shape) + 1) / 2
-        return np.asarray(low + share * (high - low), self._actions.dtype)
+        fraction = (np.tanh(outputs).reshape(-1, *low.shape) + 1) / 2
+        return np.asarray(low + fraction * (high - low), self._actions.dtype)
 
     def learn(self, rows: Array, result: StepResult) -> None:
         """Record the results of rows `[n]`, and draw a policy where an episode ended.
@@ -77,16 +77,16 @@ class Learner:
         """
         self._returns_so_far[rows] += result.reward
         ended = result.terminated | result.truncated
-        is_whole = (result.status == Status.OK) | (result.status == Status.LATE)
-        for row in rows[ended & is_whole]:
+        is_complete = (result.status == Status.OK) | (result.status == Status.LATE)
+        for row in rows[ended & is_complete]:
             score, policy = float(self._returns_so_far[row]), self._policies[row].copy()
             self.returns.append(score)
             # Prefer the newest of equal policies: later ones are closer to the mean.
-            best = [(score, policy), *self._best]
-            self._best = sorted(best, key=lambda each: -each[0])[:_NUM_BEST]
-            drawn = self._random.normal(size=policy.shape)
+            candidates = [(score, policy), *self._best]
+            self._best = sorted(candidates, key=lambda pair: -pair[0])[:_NUM_BEST]
+            new_policy = self._random.normal(size=policy.shape)
             if len(self.returns) == self.returns.maxlen:
-                around = np.array([each for _, each in self._best])
-                drawn = around.mean(0) + _SPREAD * around.std(0) * drawn
-            self._policies[row] = drawn
+                policies = np.array([pair for _, pair in self._best])
+                new_policy = policies.mean(0) + _SPREAD * policies.std(0) * new_policy
+            self._policies[row] = new_policy
         self._returns_so_far[rows[ended]] = 0.0

@@ -49,16 +49,16 @@ class ReplayCheck:
         columns = (result.reward, result.terminated, result.truncated, result.valid)
         flags = zip(*(column.tolist() for column in columns), strict=True)
         for index, (reward, terminated, truncated, valid) in enumerate(flags):
-            shown = result.observation[index].tobytes()
+            observation = result.observation[index].tobytes()
             final = result.final_observation[index].tobytes()
-            received = shown, reward, terminated, truncated, final
+            received = observation, reward, terminated, truncated, final
             status = Status(int(result.status[index]))
-            is_right = self._rows[rows[index]].check(received, actions[index], status)
-            self._count(is_right and valid == (status == Status.OK))
+            is_correct = self._rows[rows[index]].check(received, actions[index], status)
+            self._count(is_correct and valid == (status == Status.OK))
 
-    def _count(self, is_right: bool) -> None:
+    def _count(self, is_correct: bool) -> None:
         self.num_checked += 1
-        self.num_wrong += not is_right
+        self.num_wrong += not is_correct
 
 
 class _Row:
@@ -74,7 +74,7 @@ class _Row:
         self._next: _Step | None = None
 
     def find_incarnation(self, first: bytes) -> bool:
-        """Reset the twin to the incarnation with this first observation, if any."""
+        """Find the incarnation with this first observation; reset the twin to it."""
         self._last, self._pending, self._next = first, None, None
         for incarnation in self._next_incarnations():
             seed = env_seed(self._root_seed, self._index, incarnation)
@@ -85,18 +85,18 @@ class _Row:
 
     def check(self, received: _Step, action: Any, status: Status) -> bool:
         """Return whether a row is correct."""
-        shown, reward, terminated, truncated, final = received
+        observation, reward, terminated, truncated, final = received
         was_padding, is_late = self._pending is not None, status == Status.LATE
         self._pending = self._pending if was_padding else action
         if status == Status.OK or is_late:
             expected = self._step_twin(self._pending)
-            self._last, self._pending, self._next = shown, None, None
+            self._last, self._pending, self._next = observation, None, None
             return received == expected and is_late == was_padding
         is_idle = not (reward or terminated)
         if status == Status.PENDING:
-            return is_idle and not truncated and self._is_current(shown)
+            return is_idle and not truncated and self._is_current(observation)
         is_last = self._is_current(final)
-        return self.find_incarnation(shown) and is_idle and truncated and is_last
+        return self.find_incarnation(observation) and is_idle and truncated and is_last
 
     def _is_current(self, shown: bytes) -> bool:
         """Return whether this is the last observation or follows the pending action."""
@@ -106,11 +106,11 @@ class _Row:
         """Step the twin, unless it has taken this action already; return the result."""
         if self._next is None:
             observation, reward, terminated, truncated, _ = self._twin.step(action)
-            shown = self._bytes(observation)
-            final = bytes(len(shown))
+            first = self._bytes(observation)
+            final = bytes(len(first))
             if terminated or truncated:
-                shown, final = self._reset(None), shown
-            self._next = shown, float(reward), bool(terminated), bool(truncated), final
+                first, final = self._reset(None), first
+            self._next = first, float(reward), bool(terminated), bool(truncated), final
         return self._next
 
     def _reset(self, seed: int | None) -> bytes:
@@ -120,9 +120,9 @@ class _Row:
         return np.asarray(observation, self._twin.observation_space.dtype).tobytes()
 
     def _next_incarnations(self) -> Iterator[int]:
-        above, stride = self._incarnation + 1, INCARNATIONS_PER_LEASE
-        leases = range(above // stride + 1, above // stride + 1 + _MAX_SKIPPED)
-        yield from (above, leases[0] * stride)  # the most likely candidates
-        yield from range(above + 1, above + _MAX_SKIPPED)
+        start, stride = self._incarnation + 1, INCARNATIONS_PER_LEASE
+        leases = range(start // stride + 1, start // stride + 1 + _MAX_SKIPPED)
+        yield from (start, leases[0] * stride)  # the most likely candidates
+        yield from range(start + 1, start + _MAX_SKIPPED)
         for lease in leases:
             yield from range(lease * stride, lease * stride + _MAX_SKIPPED)

@@ -34,9 +34,10 @@ _NUM_SERVERS: Final = 2
 _CUT_SECONDS: Final = 2.0
 _REPORT_SECONDS: Final = 0.25
 _RECV_SECONDS: Final = 0.1
-#: A row without a result for this time counts as absent; steps are much shorter.
+_NOT_LOST: Final = Status.OK, Status.PENDING, Status.LATE
+#: Seconds without a result after which a row counts as absent; steps take much less.
 _ABSENT_AFTER_SECONDS: Final = 0.5
-#: Maximum time to wait until all envs have recovered from a fault.
+#: Maximum seconds to wait until all envs have recovered from a fault.
 _RECOVERY_SECONDS: Final = 30.0
 
 
@@ -47,8 +48,9 @@ class Demo:
 
     Attributes:
       servers: The servers of the envs, in row order; each has an equal number of rows.
-      faults: The faults to inject, by name: a label, and a function that injects it,
-        waits for recovery, and returns a sentence with the recovery time.
+      controls: Actions of the user by name: a label, and a function that acts and
+        returns a sentence. A fault's function waits for recovery.
+      num_faults: Number of faults injected so far.
       row: The metrics in the last line of `metrics.jsonl`.
       has_ended: Set when the thread has ended or must end.
     """
@@ -65,15 +67,17 @@ class Demo:
           EnvserveError: The env does not exist, the learner does not support its
             spaces, or a server does not start.
         """
-        self.faults: dict[str, tuple[str, Callable[[], str]]] = {}
+        self.controls: dict[str, tuple[str, Callable[[], str]]] = {}
         for name, label, act in (
-            ("worker", "Kill a worker", lambda it: it.signal_worker(signal.SIGKILL)),
-            ("env", "Hang an env", lambda it: it.signal_worker(signal.SIGSTOP)),
+            ("worker", "Kill a worker", lambda s: s.signal_worker(signal.SIGKILL)),
+            ("env", "Hang an env", lambda s: s.signal_worker(signal.SIGSTOP)),
             ("server", "Kill a server", DemoServer.kill_and_restart),
-            ("network", "Cut the network", lambda it: it.proxy.cut(_CUT_SECONDS)),
+            ("network", "Cut the network", lambda s: s.proxy.cut(_CUT_SECONDS)),
         ):
-            self.faults[name] = label, partial(self._inject, label, act)
+            self.controls[name] = label, partial(self._inject, label, act)
+        self.controls["learn"] = "Learn again", self._learn_again
         self.row: dict[str, float] = {"steps": 0, "rows_checked": 0, "demo_wrong": 0}
+        self.num_faults = self._num_lost = self._num_padding = 0
         self.has_ended = threading.Event()
         self._env, self._num_envs, self._folder = env, num_envs, folder
         self._status = np.full(num_envs, Status.PENDING, np.uint8)
@@ -83,7 +87,7 @@ class Demo:
         self._error: BaseException | None = None
         Registry([env])
         self._seed = draw_root_seed()
-        self._learner = Learner(env, self._make_twin(), num_envs, self._seed)
+        self._learn_again()
         with contextlib.ExitStack() as stack:
             self.servers = []
             for index in range(_NUM_SERVERS):
@@ -108,6 +112,11 @@ class Demo:
         """Raise the exception that ended the thread, if any."""
         if self._error is not None:
             raise self._error
+
+    def __str__(self) -> str:
+        num_checked, num_wrong = self.row["rows_checked"], self.row["demo_wrong"]
+        faults = "1 fault" if self.num_faults == 1 else f"{self.num_faults:,} faults"
+        return f"{num_checked:,} transitions checked, {faults}, {num_wrong:,} wrong"
 
     def absent_rows(self) -> Array:
         """Return a mask of the rows that are absent now, bool `[num_envs]`."""
@@ -134,19 +143,20 @@ class Demo:
                 self._stepped.notify_all()
 
     def _step_envs(self, batch: BatchEnv) -> None:
-        learner, rows = self._learner, np.arange(self._num_envs)
+        rows = np.arange(self._num_envs)
         checker = ReplayCheck(self._make_twin, self._num_envs, self._seed)
         observation = batch.reset()
         checker.reset(observation)
-        actions = learner.act(observation, rows)
+        actions = self._learner.act(observation, rows)
         batch.send(actions)
-        began, num_valid = time.monotonic(), 0
+        started_at, num_valid = time.monotonic(), 0
         while not self.has_ended.is_set():
             # Receive half of the rows, so that a silent server causes no delay. But
             # receive more rows than there is padding, because padding is returned
             # immediately.
             num_padding = int((self._status == Status.PENDING).sum())
             min_rows = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
+            learner = self._learner
             with contextlib.suppress(EnvTimeout):  # the next call returns these rows
                 rows, result = batch.recv(min_rows, timeout=_RECV_SECONDS)
                 checker.step(rows, actions[rows], result)
@@ -156,18 +166,23 @@ class Demo:
                 self._status[rows] = result.status
                 self._received_at[rows] = time.monotonic()
                 num_valid += int(result.valid.sum())
+                self._num_lost += int((~np.isin(result.status, _NOT_LOST)).sum())
+                self._num_padding += int((result.status == Status.PENDING).sum())
             with self._stepped:
                 self._absent_at[self.absent_rows()] = time.monotonic()
                 self._stepped.notify_all()
-            if (seconds := time.monotonic() - began) > _REPORT_SECONDS:
+            if (seconds := time.monotonic() - started_at) > _REPORT_SECONDS:
                 self._report(checker, num_valid, seconds)
-                began, num_valid = time.monotonic(), 0
+                started_at, num_valid = time.monotonic(), 0
+        self._report(checker, num_valid, _REPORT_SECONDS)
 
     def _report(self, checker: ReplayCheck, num_valid: int, seconds: float) -> None:
         self.row = {
             "steps": self.row["steps"] + num_valid,
             "steps_per_second": num_valid / seconds,
-            "rows_checked": checker.num_checked,
+            "rows_checked": checker.num_checked - self._num_padding,
+            "rows_lost": self._num_lost,
+            "demo_faults": self.num_faults,
             "demo_wrong": checker.num_wrong,
             **self._recovery,
         }
@@ -191,18 +206,25 @@ class Demo:
             self._wait_for(lambda: not any(self.absent_rows()))
             index, share = random.randrange(_NUM_SERVERS), self._num_envs / _NUM_SERVERS
             rows = slice(int(index * share), int((index + 1) * share))
-            began = time.monotonic()
+            started_at = time.monotonic()
             act(self.servers[index])
+            self.num_faults += 1
             self._wait_for(
                 lambda: (
-                    any(self._absent_at[rows] > began)
+                    any(self._absent_at[rows] > started_at)
                     and not any(self.absent_rows()[rows])
                 )
             )
-            milliseconds = round(1000 * (time.monotonic() - began))
-            self._recovery = {"demo_recovery_ms": milliseconds}
-            num_envs = int((self._absent_at[rows] > began).sum())
-            return f"{label}: {num_envs} envs recovered after {milliseconds:,} ms"
+            milliseconds = round(1000 * (time.monotonic() - started_at))
+            self._recovery = {f"demo_recovery_ms {label}": milliseconds}
+            num_envs = int((self._absent_at[rows] > started_at).sum())
+            envs = f"{num_envs} envs of server {index + 1}"
+            return f"{label}: {envs} recovered after {milliseconds:,} ms"
+
+    def _learn_again(self) -> str:
+        twin, seed = self._make_twin(), draw_root_seed()
+        self._learner = Learner(self._env, twin, self._num_envs, seed)
+        return "Learn again: a new policy learns from scratch"
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._stepped:

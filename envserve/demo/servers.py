@@ -71,7 +71,7 @@ class DemoServer:
     def signal_worker(self, number: int) -> None:
         """Send a signal to a random worker, a child of the template process."""
         templates = [pid for pid, *_ in child_processes(self._process.pid)]
-        workers = [pid for each in templates for pid, *_ in child_processes(each)]
+        workers = [pid for item in templates for pid, *_ in child_processes(item)]
         if not workers:
             raise ServerError("no worker was found in /proc; try again")
         os.kill(random.choice(workers), number)

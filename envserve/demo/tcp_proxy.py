@@ -42,21 +42,21 @@ class TcpProxy:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # `close` was called
             while True:
-                near, _ = self._listening.accept()
+                client, _ = self._listening.accept()
                 threading.Thread(
-                    target=self._connect, args=(near,), daemon=True
+                    target=self._connect, args=(client,), daemon=True
                 ).start()
 
-    def _connect(self, near: socket.socket) -> None:
-        with near, contextlib.suppress(ConnectionRefusedError):  # the server restarts
+    def _connect(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(ConnectionRefusedError):  # the server restarts
             self._is_connected.wait()
-            with socket.create_connection((_HOST, self.port)) as far:
-                for end in (near, far):
+            with socket.create_connection((_HOST, self.port)) as server:
+                for end in (client, server):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                back = threading.Thread(target=self._forward, args=(far, near))
-                back.start()
-                self._forward(near, far)
-                back.join()
+                thread = threading.Thread(target=self._forward, args=(server, client))
+                thread.start()
+                self._forward(client, server)
+                thread.join()
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(ConnectionError):  # either peer may disconnect

@@ -39,8 +39,8 @@ class EnvContext:
         Other braces remain unchanged. `{{row}}` becomes a literal `{row}`.
         """
         if isinstance(value, str):
-            number_of = vars(self)
-            return _PLACEHOLDER.sub(lambda m: m[1] or str(number_of[m[2]]), value)
+            numbers = vars(self)
+            return _PLACEHOLDER.sub(lambda m: m[1] or str(numbers[m[2]]), value)
         if isinstance(value, Mapping):
             return {key: self.fill(item) for key, item in value.items()}
         if type(value) in (list, tuple):

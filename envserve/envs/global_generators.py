@@ -26,7 +26,7 @@ import numpy as np
 
 from envserve.envs import registry, user_envs
 
-#: Types in which generators are searched, also if they are not defined by the user.
+#: Types of containers that are searched for generators even if they are not user code.
 _CONTAINERS: Final = (
     *(dict, list, tuple, deque, partial, CellType, MethodType, BuiltinMethodType),
     *(staticmethod, classmethod, property, gymnasium.Space),
@@ -76,12 +76,12 @@ def _objects_of(
     modules: dict[str, dict[str, Any]], functions: Sequence[Callable[..., Any]]
 ) -> Iterator[Any]:
     """Yield the objects that modules and functions refer to, in a fixed order."""
-    names = [*modules, *(user_envs.name_of_code(each) for each in functions)]
+    names = [*modules, *(user_envs.name_of_code(function) for function in functions)]
     packages = {re.split("[.:]", name)[0] for name in names}
-    found = deque[Any]([*(modules[name] for name in sorted(modules)), *functions])
+    queue = deque[Any]([*(modules[name] for name in sorted(modules)), *functions])
     seen = set[int]()
-    while found and len(seen) < _MAX_OBJECTS:
-        value = found.popleft()
+    while queue and len(seen) < _MAX_OBJECTS:
+        value = queue.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -91,7 +91,7 @@ def _objects_of(
         package = str(owner.__module__).partition(".")[0]
         if package in packages or issubclass(kind, _CONTAINERS):
             parts = gc.get_referents(value)
-            found += parts if len(parts) <= _MAX_ELEMENTS else ()
+            queue += parts if len(parts) <= _MAX_ELEMENTS else ()
 
 
 def _seed_numpy(value: Any, sequence: np.random.SeedSequence) -> None:

@@ -30,7 +30,7 @@ from envserve.wrappers.specs import table_of
 
 Env = gymnasium.Env[Any, Any]
 
-#: Maximum size of the pickled code; a message to a worker may have 64 MiB.
+#: Maximum size of the pickled code; a message to a worker may have up to 64 MiB.
 _MAX_BYTES: Final = 32 << 20
 
 
@@ -59,10 +59,10 @@ class UserCode:
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
-        """Return a reference to an env, as for `name_and_imports`, and its code.
+        """Return an env's reference for `name_and_imports`, and its code.
 
         Args:
-          env: As for `BatchEnv.local`.
+          env: See `BatchEnv.local`.
 
         Raises:
           TypeError: An element of a list is not a function.
@@ -90,7 +90,8 @@ class UserCode:
                 if not callable(function):
                     raise TypeError(
                         f"env[{index}]: expected a function that creates an env; got "
-                        f"{function!r:.200}"
+                        f"{function!r:.200}; for several envs of one name, pass the "
+                        f"name and num_envs={len(env)}"
                     )
             env_fns = env
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
@@ -98,18 +99,18 @@ class UserCode:
         elif callable(env):
             reference = user_envs.name_of_code(env)[:200]
             specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
-        points = " ".join(
-            f"{each.entry_point} {each.vector_entry_point} {each.additional_wrappers}"
-            for each in specs.values()
+        entry_points = " ".join(
+            f"{item.entry_point} {item.vector_entry_point} {item.additional_wrappers}"
+            for item in specs.values()
         )
         main = vars(sys.modules["__main__"])
-        named = main.keys() & {*re.findall(r"__main__:(\w+)", points)}
+        named = main.keys() & {*re.findall(r"__main__:(\w+)", entry_points)}
         return reference, cls(specs, env_fns, main={name: main[name] for name in named})
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have no plain form; return the others."""
         if isinstance(kwargs, list | tuple):
-            return [self.take_kwargs(each) for each in kwargs]
+            return [self.take_kwargs(part) for part in kwargs]
         if not isinstance(kwargs, Mapping):
             return kwargs
         plain, others = dict[str, Any](), dict[str, Any]()
@@ -124,13 +125,13 @@ class UserCode:
         return plain
 
     def name_wrappers(self, wrappers: Any) -> Any:
-        """Replace classes and functions among wrappers by the names of their code.
+        """Return the wrappers, with names in place of classes and functions.
 
         Registered classes keep their own name, so that crashes can be replayed.
         """
         if not isinstance(wrappers, Sequence) or isinstance(wrappers, str):
             return wrappers  # `parse_wrappers` raises the error
-        named = []
+        tables = []
         for position, wrapper in enumerate(wrappers):
             if isinstance(wrapper, WrapperSpec):
                 wrapper = functools.partial(_apply_recorded, wrapper)
@@ -139,11 +140,11 @@ class UserCode:
                 name = user_envs.name_of_code(wrapper)[:180]
                 table = {"name": f"<{name} {position}>"}  # not the name of a module
                 self.wrappers[table["name"]] = wrapper
-            named.append(table)
-        return named
+            tables.append(table)
+        return tables
 
     def dumps(self) -> bytes:
-        """Pickle the code; b"" if there is none.
+        """Return the pickled code; b"" if there is none.
 
         Raises:
           EnvStartError: Some of the code cannot be pickled, or is too large.
@@ -176,8 +177,8 @@ class UserCode:
         """
         if not pickled:
             return cls()
-        # Otherwise, a script that starts envs while it is imported would do so in each
-        # worker, endlessly.
+        # Detect a script that starts envs while it is imported: workers that import it
+        # would start further workers, endlessly.
         user_envs.modules_being_imported.append("the module of a function or class")
         try:
             code: Self = pickle.loads(pickled)
@@ -213,14 +214,14 @@ class UserCode:
     @property
     def roots(self) -> list[Callable[..., Any]]:
         """The functions and classes, except those that workers import by name."""
-        points = [spec.entry_point for spec in self.specs.values()]
-        named = [
-            each
-            for each in points
-            if callable(each)
-            and not user_envs.is_importable(user_envs.name_of_code(each))
+        entry_points = [spec.entry_point for spec in self.specs.values()]
+        local_code = [
+            entry_point
+            for entry_point in entry_points
+            if callable(entry_point)
+            and not user_envs.is_importable(user_envs.name_of_code(entry_point))
         ]
-        return [*self.copies, *self.wrappers.values(), *self.main.values(), *named]
+        return [*self.copies, *self.wrappers.values(), *self.main.values(), *local_code]
 
 
 def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:

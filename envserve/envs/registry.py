@@ -28,7 +28,7 @@ from gymnasium.error import DependencyNotInstalled
 from envserve.envs import user_envs
 from envserve.envs.user_envs import is_user_env, writable_by_others
 from envserve.errors import EnvStartError, UnknownEnv
-from envserve.text import did_you_mean
+from envserve.text import did_you_mean, install_command
 from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
 
@@ -75,18 +75,22 @@ class Registry:
         import_env_modules(import_modules)
         if names is None:
             _register_installed()
+            # Gymnasium registers some names only to explain where an env has moved.
             names = [
-                name for name in gymnasium.registry if len(name) <= _MAX_NAME_LENGTH
+                name
+                for name, spec in gymnasium.registry.items()
+                if len(name) <= _MAX_NAME_LENGTH
+                and not getattr(spec.entry_point, "__name__", "").startswith("_raise_")
             ]
         offered: set[str] = set()
         for name in names:
-            found = import_env_modules([name]) if is_user_env(name) else (name,)
-            if not found:
+            env_names = import_env_modules([name]) if is_user_env(name) else (name,)
+            if not env_names:
                 raise UnknownEnv(
                     f"{name} registers no env; call gymnasium.register() in it, or "
                     f"name a class in it, like {name}:MyEnv"
                 )
-            offered.update(found)
+            offered.update(env_names)
         for name in offered:
             find_spec(name)
         self.names = tuple(sorted(offered))
@@ -113,9 +117,9 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
         module_name, _, name = reference.partition(":")
         if module_name == "envpool":  # EnvPool's module does not register its envs
             module_name, name = "envserve.envpool", f"envpool/{name}"
-        before = set(gymnasium.registry)
+        known = set(gymnasium.registry)
         module = _import_module(module_name)
-        new = tuple(each for each in gymnasium.registry if each not in before)
+        new = tuple(key for key in gymnasium.registry if key not in known)
         _names_by_module.setdefault(module_name, new)
         if name:
             names.append(_register(reference, module, name))
@@ -125,7 +129,7 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
 
 
 def _import_module(module: str) -> ModuleType:
-    """Import a module, or a file `PATH.py`.
+    """Import and return a module, or a file `PATH.py`.
 
     Raises:
       EnvStartError: The module or file cannot be imported.
@@ -137,7 +141,7 @@ def _import_module(module: str) -> ModuleType:
         return _import_file(module) if module.endswith(".py") else import_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a SystemExit would end this process without reason
+    except BaseException as error:  # a SystemExit would end this process silently
         frames = [
             f"{frame.filename}:{frame.lineno}"
             for frame in traceback.extract_tb(error.__traceback__)
@@ -165,6 +169,10 @@ def _import_file(file: str) -> ModuleType:
             f"expected a Python file whose name has only letters, digits, _ and -; "
             f"got {path}"
         )
+    if path.stem in sys.stdlib_module_names:  # imported first, or shadowed by the file
+        raise ValueError(
+            "a module of the standard library has the same name; rename the file"
+        )
     if writable := writable_by_others(folder) or writable_by_others(str(path)):
         raise ValueError(
             f"other users can write to {writable}; move the file to a folder that only "
@@ -175,7 +183,7 @@ def _import_file(file: str) -> ModuleType:
     module = import_module(path.stem)
     if not os.path.samefile(module.__file__ or "/", path):
         raise ValueError(
-            f"its name imports a different module, {module.__file__}; rename the file"
+            f"a different module has the same name, {module.__file__}; rename the file"
         )
     return module
 
@@ -223,7 +231,7 @@ def _install_command(error: BaseException) -> str:
     """Return the pip command for a missing package; "" if no extra installs it."""
     words = re.findall(r"\w+", str(error).lower())
     extra = next((_EXTRAS[word] for word in words if word in _EXTRAS), "")
-    return extra and f"pip install 'envserve[{extra}]' where the envs run"
+    return extra and f"{install_command(extra)} where the envs run"
 
 
 def make_env(
@@ -337,17 +345,17 @@ def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
     defines the env, and the modules of their packages. If one of them belongs to no
     package, they include all modules in its folder.
     """
-    named = {Path(each.removesuffix(".py")).name for each in _names_by_module}
-    named.add(user_envs.module_of(env_name))
-    packages = {each.partition(".")[0] for each in named} - _LIBRARIES
-    files = (getattr(sys.modules.get(each), "__file__", None) for each in packages)
-    single_files = (each for each in files if each and "__init__" not in each)
-    folders = tuple(f"{os.path.dirname(each)}{os.sep}" for each in single_files)
+    names = {Path(item.removesuffix(".py")).name for item in _names_by_module}
+    names.add(user_envs.module_of(env_name))
+    packages = {item.partition(".")[0] for item in names} - _LIBRARIES
+    files = (getattr(sys.modules.get(item), "__file__", None) for item in packages)
+    single_files = (item for item in files if item and "__init__" not in item)
+    folders = tuple(f"{os.path.dirname(item)}{os.sep}" for item in single_files)
     modules: dict[str, dict[str, Any]] = {}
     for name, module in sys.modules.copy().items() if packages else ():
         package, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
-        is_beside = file.startswith(folders) and "site-packages" not in file
-        if package in packages or (is_beside and package not in _LIBRARIES):
+        is_in_folder = file.startswith(folders) and "site-packages" not in file
+        if package in packages or (is_in_folder and package not in _LIBRARIES):
             modules[name] = vars(module)
     return modules
 
@@ -363,12 +371,12 @@ def registered_spec(name: str) -> EnvSpec | None:
     """Return the spec of a registered env; without a version, that of the latest."""
     spec = gymnasium.registry.get(name)
     versions = [
-        each
-        for each in gymnasium.registry.values()
-        if each.version is not None and each.id == f"{name}-v{each.version}"
+        item
+        for item in gymnasium.registry.values()
+        if item.version is not None and item.id == f"{name}-v{item.version}"
     ]
     if spec is None and versions:
-        spec = max(versions, key=lambda each: each.version or 0)
+        spec = max(versions, key=lambda item: item.version or 0)
         gymnasium.logger.warn(f"using the latest version of {name}, which is {spec.id}")
     return spec
 

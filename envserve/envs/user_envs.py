@@ -52,9 +52,9 @@ def env_name_of(env: object) -> str:
       UnknownEnv: Servers cannot import the class or function.
     """
     if isinstance(env, str):
-        place, colon, rest = env.partition(":")
-        is_in_file = colon and place.endswith(".py")
-        return f"{Path(place).stem}:{rest}" if is_in_file else env
+        file, colon, attribute = env.partition(":")
+        is_in_file = colon and file.endswith(".py")
+        return f"{Path(file).stem}:{attribute}" if is_in_file else env
     module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", None)
     if not callable(env) or not isinstance(module, str) or not isinstance(name, str):
         raise TypeError(
@@ -100,8 +100,7 @@ def name_and_imports(
       TypeError: The env has the wrong type, or `import_modules` is a single string.
       UnknownEnv: The env is only the name of a file.
     """
-    # Otherwise, each worker would import the module and start further workers,
-    # endlessly.
+    # Workers that import the module would start further workers, endlessly.
     if modules_being_imported:
         raise EnvStartError(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "
@@ -119,7 +118,7 @@ def name_and_imports(
                 f"expected an env, got the file {name}; name an env in it: {name}:MyEnv"
             )
         module = module_of(name)
-        packages = {Path(each).name.partition(".")[0] for each in import_modules}
+        packages = {Path(path).name.partition(".")[0] for path in import_modules}
         if module.partition(".")[0] in {"gymnasium", "__main__", *packages}:
             module = ""  # imported anyway, or not importable
     elif not is_importable(name):
@@ -147,15 +146,15 @@ def writable_by_others(path: str) -> str:
     """
     home = os.path.expanduser("~")
     for start in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
-        for each in (start, *map(str, list(Path(start).parents)[:-1])):
-            found = os.lstat(each)
-            mode = 0 if stat.S_ISLNK(found.st_mode) else found.st_mode
-            if each != start and mode & stat.S_ISVTX:
+        for folder in (start, *map(str, list(Path(start).parents)[:-1])):
+            stat_result = os.lstat(folder)
+            mode = 0 if stat.S_ISLNK(stat_result.st_mode) else stat_result.st_mode
+            if folder != start and mode & stat.S_ISVTX:
                 mode = 0
-            is_by_group = mode & stat.S_IWGRP and found.st_gid != os.getegid()
-            is_trusted = found.st_uid in (0, os.geteuid())
+            is_by_group = mode & stat.S_IWGRP and stat_result.st_gid != os.getegid()
+            is_trusted = stat_result.st_uid in (0, os.geteuid())
             if not is_trusted or is_by_group or mode & stat.S_IWOTH:
-                return each
-            if each == home:
+                return folder
+            if folder == home:
                 break
     return ""

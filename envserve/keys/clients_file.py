@@ -27,7 +27,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Interval of attempts to read a file that cannot be read. The cause may be outside the
 #: file, such as the mode of a parent folder or a lack of descriptors.
 _RETRY_SECONDS: Final = 1.0
-_HEADER: Final = "# name       public key        limits: see docs/security.md"
+_HEADER: Final = "# name       public key        limits: see envserve invite --help"
 
 
 class _Contents(NamedTuple):
@@ -130,16 +130,16 @@ class ClientsFile:
             self._retry_at, self._last_error = math.inf, ""
 
     def _parse(self, text: str | None) -> _Contents:
-        before = self._contents.lines
-        if text is None and before:
+        old_lines = self._contents.lines
+        if text is None and old_lines:
             raise KeyFileError(f"{display_path(self._path)} no longer exists")
-        if before and not (text or "").endswith("\n"):
+        if old_lines and not (text or "").endswith("\n"):
             raise KeyFileError(
                 f"{display_path(self._path)} is empty, or its last line is incomplete; "
                 "if another process is writing it, wait until it is done"
             )
         # Most lines have not changed, and parsing is by far the slowest part.
-        parsed = dict(before)
+        parsed = dict(old_lines)
         contents = lines, by_key, by_id = _Contents([], {}, {})
         for number, line in enumerate((text or "").splitlines(), 1):
             try:
@@ -219,8 +219,8 @@ class ClientsFile:
     def _rewrite(
         self, is_replaced: Callable[[Grant], bool], new: Grant | None = None
     ) -> None:
-        before = self._contents.lines
-        lines = [line for line, old in before if old is None or not is_replaced(old)]
+        old_lines = self._contents.lines
+        lines = [line for line, old in old_lines if old is None or not is_replaced(old)]
         lines = lines or [_HEADER]
         if new is not None:
             lines.append(format_line(new))

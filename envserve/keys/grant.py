@@ -96,21 +96,21 @@ def parse_words(words: Sequence[str]) -> Grant:
     name, key, *options = words
     is_invitation = key.startswith(formats.INVITATION)
     prefix = formats.INVITATION if is_invitation else formats.PUBLIC
-    given: dict[str, Any] = {"name": name, "public": formats.decode(prefix, key)}
+    values: dict[str, Any] = {"name": name, "public": formats.decode(prefix, key)}
     if name in _RESERVED_NAMES or name.startswith("envserve-"):
         raise CodecError("expected another name: not local, not server, and not a key")
     for option in options:
-        word, _, value = option.partition("=")
-        if word not in _FIELDS_BY_OPTION or not value or re.search(r"[\s#]", value):
+        keyword, _, value = option.partition("=")
+        if keyword not in _FIELDS_BY_OPTION or not value or re.search(r"[\s#]", value):
             raise CodecError(
                 f"expected options among {', '.join(sorted(_FIELDS_BY_OPTION))}, each "
                 f"as OPTION=VALUE without spaces or #; got "
-                f"{word.partition('.')[0]!r:.40}"
+                f"{keyword.partition('.')[0]!r:.40}"
             )
-        given[_FIELDS_BY_OPTION[word].name] = _convert_option(word, value)
-    if is_invitation != ("until" in given):
+        values[_FIELDS_BY_OPTION[keyword].name] = _convert_option(keyword, value)
+    if is_invitation != ("until" in values):
         raise CodecError("expected until= with an invitation, and only there")
-    return Grant(**given | {"name": _convert_option("name", name)})
+    return Grant(**values | {"name": _convert_option("name", name)})
 
 
 def _convert_option(option: str, text: str) -> Any:
@@ -138,8 +138,8 @@ def _convert_option(option: str, text: str) -> Any:
             expected = (
                 "expected up to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
             )
-        shown = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)  # never show a secret
-        raise CodecError(f"{option}: {expected}; got {shown!r:.200}") from None
+        safe_text = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)  # never show a secret
+        raise CodecError(f"{option}: {expected}; got {safe_text!r:.200}") from None
 
 
 def _parse_time(option: str, text: str) -> float:

@@ -47,20 +47,24 @@ class Invitation:
           CodecError: The line is not valid. The message does not repeat it, because it
             may be a secret.
         """
-        found = _LINE.fullmatch(line.strip())
-        if found is None:
+        line = line.strip()
+        match = _LINE.fullmatch(line)
+        if match is None:
+            found_text = f"{len(line)} other characters"
+            if line.startswith(formats.INVITATION):
+                found_text = f"a line of {len(line)} characters, which is incomplete"
             raise CodecError(
                 f"expected the line that envserve invite printed, which starts with "
-                f"{formats.INVITATION}; got {len(line.strip())} other characters"
+                f"{formats.INVITATION}; got {found_text}"
             )
-        raw = formats.decode(formats.INVITATION, found["keys"], 64)
-        addresses = tuple(f"tcp://{host}" for host in found["hosts"].split(","))
+        raw = formats.decode(formats.INVITATION, match["keys"], 64)
+        addresses = tuple(f"tcp://{host}" for host in match["hosts"].split(","))
         for address in addresses:
             try:
                 is_local_address(address)
             except ValueError as error:
                 raise CodecError(str(error)) from None
-        return cls(raw[:32], raw[32:], found["name"], addresses)
+        return cls(raw[:32], raw[32:], match["name"], addresses)
 
     @property
     def rejected_text(self) -> str:

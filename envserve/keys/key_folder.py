@@ -41,6 +41,10 @@ def unknown_server_text(address: str) -> str:
     )
 
 
+class UnknownServerKey(ConnectError):
+    """No key is pinned for a server."""
+
+
 class KeyFolder:
     """Reads and writes the files of a key folder; creates files only on request."""
 
@@ -93,7 +97,7 @@ class KeyFolder:
         return pair
 
     def new_key(self, role: Role) -> KeyPair:
-        """Write a new key pair, replacing the old one.
+        """Write and return a new key pair, replacing the old one.
 
         Raises:
           KeyFileError: The file cannot be written.
@@ -141,7 +145,8 @@ class KeyFolder:
           The keys, or None for a connection without keys.
 
         Raises:
-          ConnectError: No key is pinned for the server, or the address is not valid.
+          UnknownServerKey: No key is pinned for the server.
+          ConnectError: The address is not valid.
           KeyFileError: A file cannot be read.
         """
         if address.startswith("ipc://"):
@@ -159,7 +164,7 @@ class KeyFolder:
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:
-            raise ConnectError(unknown_server_text(name))
+            raise UnknownServerKey(unknown_server_text(name))
         return pin, self.ensure_key("client")
 
     @property
@@ -221,8 +226,8 @@ class KeyFolder:
                 self.check_pins(addresses, public)
             pins = self._pins() | dict.fromkeys(addresses, (public, f"as={name}"))
             lines = (
-                f"{address} {formats.encode(formats.PUBLIC, public)} {rest}\n"
-                for address, (public, rest) in pins.items()
+                f"{address} {formats.encode(formats.PUBLIC, public)} {options}\n"
+                for address, (public, options) in pins.items()
             )
             private_files.write_private(self.path / "servers", "".join(lines))
 
@@ -275,10 +280,10 @@ def is_own_address(address: str) -> bool:
     """
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        for family, kind, *_, place in found:
+        candidates = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        for family, kind, *_, socket_address in candidates:
             with socket.socket(family, kind) as probe:
-                probe.bind(place)  # fails for an IP address of another host
+                probe.bind(socket_address)  # fails for an IP address of another host
     except (OSError, UnicodeError):  # UnicodeError: an empty or long label
         return False
     return True

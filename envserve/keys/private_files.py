@@ -41,37 +41,39 @@ def read_private(path: Path, remedy: str = "") -> str | None:
         except FileNotFoundError:
             return None
         with open(fd, encoding="utf-8", errors="replace") as file:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            stat_result = os.fstat(fd)
+            if not stat.S_ISREG(stat_result.st_mode):
                 raise KeyFileError(
                     f"{display_path(path)} is not a regular file; remove it"
                 )
-            _check_owner_and_mode(path, found, f"chmod 600{remedy}")
+            _check_owner_and_mode(path, stat_result, f"chmod 600{remedy}")
             return file.read()
 
 
 @contextlib.contextmanager
-def _as_key_file_error(path: Path, participle: str) -> Iterator[None]:
+def _as_key_file_error(path: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         remedy = "expected a file or folder that belongs to this user, and not a link"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             remedy = "free disk space, or set ENVSERVE_HOME to another folder"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "raise the limit on open files (ulimit -n)"
         raise KeyFileError(
-            f"{display_path(path)} cannot be {participle}: {error.strerror}; {remedy}"
+            f"{display_path(path)} cannot be {verb}: {error.strerror}; {remedy}"
         ) from None
 
 
-def _check_owner_and_mode(path: Path, found: os.stat_result, remedy: str) -> None:
-    if found.st_uid != os.geteuid():
+def _check_owner_and_mode(path: Path, stat_result: os.stat_result, remedy: str) -> None:
+    if stat_result.st_uid != os.geteuid():
         raise KeyFileError(
-            f"{display_path(path)} belongs to another user (uid {found.st_uid}); "
+            f"{display_path(path)} belongs to another user (uid {stat_result.st_uid}); "
             f"expected uid {os.geteuid()}; remove it, or set ENVSERVE_HOME to another "
             f"folder"
         )
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
+    if stat_result.st_mode & 0o077:
+        mode = stat.S_IMODE(stat_result.st_mode)
         verb = "read" if mode & 0o055 else "written"
         raise KeyFileError(
             f"{display_path(path)} can be {verb} by others (mode {mode:04o}); {remedy}"

@@ -39,7 +39,7 @@ class HealthProblem(enum.IntEnum):
 def diagnose(
     welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
 ) -> tuple[HealthProblem, str] | None:
-    """Return the first problem that the enabled probes find, with a text, or None."""
+    """Return the first problem that a probe finds, with a description, or None."""
     if (startup or ready) and welcome.is_starting:
         return HealthProblem.STARTING, "workers cannot be started yet"
     if live and welcome.loop_lag_ms > _MAX_LAG_MS:
@@ -61,19 +61,19 @@ def probe(
     timeout: float = 2.0,
     insecure: bool = False,
 ) -> tuple[int, str]:
-    """Return the exit code of `envserve health`, and a text to print.
+    """Return the exit code of `envserve health`, and the message to print.
 
     If the address resolves to several servers, the first one with a problem
     determines the result.
     """
     lines = []
     try:
-        for each in resolve(address):
-            welcome = request_welcome(each, timeout, insecure=insecure)
+        for server in resolve(address):
+            welcome = request_welcome(server, timeout, insecure=insecure)
             if problem := diagnose(welcome, startup=startup, live=live, ready=ready):
-                return problem[0], f"{each}: {problem[1]}"
+                return problem[0], f"{server}: {problem[1]}"
             lines.append(
-                f"{each}: serving {welcome.num_names} env "
+                f"{server}: serving {welcome.num_names} env "
                 f"name{'s' * (welcome.num_names != 1)}; "
                 f"{welcome.free_envs} of {welcome.total_envs} envs free"
             )

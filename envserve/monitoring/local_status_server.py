@@ -18,11 +18,13 @@ from importlib.metadata import version
 from typing import Final, Self
 
 import zmq
+from msgspec.structs import replace
 
 from envserve.client.batch_env import BatchEnv
 from envserve.errors import RemoteProtocolError
 from envserve.pool.pool import Pool
 from envserve.pool.pool_metrics import status_fields, sum_counts
+from envserve.python_process import build_commit
 from envserve.session.server.decisions import Reply
 from envserve.session.server.replies import ReplyBuilder
 from envserve.wire.bodies import FrameRequest
@@ -51,7 +53,7 @@ class LocalStatusServer:
         """Start the thread. It reports only local lanes; servers report their own."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
         self._replies = ReplyBuilder(secrets.randbits(63) | 1, shows_paths=True)
-        self._started_at = time.monotonic()
+        self._started_at, self._commit = time.monotonic(), build_commit()
         self._folder = socket_folder()
         self.address = f"ipc://{self._folder.name}/status"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,7 +87,7 @@ class LocalStatusServer:
             while not self._is_closing.is_set():
                 try:
                     route, *frames = self._socket.recv_multipart()
-                    begin = time.thread_time()
+                    started_at = time.thread_time()
                     parts = [route, *self._reply_to(route, frames).frames]
                     self._socket.send_multipart(parts, NOBLOCK)
                 except zmq.ContextTerminated:
@@ -94,7 +96,7 @@ class LocalStatusServer:
                     continue
                 except Exception:
                     _LOGGER.exception("could not answer a status request")
-                self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - begin))
+                self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - started_at))
 
     def _reply_to(self, route: bytes, frames: list[bytes]) -> Reply:
         request, kinds = decode(frames), MessageType
@@ -103,12 +105,12 @@ class LocalStatusServer:
             body = self._status().encode()
             return self._replies.reply(request, kinds.STATUS_RESULT, body)
         try:
-            wanted = FrameRequest.decode(request.body)
-            if not 1 <= wanted.lease <= len(self._pools):
-                text = f"there is no lease {wanted.lease}"
+            frame_request = FrameRequest.decode(request.body)
+            if not 1 <= frame_request.lease <= len(self._pools):
+                text = f"there is no lease {frame_request.lease}"
                 return self._replies.refused(request, ErrorCode.LEASE_LOST, text)
-            inspector = self._pools[wanted.lease - 1].inspector
-            result, record = inspector.read_frames(wanted)
+            inspector = self._pools[frame_request.lease - 1].inspector
+            result, record = inspector.read_frames(frame_request)
         except RemoteProtocolError as error:
             return self._replies.refused(request, ErrorCode.BAD_MESSAGE, str(error))
         body = result.encode()
@@ -120,10 +122,13 @@ class LocalStatusServer:
         for number, pool in enumerate(pools, 1):
             pool.metrics.watch(now)
             lease = {"number": number, "seconds": now - self._started_at}
-            leases.append(pool.inspector.status(_MAX_EPISODES, **lease))
+            status = pool.inspector.status(_MAX_EPISODES, **lease)
+            # The envs of a closed batch are not absent: nothing will replace them.
+            leases.append(replace(status, absent=()) if pool.is_closed else status)
         return ServerStatus(
             **status_fields(sum_counts(pool.metrics.counts for pool in pools)),
             version=version("envserve"),
+            commit=self._commit,
             host=platform.node(),
             pid=os.getpid(),
             seconds=now - self._started_at,

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from envserve.address import is_known_host
 from envserve.errors import EnvserveError, ServerError
+from envserve.text import install_command
 
 _LOGGER: Final = logging.getLogger(__name__)
 _TIMEOUT_SECONDS: Final = 1.0
@@ -55,8 +56,10 @@ class MetricsPort(socketserver.TCPServer):
         try:
             import prometheus_client  # noqa: F401
         except ImportError:
-            text = "--metrics-port needs the package prometheus-client; pip install "
-            raise ServerError(f"{text}'envserve[metrics]'") from None
+            raise ServerError(
+                f"--metrics-port needs the package prometheus-client; "
+                f"{install_command('metrics')}"
+            ) from None
         self._is_closing = threading.Event()
         self._names = {socket.gethostname().lower(), host.lower()}
         try:
@@ -97,9 +100,9 @@ class MetricsPort(socketserver.TCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve one connection, then pause."""
-        begin = time.thread_time()
+        started_at = time.thread_time()
         super().process_request(request, client_address)
-        self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - begin))
+        self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - started_at))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log at debug level, because clients may disconnect or stall at any time."""

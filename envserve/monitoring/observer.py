@@ -27,7 +27,7 @@ class Observer:
         self._num_requests = 0
 
     def status(self, timeout_seconds: float = 2.0) -> ServerStatus:
-        """Request the status of the server.
+        """Return the current status of the server.
 
         Raises:
           ConnectError: No server answered in time.
@@ -63,8 +63,8 @@ class Observer:
         """
         from envserve.wire.bodies import FrameResult
 
-        wanted = {"rows": tuple(rows), "width": width, "after": tuple(after)}
-        answer = self._request_frames(timeout_seconds, lease=lease, **wanted)
+        fields = {"rows": tuple(rows), "width": width, "after": tuple(after)}
+        answer = self._request_frames(timeout_seconds, lease=lease, **fields)
         return [*FrameResult.decode(answer.body).pictures]
 
     def record(self, lease: int, row: int, timeout_seconds: float = 5.0) -> bytes:
@@ -76,14 +76,14 @@ class Observer:
         """
         if self._connection.max_frame_bytes < MAX_RECORD_BYTES:
             self._connection.renew(MAX_RECORD_BYTES)
-        wanted: dict[str, Any] = {"lease": lease, "rows": (row,), "record": True}
-        return bytes(self._request_frames(timeout_seconds, **wanted).payload)
+        fields: dict[str, Any] = {"lease": lease, "rows": (row,), "record": True}
+        return bytes(self._request_frames(timeout_seconds, **fields).payload)
 
-    def _request_frames(self, timeout_seconds: float, **wanted: Any) -> Message:
+    def _request_frames(self, timeout_seconds: float, **fields: Any) -> Message:
         from envserve.wire.bodies import FrameRequest
 
         kinds = MessageType.FRAME, MessageType.FRAME_RESULT
-        return self.request(*kinds, timeout_seconds, FrameRequest(**wanted).encode())
+        return self.request(*kinds, timeout_seconds, FrameRequest(**fields).encode())
 
     def request(
         self, kind: MessageType, answer: MessageType, timeout: float, body: bytes = b""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from msgspec import to_builtins
 
@@ -19,6 +19,13 @@ from envserve.wire.status import Histogram, ServerStatus
 
 #: Fields that WELCOME has in common with STATUS, for servers too old for STATUS.
 _IN_WELCOME = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
+
+
+#: Names of the values of an episode and of a recovery, in a lease's status.
+_NAMES: Final = {
+    "episodes": ("number", "row", "return", "length"),
+    "recoveries": ("number", "row", "milliseconds"),
+}
 
 
 class MonitoredServer:
@@ -45,14 +52,18 @@ class MonitoredServer:
     @property
     def steps_per_second(self) -> float | None:
         """Env steps per second since the previous poll; None after the first poll."""
-        now, before = self.status, self._previous
-        if not (now and before and now.version and now.seconds > before.seconds):
+        now, previous = self.status, self._previous
+        if not (now and previous and now.version and now.seconds > previous.seconds):
             return None
-        return (now.steps - before.steps) / (now.seconds - before.seconds)
+        return (now.steps - previous.steps) / (now.seconds - previous.seconds)
 
     @property
     def env_step_seconds(self) -> Histogram:
-        """Durations of env steps since the previous poll, or of all steps if none."""
+        """Durations of env steps since the previous poll.
+
+        Durations of all steps if there were none since then, or if this poll is the
+        first.
+        """
         total = (self.status or ServerStatus()).env_step_seconds
         recent = total - (self._previous or ServerStatus()).env_step_seconds
         return recent if recent.count else total
@@ -63,7 +74,7 @@ class MonitoredServer:
             "address": self.address,
             "error": self.error or None,
             "steps_per_second": self.steps_per_second,
-            "status": to_builtins(self.status),
+            "status": _readable(to_builtins(self.status)),
         }
 
     def poll(self, timeout_seconds: float) -> None:
@@ -88,9 +99,21 @@ class MonitoredServer:
             self._observer.close()
 
 
+def _readable(value: Any, key: str = "") -> Any:
+    """Return a value with named tuple items, and long fields of maps at the end."""
+    if isinstance(value, Mapping):
+        items = ((name, _readable(part, name)) for name, part in value.items())
+        return dict(sorted(items, key=lambda item: isinstance(item[1], dict | list)))
+    if isinstance(value, list | tuple):
+        if names := _NAMES.get(key):
+            return [dict(zip(names, part, strict=True)) for part in value]
+        return [_readable(part) for part in value]
+    return value
+
+
 @contextlib.contextmanager
 def monitored_servers(
-    words: Sequence[str], *, insecure: bool
+    addresses: Sequence[str], *, insecure: bool
 ) -> Iterator[list[MonitoredServer]]:
     """Resolve addresses, and yield their servers, which have not been polled yet.
 
@@ -98,7 +121,7 @@ def monitored_servers(
     """
     raise_file_limit()  # each connection needs nine file descriptors
     servers: list[MonitoredServer] = []
-    for word in words:
+    for word in addresses:
         try:
             servers += [MonitoredServer(address, insecure) for address in resolve(word)]
         except ConnectError as error:

@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from envserve.errors import VideoError
+from envserve.text import install_command
 
 _FINISH_SECONDS: Final = 120.0
 #: ffmpeg output options by file suffix. Most players need yuv420p, which requires
@@ -36,13 +37,13 @@ def find_ffmpeg() -> str:
 
         return str(get_ffmpeg_exe())
     except (ModuleNotFoundError, RuntimeError) as error:
-        found = shutil.which("ffmpeg")
-        if found is None:
+        path = shutil.which("ffmpeg")
+        if path is None:
             raise VideoError(
-                f"ffmpeg is needed to write videos, and was not found ({error}); pip "
-                "install 'envserve[video]', or install your system's ffmpeg"
+                f"ffmpeg is needed to write videos, and was not found ({error}); "
+                f"{install_command('video')}, or install your system's ffmpeg"
             ) from error
-        return found
+        return path
 
 
 class VideoWriter:
@@ -134,8 +135,8 @@ class VideoWriter:
             )
         except OSError as error:
             raise VideoError(
-                f"{self._ffmpeg} cannot be run: {error.strerror}; pip install "
-                "'envserve[video]', which includes an ffmpeg"
+                f"{self._ffmpeg} cannot be run: {error.strerror}; "
+                f"{install_command('video')}, which includes an ffmpeg"
             ) from error
 
     def _complete(self, process: subprocess.Popen[bytes]) -> None:

@@ -91,8 +91,8 @@ class _BlockSlot:
       last_kind: Kind of the last operation.
       task: Content of the operation, unless it is a step.
       sequence: Sequence number of the operation, which identifies its answer.
-      started_at: When the operation was submitted or, if the block was lost after that,
-        when it was lost.
+      started_at: Time at which the operation was submitted or, if the block was lost
+        after that, at which it was lost.
       has_final: Whether `final_observation` already contains the last observations.
       failing_rows: Rows whose last step raised, with the number of workers that were
         replaced for that reason since the row's last valid step.
@@ -113,7 +113,7 @@ class _BlockSlot:
     overwritten_at: int = -1
 
     def message(self, is_lost: bool, lost_payload: bytes) -> bytes:
-        """Encode the operation for the worker; a lost step becomes a RESET."""
+        """Return the encoded operation for the worker; a lost step becomes a RESET."""
         index, sequence = self.block.index, self.sequence
         if self.kind != _STEP:
             return pack_message(self.kind, index, sequence, self.task.payload)
@@ -141,10 +141,10 @@ class BlockOperations:
     Attributes:
       num_in_flight: Number of blocks in flight.
       has_new_absent: Whether a block has become absent since the flag was last cleared.
-      outcomes: Outcomes of finished operations that were not collected yet.
+      outcomes: Outcomes of finished operations that have not been collected yet.
       metrics: Counters of these operations.
-      likely_last: The worker whose answer arrived last the previous time, and will
-        probably be last again; None if waiting for this worker alone is not safe.
+      likely_last: The worker that answered last in the previous round, and probably
+        will again; None if waiting for this worker alone is not safe.
       state: "ready", or the reason why nothing can be submitted.
     """
 
@@ -394,10 +394,10 @@ class BlockOperations:
             elif "MemoryError" in fault.cause.partition(":")[0]:
                 reason = f"{env} ran out of memory"
             if num_replaced > config.max_restarts and worker.error is None:
-                tries = f", also in {config.max_restarts} new worker processes"
-                also = tries if config.max_restarts else ""
+                restarted = f", also in {config.max_restarts} new worker processes"
+                suffix = restarted if config.max_restarts else ""
                 worker.error = EnvError(
-                    f"{env.capitalize()}: every step has failed{also}: {fault.cause}",
+                    f"{env.capitalize()}: every step has failed{suffix}: {fault.cause}",
                     env_index=row,
                     remote_traceback=fault.detail,
                 )
@@ -515,9 +515,13 @@ class BlockOperations:
         self.num_in_flight, self.likely_last = 0, None
         self.outcomes, self.has_new_absent = [], False
 
+    def log_suppressed_faults(self, now: float) -> None:
+        """Log the number of counted faults if none has been logged for a while."""
+        self._fault_log.log_suppressed(now)
+
     def release(self, now: float) -> None:
         """Drop the references to the slab when the pool is closed."""
-        self._fault_log.close(now)
+        self._fault_log.log_suppressed(now, 0.0)
         del self._fault_log
         self.metrics.slab = None
 
@@ -535,9 +539,9 @@ def reset_task(block: Block, reset: Reset) -> Task:
     Raises:
       LocalProtocolError: The rows or seeds are not valid, see `Reset.check`.
     """
-    chosen = reset.check(block)
+    rows = reset.check(block)
     payload, options, seeds = b"", reset.options, reset.seeds
     if reset.env_indices is not None or seeds is not None or options:
         fields = {"rows": reset.env_indices, "seeds": seeds, "options": options}
         payload = codec.encode(fields)
-    return Task(payload, resets_block=len(chosen) == len(block.rows))
+    return Task(payload, resets_block=len(rows) == len(block.rows))

@@ -3,7 +3,7 @@
 The line names the worker, the env, the cause and the command that replays the fault. A
 traceback, the Python stack of a crash, or the end of stderr follows. Repeats of a
 recent fault (ignoring differences in numbers) are counted, and logged at most once per
-second. docs/crashes.md documents the format.
+second. "Replay a crash" in the docs describes the format.
 
 After a worker's death, its heartbeat shows which env was running, and the action ring
 contains the last actions of this env; both are in shared memory.
@@ -33,7 +33,13 @@ from envserve.slab import Slab, Status, row_of_beat
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
 from envserve.spaces.variable_length import decode_actions
-from envserve.text import LogThrottle, one_line, printable, words_without_numbers
+from envserve.text import (
+    LOG_INTERVAL,
+    LogThrottle,
+    one_line,
+    printable,
+    words_without_numbers,
+)
 from envserve.worker.channel import MessageKind
 
 _LOGGER: Final = logging.getLogger("envserve.pool")
@@ -44,6 +50,8 @@ _MAX_WARNED_CLASSES: Final = 16
 #: faults are treated like repeated ones.
 _MAX_RECENT_FAULTS: Final = 8
 _RECENT_SECONDS: Final = 60.0
+#: Age of the last log line at which the faults counted since then are logged.
+_QUIET_SECONDS: Final = 2 * LOG_INTERVAL
 #: Maximum number of attempts to read a consistent record while the worker is stepping.
 _MAX_READS: Final = 8
 
@@ -82,9 +90,9 @@ class FaultLog:
         self._spec = spec
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
 
-    def close(self, now: float) -> None:
-        """Log how many faults were counted since the last line."""
-        if more := self._throttle.take_suppressed("faults", now):
+    def log_suppressed(self, now: float, least_age: float = _QUIET_SECONDS) -> None:
+        """Log the number of faults since the last line if that is `least_age` old."""
+        if more := self._throttle.take_suppressed("faults", now, least_age):
             _LOGGER.warning("%sfaults like those above: %s", self._label, more)
 
     def log_env_failure(
@@ -196,7 +204,7 @@ class FaultLog:
     def _locate_fault(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
     ) -> tuple[list[str], Path | None]:
-        """Describe the env that was running when a worker ended; write a repro file."""
+        """Return a description of the running env, and the path of its repro file."""
         if self._heartbeats is None:  # no env is ready yet
             return [], None
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
@@ -207,9 +215,9 @@ class FaultLog:
         (block,) = hosts
         history = self._read_history(row)
         is_call = running.get(block.index) == MessageKind.CALL
-        doing = "call" if is_call else "reset" if is_slow == 1 else "step"
+        operation = "call" if is_call else "reset" if is_slow == 1 else "step"
         parts = [
-            f"in a {doing} of env {self._index_of(row)}",
+            f"in a {operation} of env {self._index_of(row)}",
             *self._describe_history(row, history),
         ]
         if is_call:
@@ -221,7 +229,7 @@ class FaultLog:
     def _admit(self, text: str, now: float) -> tuple[bool, str] | None:
         """Return whether a fault is new, and the suffix of its line; None to count it.
 
-        Faults are compared by a text with their cause and details.
+        Faults are compared by `text`, which contains their cause and details.
         """
         kind = words_without_numbers(text)
         self._recent = recent = {
@@ -238,17 +246,17 @@ class FaultLog:
     ) -> None:
         """Log a line, followed by its details if the fault is new; see `_admit`."""
         is_new, more = admitted
-        below = f"\n{printable(detail)}".rstrip() if is_new else ""
+        details = f"\n{printable(detail)}".rstrip() if is_new else ""
         line = "; ".join([head, *parts])
-        extra = {"is_multiline": True}  # only `below` contains newlines
-        _LOGGER.warning("%s%s%s%s", self._label, line, more, below, extra=extra)
+        extra = {"is_multiline": True}  # only `details` contains newlines
+        _LOGGER.warning("%s%s%s%s", self._label, line, more, details, extra=extra)
 
     def reset_error(self, fault: Fault) -> EnvError:
         """Return the exception for an env whose reset has failed."""
-        then = ", and the env was reset without seed and options"
+        suffix = ", and the env was reset without seed and options"
         return EnvError(
             f"Env {self._index_of(fault.env_index)}: reset failed"
-            f"{'' if self._config.vectorized else then}: {fault.cause}",
+            f"{'' if self._config.vectorized else suffix}: {fault.cause}",
             env_index=fault.env_index,
             remote_traceback=fault.detail,
         )
@@ -268,14 +276,14 @@ class FaultLog:
         incarnation, seed = history.incarnation, history.seed
         if seed is None and self._config.seeded:
             seed = env_seed(self._config.seed, self._index_of(row), incarnation)
-        facts = [
+        parts = [
             f"incarnation {incarnation}",
             f"seed {seed}",
             f"step {history.episode_step} of its episode",
         ]
         if all(len(array) for array in history.actions):
-            facts.append(f"last action {_format_action(self._spec, history)}")
-        return facts
+            parts.append(f"last action {_format_action(self._spec, history)}")
+        return parts
 
     def _write_repro_file(
         self,

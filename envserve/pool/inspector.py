@@ -19,7 +19,7 @@ from envserve.wire.bodies import FrameRequest, FrameResult
 from envserve.wire.constants import MAX_FRAMES_BYTES
 from envserve.wire.status import LeaseStatus
 
-#: How long workers render frames after a request.
+#: Time for which workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
 #: Maximum number of absent rows in a status.
 _MAX_ABSENT: Final = 1024
@@ -38,14 +38,14 @@ class PoolInspector:
 
     def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
         """Return the status of the pool's lease; see `PoolMetrics.status`."""
-        config, serves = self._workers.config, WorkerState.SERVING
-        away = self._operations.rows_where(lambda it, _: it.state is not serves)
+        config, serving = self._workers.config, WorkerState.SERVING
+        absent = self._operations.rows_where(lambda w, _: w.state is not serving)
         return self._operations.metrics.status(
             max_episodes,
             env_name=config.env_name,
             num_envs=config.num_envs,
             in_flight=self.num_in_flight,
-            absent=tuple(away[:_MAX_ABSENT]),
+            absent=tuple(absent[:_MAX_ABSENT]),
             **fields,
         )
 
@@ -65,12 +65,12 @@ class PoolInspector:
                 )
             return FrameResult(), record
         board.watch(rows, request.width, time.monotonic_ns() + _WATCH_NS)
-        pictures, room = [], MAX_FRAMES_BYTES
+        pictures, bytes_left = [], MAX_FRAMES_BYTES
         known = request.after[: len(rows)]
         for row, serial in zip_longest(rows, known, fillvalue=0):
             picture = board.latest(row, serial)
-            if picture is not None and len(picture.jpeg) <= room:
+            if picture is not None and len(picture.jpeg) <= bytes_left:
                 total = self._operations.metrics.running_return(row)
                 pictures.append(replace(picture, episode_return=total))
-                room -= len(picture.jpeg)
+                bytes_left -= len(picture.jpeg)
         return FrameResult(pictures=tuple(pictures)), b""

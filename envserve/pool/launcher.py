@@ -97,8 +97,8 @@ class WorkerProcess:
       fork_number: Number of the fork request for this process.
       channel: The pool's end of the socket pair; closing it makes the process exit.
       pid: Process id; None until the process is forked.
-      exit: How the process has ended; None until this is known.
-      kill_reason: Why the process was killed; empty if it was not.
+      exit: Exit of the process; None until it is known.
+      kill_reason: Reason for killing the process; empty if it was not killed.
     """
 
     def __init__(self, launcher: Launcher, fork_number: int, channel: Channel) -> None:
@@ -112,13 +112,13 @@ class WorkerProcess:
         self._launcher = launcher
 
     def poll_exit(self) -> Exit | None:
-        """Return how the process has ended; None if this is not known yet."""
+        """Return the exit of the process; None if it is not known yet."""
         if self.exit is None:
             self._launcher.poll()
         return self.exit
 
     def wait_exit(self, timeout_seconds: float) -> Exit | None:
-        """Return how the process has ended; wait for its end until the timeout."""
+        """Wait for the exit of the process, and return it; None after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while (
             self.poll_exit() is None and (remaining := deadline - time.monotonic()) > 0
@@ -205,20 +205,20 @@ class Launcher:
 
     def _start_template(self) -> None:
         _ensure_standard_streams()
-        ours, theirs = _socket_pair()
-        self._channel = Channel(ours)
+        own_end, template_end = _socket_pair()
+        self._channel = Channel(own_end)
         self._template_error = ""
         self._has_imported = False
-        with theirs:
+        with template_end:
             # Send this before the template starts: a template that ends immediately
             # cannot make it fail, and if it fails, no process is left behind.
             self._send({"import": self._import_modules, "preload": self._preload})
-            arguments = str(theirs.fileno()), json.dumps(self._limits)
+            arguments = str(template_end.fileno()), json.dumps(self._limits)
             command = python_command(_START, *arguments, path=search_path())
             try:
                 self._process = subprocess.Popen(
                     command,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[template_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if sys.stderr is None else None,
                     start_new_session=True,  # only the owner handles Ctrl-C
@@ -234,7 +234,7 @@ class Launcher:
         selector: selectors.BaseSelector | None = None,
         selector_data: object = None,
     ) -> WorkerProcess:
-        """Request a worker process; `poll` sets its pid or its exit later.
+        """Request and return a worker process; `poll` later sets its pid or its exit.
 
         Args:
           selector: Selector with which to register the process's channel.
@@ -255,14 +255,14 @@ class Launcher:
                 f"process; got more from {self!r}; start fewer workers at once"
             )
         with self.reserve:
-            ours, theirs = _socket_pair()
+            own_end, worker_end = _socket_pair()
         self._expect_report()
         self._num_forks += 1
         process = WorkerProcess(
-            self, self._num_forks, Channel(ours, selector, selector_data)
+            self, self._num_forks, Channel(own_end, selector, selector_data)
         )
         self._pending[process.fork_number] = process
-        self._send({"fork": process.fork_number}, theirs)
+        self._send({"fork": process.fork_number}, worker_end)
         return process
 
     @property
@@ -352,13 +352,13 @@ class Launcher:
             self._stop_template("", is_exiting=True)
 
     def _send(
-        self, message: dict[str, Any], theirs: socket.socket | None = None
+        self, message: dict[str, Any], passed_socket: socket.socket | None = None
     ) -> None:
         """Send a request, with a socket if one is given; drop duplicate requests."""
         self._is_updating = True
         data = pack_message(MessageKind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
-            self._channel.send(data, theirs)
+            self._channel.send(data, passed_socket)
         self._is_updating = False
 
     def _on_message(self, message: dict[str, Any]) -> None:
@@ -413,10 +413,15 @@ class Launcher:
         for process in self._pending.values():
             if process.exit is None:
                 process.exit = Exit(0, 1, f"the template process {reason}{end}")
+        num_killed = len(self._running)
         self._running, self._pending, self._kills = {}, {}, set()
         self._template_error = reason + end
-        if reason:
-            _LOGGER.warning("the template process %s%s", reason, end)
+        if reason or (num_killed and not self._is_closed):
+            _LOGGER.warning(
+                "the template process (pid %d) %s%s, and %d workers with it; a new "
+                "template forks the next workers",
+                *(self._process.pid, reason, end, num_killed),
+            )
         self._is_updating = False
 
     def __repr__(self) -> str:

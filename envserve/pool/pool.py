@@ -258,9 +258,9 @@ class Pool:
         while True:
             if not (was_starting or operations.num_in_flight):
                 deadline = now  # no further outcome is possible
-            missing = min_finished - len(operations.outcomes)
-            is_for_all = 1 < missing >= operations.num_in_flight
-            self._advance(deadline - now, now, is_for_all)
+            num_missing = min_finished - len(operations.outcomes)
+            needs_all = 1 < num_missing >= operations.num_in_flight
+            self._advance(deadline - now, now, needs_all)
             if len(operations.outcomes) >= min_finished or operations.has_new_absent:
                 return
             now = self._clock()
@@ -270,7 +270,7 @@ class Pool:
                 return
 
     def _advance(
-        self, timeout_seconds: float, now: float, is_for_all: bool = False
+        self, timeout_seconds: float, now: float, needs_all: bool = False
     ) -> None:
         """Wait for an event until the timeout, and process all events.
 
@@ -286,7 +286,7 @@ class Pool:
         ready: Iterable[SupervisedWorker] = workers.all
         try:
             if (
-                is_for_all
+                needs_all
                 and self._has_cores_for_all
                 and last is not None
                 and last.num_unanswered
@@ -309,8 +309,10 @@ class Pool:
         if now >= workers.watch_at:
             for worker, event in workers.watch(now):
                 operations.handle(worker, event, now)
-            if workers.error is not None and operations.state != "closing":
-                self.begin_close()
+            if operations.state != "closing":
+                operations.log_suppressed_faults(now)
+                if workers.error is not None:
+                    self.begin_close()
 
     def invalidate(self, reason: str) -> None:
         """Replace all workers and discard operations; see `Lane.invalidate`.

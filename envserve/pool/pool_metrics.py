@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 #: can be added.
 Counts = Array
 
-#: How long episodes are tracked after a request.
+#: Time for which episodes are tracked after a request.
 _WATCH_SECONDS: Final = 10.0
 #: Maximum number of durations to store before they are added to the histogram.
 MAX_DURATIONS: Final = 1000
@@ -134,22 +134,22 @@ class PoolMetrics:
         returns += reward
         ended = (terminated | truncated).tobytes()
         # Make few calls, because each call is expensive while the caches are cold.
-        place, steps = ended.find(1), self.steps[index]
+        position, steps = ended.find(1), self.steps[index]
         start = self._blocks[index].start
-        while place >= 0:
-            begun, is_valid = (
-                self._first_steps[start + place],
-                status.item(place) == _OK,
+        while position >= 0:
+            first_step, is_valid = (
+                self._first_steps[start + position],
+                status.item(position) == _OK,
             )
-            if begun is not None and is_valid:
+            if first_step is not None and is_valid:
                 self.num_episodes += 1
-                episode = self.num_episodes, start + place, returns.item(place)
-                self.episodes.append((*episode, steps - begun))
-            returns[place] = 0.0
-            self._first_steps[start + place] = steps + (
+                episode = self.num_episodes, start + position, returns.item(position)
+                self.episodes.append((*episode, steps - first_step))
+            returns[position] = 0.0
+            self._first_steps[start + position] = steps + (
                 self._first_step_offset if is_valid else 0
             )
-            place = ended.find(1, place + 1)
+            position = ended.find(1, position + 1)
 
     def _bin_durations(self) -> Array:
         """Add the stored durations to their histogram; return its sum and counts.
@@ -159,10 +159,10 @@ class PoolMetrics:
         """
         durations, self.durations = self.durations, []
         if durations:
-            places = np.bincount(
+            bins = np.bincount(
                 np.searchsorted(BOUNDS, durations), None, len(BOUNDS) + 1
             )
-            self._binned += np.append(int(1e9 * sum(durations)), places)
+            self._binned += np.append(int(1e9 * sum(durations)), bins)
         return self._binned
 
     def running_return(self, row: int) -> float | None:
@@ -196,11 +196,11 @@ class PoolMetrics:
             include.
           **fields: Additional fields of the status.
         """
-        found = status_fields(self.counts)
-        del found["resets"], found["reset_seconds"]
-        env_seconds = found.pop("env_step_seconds").sum
+        counters = status_fields(self.counts)
+        del counters["resets"], counters["reset_seconds"]
+        env_seconds = counters.pop("env_step_seconds").sum
         return LeaseStatus(
-            **found,
+            **counters,
             env_seconds=env_seconds,
             num_episodes=self.num_episodes,
             episodes=tuple(self.episodes)[-max_episodes:],

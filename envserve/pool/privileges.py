@@ -58,6 +58,6 @@ def resource_limits(host: HostSettings | None) -> list[Limit]:
     limits = [(core, (0, resource.getrlimit(core)[1]))]
     if host is not None:
         memory, processes = host.worker_memory_mib << 20, host.worker_processes
-        wanted = (resource.RLIMIT_AS, memory), (resource.RLIMIT_NPROC, processes)
-        limits += [(kind, (limit, limit)) for kind, limit in wanted if limit]
+        requested = (resource.RLIMIT_AS, memory), (resource.RLIMIT_NPROC, processes)
+        limits += [(kind, (limit, limit)) for kind, limit in requested if limit]
     return limits

@@ -70,20 +70,20 @@ def load_repro(path: Path) -> Repro:
 def describe_repro(repro: Repro) -> str:
     """Describe a repro file in a few lines, with reasons why a replay may differ."""
     played = repro.played
-    start, doubts = "a reset with unknown random numbers", []
+    start, caveats = "a reset with unknown random numbers", []
     if played.seed is not None:
         start = f"a reset with seed {played.seed}"
     elif played.generator is not None:
         start = "a reset with the recorded state of the env's generator"
     else:
-        doubts.append("its random numbers are not recorded")
+        caveats.append("its random numbers are not recorded")
     if played.num_missing:
         missing = f"{_format_actions(played.num_missing)} before these are not recorded"
-        doubts.insert(0, missing)
+        caveats.insert(0, missing)
     if played.misses_options:
-        doubts.append("options of this reset or an earlier one are not recorded")
+        caveats.append("options of this reset or an earlier one are not recorded")
     if played.is_touched:
-        doubts.append("method calls and attribute assignments are not recorded")
+        caveats.append("method calls and attribute assignments are not recorded")
     env = f"env {repro.env_index} of {one_line(repro.env_name)}"
     if repro.wrappers:
         env += f" in {one_line(', '.join(map(str, repro.wrappers)))}"
@@ -94,8 +94,8 @@ def describe_repro(repro: Repro) -> str:
         f"{start}, then {_format_actions(len(played.actions[0]))}",
         f"ended with {repro.end.status.name}: {cause}",
     ]
-    if doubts:
-        lines.append(f"The replay may end differently: {'; '.join(doubts)}.")
+    if caveats:
+        lines.append(f"The replay may end differently: {'; '.join(caveats)}.")
     return "\n".join(lines)
 
 
@@ -193,14 +193,14 @@ def _receive_messages(
             deadline = time.monotonic() + limit
 
 
-def _compare(repro: Repro, number: int | None, found: End) -> ReplayResult:
-    """Compare how a replay ended with the recorded end."""
+def _compare(repro: Repro, number: int | None, actual: End) -> ReplayResult:
+    """Return the result of a replay: whether it ended as recorded, and how."""
     where = "before the reset"
     if number is not None:
         where = f"in action {number}" if number else "in the reset"
-    is_alike = number == len(repro.played.actions[0])
-    is_alike = is_alike and _signature(found) == _signature(repro.end)
-    return ReplayResult(is_alike, f"{where}: {found.text.strip()}", number)
+    is_same = number == len(repro.played.actions[0])
+    is_same = is_same and _signature(actual) == _signature(repro.end)
+    return ReplayResult(is_same, f"{where}: {actual.text.strip()}", number)
 
 
 def _signature(end: End) -> tuple[object, ...]:

@@ -87,9 +87,9 @@ class SupervisedWorker:
       index: Index of the worker in the pool.
       blocks: The blocks that the worker hosts.
       state: See `WorkerState`.
-      error: Why the worker will not be restarted; None unless it has failed.
+      error: Reason for not restarting the worker; None unless it has failed.
       process: The current process, or None.
-      exit: How the last process ended; None if unknown.
+      exit: Exit of the last process; None if it is unknown.
       is_ending: Whether the process has closed its socket, but its exit status is not
         known yet.
       num_unanswered: Number of operations that were sent to the process but not
@@ -110,8 +110,11 @@ class SupervisedWorker:
     ) -> None:
         """Store the arguments; `start` starts the first process."""
         first = config.first_env_index
-        ranges = [f"{first + b.start} to {first + b.stop - 1}" for b in blocks]
-        self.label = f"worker {index} (envs {', '.join(ranges)})"
+        ranges = ", ".join(
+            f"{first + b.start}" + f" to {first + b.stop - 1}" * (len(b.rows) > 1)
+            for b in blocks
+        )
+        self.label = f"worker {index} (env{'s' * (not ranges.isdigit())} {ranges})"
         self.index = index
         self.blocks = blocks
         self.state = WorkerState.BACKOFF
@@ -150,7 +153,7 @@ class SupervisedWorker:
     # Commands of the pool.
 
     def start(self, incarnations: Sequence[int], now: float) -> list[Event]:
-        """Start a process that builds the envs, if a start is due."""
+        """Start a process that builds the envs, if a start is due; return events."""
         if self.state is not WorkerState.BACKOFF or now < self._restarts.next_at:
             return []
         self._set_state(WorkerState.STARTING)
@@ -212,11 +215,11 @@ class SupervisedWorker:
 
     def begin_close(self, kill_at: float) -> None:
         """Ask the process to exit; kill it if it is still running at `kill_at`."""
-        was_asked = self._close_deadline < math.inf
+        is_repeated = self._close_deadline < math.inf
         self._close_deadline = min(self._close_deadline, kill_at)
         if self.process is None:
             self.abandon()
-        elif not was_asked and self.state is not WorkerState.KILLED:
+        elif not is_repeated and self.state is not WorkerState.KILLED:
             self._set_state(WorkerState.CLOSING)
             self.process.channel.send(pack_message(MessageKind.CLOSE))
 
@@ -268,7 +271,7 @@ class SupervisedWorker:
         return events
 
     def watch(self, now: float) -> list[Event]:
-        """Detect a process that hangs, has ended, or does not exit in time."""
+        """Detect a process that hangs, has ended, or exits too late; return events."""
         if self.process is None:
             return []
         events = self._check_exit(self.process, now)
@@ -290,8 +293,8 @@ class SupervisedWorker:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:
             return max(now, self._restarts.next_at)
-        is_at_rest = self.state is WorkerState.SERVING and not self.num_unanswered
-        if is_at_rest or self.state is WorkerState.ENDED:
+        is_idle = self.state is WorkerState.SERVING and not self.num_unanswered
+        if is_idle or self.state is WorkerState.ENDED:
             return math.inf
         return now + _WATCH_SECONDS
 
@@ -327,16 +330,16 @@ class SupervisedWorker:
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
             return
-        what, word, limit = "step", "step", self._config.step_timeout_seconds
+        name, option, limit = "step", "step", self._config.step_timeout_seconds
         is_first = beat[1] == FIRST_STEP
         # A first step may compile code. It hangs if it waits for a thread of an import.
         if beat[1] and not (is_first and self._launcher.import_note):
-            what, word = "first step" if is_first else "reset or call", "reset"
+            name, option = "first step" if is_first else "reset or call", "reset"
             limit = max(is_first * limit, self._config.reset_timeout_seconds)
         if now - self._beat_at > limit:
             self.kill(
-                f"a {what} timed out after {limit:g} s; raise {word}_timeout (on a "
-                f"server, --{word}-timeout) if the env may take longer",
+                f"a {name} timed out after {limit:g} s; raise {option}_timeout (on a "
+                f"server, --{option}-timeout) if the env may take longer",
                 now,
                 Status.TIMEOUT,
             )
@@ -394,6 +397,9 @@ class SupervisedWorker:
         if self._traceback:
             text = f"stopped{hint}:\n{self._traceback.rstrip()}"
         tries = self._restarts.num_failures
+        # An error without a traceback explains itself, without the worker's name.
+        has_stack = "Traceback (most recent call last)" in self._traceback
+        is_message = self._traceback and not (has_stack or hint or kill_reason)
         self._has_ever_stepped |= self.has_stepped
         is_permanent = (
             self._is_permanent
@@ -402,13 +408,16 @@ class SupervisedWorker:
             or (note and kill_reason and not self._has_ever_stepped)
         )
         if not self.error and (tries > self._config.max_restarts or is_permanent):
-            self.error = EnvStartError(
-                f"{self.label} failed"
-                + ("" if tries == 1 else f" {tries} times in a row")
-                + f" to run {self._config.env_name}"
-                + (hint if self._traceback else f": it {text}{self.stderr_note}"),
-                remote_traceback=self._traceback,
-            )
+            if is_message and tries <= 1:
+                self.error = EnvStartError(self._traceback.rstrip())
+            else:
+                self.error = EnvStartError(
+                    f"{self.label} failed"
+                    + ("" if tries == 1 else f" {tries} times in a row")
+                    + f" to run {self._config.env_name}"
+                    + (hint if self._traceback else f": it {text}{self.stderr_note}"),
+                    remote_traceback=self._traceback,
+                )
         self._set_state(WorkerState.ENDED if self.error else WorkerState.BACKOFF)
         return [Lost(self._kill_status, text)]
 

@@ -40,7 +40,7 @@ class WorkerSet:
       spec: Spaces of all envs; None until all workers have been ready.
       slab: The shared memory; None until all workers have been ready.
       frame_board: Rendered frames, in the slab's memory.
-      error: Why the pool cannot start, or why a worker failed during its start.
+      error: Error that prevents the pool from starting; None if there is none.
       selector: Reports the workers whose channels are readable or writable.
     """
 
@@ -117,12 +117,12 @@ class WorkerSet:
                 text = f"the spaces of {label} differ from those of the first worker: "
                 self.error = EnvStartError(text + "; ".join(different))
                 return False
-        num_envs, most = self.config.num_envs, self.config.max_row_mib
-        ring, needed = ring_nbytes(first, num_envs), rows_mib(first, num_envs)
+        num_envs, limit = self.config.num_envs, self.config.max_row_mib
+        ring, size = ring_nbytes(first, num_envs), rows_mib(first, num_envs)
         num_bytes = ring + board_nbytes(num_envs, len(self.all))
-        if most is not None and needed > most:
+        if limit is not None and size > limit:
             self.error = EnvStartError(
-                f"the rows of {num_envs} envs need {needed} MiB, but only {most} MiB "
+                f"the rows of {num_envs} envs need {size} MiB, but only {limit} MiB "
                 f"are left for this user; use fewer envs, or ask the operator to raise "
                 f"--max-row-mib"
             )
@@ -136,8 +136,8 @@ class WorkerSet:
             )
             return False
         self.frame_board = FrameBoard(num_envs, len(self.all), self.slab.extra[ring:])
-        for each in self.all:
-            each.attach(self.slab)
+        for member in self.all:
+            member.attach(self.slab)
         self.spec = first
         return True
 
@@ -145,7 +145,7 @@ class WorkerSet:
     def pids(self) -> tuple[int | None, ...]:
         """Process ids; None for workers without a process."""
         self._launcher.poll()
-        return tuple(each.process.pid if each.process else None for each in self.all)
+        return tuple(item.process.pid if item.process else None for item in self.all)
 
     def watch(self, now: float) -> Iterator[tuple[SupervisedWorker, Event]]:
         """Watch all workers and start those that are due; yield workers and events."""

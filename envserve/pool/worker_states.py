@@ -91,12 +91,12 @@ Event = ChannelMessage | Ready | Lost
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker process ended.
+    """The exit of a worker process.
 
     Attributes:
       pid: Process id; 0 if the process was not started.
       exit_code: Exit code as in `os.waitstatus_to_exitcode`; negative for a signal.
-      error: Why the process could not be started; empty if it was started.
+      error: Reason for a failed start of the process; empty if it was started.
       stderr_tail: The end of the process's stderr output.
     """
 
@@ -134,8 +134,8 @@ class Exit:
             if start and lines[start - 1].startswith(_FATAL):
                 start -= 1
             lines = lines[start : start + _EXCERPT_LINES]
-            ours = [i for i, line in enumerate(lines) if line.startswith(_OUR_FRAME)]
-            lines = lines[: max(3, *ours[:1])] if ours else lines
+            library = [i for i, line in enumerate(lines) if line.startswith(_OUR_FRAME)]
+            lines = lines[: max(3, *library[:1])] if library else lines
         elif self.exit_code in (0, -signal.SIGKILL):
             return ""
         return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])

@@ -54,7 +54,7 @@ class Access:
         self._revoked: set[tuple[str, bytes]] = set()
 
     def read_in_threads(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read changed files in threads from now on, because parsing takes long."""
+        """From now on, read changed files in threads, because parsing is slow."""
 
         def run(refresh: Callable[[], None]) -> None:
             try:
@@ -141,13 +141,13 @@ async def run_self_test(sockets: ServerSockets, zap: Zap, server_public: bytes) 
     """Connect with an unknown key; raise SelfTestError unless it is refused."""
     zap.is_quiet = True
     with sockets.listening_on_loopback() as address:
-        found = await asyncio.to_thread(_try_unknown_key, address, server_public)
+        failure = await asyncio.to_thread(_try_unknown_key, address, server_public)
     zap.is_quiet = False
     zap.counts.clear()
-    if found or sockets.has_unread():
+    if failure or sockets.has_unread():
         raise SelfTestError(
             f"self-test: expected an unknown key to be refused, but "
-            f"{found or 'its message was received'}. The server does not start, "
+            f"{failure or 'its message was received'}. The server does not start, "
             f"because anyone could connect. Please report this bug."
         )
 

@@ -49,7 +49,7 @@ class AuditLog:
         self._flush_timer: asyncio.TimerHandle | None = None
         # Last line of a repeated event, by event and user; None after a single event.
         self._repeated: dict[tuple[str, str], dict[str, Any] | None] = {}
-        self._described: dict[str, tuple[str, str]] = {}
+        self._descriptions: dict[str, tuple[str, str]] = {}
         self._has_failed = False
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -75,9 +75,9 @@ class AuditLog:
         described = self._describe(user) if user else ("", "")
         fingerprint, address = described
         if fingerprint:
-            self._described[user] = described
+            self._descriptions[user] = described
         else:  # the key was revoked
-            fingerprint, address = self._described.get(user, described)
+            fingerprint, address = self._descriptions.get(user, described)
         time = datetime.datetime.now(datetime.UTC)
         line = {
             "time": time.isoformat(timespec="milliseconds"),
@@ -97,19 +97,19 @@ class AuditLog:
             self._repeated[key] = None
             self._write(line)
             if self._flush_timer is None:
-                wait = _REPEAT_SECONDS
-                self._flush_timer = self._loop.call_later(wait, self._write_repeated)
+                delay = _REPEAT_SECONDS
+                self._flush_timer = self._loop.call_later(delay, self._write_repeated)
         else:
-            before = self._repeated[key]
-            line["times"] = 1 if before is None else before["times"] + 1
+            previous = self._repeated[key]
+            line["times"] = 1 if previous is None else previous["times"] + 1
             self._repeated[key] = line
 
     def _write_repeated(self) -> None:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         self._flush_timer = None
-        repeated, self._repeated = self._repeated, {}
-        for line in filter(None, repeated.values()):
+        lines, self._repeated = self._repeated, {}
+        for line in filter(None, lines.values()):
             self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Maximum seconds for the workers of an ended lease to exit while the server runs.
+#: Time limit in seconds for the workers of an ended lease to exit while serving.
 _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
@@ -150,7 +150,7 @@ class ServerLoop:
 
         The socket must stay open until the clients have acknowledged, because messages
         that a client has received but not read are lost with its connection
-        (docs/decisions.md: "A stopping server waits for its clients' acknowledgement").
+        (see the decision "A stopping server waits for its clients' acknowledgement").
 
         Args:
           timeout_seconds: Time limit; workers are killed after half of it.
@@ -178,8 +178,10 @@ class ServerLoop:
                     handle.cancel()
             for leased in self.pools.values():
                 leased.release()
+            if self.dropped_replies:  # clients that exit cause some
+                text = "replies to clients that had disconnected or read too slowly: %d"
+                _LOGGER.info(text, self.dropped_replies)
             for number, text in (
-                (self.dropped_replies, "replies that could not be sent"),
                 (self._session.num_dropped_messages, "unanswerable messages"),
                 (self.counters.failures, "failures"),
             ):
@@ -209,7 +211,7 @@ class ServerLoop:
         if self._scheduled_read is not None:
             self._scheduled_read.cancel()
             self._scheduled_read = None
-        may_be_more, shares, counters = True, self._fair_share, self.counters
+        has_more, shares, counters = True, self._fair_share, self.counters
         now = time.monotonic()
         shares.begin_turn(now)
         try:
@@ -217,8 +219,8 @@ class ServerLoop:
                 received = self._router.receive()
                 if received is None:
                     user = self._router.sockets.discarding_user
-                    may_be_more = user is not None
-                    if may_be_more:
+                    has_more = user is not None
+                    if has_more:
                         shares.charge(time.monotonic(), user)
                     break
                 peer, message = received
@@ -226,9 +228,9 @@ class ServerLoop:
                 counters.bytes_in += (num_bytes := sum(map(len, message)))
                 decisions: Sequence[Decision] = ()
                 if shares.admits(peer, num_bytes):
-                    num_wrong = self._session.num_dropped_messages
+                    num_dropped = self._session.num_dropped_messages
                     decisions = self._receive(peer, message, now)
-                    if num_wrong != self._session.num_dropped_messages:
+                    if num_dropped != self._session.num_dropped_messages:
                         counters.dropped += 1
                         shares.record_dropped(0, num_bytes)
                     self._carry_out(decisions)
@@ -239,18 +241,18 @@ class ServerLoop:
                 if shares.charge(now, is_step=is_step):
                     break
         finally:
-            pause = self._end_turn(is_drained=not may_be_more)
+            pause = self._end_turn(is_drained=not has_more)
             if pause:
                 self._scheduled_read = self._loop.call_later(pause, self._on_messages)
-            elif may_be_more:
+            elif has_more:
                 self._schedule_read()
 
     def _end_turn(self, *, is_drained: bool) -> float:
         """Limit users who take too much of the loop's time; return seconds to pause."""
         shares = self._fair_share
-        before = shares.throttled
+        previous = shares.throttled
         pause = shares.end_turn(is_drained)
-        if shares.throttled not in (None, before):
+        if shares.throttled not in (None, previous):
             reason = "it uses too much of the loop's time; its messages are dropped"
             self._audit(Audit("over quota", shares.throttled, reason=reason))
         if shares.flooder is not None:
@@ -281,18 +283,18 @@ class ServerLoop:
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         """Carry out decisions, and those that follow from them."""
-        work = deque(decisions)
-        while work:
-            decision = work.popleft()
+        queue = deque(decisions)
+        while queue:
+            decision = queue.popleft()
             if isinstance(decision, Reply):
                 self._send(decision)
             elif isinstance(decision, PoolDecision):
                 try:
-                    work.extend(self._apply_to_pool(decision))
+                    queue.extend(self._apply_to_pool(decision))
                 except Exception as error:
-                    work.extend(self._abandon(decision.session, error))
+                    queue.extend(self._abandon(decision.session, error))
             elif isinstance(decision, RequestDecision):
-                work.extend(self._answer(decision))
+                queue.extend(self._answer(decision))
             elif isinstance(decision, Audit):
                 self._audit(decision)
             else:  # BeginDrain

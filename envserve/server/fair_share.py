@@ -13,8 +13,8 @@ three conditions hold:
 
 Clients resend unanswered requests, so dropping messages loses nothing. A user who
 continues to send at the same rate does not wait for answers. Such a user is reported as
-a flooder, because even dropping messages takes time (docs/decisions.md: "A flood is
-recognised by its loop time and its unread messages").
+a flooder, because even dropping messages takes time; see the decision "A flood is
+recognised by its loop time and its unread messages".
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FairShare:
         # the number of turns that ended with this user's message while messages were
         # unread.
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._billed: defaultdict[str, float] = defaultdict(float)
+        self._billed_time: defaultdict[str, float] = defaultdict(float)
         self._unread: defaultdict[str, float] = defaultdict(float)
         # Dropped messages and bytes by user, as a fraction of a flood.
         self._dropped: defaultdict[str, float] = defaultdict(float)
@@ -130,7 +130,7 @@ class FairShare:
         seconds, self._now, self._is_step = now - self._now, now, is_step
         self._seconds[user] += seconds
         if not is_step:
-            self._billed[user] += seconds
+            self._billed_time[user] += seconds
         return now >= self._turn_ends_at
 
     def end_turn(self, is_drained: bool) -> float:
@@ -155,11 +155,11 @@ class FairShare:
     def _update(self, now: float) -> None:
         decay = math.exp((self._updated_at - now) / _DECAY_SECONDS)
         self._updated_at = now
-        flooder = next((u for u, part in self._dropped.items() if part > 1), None)
+        flooder = next((u for u, share in self._dropped.items() if share > 1), None)
         if flooder is not None:
             self.flooder = flooder
             del self._dropped[flooder]  # so that it is reported only once
-        for counts in (self._seconds, self._billed, self._unread, self._dropped):
+        for counts in (self._seconds, self._billed_time, self._unread, self._dropped):
             for user in list(counts):
                 counts[user] *= decay
                 if counts[user] < _NEGLIGIBLE:
@@ -170,8 +170,8 @@ class FairShare:
             return
         user = max(self._unread, key=self._unread.__getitem__)
         used = {u: t / self._quotas.weight_of(u) for u, t in self._seconds.items()}
-        billed = self._billed.get(user, 0.0) / self._quotas.weight_of(user)
+        billed_seconds = self._billed_time.get(user, 0.0) / self._quotas.weight_of(user)
         used.pop(user, 0.0)
         limit = _MAX_RELATIVE_SECONDS * sum(used.values()) / len(used)
-        if billed > max(_FREE_SECONDS, limit):
+        if billed_seconds > max(_FREE_SECONDS, limit):
             self.throttled = user

@@ -38,16 +38,16 @@ class LeasedPool:
         self._set_timer(time.monotonic())
 
     def schedule(self) -> None:
-        """Set the timer for the pool's next deadline, unless it is set earlier."""
+        """Set the timer for the pool's next deadline, unless it expires earlier."""
         deadline = self.pool.next_deadline()
         if deadline is not None and deadline < self.timer_at:
             self._set_timer(deadline)
 
-    def _set_timer(self, instant: float) -> None:
+    def _set_timer(self, deadline: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self.timer_at = instant
-        self._timer = self._loop.call_at(instant, self._on_timer)
+        self.timer_at = deadline
+        self._timer = self._loop.call_at(deadline, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer, self.timer_at = None, math.inf

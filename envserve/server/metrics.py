@@ -1,4 +1,4 @@
-"""A server's metrics for Prometheus, as listed in docs/metrics-of-servers.md."""
+"""A server's metrics for Prometheus, as listed in "Server metrics" in the docs."""
 
 from __future__ import annotations
 
@@ -83,25 +83,25 @@ class ServerCollector:
         yield InfoMetricFamily(
             "envserve", "Version of the server.", {"version": status.version}
         )
-        for short, (field, text) in _METRICS.items():
-            name, value = f"envserve_{short}", getattr(status, field)
+        for metric, (field, text) in _METRICS.items():
+            name, value = f"envserve_{metric}", getattr(status, field)
             if field in _LABELLED_FIELDS:
-                label, known = _LABELLED_FIELDS[field]
+                label, keys = _LABELLED_FIELDS[field]
                 family = CounterMetricFamily(name, text, labels=[label])
-                for key, count in (dict.fromkeys(known, 0) | value).items():
+                for key, count in (dict.fromkeys(keys, 0) | value).items():
                     family.add_metric([key], count)
                 yield family
             elif isinstance(value, Histogram):
                 bounds = [*map(str, value.bounds), "+Inf"]
                 buckets = list(zip(bounds, accumulate(value.counts), strict=True))
                 yield HistogramMetricFamily(name, text, buckets, value.sum)
-            elif short.endswith("_total"):
+            elif metric.endswith("_total"):
                 yield CounterMetricFamily(name, text, value)
             else:
                 yield GaugeMetricFamily(name, text, value)
-        for short, text in _CONNECTION_METRICS.items():
-            value = connections.get(short, 0)
-            yield CounterMetricFamily(f"envserve_{short}", text, value)
+        for metric, text in _CONNECTION_METRICS.items():
+            value = connections.get(metric, 0)
+            yield CounterMetricFamily(f"envserve_{metric}", text, value)
         lag, away = status.loop_lag_ms / 1000, sum(len(x.absent) for x in status.leases)
         text = "Largest delay of the event loop in the last 10 s."
         yield GaugeMetricFamily("envserve_loop_lag_seconds", text, lag)

@@ -33,13 +33,13 @@ _PR_SET_PDEATHSIG: Final = 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 #: Main function of a child, which returns an exit code. Its second argument is a
 #: function that sends an object to this process.
-_Work = Callable[[HostSettings, Callable[[Any], None]], int]
+_ChildMain = Callable[[HostSettings, Callable[[Any], None]], int]
 _INSTALLED: Final = tuple(
     sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")
 )
 
 
-def serve_with_reload(host: HostSettings, serve: _Work) -> int:
+def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
     """Serve, and restart at the same addresses whenever a file of the envs changes.
 
     Clients attach again, and lose one transition in each row. If the envs cannot be
@@ -70,7 +70,7 @@ def serve_with_reload(host: HostSettings, serve: _Work) -> int:
         if server.pid is not None and server.exitcode is None:
             os.kill(server.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    old_handlers = {number: signal.signal(number, forward) for number in _SIGNALS}
     try:
         while server.exitcode is None:
             server.join(_POLL_SECONDS)
@@ -96,11 +96,11 @@ def serve_with_reload(host: HostSettings, serve: _Work) -> int:
                 server, addresses = _fork(serve, host)
         return server.exitcode
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-def _fork(work: _Work, host: HostSettings) -> tuple[ForkProcess, Connection]:
+def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Connection]:
     """Start a child that exits with this process.
 
     Returns:
@@ -108,18 +108,18 @@ def _fork(work: _Work, host: HostSettings) -> tuple[ForkProcess, Connection]:
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(work, host, sender))
+    process = context.Process(target=_run, args=(child_main, host, sender))
     process.start()
     sender.close()
     return process, receiver
 
 
-def _run(work: _Work, host: HostSettings, connection: Connection) -> None:
+def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-    sys.exit(work(host, connection.send))
+    sys.exit(child_main(host, connection.send))
 
 
 def _probe(host: HostSettings) -> list[str]:
@@ -142,7 +142,7 @@ def _probe(host: HostSettings) -> list[str]:
 
 
 def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
-    before = set(sys.modules)
+    loaded = set(sys.modules)
     try:
         registry = Registry(host.env_names, host.import_modules)
         for name in registry.names if host.env_names else ():
@@ -150,7 +150,7 @@ def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
     except Exception as error:
         send((str(error) or repr(error), []))
     else:
-        modules = (m for name, m in [*sys.modules.items()] if name not in before)
+        modules = (m for name, m in [*sys.modules.items()] if name not in loaded)
         files = filter(None, (getattr(m, "__file__", None) for m in modules))
         send(("", [f for f in files if not f.startswith(_INSTALLED)]))
     return 0

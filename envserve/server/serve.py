@@ -101,10 +101,10 @@ async def serve(
         boot = secrets.randbits(64) | 1
         grant_of = None if access is None else access.grant_of
         session = ServerSession(config, registry.names, boot, grant_of)
-        most = partial(_max_buffered_bytes, config, session)
+        max_growth = partial(_max_buffered_bytes, config, session)
         # A user with fewer connections cannot have used up all descriptors.
-        suspect = num_descriptors // 4
-        stack.callback(ConnectionWatch(loop, sockets, zap, most, suspect).stop)
+        min_count = num_descriptors // 4
+        stack.callback(ConnectionWatch(loop, sockets, zap, max_growth, min_count).stop)
         limits = config.max_unread_mib << 20, config.max_total_unread_mib << 20
         router = Router(sockets, SendBudget(*limits))
         server = ServerLoop(
@@ -114,21 +114,21 @@ async def serve(
             server.status.export_to(metrics, partial(_connection_counts, sockets, zap))
         watch = _close_revoked(access, server) if access else _warn_of_no_keys(config)
         stack.callback(asyncio.create_task(watch).cancel)
-        cut_short = ""
+        abort_reason = ""
         try:
             on_ready(tuple(sockets.addresses), len(registry.names))
             notifier.ready(f"serving on {' '.join(sockets.addresses)}")
             await signals.requested.wait()
             notifier.stopping()
             if config.drain_grace_seconds and not signals.immediate.is_set():
-                cut_short = await _drain(server, signals, config.drain_grace_seconds)
+                abort_reason = await _drain(server, signals, config.drain_grace_seconds)
             _LOGGER.info("stopping")
         finally:
             if metrics is not None:
                 # In another thread, because a scrape may be waiting for this loop.
                 await asyncio.to_thread(metrics.server_close)
-            seconds = _AFTER_DRAIN_SECONDS if cut_short else _STOP_SECONDS
-            await server.stop(seconds, cut_short)
+            seconds = _AFTER_DRAIN_SECONDS if abort_reason else _STOP_SECONDS
+            await server.stop(seconds, abort_reason)
 
 
 def _protect_memory_from_envs(worker_user: str) -> None:
@@ -169,7 +169,7 @@ def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
 async def _drain(
     server: ServerLoop, signals: ShutdownSignals, grace_seconds: float
 ) -> str:
-    """Let running episodes finish; return why this was cut short, or ""."""
+    """Let running episodes finish; return the reason for stopping early, or ""."""
     if await signals.run_unless_immediate(server.drain(grace_seconds), grace_seconds):
         return ""
     if signals.immediate.is_set():
@@ -191,10 +191,10 @@ async def _open_sockets(
 
     def describe(user: str) -> tuple[str, str]:
         grant = None if access is None else access.grant_of(user)
-        shown = "" if grant is None else formats.fingerprint(grant.public)
-        return shown, "" if zap is None else zap.addresses.get(user, "")
+        fingerprint = "" if grant is None else formats.fingerprint(grant.public)
+        return fingerprint, "" if zap is None else zap.addresses.get(user, "")
 
-    audit: Callable[[Audit], None] = _no_audit
+    audit: Callable[[Audit], None] = _ignore_event
     if config.audit is not None:
         log = AuditLog(config.audit, describe, loop)
         stack.callback(log.close)
@@ -217,12 +217,12 @@ async def _open_sockets(
     return sockets, access, zap, audit
 
 
-def _no_audit(event: Audit) -> None:
+def _ignore_event(event: Audit) -> None:
     """Ignore an event because there is no audit log."""
 
 
 def _connection_counts(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
-    """Return how often keys were refused, and how often all connections were closed."""
+    """Return the numbers of refused keys and of closures of all connections."""
     refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
     return {"refused_keys_total": refused, "reopened_total": sockets.num_reopened}
 

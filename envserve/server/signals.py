@@ -39,14 +39,14 @@ class ShutdownSignals:
             self._loop.remove_signal_handler(number)
 
     async def run_unless_immediate(
-        self, work: Coroutine[Any, Any, None], timeout_seconds: float
+        self, coroutine: Coroutine[Any, Any, None], timeout_seconds: float
     ) -> bool:
         """Run a coroutine; cancel it at the timeout, or when `immediate` is set.
 
         Returns:
           Whether the coroutine has finished.
         """
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(coroutine)
         signalled = asyncio.create_task(self.immediate.wait())
         try:
             await asyncio.wait(

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from envserve.monitoring.metrics_port import MetricsPort
 from envserve.pool.pool_metrics import Counts, status_fields, sum_counts
+from envserve.python_process import build_commit
 from envserve.server.leased_pool import LeasedPool
 from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_session import ServerSession
@@ -62,6 +63,7 @@ class StatusReporter:
         self._loop = loop
         self._constant_fields: dict[str, Any] = {
             "version": version("envserve"),
+            "commit": build_commit(),
             "host": platform.node(),
             "pid": os.getpid(),
             "num_workers": host.num_workers,

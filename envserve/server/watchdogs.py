@@ -24,7 +24,7 @@ class LoopLag:
 
     @property
     def seconds(self) -> float:
-        """The largest recorded lag, or that of the pending callback if it is larger."""
+        """The largest recorded lag, including the lag of the pending callback."""
         overdue = self._loop.time() - self._timer.when()
         return max(0.0, overdue, *self._lags)
 

@@ -32,8 +32,8 @@ The server's part: the server executes a request if it has the next seq of each 
 blocks. While it runs, copies of it are not executed. Copies that arrive later are
 answered with the same reply. Older requests are ignored, and requests that skip a seq
 are rejected. A reply can be repeated because it consists of the blocks' rows, which do
-not change until the blocks' next seq (docs/decisions.md: "The slab is the reply
-cache").
+not change until the blocks' next seq (see the decision "The slab is the
+reply cache").
 
 Absence: the envs of a block in flight may be absent, because their worker or their
 lease is lost, or because the server is unreachable. The client reports such blocks as
@@ -45,7 +45,7 @@ seconds of silence, and lost after a minute. The server remembers how a session 
 so that a delayed message does not revive it.
 
 The sections below define the states of clients, leases and blocks, and the legal moves.
-Only `Machine.move`, and `Lease._move` for the blocks of a lease, change a state. The
+Only `StateMachine.move` and, for the blocks of a lease, `Lease._move` change states. A
 client's blocks have no state machine: each is idle, in flight, or ended but not yet
 collected, see `ClientBlocks`.
 """
@@ -62,7 +62,7 @@ State = TypeVar("State", bound=enum.Enum)
 _Moves = Mapping[enum.Enum, Collection[enum.Enum]]
 
 
-class Machine(Generic[State]):
+class StateMachine(Generic[State]):
     """A state machine that rejects illegal moves.
 
     Attributes:

@@ -26,7 +26,7 @@ _minimum: Final = np.minimum.reduce
 _maximum: Final = np.maximum.reduce
 
 #: Returns the start of an error about the action at a position.
-_NameOf = Callable[[int], str]
+_Prefix = Callable[[int], str]
 
 #: Names of envs for which actions outside the action space were reported.
 _warned: Final[set[str]] = set()
@@ -63,8 +63,8 @@ class ActionBounds:
             # If the bounds differ by element, reduce over rows only. minimum and
             # maximum propagate NaN, so that NaN fails both comparisons.
             axis = 0 if isinstance(low, np.ndarray) else None
-            is_good = (_minimum(part, axis) >= low) & (_maximum(part, axis) <= high)
-            if not (is_good if axis is None else is_good.all()):
+            is_valid = (_minimum(part, axis) >= low) & (_maximum(part, axis) <= high)
+            if not (is_valid if axis is None else is_valid.all()):
                 return False
         return True
 
@@ -122,20 +122,20 @@ def check_actions(
         raise ActionError(f"actions: {error}") from None
     if not values:  # the action space has no leaves
         return [np.zeros((num_envs or 1, *leaf.shape), leaf.dtype)]
-    name_of = partial(_name_of, env_indices, num_envs)
+    prefix = partial(_prefix, env_indices, num_envs)
     arrays = []
     for leaf, value in zip(spec.action_leaves, values, strict=True):
         if leaf.is_encoded:
             arrays.append(
-                _encode(leaf, value if num_envs else [value], num_envs or 1, name_of)
+                _encode(leaf, value if num_envs else [value], num_envs or 1, prefix)
             )
             continue
-        given = _as_array(leaf, value, num_envs)
-        array = _cast(leaf, given)
+        unchecked = _as_array(leaf, value, num_envs)
+        array = _cast(leaf, unchecked)
         if not num_envs:
             array = array[np.newaxis]
-        precision = min(leaf.dtype, given.dtype, key=lambda dtype: dtype.itemsize)
-        arrays.append(_to_bounds(spec.env_name, leaf, array, name_of, mode, precision))
+        precision = min(leaf.dtype, unchecked.dtype, key=lambda dtype: dtype.itemsize)
+        arrays.append(_to_bounds(spec.env_name, leaf, array, prefix, mode, precision))
     return arrays
 
 
@@ -163,12 +163,12 @@ def check_action_rows(
       ActionError: An action is out of bounds or not finite. The message names the env,
         the leaf, and the bounds.
     """
-    name_of = partial(_name_of, range(start, stop), stop - start)
+    prefix = partial(_prefix, range(start, stop), stop - start)
     for leaf, array in zip(spec.action_leaves, actions, strict=True):
         part = array[start:stop]
-        _check_finite(leaf, part, name_of)
-        if mode != "pass" and not (good := _is_within(part, leaf.limits)).all():
-            raise ActionError(_out_of_bounds(leaf, part, good, name_of))
+        _check_finite(leaf, part, prefix)
+        if mode != "pass" and not (is_valid := _is_within(part, leaf.limits)).all():
+            raise ActionError(_out_of_bounds(leaf, part, is_valid, prefix))
 
 
 def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
@@ -184,7 +184,7 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
     if not leaf.shape and array.shape == (*shape, 1):
         return array.reshape(shape)
     if array.shape != shape:
-        sizes = [[n for n in each if n != 1] for each in (shape, array.shape)]
+        sizes = [[n for n in dims if n != 1] for dims in (shape, array.shape)]
         raise ActionError(
             f"{_label(leaf)}: expected shape {list(shape)}"
             f"{', one row per env' if num_envs else ''}; got {list(array.shape)}"
@@ -195,11 +195,11 @@ def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
 
 def _cast(leaf: Leaf, array: Array) -> Array:
     """Cast an array to the leaf's dtype, unless that would change its values."""
-    kind, given = leaf.dtype.kind, array.dtype.kind
-    if kind in "ui" and given in "uib":
+    kind, actual = leaf.dtype.kind, array.dtype.kind
+    if kind in "ui" and actual in "uib":
         return array  # only the bounds check ensures that the values fit
     with np.errstate(over="ignore", invalid="ignore"):
-        if kind in "ui" and given == "f":  # accept whole numbers, as Gymnasium does
+        if kind in "ui" and actual == "f":  # accept whole numbers, as Gymnasium does
             cast = array.astype(leaf.dtype)
             if (cast == array).all():
                 return cast
@@ -216,7 +216,7 @@ def _cast(leaf: Leaf, array: Array) -> Array:
     )
 
 
-def _encode(leaf: Leaf, values: Any, num_rows: int, name_of: _NameOf) -> Array:
+def _encode(leaf: Leaf, values: Any, num_rows: int, prefix: _Prefix) -> Array:
     if not isinstance(values, (tuple, list)) or len(values) != num_rows:
         raise ActionError(
             f"{_label(leaf)}: expected a tuple of {num_rows} values, one per env; "
@@ -227,7 +227,7 @@ def _encode(leaf: Leaf, values: Any, num_rows: int, name_of: _NameOf) -> Array:
         try:
             rows[row] = encode_row(leaf, value, is_strict=True)
         except SpaceError as error:
-            raise ActionError(f"{name_of(row)}{_label(leaf)}: {error}") from None
+            raise ActionError(f"{prefix(row)}{_label(leaf)}: {error}") from None
     return rows
 
 
@@ -235,7 +235,7 @@ def _to_bounds(
     env_name: str,
     leaf: Leaf,
     array: Array,
-    name_of: _NameOf,
+    prefix: _Prefix,
     mode: str,
     precision: np.dtype[Any],
 ) -> Array:
@@ -244,15 +244,15 @@ def _to_bounds(
     `low + range * x`, for example, may exceed `high` by some units in the last place.
     Such rounding errors are clipped; `precision` is the dtype in which they occurred.
     """
-    is_good = _is_within(array, leaf.limits)
-    if is_good.all():
+    is_valid = _is_within(array, leaf.limits)
+    if is_valid.all():
         return array
-    _check_finite(leaf, array, name_of)
+    _check_finite(leaf, array, prefix)
     if mode == "pass":
         if env_name not in _warned:
             _warned.add(env_name)
             warnings.warn(
-                f"{_out_of_bounds(leaf, array, is_good, name_of)}. It is passed to "
+                f"{_out_of_bounds(leaf, array, is_valid, prefix)}. It is passed to "
                 f"{env_name}, as in Gymnasium; actions='clip' clips all actions, and "
                 f"actions='check' makes this an error. This warning is shown once",
                 stacklevel=5,
@@ -264,14 +264,14 @@ def _to_bounds(
             return clipped
         if precision.kind == "f":
             with np.errstate(all="ignore"):  # infinite bounds
-                most = np.maximum(*np.abs(leaf.bounds)).astype(precision)
-                is_good |= np.abs(array - clipped) <= 4 * np.spacing(most)
-        if is_good.all():
+                largest = np.maximum(*np.abs(leaf.bounds)).astype(precision)
+                is_valid |= np.abs(array - clipped) <= 4 * np.spacing(largest)
+        if is_valid.all():
             return clipped
-    raise ActionError(_out_of_bounds(leaf, array, is_good, name_of))
+    raise ActionError(_out_of_bounds(leaf, array, is_valid, prefix))
 
 
-def _name_of(env_indices: Sequence[int] | Array | None, num_envs: int, row: int) -> str:
+def _prefix(env_indices: Sequence[int] | Array | None, num_envs: int, row: int) -> str:
     """Return the start of an error about an action; empty for a single env."""
     index = row if env_indices is None else int(np.ravel(env_indices)[row])
     return f"Env {index}: " if num_envs else ""
@@ -282,38 +282,38 @@ def _is_within(array: Array, limits: tuple[Any, Any]) -> Array:
     return is_within
 
 
-def _check_finite(leaf: Leaf, array: Array, name_of: _NameOf) -> None:
+def _check_finite(leaf: Leaf, array: Array, prefix: _Prefix) -> None:
     """Raise ActionError for NaN, infinity, and integers that the dtype cannot hold."""
-    is_good = _is_within(array, leaf.dtype_limits)
-    if is_good.all():
+    is_valid = _is_within(array, leaf.dtype_limits)
+    if is_valid.all():
         return
     if leaf.dtype.kind != "f":
-        raise ActionError(_out_of_bounds(leaf, array, is_good, name_of))
-    row, where = _first_bad(is_good)
+        raise ActionError(_out_of_bounds(leaf, array, is_valid, prefix))
+    row, where = _first_invalid(is_valid)
     raise ActionError(
-        f"{name_of(row)}expected finite actions; got {array[(row, *where)]} in "
+        f"{prefix(row)}expected finite actions; got {array[(row, *where)]} in "
         f"{_label(leaf, where)}; the output of the policy is not finite in {leaf.dtype}"
     )
 
 
-def _out_of_bounds(leaf: Leaf, array: Array, is_good: Array, name_of: _NameOf) -> str:
+def _out_of_bounds(leaf: Leaf, array: Array, is_valid: Array, prefix: _Prefix) -> str:
     """Describe the first action that is out of bounds."""
-    row, where = _first_bad(is_good)
+    row, where = _first_invalid(is_valid)
     low, high = (np.broadcast_to(bound, leaf.shape)[where] for bound in leaf.bounds)
     return (
-        f"{name_of(row)}expected {_label(leaf, where)} in [{low}, {high}]; "
+        f"{prefix(row)}expected {_label(leaf, where)} in [{low}, {high}]; "
         f"got {array[(row, *where)]}; "
         + (
-            "clip actions to the action space before the step"
+            "clip actions before the step, or make the batch with actions='clip'"
             if leaf.dtype.kind == "f"
             else "choose an action that the space contains"
         )
     )
 
 
-def _first_bad(is_good: Array) -> tuple[int, tuple[int, ...]]:
+def _first_invalid(is_valid: Array) -> tuple[int, tuple[int, ...]]:
     """Return the row of the first invalid action, and the position inside it."""
-    row, *where = (int(i) for i in np.argwhere(~is_good)[0])
+    row, *where = (int(i) for i in np.argwhere(~is_valid)[0])
     return row, tuple(where)
 
 

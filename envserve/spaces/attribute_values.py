@@ -19,9 +19,9 @@ from gymnasium.spaces import Space
 from envserve.errors import CodecError
 from envserve.spaces.env_spec import describe, restore
 
-#: Key of the kind of a value, which no other value is likely to have.
+#: Key whose value is the kind of value; other dicts are unlikely to contain this key.
 _KIND: Final = "envserve.kind"
-#: Replaces a method, which the client calls by its name.
+#: Replaces a method; the client calls the method by name instead.
 METHOD: Final = object()
 _BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 

@@ -30,8 +30,8 @@ DTYPES: Final = tuple(
 )
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-#: Dtypes of strings, which only arrays and scalars inside values may have. They are
-#: encoded as arrays of code points or bytes, whose last dimension is the width.
+#: String dtypes, which encoded values may have, but spaces may not. String arrays are
+#: encoded as code points or bytes; an additional last dimension is the string width.
 _STRINGS: Final[dict[str, np.dtype[Any]]] = {"U": np.dtype("<u4"), "S": np.dtype("u1")}
 _STRING_KINDS: Final = dict(enumerate(_STRINGS, len(DTYPES)))
 
@@ -175,56 +175,56 @@ def check(
       CodecError: There are too many values, they are nested too deeply, or the bytes
         are not a valid encoding.
     """
-    at, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
-    limit = room = end if max_values is None else max_values
-    left, is_map = 1, False  # values left in the innermost open list or map
+    offset, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
+    limit = remaining = end if max_values is None else max_values
+    num_left, is_map = 1, False  # values left in the innermost open list or map
     outer: list[tuple[int, bool]] = []  # (left, is_map) of enclosing lists and maps
-    while at < end:
-        while not left and outer:
-            left, is_map = outer.pop()
-        if not left:
+    while offset < end:
+        while not num_left and outer:
+            num_left, is_map = outer.pop()
+        if not num_left:
             break
-        left -= 1
-        kind = data[at]
+        num_left -= 1
+        kind = data[offset]
         if sizes[kind]:  # the usual case
-            at += sizes[kind]
+            offset += sizes[kind]
             continue
-        start, body = at, 0
+        start, body = offset, 0
         if kind < 0xA0:  # a short list or map
-            at, count = at + 1, (kind & 15) << (kind < 0x90)
+            offset, count = offset + 1, (kind & 15) << (kind < 0x90)
         else:
-            at, count = _read_header(data, at, kind)
+            offset, count = _read_header(data, offset, kind)
             if kind in _EXTENSIONS:
                 body = start + 2 + _HEADERS[kind][0]
-                room -= _COSTS[data[body - 1]] - 1 if max_values is not None else 0
+                remaining -= _COSTS[data[body - 1]] - 1 if max_values is not None else 0
         is_tuple = body > 0 and data[body - 1] == _TUPLE
-        room -= max(count, 0)
+        remaining -= max(count, 0)
         # Every item takes at least one byte, so a larger count cannot be valid.
-        if room < 0 or count > end - at:
+        if remaining < 0 or count > end - offset:
             raise CodecError(
                 f"expected at most {limit} values (an array of numbers counts as "
                 f"{_COSTS[_ARRAY]}); got more"
             )
         if count < 0 and not is_tuple:
             continue
-        if is_map and left & 1:
+        if is_map and num_left & 1:
             raise CodecError("expected a scalar as a dict key; got a list or dict")
         if len(outer) == max_depth:
             raise CodecError(f"nested deeper than {_MAX_DEPTH} levels")
         if is_tuple:
             depth = max_depth - len(outer)
-            room -= check(
-                data[body:at], room if max_values is not None else None, depth
+            remaining -= check(
+                data[body:offset], remaining if max_values is not None else None, depth
             )
         elif count:
-            outer.append((left, is_map))
-            left, is_map = count, kind in _MAPS
-    if at != end or left or any(count for count, _ in outer):
+            outer.append((num_left, is_map))
+            num_left, is_map = count, kind in _MAPS
+    if offset != end or num_left or any(count for count, _ in outer):
         raise CodecError("not a valid encoding: truncated, or with trailing bytes")
-    return limit - room
+    return limit - remaining
 
 
-def _read_header(data: _Buffer, at: int, kind: int) -> tuple[int, int]:
+def _read_header(data: _Buffer, offset: int, kind: int) -> tuple[int, int]:
     """Parse a long header.
 
     Returns:
@@ -234,8 +234,8 @@ def _read_header(data: _Buffer, at: int, kind: int) -> tuple[int, int]:
     if kind not in _HEADERS:
         raise CodecError(f"not a valid encoding: no value begins with {kind:#x}")
     width, unit = _HEADERS[kind]
-    start = at + 1 + width
-    length = int.from_bytes(data[at + 1 : start], "big")
+    start = offset + 1 + width
+    length = int.from_bytes(data[offset + 1 : start], "big")
     if unit < 0:
         if length > _MAX_ITEMS:
             raise CodecError(
@@ -337,7 +337,7 @@ def _decode_extension(code: int, data: bytes) -> Any:
     if code == _ARRAY:
         return array
     if array.ndim:
-        raise CodecError("expected no dimensions of a scalar")
+        raise CodecError("expected a scalar without dimensions")
     return array[()]
 
 
@@ -357,7 +357,9 @@ def _decode_array(data: bytes) -> np.ndarray[Any, Any]:
     if kind is None:
         return array
     if not shape or not shape[-1]:
-        raise CodecError("expected the width of strings as the last dimension")
+        raise CodecError(
+            f"expected the string width as the last dimension; got shape {shape}"
+        )
     _check_text(array)
     return array.view(f"{kind}{shape[-1]}").reshape(shape[:-1])
 

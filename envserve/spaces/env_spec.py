@@ -82,16 +82,16 @@ class EnvSpec:
         """
         ours, theirs = self.observation_space, other.observation_space
         lines = []
-        are_alike = _layout(ours) == _layout(theirs)
-        if not (observation_mode == "different" and are_alike) and not spaces_equal(
-            ours, theirs
-        ):
+        is_same_layout = _layout(ours) == _layout(theirs)
+        if not (
+            observation_mode == "different" and is_same_layout
+        ) and not spaces_equal(ours, theirs):
             # Gymnasium's tests require this text.
             hint = (
                 "; the sub-environments observation spaces are not equivalent. If this "
                 "is intentional, use `observation_mode='different'` instead."
             )
-            hint = hint if are_alike else ""
+            hint = hint if is_same_layout else ""
             lines.append(f"observation space: expected {ours}, got {theirs}{hint}")
         ours, theirs = self.action_space, other.action_space
         if not spaces_equal(ours, theirs):
@@ -178,7 +178,7 @@ class _SpaceBudget:
     def nested(self, copies: int) -> _SpaceBudget:
         """Return the budget for the spaces inside an encoded leaf.
 
-        These spaces are stored `copies` times. Their arrays may not exceed the maximum
+        These spaces are stored `copies` times. Their arrays must not exceed the maximum
         row size, and their bounds are not broadcast.
         """
         inner = copy.copy(self)
@@ -222,12 +222,12 @@ def _restore(
         dtype = codec.dtype_from_code(description["dtype"])
         return build(budget, dtype, *(description[name] for name in names))
     if kind != "tuple" and kind not in _ENCODED_SPACES:
-        shown = (
+        kind_text = (
             repr(kind[:_MAX_TEXT_LENGTH])
             if isinstance(kind, str)
             else type(kind).__name__
         )
-        raise SpaceError(f"expected a known kind of space; got {shown}")
+        raise SpaceError(f"expected a known kind of space; got {kind_text}")
     if kind == "text":
         budget.charge(
             [sum(map(len, description["character_list"]))], 1, 8 * _BOUNDS_COPIES
@@ -262,8 +262,8 @@ def _expand(budget: _SpaceBudget, value: Any, dtype: np.dtype[Any]) -> Array:
         budget.charge(value["shape"], dtype.itemsize, _BOUNDS_COPIES)
         return np.full(tuple(value["shape"]), np.array(value["fill"], dtype), dtype)
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
-        got = getattr(value, "dtype", type(value).__name__)
-        raise SpaceError(f"expected an array of {dtype}; got {got}")
+        actual = getattr(value, "dtype", type(value).__name__)
+        raise SpaceError(f"expected an array of {dtype}; got {actual}")
     budget.charge(value.shape, dtype.itemsize, budget.times)
     return value
 

@@ -81,8 +81,8 @@ class InfoColumns(NamedTuple):
         """
         layout = self.layout
         records = np.frombuffer(self.data, layout.dtype)
-        for at, key in enumerate(layout.keys):
-            yield key, layout.is_python[at], records[str(at)]
+        for index, key in enumerate(layout.keys):
+            yield key, layout.is_python[index], records[str(index)]
 
     def dicts(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each row, and the numbers in its info as a dict."""
@@ -122,8 +122,8 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         self._dicts = None
         columns, others = split_columns(infos)
         for start, stop, layout, data in columns:
-            each = InfoColumns(start + offset, stop + offset, layout, data)
-            self.columns.append(each)
+            column = InfoColumns(start + offset, stop + offset, layout, data)
+            self.columns.append(column)
         for row, info in others.items():
             self.others[row + offset] = info
 
@@ -151,11 +151,11 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
 
     def _by_row(self) -> dict[int, Mapping[str, Any]]:
         if self._dicts is None:
-            found = dict(self.others)
-            for each in self.columns:
-                for row, numbers in each.dicts():
-                    found[row] = {**numbers, **self.others.get(row, {})}
-            self._dicts = dict(sorted(found.items()))
+            infos = dict(self.others)
+            for columns in self.columns:
+                for row, numbers in columns.dicts():
+                    infos[row] = {**numbers, **self.others.get(row, {})}
+            self._dicts = dict(sorted(infos.items()))
         return self._dicts
 
 
@@ -173,28 +173,28 @@ def read_columns(parts: Sequence[tuple[int, bytes, bytes]]) -> list[InfoColumns]
       CodecError: A layout is not valid, records have another length, or the rows are
         not ascending.
     """
-    found, last = [], 0
+    columns, last = [], 0
     for start, encoded, data in parts:
         layout = _read_layout(encoded)
-        num_rows, rest = divmod(len(data), layout.dtype.itemsize)
-        if rest or not num_rows or start < last:
+        num_rows, remainder = divmod(len(data), layout.dtype.itemsize)
+        if remainder or not num_rows or start < last:
             raise codec.CodecError("expected whole records, in the order of their rows")
         last = start + num_rows
-        found.append(InfoColumns(start, last, layout, data))
-    return found
+        columns.append(InfoColumns(start, last, layout, data))
+    return columns
 
 
 def join_columns(columns: Sequence[InfoColumns]) -> list[InfoColumns]:
     """Join the columns of adjacent rows that have the same layout."""
     joined: list[list[InfoColumns]] = []
-    for each in sorted(columns, key=itemgetter(0)):
-        before = joined[-1][-1] if joined else None
-        if before and before.layout is each.layout and before.stop == each.start:
-            joined[-1].append(each)
+    for part in sorted(columns, key=itemgetter(0)):
+        previous = joined[-1][-1] if joined else None
+        if previous and previous.layout is part.layout and previous.stop == part.start:
+            joined[-1].append(part)
         else:
-            joined.append([each])
+            joined.append([part])
     return [
-        run[0]._replace(stop=run[-1].stop, data=b"".join([each.data for each in run]))
+        run[0]._replace(stop=run[-1].stop, data=b"".join([part.data for part in run]))
         for run in joined
     ]
 
@@ -205,23 +205,23 @@ def _read_layout(encoded: bytes) -> Layout:
     if type(zeros) is not dict or not zeros or {*map(type, zeros)} != {str}:
         raise codec.CodecError("expected a dict with a value for each column")
     fields, arrays, formats, num_bytes = [], [], "<", 0
-    for at, value in enumerate(zeros.values()):
-        dtype, shape, size = _form_of(value)
+    for index, value in enumerate(zeros.values()):
+        dtype, shape, size = _column_type(value)
         num_bytes += size
         if not 0 < size <= num_bytes <= _MAX_RECORD_BYTES:
             raise codec.CodecError(
                 f"expected numbers and arrays, of at most {_MAX_RECORD_BYTES} bytes"
             )
-        fields.append((str(at), dtype.newbyteorder("<"), shape))
+        fields.append((str(index), dtype.newbyteorder("<"), shape))
         formats += f"{size}s" if shape else _FORMATS[dtype]
         if shape:
-            arrays.append((at, dtype, shape))
+            arrays.append((index, dtype, shape))
     is_python = tuple(type(value) in _PYTHON_DTYPES for value in zeros.values())
     dtype, record = np.dtype(fields), struct.Struct(formats)
     return Layout(encoded, (*zeros,), is_python, (*arrays,), dtype, record)
 
 
-def _form_of(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+def _column_type(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     """Return dtype, shape and size in bytes; size 0 if a column cannot contain it."""
     is_array, dtype = type(value) is np.ndarray, _PYTHON_DTYPES.get(type(value))
     if is_array or isinstance(value, np.generic):
@@ -253,14 +253,14 @@ def split_infos(
       would exceed a limit.
     """
     runs: list[tuple[int, Layout, list[bytes]]] = []
-    left: dict[int, Mapping[Any, Any]] = {}
+    unpacked: dict[int, Mapping[Any, Any]] = {}
     plan, stop, last, records = None, -1, (), list[bytes]()
     for row, info in infos.items():
         signature = (*info, *map(type, info.values()))
         if signature != last:
             last, plan, stop = signature, _plan_for(signature, info), -1
         if plan is None:
-            left[row] = info
+            unpacked[row] = info
             continue
         layout, others = plan
         is_plain = not (others or layout.arrays)
@@ -268,33 +268,33 @@ def split_infos(
             values = info.values() if is_plain else _values_of(info, layout)
             record = layout.record.pack(*values)
         except (ValueError, struct.error):  # also an int beyond 64 bits
-            left[row] = info
+            unpacked[row] = info
             continue
         if row != stop:
             runs.append((row, layout, records := []))
         records.append(record)
         stop = row + 1
         if others:
-            left[row] = {key: info[key] for key in others}
+            unpacked[row] = {key: info[key] for key in others}
     columns = [
         InfoColumns(start, start + len(records), layout, b"".join(records))
         for start, layout, records in runs
     ]
-    costs = [each.cost for each in columns]
+    costs = [part.cost for part in columns]
     num_bytes, num_values = map(sum, zip((0, 0), *costs, strict=True))
     if num_bytes > max_bytes or num_values > max_values:
         return [], infos
-    return columns, left
+    return columns, unpacked
 
 
 def _values_of(info: Mapping[Any, Any], layout: Layout) -> list[Any]:
     """Return the values to pack; raise ValueError if an array differs."""
     values = [info[key] for key in layout.keys]
-    for at, dtype, shape in layout.arrays:
-        array = values[at]
+    for index, dtype, shape in layout.arrays:
+        array = values[index]
         if array.dtype != dtype or array.shape != shape:
             raise ValueError("an array has another dtype or shape")
-        values[at] = array.tobytes()
+        values[index] = array.tobytes()
     return values
 
 
@@ -314,13 +314,13 @@ def _plan_for(
 
 def _make_plan(info: Mapping[Any, Any]) -> tuple[Layout, Sequence[Any]] | None:
     zeros: dict[str, Any] = {}
-    left = _MAX_RECORD_BYTES
+    remaining = _MAX_RECORD_BYTES
     for key, value in info.items():
-        size = _form_of(value)[2]
-        if type(key) is str and 0 < size <= left:
+        size = _column_type(value)[2]
+        if type(key) is str and 0 < size <= remaining:
             is_array = type(value) is np.ndarray
             zeros[key] = np.zeros_like(value) if is_array else type(value)(0)
-            left -= size
+            remaining -= size
     try:
         layout = _read_layout(codec.encode(zeros, keep_types=True))
     except codec.CodecError:  # no columns, or keys that are too long

@@ -67,8 +67,8 @@ class InfoBudget(NamedTuple):
     def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
         """Return the rest of the budget after columns of infos."""
         num_bytes, num_values = self
-        for each in columns:
-            cost = each.cost
+        for part in columns:
+            cost = part.cost
             num_bytes -= cost[0]
             num_values -= cost[1]
         return InfoBudget(num_bytes, num_values)
@@ -148,7 +148,7 @@ class _EncodedInfo:
         if self.omitted:
             self.pairs["omitted"] = codec.encode({"omitted": self.omitted})[1:], 0
         pairs = [pair for pair, _ in self.pairs.values()]
-        inner = [key + each.encode() for key, each in self.inner.items()]
+        inner = [key + info.encode() for key, info in self.inner.items()]
         return _pack_map([*pairs, *inner])
 
 
@@ -181,8 +181,8 @@ def encode_infos(
             return encoded
     fitted = {row: _EncodedInfo(info) for row, info in infos.items()}
     parts = [[info, *info.inner.values()] for info in fitted.values()]
-    for each in parts:
-        _omit_largest(each, row_budget)
+    for part in parts:
+        _omit_largest(part, row_budget)
     _omit_largest([*chain.from_iterable(parts)], budget)
     encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
     # The lists of omitted keys alone may exceed the budget.
@@ -209,7 +209,7 @@ def join_infos(
         len(p.encoded) + _ROW_KEY_BYTES for p in packed.values()
     )
     num_values = _ROW_OVERHEAD_VALUES + sum(p.num_values + 2 for p in packed.values())
-    kept = {row: each.encoded for row, each in packed.items()}
+    encoded = {row: info.encoded for row, info in packed.items()}
     if not budget.allows(num_bytes, num_values):
         if num_values <= _MAX_VALUES_BY_PAIR:
             return encode_infos(infos, budget, budget)
@@ -220,12 +220,12 @@ def join_infos(
         for row in sorted(shares, key=lambda row: shares[row], reverse=True):
             if budget.allows(num_bytes, num_values):
                 break
-            num_bytes -= len(kept[row]) - len(_ALL_OMITTED)
+            num_bytes -= len(encoded[row]) - len(_ALL_OMITTED)
             num_values -= packed[row].num_values - _OMITTED_VALUES
-            kept[row] = _ALL_OMITTED
+            encoded[row] = _ALL_OMITTED
         if not budget.allows(num_bytes, num_values):
             return _EMPTY_MAP
-    return _pack_map([_PACKER.pack(row) + each for row, each in kept.items()])
+    return _pack_map([_PACKER.pack(row) + info for row, info in encoded.items()])
 
 
 def _omit_largest(infos: Collection[_EncodedInfo], budget: InfoBudget) -> None:
@@ -270,10 +270,10 @@ def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, Mapping):
         # Keep the value alive, so that no other object gets its id.
         seen[id(value)] = value, (copied := {})
-        copied.update((key, _copy(each, seen)) for key, each in value.items())
+        copied.update((key, _copy(item, seen)) for key, item in value.items())
     elif isinstance(value, list | tuple):
         seen[id(value)] = value, (copied := [])
-        copied.extend(_copy(each, seen) for each in value)
+        copied.extend(_copy(item, seen) for item in value)
         if isinstance(value, tuple):
             copied = tuple(copied)
             seen[id(value)] = value, copied

@@ -116,13 +116,13 @@ class Leaf:
         arrays of the leaf's shape.
         """
         low, high = self.bounds
-        is_one = low.size and is_uniform(low) and is_uniform(high)
-        if is_one:
+        is_single = low.size and is_uniform(low) and is_uniform(high)
+        if is_single:
             low, high = low.flat[0], high.flat[0]
         if self.dtype.kind == "f":
-            least, most = self.dtype_limits
-            low, high = np.maximum(low, least), np.minimum(high, most)
-        if is_one:
+            lowest, highest = self.dtype_limits
+            low, high = np.maximum(low, lowest), np.minimum(high, highest)
+        if is_single:
             return low.item(), high.item()
         return np.broadcast_to(low, self.shape), np.broadcast_to(high, self.shape)
 
@@ -156,12 +156,12 @@ def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
 
 def custom_space_classes(space: Space[Any]) -> dict[str, str]:
     """Return the kind that each user-defined space class is treated as, by name."""
-    kind, found = kind_of(space), {}
+    kind, classes = kind_of(space), {}
     if not type(space).__module__.startswith("gymnasium.spaces"):
-        found[type(space).__qualname__] = kind
+        classes[type(space).__qualname__] = kind
     for child in children_of(space, kind):
-        found |= custom_space_classes(child)
-    return found
+        classes |= custom_space_classes(child)
+    return classes
 
 
 def kind_of(space: Space[Any]) -> str:
@@ -249,8 +249,8 @@ def _max_row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> in
     elif kind == "one_of":
         size = max(sizes)
     else:
-        needed = (n * size for n, size in zip(_NUM_ITEMS, sizes, strict=False))
-        size = max(sum(needed), _DEFAULT_ROW_BYTES - _HEADER_BYTES)
+        row_sizes = (n * size for n, size in zip(_NUM_ITEMS, sizes, strict=False))
+        size = max(sum(row_sizes), _DEFAULT_ROW_BYTES - _HEADER_BYTES)
     return min(_HEADER_BYTES + size, MAX_ROW_BYTES)
 
 
@@ -280,9 +280,9 @@ def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list
         keys = space.spaces.keys()
         is_dict = isinstance(value, dict) and keys <= value.keys()
         if not is_dict or (len(value) > len(keys) and not allows_more):
-            got = list(value) if isinstance(value, dict) else type(value).__name__
+            actual = list(value) if isinstance(value, dict) else type(value).__name__
             raise SpaceError(
-                f"expected a dict with the keys {list(space.spaces)}; got {got}"
+                f"expected a dict with the keys {list(space.spaces)}; got {actual}"
             )
         return [
             leaf

@@ -60,8 +60,8 @@ def encode_row(leaf: Leaf, value: Any, *, is_strict: bool = False) -> Array:
             )
         data = len(data).to_bytes(_HEADER_BYTES, "little") + data
         row = np.frombuffer(data.ljust(leaf.nbytes, b"\0"), np.uint8)
-        found = decode_row(leaf, row)
-        _check(not is_strict or leaf.space.contains(found), leaf.space, found)
+        decoded = decode_row(leaf, row)
+        _check(not is_strict or leaf.space.contains(decoded), leaf.space, decoded)
     except CodecError as error:
         raise SpaceError(str(error)) from None
     return row
@@ -124,25 +124,25 @@ def decode_observation(
         names the env.
       RemoteProtocolError: All rows together contain too many values.
     """
-    columns, left = flatten(spec.observation_space, observation), _MAX_BATCH_VALUES
-    for at, leaf in enumerate(spec.observation_leaves):
+    columns, remaining = flatten(spec.observation_space, observation), _MAX_BATCH_VALUES
+    for index, leaf in enumerate(spec.observation_leaves):
         if not leaf.is_encoded:
             continue
         values = [leaf.empty_value] * len(env_indices)
-        chosen = range(len(values)) if ended is None else ended.nonzero()[0].tolist()
-        for i in chosen:
-            values[i], count = _decode_observation_row(
-                env_indices[i], leaf, columns[at][i], is_complete[i]
+        rows = range(len(values)) if ended is None else ended.nonzero()[0].tolist()
+        for row in rows:
+            values[row], count = _decode_observation_row(
+                env_indices[row], leaf, columns[index][row], is_complete[row]
             )
-            left -= count
-            if left < 0:
+            remaining -= count
+            if remaining < 0:
                 raise RemoteProtocolError(
-                    f"Env {env_indices[i]}: observation {leaf.path!r}: expected at "
+                    f"Env {env_indices[row]}: observation {leaf.path!r}: expected at "
                     f"most {_MAX_BATCH_VALUES} values in all rows of a step (an array "
                     f"counts as 16); got more; use arrays in the env's spaces, or "
                     f"fewer envs per batch"
                 )
-        columns[at] = tuple(values)
+        columns[index] = tuple(values)
     return unflatten(spec.observation_space, columns)
 
 
@@ -188,15 +188,15 @@ def _from_plain(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
     if kind in FIXED_SHAPE_KINDS:
         array = np.asarray(plain)
         value = array.astype(space.dtype)
-        is_right = array.dtype.kind in "biuf" and array.shape[is_batch:] == space.shape
+        is_valid = array.dtype.kind in "biuf" and array.shape[is_batch:] == space.shape
         # Empty arrays take no bytes, so the row size does not limit their number.
-        is_right = is_right and not (is_batch and len(array) > _MAX_VALUES)
+        is_valid = is_valid and not (is_batch and len(array) > _MAX_VALUES)
         is_exact = value.dtype.kind == "f" or (value == array).all()
-        _check(is_right and is_exact, space, array)
+        _check(is_valid and is_exact, space, array)
         return value[()] if kind == "discrete" else value
     if kind == "dict":
-        is_right = isinstance(plain, dict) and plain.keys() == space.spaces.keys()
-        _check(is_right, space, plain)
+        is_valid = isinstance(plain, dict) and plain.keys() == space.spaces.keys()
+        _check(is_valid, space, plain)
         return {
             key: _from_plain(child, plain[key], is_batch=is_batch)
             for key, child in space.spaces.items()
@@ -210,21 +210,21 @@ def _from_plain(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
     if kind == "tuple":
         pairs = zip(space.spaces, plain, strict=True)
         return tuple(
-            _from_plain(child, each, is_batch=is_batch) for child, each in pairs
+            _from_plain(child, part, is_batch=is_batch) for child, part in pairs
         )
     if is_batch or kind == "sequence":
         item = space if is_batch else space.feature_space
-        return tuple(_from_plain(item, each) for each in plain)
+        return tuple(_from_plain(item, part) for part in plain)
     if kind == "one_of":
-        which, value = plain
-        _check(type(which) is int and 0 <= which < len(space.spaces), space, which)
-        return np.int64(which), _from_plain(space.spaces[which], value)
+        choice, value = plain
+        _check(type(choice) is int and 0 <= choice < len(space.spaces), space, choice)
+        return np.int64(choice), _from_plain(space.spaces[choice], value)
     nodes, edges, links = plain
     nodes, _ = _batch_from_plain(space.node_space, nodes)
     if edges is not None or links is not None:
         edges, count = _batch_from_plain(space.edge_space, edges)
-        is_right = links.dtype.kind in "iu" and links.shape == (count, 2)
-        _check(is_right, space, links)
+        is_valid = links.dtype.kind in "iu" and links.shape == (count, 2)
+        _check(is_valid, space, links)
     return spaces.GraphInstance(nodes, edges, links)
 
 
@@ -236,8 +236,8 @@ def _batch_from_plain(space: Any, plain: Any) -> tuple[Any, int]:
     return batch, max(lengths, default=0)
 
 
-def _check(is_right: bool, space: Any, got: Any) -> None:
-    if not is_right:
-        if isinstance(got, np.ndarray):
-            got = f"{got.dtype}{list(got.shape)}"
-        raise CodecError(f"expected a value of {space!s:.200}; got {got!r:.100}")
+def _check(is_valid: bool, space: Any, actual: Any) -> None:
+    if not is_valid:
+        if isinstance(actual, np.ndarray):
+            actual = f"{actual.dtype}{list(actual.shape)}"
+        raise CodecError(f"expected a value of {space!s:.200}; got {actual!r:.100}")

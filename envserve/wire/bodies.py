@@ -249,10 +249,10 @@ class ResetBody(Body, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Decode a body; the options are checked, but remain encoded."""
-        found = super().decode(body)
-        if found.options:
-            decode_values(found.options, _Options, "options", MAX_OPTIONS_VALUES)
-        return found
+        decoded = super().decode(body)
+        if decoded.options:
+            decode_values(decoded.options, _Options, "options", MAX_OPTIONS_VALUES)
+        return decoded
 
 
 def pack_options(options: Mapping[str, Any] | None) -> bytes:
@@ -292,11 +292,11 @@ class CallBody(Body, frozen=True, kw_only=True):
     @classmethod
     def from_calls(cls, calls: Sequence[Call]) -> Self:
         """Return one body for calls that differ only in rows and arguments."""
-        before, entries = b"", []
+        previous, entries = b"", []
         for call in calls:
-            is_same = call.arguments == before
+            is_same = call.arguments == previous
             entries.append((call.env_indices, _NIL if is_same else Raw(call.arguments)))
-            before = call.arguments
+            previous = call.arguments
         return cls(kind=calls[0].kind, name=calls[0].name, calls=tuple(entries))
 
     def encode(self) -> bytes:

@@ -22,8 +22,8 @@ MAX_ENTRIES: Final = 4096
 #: 1 MiB that servers accept by default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
 #: Limits of ATTACH and CALL. The time to decode Python values depends on their number
-#: rather than on their bytes, so both are limited (docs/decisions.md: "No message
-#: occupies the server for more than 2 ms").
+#: rather than on their bytes, so both are limited; see the decision "No message
+#: occupies the server for more than 2 ms".
 MAX_ATTACH_BYTES: Final = 4 << 10
 MAX_ATTACH_VALUES: Final = 256
 MAX_CALL_BYTES: Final = 64 << 10

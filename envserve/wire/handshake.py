@@ -59,7 +59,7 @@ _DECODE_LOCK: Final = threading.Lock()
 def decode_struct(
     data: bytes | bytearray | memoryview, kind: type[Type], where: str
 ) -> Type:
-    """Decode msgpack as a type.
+    """Decode msgpack data as a value of a type.
 
     Raises:
       RemoteProtocolError: The data is not valid; the message contains `where`.
@@ -157,7 +157,7 @@ class ErrorBody(Body, frozen=True, kw_only=True):
       env_index: Row of the lease that the error concerns; None if it concerns all rows
         or none.
       holder: In ENVS_BUSY, the client that has leased the most envs.
-      held_ms: In ENVS_BUSY, how long that client has leased them.
+      held_ms: In ENVS_BUSY, the time since that client leased them.
       is_draining: In ENVS_BUSY, whether the server grants no more leases.
     """
 
@@ -189,7 +189,7 @@ _SANITIZERS: Final = {"text": printable, "traceback": printable, "holder": one_l
 
 
 def clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
-    """Cut a text to this many bytes of UTF-8.
+    """Cut text to at most `max_bytes` bytes of UTF-8.
 
     Args:
       text: The text.

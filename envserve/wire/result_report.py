@@ -140,12 +140,12 @@ class ResultReport:
     def _encode_infos(self, budget: InfoBudget) -> _EncodedInfos:
         columns, others = split_columns(self.infos)
         columns = join_columns(columns)
-        left = budget.without(columns)
-        if left.within(half := budget.half()) != half:  # the columns are too large
+        remaining = budget.without(columns)
+        if remaining.within(half := budget.half()) != half:  # the columns are too large
             return [], encode_infos(self.infos, budget, budget)
         if len(self.packed_infos) == len(others):
-            return columns, join_infos(self.packed_infos, others, left)
-        return columns, encode_infos(others, left, left)
+            return columns, join_infos(self.packed_infos, others, remaining)
+        return columns, encode_infos(others, remaining, remaining)
 
     @classmethod
     def decode(cls, frame: Buffer) -> ResultReport:
@@ -167,19 +167,19 @@ class ResultReport:
             memoryview(report.infos),
             dict[Row, Mapping[Any, Any]],
             "report.infos",
-            MAX_REPORT_VALUES - sum(each.cost[1] for each in columns),
+            MAX_REPORT_VALUES - sum(part.cost[1] for part in columns),
         )
         return cls(
             infos=RowInfos(columns, others).simplified(),
             faults=tuple(
                 Fault(row, group.status, group.text, group.is_violation)
-                for group, listed in zip(report.faults, rows, strict=True)
-                for row in listed
+                for group, indices in zip(report.faults, rows, strict=True)
+                for row in indices
             ),
             errors={
                 block: error
-                for (_, error), listed in zip(report.errors, blocks, strict=True)
-                for block in listed
+                for (_, error), indices in zip(report.errors, blocks, strict=True)
+                for block in indices
             },
             notes=tuple(map(one_line, report.notes)),
         )
@@ -205,10 +205,10 @@ class ResultReport:
         errors.update({block: shared[body] for block, body in self.errors.items()})
         try:
             columns, others = split_columns(self.infos)
-            for each in columns:
-                rows = range(each.start, each.stop)
-                for block, some in groupby(rows, row_blocks.__getitem__):
-                    infos[block].columns.append(each.part([*some]))
+            for part in columns:
+                rows = range(part.start, part.stop)
+                for block, group in groupby(rows, row_blocks.__getitem__):
+                    infos[block].columns.append(part.part([*group]))
             for row, info in others.items():
                 infos[row_blocks[row]].others[row] = info
             for fault in self.faults:
@@ -220,8 +220,8 @@ class ResultReport:
                 "report: expected only rows and blocks of the RESULT; got others"
             )
         outcomes = {
-            block: Outcome(block, each.simplified(), faults[block], error=errors[block])
-            for block, each in infos.items()
+            block: Outcome(block, part.simplified(), faults[block], error=errors[block])
+            for block, part in infos.items()
         }
         if self.notes:
             first = entries[0][0]
@@ -239,7 +239,7 @@ def _pack(
     return _ReportBody(
         notes=tuple(clip(note, _MAX_NOTE_LENGTH) for note in notes),
         infos=Raw(infos[1]),
-        columns=[(each.start, each.layout.encoded, each.data) for each in infos[0]],
+        columns=[(part.start, part.layout.encoded, part.data) for part in infos[0]],
         faults=[
             _FaultGroup(
                 *(status, is_violation),
@@ -287,8 +287,8 @@ def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
     if isinstance(indices, tuple):
         return indices
     bits = np.unpackbits(np.frombuffer(indices, np.uint8), bitorder="little")
-    found: list[int] = np.flatnonzero(bits).tolist()
-    return found
+    unpacked: list[int] = np.flatnonzero(bits).tolist()
+    return unpacked
 
 
 def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]]:
@@ -298,11 +298,11 @@ def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]
     allowed.
     """
     seen: set[int] = set()
-    found, count = [], 0
+    unpacked, count = [], 0
     for indices in sets:
-        found.append(_unpack_indices(indices))
-        seen.update(found[-1])
-        count += len(found[-1])
+        unpacked.append(_unpack_indices(indices))
+        seen.update(unpacked[-1])
+        count += len(unpacked[-1])
         if count > len(seen):
             raise RemoteProtocolError(f"report.{where}: expected each index once")
-    return found
+    return unpacked

@@ -57,9 +57,9 @@ def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
     """
     if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
         return b"".join(buffers), b""
-    room, count = MAX_INLINE_BYTES, 0
-    while len(buffers[count]) <= room:
-        room -= len(buffers[count])
+    bytes_left, count = MAX_INLINE_BYTES, 0
+    while len(buffers[count]) <= bytes_left:
+        bytes_left -= len(buffers[count])
         count += 1
     first, rest = buffers[:count], buffers[count:]
     return b"".join(first), rest[0] if len(rest) == 1 else b"".join(rest)
@@ -191,10 +191,10 @@ class RowPart:
           RemoteProtocolError: The number of bytes, a flag or a status is not valid;
             nothing is written.
         """
-        count, fixed = self._count, self._result_bytes
+        count, min_bytes = self._count, self._result_bytes
         size = len(first) + len(rest)
         # The usual case, inlined: one piece, all rows valid, and no episode ended.
-        if size == fixed == len(first) and not any(
+        if size == min_bytes == len(first) and not any(
             first[_FLAGS_OFFSET * count : _FIXED_FIELDS_BYTES * count]
         ):
             source, offset = memoryview(first), 0
@@ -202,9 +202,9 @@ class RowPart:
                 target[:] = source[offset:end]
                 offset = end
             return
-        if size < fixed:
+        if size < min_bytes:
             raise RemoteProtocolError(
-                f"expected at least {fixed} bytes of results; got {size}"
+                f"expected at least {min_bytes} bytes of results; got {size}"
             )
         first, rest = _join_unless_cut_at_field(
             first, rest, self._result_ends, _FIXED_FIELDS_BYTES * count
@@ -221,7 +221,7 @@ class RowPart:
             flags[count:], np.bool_
         )
         num_ended = int(ended.sum())
-        expected = fixed + num_ended * self._final_bytes
+        expected = min_bytes + num_ended * self._final_bytes
         if size != expected:
             raise RemoteProtocolError(
                 f"expected {expected} bytes of results, with final observations of "
@@ -230,8 +230,8 @@ class RowPart:
         _write(self._results, self._result_ends, first, rest)
         if num_ended:
             rows = np.concatenate([np.arange(*part) for part in self.ranges])[ended]
-            is_in_first = len(first) > fixed
-            offset = fixed if is_in_first else fixed - len(first)
+            is_in_first = len(first) > min_bytes
+            offset = min_bytes if is_in_first else min_bytes - len(first)
             self._write_finals(rows, first if is_in_first else rest, offset)
 
     def _write_finals(self, rows: Array, source: Buffer, offset: int) -> None:
@@ -257,12 +257,12 @@ def _views(arrays: Sequence[Array], ranges: Sequence[Range]) -> list[memoryview]
 
 
 def _join_unless_cut_at_field(
-    first: Buffer, rest: Buffer, ends: Sequence[int], least: int
+    first: Buffer, rest: Buffer, ends: Sequence[int], min_bytes: int
 ) -> tuple[memoryview, memoryview]:
-    """Join two pieces, unless the cut is between fields and after `least` bytes."""
+    """Join two pieces, unless the cut is between fields and after `min_bytes` bytes."""
     if not len(first):
         first, rest = rest, b""
-    elif len(rest) and not (len(first) >= least and len(first) in ends):
+    elif len(rest) and not (len(first) >= min_bytes and len(first) in ends):
         first, rest = b"".join((first, rest)), b""
     return memoryview(first), memoryview(rest)
 

@@ -42,17 +42,17 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
         """Estimate a quantile in seconds, by linear interpolation between bounds.
 
         Args:
-          fraction: For example 0.5 for the median.
+          fraction: Fraction of durations below the quantile; 0.5 for the median.
 
         Returns:
           The estimate; the largest bound if the quantile is above it; None if there are
           no durations.
         """
-        wanted, low = fraction * self.count, 0.0
+        rank, low = fraction * self.count, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
-            if count and wanted <= count:
-                return low + (bound - low) * wanted / count
-            wanted, low = wanted - count, bound
+            if count and rank <= count:
+                return low + (bound - low) * rank / count
+            rank, low = rank - count, bound
         return low if self.count else None
 
     def __sub__(self, earlier: Histogram) -> Histogram:
@@ -61,7 +61,7 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
         If the server was restarted in between, return all durations.
         """
         pairs = zip(self.counts, earlier.counts, strict=False)
-        counts = tuple(now - before for now, before in pairs)
+        counts = tuple(current - previous for current, previous in pairs)
         if self.bounds != earlier.bounds or min(counts, default=0) < 0:
             return self
         total = max(0.0, self.sum - earlier.sum)
@@ -69,7 +69,7 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields that leases and servers share; docs/protocol.md describes them."""
+    """Fields that leases and servers share; the protocol describes them."""
 
     steps: U63 = 0
     rows: _ByName = field(default_factory=dict)
@@ -82,11 +82,11 @@ class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         """Escape unprintable characters, because a peer may have written the texts."""
         for name in self.__struct_fields__:
-            if isinstance(found := getattr(self, name), str):
-                force_setattr(self, name, one_line(found))
-            elif isinstance(found, dict) and not all(map(str.isprintable, found)):
-                shown = {one_line(key): count for key, count in found.items()}
-                force_setattr(self, name, shown)
+            if isinstance(value := getattr(self, name), str):
+                force_setattr(self, name, one_line(value))
+            elif isinstance(value, dict) and not all(map(str.isprintable, value)):
+                escaped = {one_line(key): count for key, count in value.items()}
+                force_setattr(self, name, escaped)
 
 
 class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
@@ -126,12 +126,14 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
     """Status of a server since it started, and of its leases.
 
+    `commit` identifies the build of the release `version`, and may be empty.
     `num_leases` is the number of leases that the client may see; `leases` contains as
     many of them as fit. Fields that `Welcome` also has are specific to the client. An
     empty `version` represents a server that does not support STATUS.
     """
 
     version: Name = ""
+    commit: Name = ""
     host: Name = ""
     pid: U63 = 0
     num_workers: U63 = 0

@@ -76,7 +76,7 @@ class CallRequest(NamedTuple):
 
 def run_call(
     request: CallRequest,
-    value_of: Callable[[int], Any],
+    get_value: Callable[[int], Any],
     *,
     must_answer_all: bool = False,
 ) -> bytes:
@@ -84,7 +84,7 @@ def run_call(
 
     Args:
       request: The call.
-      value_of: Returns the value of the row at a position, or raises the env's error.
+      get_value: Returns the value of the row at a position, or raises the env's error.
       must_answer_all: Whether rows that do not fit get a fault instead of being left
         for another request, because the call must not be repeated.
     """
@@ -96,10 +96,10 @@ def run_call(
         if size > limit or num_values > MAX_RESULT_VALUES:
             if not must_answer_all:
                 break
-            value_of = _raise_too_large
+            get_value = _raise_too_large
         try:
             # Encode it in a list, because the answer is a list and nesting is limited.
-            value = codec.encode([to_plain(value_of(position))], keep_types=True)
+            value = codec.encode([to_plain(get_value(position))], keep_types=True)
             num_values += codec.check(value, MAX_RESULT_VALUES)
             value = value[1:]
             if len(value) > MAX_CALL_BYTES:
@@ -158,11 +158,11 @@ def _raise_too_large(position: int) -> Any:
 def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
     arguments, keywords = request.arguments_for(-1)
     if request.kind == "set":
-        given = [
-            codec.encode(request.arguments_for(at)[0], keep_types=True)
-            for at in range(len(request.rows))
+        values = [
+            codec.encode(request.arguments_for(index)[0], keep_types=True)
+            for index in range(len(request.rows))
         ]
-        if len({*given}) > 1:
+        if len({*values}) > 1:
             raise ValueError(
                 "expected the same value for all rows of a vector env; got different "
                 "values"

@@ -186,7 +186,7 @@ class Channel:
     Attributes:
       socket: The socket.
       is_at_eof: Whether the peer has closed its end, and everything it sent was read.
-      unsent: Queued messages that were not sent yet, with the descriptors to pass.
+      unsent: Queued messages that have not been sent, with the descriptors to pass.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class MessageReader:
 
     Attributes:
       fds: Received descriptors.
-      spin_seconds: How long to poll for a message, yielding the core between polls,
+      spin_seconds: Time to poll for a message, yielding the core between polls,
         before blocking.
     """
 

@@ -82,7 +82,7 @@ class EnvBlock:
         start, stop = self.rows.start, self.rows.stop
         self._all_rows = rows
         self._block = block = rows.at(slice(start, stop))
-        self._floats = [each for each in block.observation if each.dtype.kind == "f"]
+        self._floats = [array for array in block.observation if array.dtype.kind == "f"]
         self._heartbeat = heartbeat
         self._ring = ring
         for env in self._envs:
@@ -183,14 +183,14 @@ class EnvBlock:
         An empty list of rows defers the reset of all rows to the next step.
         """
         request = codec.decode(payload) if payload else {}
-        chosen = request.get("rows")
-        if chosen is None:
-            chosen = self.rows
-        for env in () if chosen else self._envs:
+        reset_rows = request.get("rows")
+        if reset_rows is None:
+            reset_rows = self.rows
+        for env in () if reset_rows else self._envs:
             env.defer_reset()
         seeds, options = request.get("seeds"), request.get("options", b"")
         infos, rebuilt, faults = {}, [], list[Fault]()
-        for position, row in enumerate(chosen):
+        for position, row in enumerate(reset_rows):
             env = self._envs[row - self.rows.start]
             seed = None if seeds is None else seeds[position]
             if seeds is not None and seed is None:
@@ -221,9 +221,9 @@ class EnvBlock:
         options: bytes,
         faults: list[Fault],
     ) -> Mapping[str, Any]:
-        """Reset an env; if that fails, rebuild and reset it, unless it is new.
+        """Reset an env and return its info; rebuild it if that fails, unless it is new.
 
-        A failure that this has repaired is added to `faults`, with the status OK.
+        A failure that the rebuild has repaired is added to `faults`, with status OK.
         """
         was_fresh = env.is_fresh
         try:

@@ -45,7 +45,7 @@ class EnvChecks:
     Attributes:
       nonfinite: See `settings.NonFinite`.
       strict_spaces: Whether the dtypes of observations must match the space's dtypes.
-      warnings: Warnings by name of the env's class; "" once a warning was returned.
+      warnings: A warning for each class name of an env; "" once it was returned.
     """
 
     nonfinite: NonFinite = "raise"
@@ -53,7 +53,7 @@ class EnvChecks:
     warnings: dict[str, str] = field(default_factory=dict)
 
     def take_warnings(self) -> list[str]:
-        """Return warnings that were not returned before."""
+        """Return the warnings that no earlier call returned."""
         if not self.warnings:
             return []
         notes = [note for note in self.warnings.values() if note]
@@ -128,11 +128,11 @@ def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> 
         raise _leaf_mismatch(leaf, value, array, hint)
     if are_integers and array.size:
         limits = np.iinfo(leaf.dtype)
-        for odd in (int(array.min()), int(array.max())):
-            if not limits.min <= odd <= limits.max:
+        for extreme in (int(array.min()), int(array.max())):
+            if not limits.min <= extreme <= limits.max:
                 raise SpaceViolation(
                     f"expected {leaf_label(leaf)} {leaf}, from {limits.min} to "
-                    f"{limits.max}; got {odd}; declare a wider dtype in the space"
+                    f"{limits.max}; got {extreme}; declare a wider dtype in the space"
                 )
     name = env_class.__name__
     if has_dtype and name not in checks.warnings:
@@ -195,13 +195,13 @@ def step_result_violation(error: Exception) -> SpaceViolation | None:
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    raiser = trace and str(trace.tb_frame.f_globals.get("__name__"))
-    is_ours = raiser == "envserve.worker.env_row"
-    if is_ours and text.startswith("The truth value of an array"):
+    module = trace and str(trace.tb_frame.f_globals.get("__name__"))
+    is_in_row = module == "envserve.worker.env_row"
+    if is_in_row and text.startswith("The truth value of an array"):
         return SpaceViolation(
             "expected terminated and truncated to be bools; got an array; fix the env"
         )
-    if not raiser or not (is_ours or raiser.startswith("gymnasium.wrappers.")):
+    if not module or not (is_in_row or module.startswith("gymnasium.wrappers.")):
         return None
     if "(expected 5" not in text and not text.startswith("cannot unpack non-iterable"):
         return None

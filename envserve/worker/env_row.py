@@ -106,7 +106,7 @@ class EnvRow:
         self._initial_seed = None
 
     def build(self) -> EnvSpec:
-        """Build the env; its first reset uses the incarnation's seed, if seeded."""
+        """Build the env and return its spec; its first reset uses `seed`, if seeded."""
         request = self.request
         kwargs = self._context.fill(copy.deepcopy(self._kwargs))
         prepare_rendering(kwargs)
@@ -122,11 +122,11 @@ class EnvRow:
         spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
         self._leaves = spec.observation_leaves
-        self._only_leaf = self._only_dtype = self._only_shape = None
+        self._single_leaf = self._single_dtype = self._single_shape = None
         for leaf in self._leaves:
             if leaf.space is self._space and not leaf.is_encoded:
-                self._only_leaf, self._only_dtype = leaf, leaf.dtype
-                self._only_shape = leaf.shape
+                self._single_leaf, self._single_dtype = leaf, leaf.dtype
+                self._single_shape = leaf.shape
         return spec
 
     def rebuild(self) -> None:
@@ -147,8 +147,8 @@ class EnvRow:
         """
         self._observation = rows.observation
         self._final_observation = rows.final_observation
-        if self._only_leaf is not None:
-            self._only_row = rows.observation[0][self.row, ...]
+        if self._single_leaf is not None:
+            self._single_row = rows.observation[0][self.row, ...]
         self._heartbeat = heartbeat
         self._beat = next_beat(self._beat, self.row)
         self.record = record
@@ -199,10 +199,10 @@ class EnvRow:
         # Fast path of `_write` for a space with a single array.
         if (
             type(observation) is np.ndarray
-            and observation.dtype is self._only_dtype
-            and observation.shape == self._only_shape
+            and observation.dtype is self._single_dtype
+            and observation.shape == self._single_shape
         ):
-            self._only_row[...] = observation
+            self._single_row[...] = observation
         else:
             self._write(self._observation, observation)
         return reward, False, False, info
@@ -335,7 +335,7 @@ class EnvRow:
             check(f"{leaf_label(leaf)} to be finite", array[self.row])
 
     def _write(self, target: tuple[Array, ...], observation: Any) -> None:
-        leaf = self._only_leaf
+        leaf = self._single_leaf
         if (
             leaf is not None
             and type(observation) is np.ndarray
@@ -354,6 +354,6 @@ def _wrapper_names(env: Env) -> list[str]:
     """Return the names of the classes of an env's wrappers, and of their bases."""
     names: set[str] = set()
     while isinstance(env, gymnasium.Wrapper):
-        names.update(each.__name__ for each in type(env).__mro__)
+        names.update(cls.__name__ for cls in type(env).__mro__)
         env = env.env
     return sorted(names)

@@ -53,15 +53,15 @@ class FrameBoard:
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
         """Make workers render rows, `width` pixels wide, until a time in ns."""
-        slots, wanted = self._slots_by_row, self.watched
+        slots, watched = self._slots_by_row, self.watched
         for row in rows:
             if row >= self._num_envs:
                 continue
             slot = slots.pop(row, len(slots))
-            if slot == len(wanted):
+            if slot == len(watched):
                 slot = slots.pop(next(iter(slots)))
             slots[row] = slot  # now the most recently requested slot
-            wanted[slot] = row, until, width
+            watched[slot] = row, until, width
         self.watched_until[0] = until
 
     def write(self, slot: int, frame: RenderedFrame) -> None:

@@ -36,13 +36,13 @@ class OrphanReaper:
             or not _has_zombie_child()
         ):
             return
-        now, ours = time.monotonic(), os.getsid(0)
+        now, own_session = time.monotonic(), os.getsid(0)
         ended = {
             pid: session for pid, state, session in child_processes() if state == b"Z"
         }
         self._zombies_since = {pid: self._zombies_since.get(pid, now) for pid in ended}
         for pid, session in ended.items():
-            is_adopted = session not in (ours, pid)
+            is_adopted = session not in (own_session, pid)
             if is_adopted or now > self._zombies_since[pid] + _ADOPTED_AFTER_SECONDS:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
@@ -67,12 +67,12 @@ def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:
     """
     if sys.platform != "linux":
         return []
-    children, ours = [], pid or os.getpid()
+    children, parent_pid = [], pid or os.getpid()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process has ended
             # The name of the process, in parentheses, may contain anything.
             stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2]
             state, parent, _, session, *_ = stat.split()
-            if int(parent) == ours:
+            if int(parent) == parent_pid:
                 children.append((int(name), state, int(session)))
     return children

@@ -16,7 +16,6 @@ import contextlib
 import gc
 import os
 import socket
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -46,7 +45,7 @@ from envserve.worker.orphans import OrphanReaper
 from envserve.worker.rendering import FrameRenderer
 from envserve.worker.spare_row import ResetThreads
 from envserve.worker.vector_block import VectorBlock
-from envserve.worker.worker_report import encode_spaces, utf8_tail
+from envserve.worker.worker_report import encode_spaces, traceback_of, utf8_tail
 from envserve.wrappers.specs import wrappers_from_plain
 
 #: Time to poll for the next message, about as long as a policy takes to compute
@@ -86,9 +85,9 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
                 return
             wrappers = wrappers_from_plain(fields.pop("wrappers"))
             code = UserCode.loads(fields.pop("pickled_code"))
-            given = fields["env_kwargs"]
+            maps = fields["env_kwargs"]
             for plain, others in zip(
-                given if isinstance(given, list) else [given], code.kwargs, strict=False
+                maps if isinstance(maps, list) else [maps], code.kwargs, strict=False
             ):
                 plain |= others
             config = BuildMessage(wrappers=wrappers, code=code, **fields)
@@ -105,7 +104,7 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
                 else:
                     worker.handle(message)
             worker.close()
-        except BaseException as error:  # also an env's SystemExit
+        except BaseException as error:  # including an env's SystemExit
             kinds = (
                 kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
             )
@@ -116,7 +115,7 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
                 isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
             )
             sends_message = is_complete or is_lasting or kind is not MessageKind.FAILED
-            text = utf8_tail(str(error) if sends_message else traceback.format_exc())
+            text = utf8_tail(str(error) if sends_message else traceback_of(error))
             failed = pack_message(kind, int(is_lasting), payload=text.encode())
             with contextlib.suppress(OSError):  # the pool may have exited
                 channel.sendall(failed)
@@ -165,7 +164,7 @@ class _Worker:
         self._send(pack_message(MessageKind.READY, payload=encode_spaces(self._spec)))
 
     def _build(self) -> EnvSpec:
-        built = (each for block in self._blocks.values() for each in block.build())
+        built = (item for block in self._blocks.values() for item in block.build())
         first_index, first = next(built)
         self._send(pack_message(MessageKind.BUILT))
         for env_index, spec in _with_hint(built):

@@ -24,7 +24,7 @@ import numpy as np
 from envserve.crashes.action_ring import ActionRing
 from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, RenderedFrame
 from envserve.slab import next_beat
-from envserve.text import without_folders
+from envserve.text import install_command, without_folders
 from envserve.worker.frame_board import FrameBoard
 
 #: The pause after a frame, as a multiple of its rendering time. The first frame of a
@@ -71,33 +71,33 @@ class FrameRenderer:
 
     def render_due_row(self) -> None:
         """Render the row with the oldest frame, unless rendering is paused."""
-        begin, is_first = time.monotonic_ns(), False
-        if begin < self._pause_until:
+        started_at, is_first = time.monotonic_ns(), False
+        if started_at < self._pause_until:
             return
-        if begin > self.watched_until[0]:
+        if started_at > self.watched_until[0]:
             self.watched_until[0] = 0
-        wanted = enumerate(self._board.watched.tolist())
+        watched = enumerate(self._board.watched.tolist())
         due = [
             (self._rendered_at[row], row, slot, width)
-            for slot, (row, until, width) in wanted
-            if until > begin and row in self._rendered_at
+            for slot, (row, until, width) in watched
+            if until > started_at and row in self._rendered_at
         ]
         if due:
             rendered_at, row, slot, width = min(due)
-            is_first, self._rendered_at[row] = not rendered_at, begin
+            is_first, self._rendered_at[row] = not rendered_at, started_at
             jpeg, text = self._render_jpeg(row, width)
             seed, steps = self._ring.seed_and_steps(row)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
             picture = RenderedFrame(
-                serial=begin, jpeg=jpeg, text=text[:MAX_TEXT], **known
+                serial=started_at, jpeg=jpeg, text=text[:MAX_TEXT], **known
             )
             self._board.write(slot, picture)
         end = time.monotonic_ns()
-        rest = _PAUSE_FACTOR * (end - begin)
+        rest = _PAUSE_FACTOR * (end - started_at)
         self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
 
     def _render_jpeg(self, row: int, width: int) -> tuple[bytes, str]:
-        """Render a row; return a JPEG, or b"" and a text to show instead."""
+        """Render a row; return a JPEG, or b"" and a message to show instead."""
         crashes, worker = self._board.num_render_crashes, self._worker
         if crashes[worker] >= _MAX_RENDER_CRASHES:
             return (
@@ -115,12 +115,12 @@ class FrameRenderer:
         crashes[worker] = 0 if jpeg else crashes[worker] - 1
         if jpeg or isinstance(frame, str):
             return jpeg, "" if jpeg else _ANSI_COLOURS.sub("", frame)
-        found = "None" if frame is None else type(frame).__name__
+        returned = "None" if frame is None else type(frame).__name__
         if isinstance(frame, np.ndarray):
-            found = f"{frame.dtype}{[*frame.shape]}"
+            returned = f"{frame.dtype}{[*frame.shape]}"
         return (
             b"",
-            f"no picture: expected render() to return uint8[h, w, 3]; got {found}",
+            f"no picture: expected render() to return uint8[h, w, 3]; got {returned}",
         )
 
 
@@ -169,7 +169,7 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            "frames require Pillow; run pip install 'envserve[page]' where the envs run"
+            f"frames require Pillow; run {install_command('page')} where the envs run"
         ) from error
     image = Image.fromarray(frame)
     image = image if image.mode == "RGB" else image.convert("RGB")

@@ -29,7 +29,7 @@ def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
     if isinstance(env, gymnasium.Wrapper):
         env.env = complete_reset_signature(env.env, needs_seed=needs_seed)
     parameters = inspect.signature(env.reset).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
         return env
     missing = [name for name in ("seed", "options") if name not in parameters]
     if needs_seed and "seed" in missing:
@@ -47,9 +47,9 @@ class _DropMissingArguments(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._missing = missing
 
-    def reset(self, **given: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         for name in self._missing:
-            if given.pop(name) not in (None, {}):
-                who = type(self.env).__name__
-                raise TypeError(f"{who}.reset() does not accept {name}; {_REMEDY}")
-        return self.env.reset(**given)
+            if arguments.pop(name) not in (None, {}):
+                env_type = type(self.env).__name__
+                raise TypeError(f"{env_type}.reset() does not accept {name}; {_REMEDY}")
+        return self.env.reset(**arguments)

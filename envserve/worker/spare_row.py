@@ -96,12 +96,12 @@ class SpareRow:
         self._spare.drop_initial_seed()
 
     def build(self) -> EnvSpec:
-        """Build the active env."""
+        """Build the active env; return its spec."""
         self._spec = self._active.build()
         return self._spec
 
     def build_spare(self) -> EnvSpec:
-        """Build the spare env."""
+        """Build the spare env; return its spec."""
         return self._spare.build()
 
     def rebuild(self) -> None:
@@ -150,8 +150,8 @@ class SpareRow:
         if seed is None and not options and not self.is_fresh:
             info = self._begin_prepared_episode()
         else:
-            is_turn = seed is not None or not self.is_fresh
-            if is_turn and self._spare_reset is not None:
+            switches = seed is not None or not self.is_fresh
+            if switches and self._spare_reset is not None:
                 self._activate_spare(self._spare_reset)
             if seed is not None:
                 self._next_spare_seed = spare_seed(seed)

@@ -34,8 +34,8 @@ _MAX_UNSENT_BYTES: Final = 1 << 20
 _MAX_BURST_BYTES: Final = 8 << 20
 _BYTES_PER_SECOND: Final = 1 << 14
 _DROP_SECONDS: Final = 1.0
-#: Maximum number of reads after a worker's end, because its children may keep writing
-#: to the pipe.
+#: Maximum number of reads after a worker has exited. Its children may keep writing to
+#: the pipe, so reading might never end.
 _MAX_LAST_READS: Final = 64
 #: Time to forward the remaining output when the template ends.
 _LAST_FLUSH_MS: Final = 200
@@ -55,7 +55,7 @@ class StderrPipes:
     ) -> None:
         """Store the poll object to register with, and the descriptor to forward to."""
         self._poller = poller
-        self._workers: dict[int, int] = {}  # by read end; -1 after the worker's end
+        self._workers: dict[int, int] = {}  # by read end; -1 after the worker's exit
         self._tails: dict[int, bytearray] = {}  # by worker
         self._buffers: dict[int, bytearray] = {}  # by read end
         self._stacks: dict[int, bytes] = {}  # withheld stacks, by worker
@@ -123,7 +123,7 @@ class StderrPipes:
                     break
             if read_fd in self._workers:
                 self._workers[read_fd] = -1
-                self._hold_back_stack(worker, self._buffers[read_fd])
+                self._withhold_stack(worker, self._buffers[read_fd])
                 self._forward_complete(read_fd)
         stack = self._stacks.pop(worker, b"")
         if stack and not is_reported:
@@ -155,7 +155,7 @@ class StderrPipes:
         worker = self._workers[read_fd]
         if not data:
             self._poller.unregister(read_fd)
-            self._hold_back_stack(worker, self._buffers[read_fd])
+            self._withhold_stack(worker, self._buffers[read_fd])
             self._forward_complete(read_fd, is_at_eof=True)
             del self._buffers[read_fd]
             del self._workers[read_fd]
@@ -169,7 +169,7 @@ class StderrPipes:
         self._forward_complete(read_fd)
         return True
 
-    def _hold_back_stack(self, worker: int, buffer: bytearray) -> None:
+    def _withhold_stack(self, worker: int, buffer: bytearray) -> None:
         if worker in self._tails and buffer.startswith(_STACK_STARTS):
             self._stacks[worker] = bytes(buffer)
             buffer.clear()
@@ -187,8 +187,8 @@ class StderrPipes:
 
     def _forward(self, data: bytes) -> None:
         now = self._clock()
-        earned = (now - self._budget_at) * _BYTES_PER_SECOND
-        self._budget = min(self._budget + earned, _MAX_BURST_BYTES)
+        refill = (now - self._budget_at) * _BYTES_PER_SECOND
+        self._budget = min(self._budget + refill, _MAX_BURST_BYTES)
         self._budget_at = now
         if len(data) > self._budget:
             self._drops_until = now + _DROP_SECONDS

@@ -78,7 +78,7 @@ def main(fd: int) -> None:
     sys.argv = [""]  # modules and envs must not parse the arguments of this process
     os.dup2(2, 1)  # the stdout of envs must not mix with the owner's output
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Otherwise a killed worker would lose buffered output.
+        # A killed worker would lose buffered output.
         sys.stdout.reconfigure(line_buffering=True)
     # Imported lazily, because importing this module must not load gymnasium.
     from envserve.worker import process  # noqa: F401
@@ -95,7 +95,7 @@ class _Template:
         self._wakeup_writer = wakeup_writer
         self._standard_fds = [os.dup(fd) for fd in range(3)]
         self._owner_pid = os.getppid()
-        self._take_process_back()
+        self._undo_import_effects()
         self._decoder = MessageDecoder()
         self._fds: list[int] = []
         self._import_error = ""
@@ -115,7 +115,7 @@ class _Template:
         self._poller.register(self._wakeup, select.POLLIN)
         self._pipes = StderrPipes(self._poller)
 
-    def _take_process_back(self) -> None:
+    def _undo_import_effects(self) -> None:
         """Undo changes by imported modules that would break the template."""
         for number in (signal.SIGCHLD, signal.SIGCONT):
             signal.signal(number, lambda *_: None)  # the wakeup descriptor is enough
@@ -135,8 +135,8 @@ class _Template:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_EXIT_SECONDS)
-        for each in (self._owner, self._wakeup, self._wakeup_writer):
-            each.close()
+        for endpoint in (self._owner, self._wakeup, self._wakeup_writer):
+            endpoint.close()
 
     def _loop(self) -> None:
         while True:
@@ -181,8 +181,8 @@ class _Template:
         now = time.monotonic()
         if now >= self._kill_orphans_at:
             self._kill_orphans()
-        due = [request for request, at in self._kill_at.items() if at <= now]
-        for request in due:
+        overdue = [request for request, due in self._kill_at.items() if due <= now]
+        for request in overdue:
             del self._kill_at[request]
             if request in self._workers:
                 kill_group(self._workers[request])
@@ -227,27 +227,32 @@ class _Template:
             self._worker_imports, modules, env_names = modules, [], []
         # The file that started each thread; "" for threads of the template.
         files = dict.fromkeys(_thread_ids(), "")
+        num_preloaded = 0
         for index, name in enumerate((*modules, *env_names)):
             if index >= len(modules):
                 # The worker encounters the same error, and reports it with a traceback.
                 with contextlib.suppress(BaseException):
                     registry.preload(name)
+                    num_preloaded += 1
             elif not self._import_error:
                 self._import_error = _import_error([name])
             file = Path(name.partition(":")[0]).name
             files = dict.fromkeys(_thread_ids(), file) | files
-        self._take_process_back()
+        self._undo_import_effects()
         gc.collect()
         gc.freeze()  # later collections must not write to pages that forks share
-        note, left = "", [*filter(None, map(files.get, _thread_ids()))]
-        if left:
+        note, started = "", [*filter(None, map(files.get, _thread_ids()))]
+        if started:
             note = (
-                f"importing {', '.join(sorted({*left}))} started {len(left)} "
-                f"thread{'s' * (len(left) > 1)}, which forked workers do not have; "
+                f"importing {', '.join(sorted({*started}))} started {len(started)} "
+                f"thread{'s' * (len(started) > 1)}, which forked workers do not have; "
                 f"start threads in the env's constructor, or use preload=False "
-                f"(--no-preload); see docs/forking.md"
+                f"(--no-preload); see 'What forking means for envs' in the docs"
             )
-        self._report({"imported": not self._import_error, "note": note})
+        # A server that can create none of its envs must not become ready.
+        has_envs = num_preloaded > 0 or not env_names
+        is_imported = has_envs and not self._import_error
+        self._report({"imported": is_imported, "note": note})
 
     def _fork(self, request: int, fd: int) -> None:
         # Do not import anything at this point: it would delay kills and forks of other
@@ -255,21 +260,21 @@ class _Template:
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
-        # Otherwise every fork would print the buffer again.
+        # Empty the buffer, because every fork would print it again.
         with contextlib.suppress(Exception):  # an import may have closed the stream
             sys.stdout.flush()
         try:
             pid = os.fork()
         except OSError as error:  # out of memory, or too many processes
-            for each in fds:
-                os.close(each)
+            for passed_fd in fds:
+                os.close(passed_fd)
             self._pipes.finish(request)
             self._report({"fork": request, "error": str(error)})
             return
         if pid == 0:
             self._run_worker(parent, fd, stderr_fd)
-        for each in fds:
-            os.close(each)
+        for passed_fd in fds:
+            os.close(passed_fd)
         self._workers[request] = pid
         self._report({"fork": request, "pid": pid})
 
@@ -279,8 +284,8 @@ class _Template:
         code = 1
         try:
             if sys.platform == "linux":
-                # Otherwise, a worker that wakes up preempts the process that is still
-                # sending steps to other workers. The system may not permit this call.
+                # A worker that wakes up must not preempt the process that is still
+                # sending steps to other workers. The system can forbid this call.
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             os.setsid()  # a separate process group, to be killed together

@@ -53,7 +53,8 @@ _MAX_SUMMARY_CHARS: Final = 96
 _FINAL_OBS_MISSING: Final = (
     "expected infos['final_obs'] with the last observations of the ended episodes, "
     "because the vector env resets in mode SAME_STEP; got none; add them in step, or "
-    "let step not reset, and implement mode DISABLED; see docs/vector-envs.md"
+    "let step not reset, and implement mode DISABLED; see 'Serve batched simulators' "
+    "in the docs"
 )
 #: Keys of a SAME_STEP env's infos that describe the ended episodes.
 _FINAL_KEYS: Final = frozenset({"final_obs", "final_info", "_final_obs", "_final_info"})
@@ -95,11 +96,11 @@ class VectorBlock:
             "reset_mask", mode.name == "DISABLED"
         )
         self._resets_itself = mode.name == "SAME_STEP"
-        own = {"same_step", "disabled"} if self._accepts_reset_mask else set()
-        possible = sorted(own | {mode.name.lower()})
-        if autoreset not in possible:
+        modes = {"same_step", "disabled"} if self._accepts_reset_mask else set()
+        supported = sorted(modes | {mode.name.lower()})
+        if autoreset not in supported:
             raise EnvStartError(
-                f"expected autoreset={' or '.join(possible)}, because the vector env "
+                f"expected autoreset={' or '.join(supported)}, because the vector env "
                 f"of {name} resets in mode {mode.name}; got {autoreset}"
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
@@ -110,7 +111,7 @@ class VectorBlock:
                 f"{name}; got reset({', '.join(parameters)})"
             )
         self._accepts_seed_list = "list" in str(parameters["seed"].annotation).lower()
-        self._is_fresh, self._step_slowness = True, FIRST_STEP
+        self._is_fresh, self._step_kind = True, FIRST_STEP
         spaces = env.single_observation_space, env.single_action_space
         spec = self._spec = EnvSpec(name, *spaces)
         leaves = spec.observation_leaves + spec.action_leaves
@@ -157,14 +158,14 @@ class VectorBlock:
                 array[...] = 0
             return self._infos_by_row(infos, rows.truncated, _NO_INFOS)
         actions = [array.copy() for array in rows.action]  # envs may store actions
-        self._beat_once(self._step_slowness)
+        self._write_heartbeat(self._step_kind)
         results = self._env.step(unflatten(spec.action_space, actions))
-        self._step_slowness = self._heartbeat[1] = 0
+        self._step_kind = self._heartbeat[1] = 0
         observation, rewards, terminated, truncated, infos = results
         self._write_observation(rows.observation, observation)
         columns = rows.reward, rows.terminated, rows.truncated
-        given = rewards, terminated, truncated
-        for name, target, value in zip(_COLUMNS, columns, given, strict=True):
+        values = rewards, terminated, truncated
+        for name, target, value in zip(_COLUMNS, columns, values, strict=True):
             array = np.asarray(value)
             if array.shape != target.shape:
                 text = f"expected {name} {[*target.shape]}; got {[*array.shape]}"
@@ -177,9 +178,9 @@ class VectorBlock:
                 if (finals := infos.get("final_obs")) is None:
                     raise SpaceViolation(_FINAL_OBS_MISSING)
                 if isinstance(finals, np.ndarray) and finals.dtype.hasobject:
-                    space, chosen = spec.observation_space, finals[ended]
-                    batch: Any = create_empty_array(space, len(chosen))
-                    finals = concatenate(space, chosen, batch)
+                    space, observations = spec.observation_space, finals[ended]
+                    batch: Any = create_empty_array(space, len(observations))
+                    finals = concatenate(space, observations, batch)
                 self._write_observation(rows.final_observation, finals, ended)
             else:
                 for final, last in self._final_and_last:
@@ -195,11 +196,11 @@ class VectorBlock:
         self, infos: _Infos, ended: Array, begun: _Infos
     ) -> dict[int, _Infos]:
         """Split the infos of a step, and of resets within it, into dicts per row."""
-        wanted = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
+        reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
         by_row: dict[int, _Infos] = {}
-        for row in [] if wanted is None else wanted.nonzero()[0].tolist():
+        for row in [] if reported is None else reported.nonzero()[0].tolist():
             info, reset_info = _row_info(infos, row, size), _row_info(begun, row, size)
             if self._resets_itself and ended[row]:
                 info, reset_info = _row_info(finals, row, size), info
@@ -217,15 +218,15 @@ class VectorBlock:
             self._needs_reset = True
             return self._encode_report()
         numbers = numbers or [*self.rows]
-        given, options = request.get("seeds"), request.get("options", b"")
-        known = dict(zip(numbers, given or [None] * len(numbers), strict=True))
-        seeds = [known.get(n) for n in self.rows] if given else None
+        row_seeds, options = request.get("seeds"), request.get("options", b"")
+        seed_of = dict(zip(numbers, row_seeds or [None] * len(numbers), strict=True))
+        seeds = [seed_of.get(n) for n in self.rows] if row_seeds else None
         mask = np.isin(self.rows, numbers)
         rows, faults, infos = self._block, [], _NO_INFOS
         try:
             infos = self._reset(seeds, mask, options)
         except Exception as error:
-            if mask.all() and not given and not options:
+            if mask.all() and not row_seeds and not options:
                 raise  # the env cannot be reset at all
             faults, mask = self._replace_failed(error), self._all_mask
         rows.reward[mask] = 0.0
@@ -233,8 +234,8 @@ class VectorBlock:
         rows.status[mask] = Status.OK
         start, size = self.rows.start, len(self.rows)
         reported = numbers if infos and self._config.infos == "all" else ()
-        each = ((row, _row_info(infos, row - start, size)) for row in reported)
-        by_row = {row: info for row, info in each if info}
+        pairs = ((row, _row_info(infos, row - start, size)) for row in reported)
+        by_row = {row: info for row, info in pairs if info}
         return self._encode_report(faults, by_row, self._checks.take_warnings())
 
     def _reset(self, seeds: _Seeds | None, mask: Array, options: bytes = b"") -> _Infos:
@@ -248,25 +249,25 @@ class VectorBlock:
         if self._is_fresh:
             if self._config.seeded:
                 triples = zip(mask, seeds or self._seeds, self._seeds, strict=True)
-                seeds = [given if chosen else own for chosen, given, own in triples]
+                seeds = [new if is_reset else own for is_reset, new, own in triples]
             mask = self._all_mask
-        is_whole = bool(mask.all())
-        if not is_whole and not self._accepts_reset_mask:
+        is_full = bool(mask.all())
+        if not is_full and not self._accepts_reset_mask:
             raise EnvStartError(
                 f"expected a reset of all {len(mask)} rows of a block, because their "
                 f"vector env does not support reset_mask; got a reset of {mask.sum()}"
             )
         self._is_fresh = self._needs_reset = False
-        self._beat_once(1)
+        self._write_heartbeat(1)
         self._record_resets(mask, seeds, options)
         seed: Any = seeds
         if seeds is not None and not self._accepts_seed_list:
             seed = next((seed for seed in seeds if seed is not None), None)
-        own_options = codec.decode(options) if options else {}
-        if not is_whole:
-            own_options["reset_mask"] = mask
+        env_options = codec.decode(options) if options else {}
+        if not is_full:
+            env_options["reset_mask"] = mask
         began_at = step_timings.start_time()
-        result = self._env.reset(seed=seed, options=own_options or None)
+        result = self._env.reset(seed=seed, options=env_options or None)
         step_timings.record_resets(self._heartbeat, began_at, int(mask.sum()))
         self._write_observation(self._block.observation, result[0], mask)
         self._heartbeat[1] = 0
@@ -276,23 +277,23 @@ class VectorBlock:
     def _record_resets(
         self, mask: Array, seeds: _Seeds | None = None, options: bytes = b""
     ) -> None:
-        is_auto = seeds is None and not options
+        is_autoreset = seeds is None and not options
         for row in mask.nonzero()[0].tolist():
             record, incarnation = self._records[row], self._incarnation
-            if not (is_auto and record.reuse_start()):
+            if not (is_autoreset and record.reuse_start()):
                 seed = None if seeds is None else seeds[row]
-                given = incarnation, seed, None, options
-                record.begin_episode(None, *given, is_autoreset=is_auto)
+                arguments = incarnation, seed, None, options
+                record.begin_episode(None, *arguments, is_autoreset=is_autoreset)
 
-    def _beat_once(self, slowness: int) -> None:
+    def _write_heartbeat(self, call_kind: int) -> None:
         """Write a heartbeat, and its column 1; see `Slab`."""
         self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
-        self._heartbeat[1] = slowness
+        self._heartbeat[1] = call_kind
 
     def _replace_failed(
         self, error: Exception, *, in_step: bool = False
     ) -> list[Fault]:
-        """Replace the failed vector env; see `EnvBlock`."""
+        """Replace the failed vector env and return its faults; see `EnvBlock`."""
         first = fault_from_error(self.rows.start, error)
         summary = first.text.strip().rpartition("\n")[2][:_MAX_SUMMARY_CHARS]
         others = (first._replace(env_index=n, text=summary) for n in self.rows[1:])
@@ -301,7 +302,7 @@ class VectorBlock:
         self._block.status[...] = Status.PENDING
         for record in self._records:
             record.save_failed()
-        self._beat_once(1)
+        self._write_heartbeat(1)
         self.close()
         self._incarnation += 1
         self._make_env()
@@ -320,11 +321,11 @@ class VectorBlock:
 
     def call(self, payload: bytes) -> bytes:
         """Access an attribute of the vector env; return the encoded answer."""
-        task = CallRequest.decode(payload)
-        self._beat_once(1)
-        for record in self._records if task.may_change_env else ():
+        request = CallRequest.decode(payload)
+        self._write_heartbeat(1)
+        for record in self._records if request.may_change_env else ():
             record.mark_touched()
-        answer = run_call_on_vector_env(task, self._env, self.rows)
+        answer = run_call_on_vector_env(request, self._env, self.rows)
         self._heartbeat[1] = 0
         return answer
 
@@ -358,10 +359,10 @@ class VectorBlock:
 def _make_vector_env(config: BuildMessage, rows: range) -> Any:
     for setting in ("wrappers", "spare_envs"):
         if getattr(config, setting):
-            raise EnvStartError(f"expected no {setting} with a vector env; got some")
+            raise EnvStartError(f"vector envs do not support {setting}; remove it")
     if not isinstance(config.env_kwargs, Mapping):
         raise EnvStartError(
-            "expected one map of env_kwargs with a vector env, not more"
+            "expected one map of env_kwargs for a vector env; got several"
         )
     name = config.env_name
     known = find_spec(name)
@@ -375,16 +376,17 @@ def _make_vector_env(config: BuildMessage, rows: range) -> Any:
 
 
 def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
-    """Return a vector env's autoreset mode; raise EnvStartError if it states none."""
-    given = env.metadata.get("autoreset_mode")
+    """Return a vector env's autoreset mode; raise EnvStartError if it has none."""
+    mode = env.metadata.get("autoreset_mode")
     try:
-        return AutoresetMode(given)
+        return AutoresetMode(mode)
     except ValueError:
         raise EnvStartError(
             f"expected metadata['autoreset_mode'] of the vector env of {name} to be "
             f"AutoresetMode.NEXT_STEP, SAME_STEP (its step resets ended envs, and puts "
             f"the last observations into infos['final_obs']) or DISABLED (its reset "
-            f"takes reset_mask); got {given!r}; see docs/vector-envs.md"
+            f"takes reset_mask); got {mode!r}; see 'Serve batched simulators' in the "
+            f"docs"
         ) from None
 
 
@@ -399,7 +401,7 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)
         elif (isinstance(value, list | tuple) and len(value) == size) or (
-            getattr(value, "shape", ())[:1] == (size,)  # also JAX's arrays
+            getattr(value, "shape", ())[:1] == (size,)  # also true for JAX arrays
         ):
             value = np.asarray(value)[row] if hasattr(value, "shape") else value[row]
             if isinstance(value, np.bool_):  # Gymnasium batches only bool as an array

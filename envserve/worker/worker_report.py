@@ -7,6 +7,7 @@ in the loop that serves all workers, so reports are limited in bytes and in valu
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
 
 _MAX_SPACES_BYTES: Final = 16 << 20
+#: Modules whose functions call the env, or the code that builds it.
+_CALLERS: Final = re.compile(r"envserve\.|importlib|gymnasium\.envs\.registration$")
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
 #: Maximum total bytes of the tracebacks in a report, and minimum bytes for each.
 _MAX_TRACEBACK_BYTES: Final = 32 << 10
@@ -133,20 +136,22 @@ def decode_report(
     if not payload:
         return Outcome(block.index), ()
     rows = block.rows
-    _, room = info_budgets(len(rows), max_infos_kib)
+    _, budget = info_budgets(len(rows), max_infos_kib)
     if len(payload) > max_report_bytes(len(rows), max_infos_kib):
-        raise ValueError(f"{len(payload)} bytes are too many for {len(rows)} rows")
+        raise ValueError(
+            f"the report has too many bytes for {len(rows)} rows: {len(payload)}"
+        )
     try:
         report = msgspec.msgpack.decode(payload, type=WorkerReport)
         columns = read_columns(report.columns)
         packed, infos = {}, {}
-        left = room.without(columns).num_values
-        if left < 0:
-            raise ValueError("expected fewer columns of infos")
+        values_left = budget.without(columns).num_values
+        if values_left < 0:
+            raise ValueError("the columns of infos contain too many values")
         for row, raw in report.infos.items():
             encoded = bytes(raw)
-            num_values = codec.check(encoded, left)
-            left -= num_values
+            num_values = codec.check(encoded, values_left)
+            values_left -= num_values
             packed[row] = PackedInfo(encoded, num_values)
             infos[row] = codec.unpack(encoded)
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
@@ -185,17 +190,24 @@ def fault_from_error(row: int, error: Exception) -> Fault:
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked
     else:
-        inner = error.__traceback__
-        while inner and inner.tb_frame.f_globals.get("__package__") == __package__:
-            inner = inner.tb_next  # omit the worker's frames that call the env
-        inner = inner or error.__traceback__
-        text = "".join(traceback.format_exception(type(error), error, inner))
-        is_violation = False
+        text, is_violation = traceback_of(error), False
     return Fault(row, Status.ENV_ERROR, utf8_tail(text), is_violation)
 
 
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an env's exception, without the frames that call the env.
+
+    If there are no other frames, the traceback is complete.
+    """
+    inner = error.__traceback__
+    while inner and _CALLERS.match(inner.tb_frame.f_globals.get("__name__", "")):
+        inner = inner.tb_next
+    inner = inner or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, inner))
+
+
 def utf8_tail(text: str) -> str:
-    """Return the end of a text; escape characters that UTF-8 cannot encode."""
+    """Return the end of the text; escape characters that UTF-8 cannot encode."""
     return text[-_MAX_TRACEBACK_CHARS:].encode(errors="backslashreplace").decode()
 
 
@@ -210,21 +222,21 @@ def encode_report(
     """Encode the payload of DONE; empty if there is nothing to report."""
     if not faults and not infos and not rebuilt and not warnings:
         return b""
-    left, cut = _MAX_TRACEBACK_BYTES, [*faults]
-    shortest = sorted(range(len(cut)), key=lambda index: len(cut[index].text))
+    bytes_left, clipped = _MAX_TRACEBACK_BYTES, [*faults]
+    shortest = sorted(range(len(clipped)), key=lambda index: len(clipped[index].text))
     for number, index in enumerate(shortest):
-        kept = max(_MIN_TRACEBACK_BYTES, left // (len(cut) - number))
-        text = cut[index].text.encode()[-kept:].decode(errors="ignore")
-        cut[index] = cut[index]._replace(text=text)
-        left -= len(text.encode())
-    of_row, budget = info_budgets(num_rows, max_infos_kib)
+        length = max(_MIN_TRACEBACK_BYTES, bytes_left // (len(clipped) - number))
+        text = clipped[index].text.encode()[-length:].decode(errors="ignore")
+        clipped[index] = clipped[index]._replace(text=text)
+        bytes_left -= len(text.encode())
+    row_budget, budget = info_budgets(num_rows, max_infos_kib)
     columns, others = split_infos(infos, *budget.half())
-    rest = budget.without(columns)
+    free = budget.without(columns)
     report = {
-        "faults": cut,
+        "faults": clipped,
         "rebuilt": rebuilt,
-        "infos": msgspec.Raw(encode_infos(others, of_row.within(rest), rest)),
+        "infos": msgspec.Raw(encode_infos(others, row_budget.within(free), free)),
         "warnings": warnings[:_MAX_WARNINGS],
-        "columns": [(each.start, each.layout.encoded, each.data) for each in columns],
+        "columns": [(part.start, part.layout.encoded, part.data) for part in columns],
     }
     return msgspec.msgpack.encode(report)

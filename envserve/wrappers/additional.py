@@ -1,4 +1,4 @@
-"""Wrappers in addition to Gymnasium's; docs/wrappers.md describes them."""
+"""Wrappers in addition to Gymnasium's; "Wrappers" in the docs describes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Env = gymnasium.Env[Any, Any]
 class RepeatAction(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Repeat each action `num_repeats` times, or until the episode ends.
 
-    Gymnasium 1.2 does not have its wrapper of this name.
+    Defined here because Gymnasium 1.2 has no wrapper of this name.
     """
 
     def __init__(self, env: Env, num_repeats: int) -> None:
@@ -136,11 +136,11 @@ class FrameDelta(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the env and observe the difference."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        present = np.array(observation)
+        current = np.array(observation)
         delta = np.subtract(
-            present, self._previous, dtype=_difference_dtype(present.dtype)
+            current, self._previous, dtype=_difference_dtype(current.dtype)
         )
-        self._previous = present
+        self._previous = current
         return delta, reward, terminated, truncated, info
 
 
@@ -239,9 +239,9 @@ def _check_range(part: str, space: spaces.Space[Any]) -> None:
         low, high = low.astype(np.float64), high.astype(np.float64)
     with np.errstate(over="ignore"):
         span = high - low
-    is_bad = ~(np.isfinite(span) & (span > 0))
-    if is_bad.any():
-        index = tuple(int(i) for i in np.argwhere(is_bad)[0])
+    is_invalid = ~(np.isfinite(span) & (span > 0))
+    if is_invalid.any():
+        index = tuple(int(i) for i in np.argwhere(is_invalid)[0])
         raise SpaceError(
             f"expected {part}s with finite bounds, low below high; got "
             f"[{low[index]}, {high[index]}] at {list(index)}; {hint}"

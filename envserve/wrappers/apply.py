@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envserve.errors import EnvStartError, WrapperError
+from envserve.text import install_command
 from envserve.wrappers.additional import check_float
 from envserve.wrappers.registry import find_wrapper
 from envserve.wrappers.specs import WrapperSpec, check_wrappers, convert_arguments
@@ -30,7 +31,7 @@ _MAX_OBSERVATION_BYTES: Final = 4 << 20
 
 
 def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
-    """Wrap an env; the first wrapper is the innermost.
+    """Return the wrapped env; the first wrapper is the innermost.
 
     Raises:
       WrapperError: A wrapper is not registered, an argument is wrong, or observations
@@ -43,7 +44,7 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
         where = f"wrappers[{position}] ({spec.name})"
         arguments = convert_arguments(spec, position)
         try:
-            size = _observation_bytes_after(env.observation_space, spec.name, arguments)
+            size = _observation_bytes(env.observation_space, spec.name, arguments)
             _check_size(size, limit, where)
             env = _apply(env, spec.name, arguments, where)
             if not find_wrapper(spec.name, where).is_limited:
@@ -53,7 +54,7 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
             raise
         except gymnasium.error.DependencyNotInstalled as error:
             raise EnvStartError(
-                f"{where}: {error}; pip install 'envserve[atari]' where the envs run"
+                f"{where}: {error}; {install_command('atari')} where the envs run"
             ) from error
         except Exception as error:
             raise EnvStartError(f"{where}: {type(error).__name__}: {error}") from error
@@ -78,7 +79,7 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
         return make(env, **arguments)
 
 
-def _observation_bytes_after(
+def _observation_bytes(
     space: spaces.Space[Any], name: str, arguments: dict[str, Any]
 ) -> int:
     """Compute the size of a wrapper's observations before they are allocated.

@@ -6,7 +6,6 @@ only in this registry, so a name from a client never imports anything.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from envserve.errors import WrapperError
+from envserve.text import nearest_name
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def find_wrapper(name: str, where: str) -> RegisteredWrapper:
     """
     if name in WRAPPERS:
         return WRAPPERS[name]
-    near = difflib.get_close_matches(name, sorted(WRAPPERS), n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(near)}?" if near else ""
+    nearest = nearest_name(name, sorted(WRAPPERS))
+    hint = f"did you mean {nearest}?" if nearest else ""
     hint = _BATCH_PPO.get(name, hint) or (
         f"known: {', '.join(sorted(WRAPPERS))} (to add one, see register_wrapper)"
     )

@@ -18,7 +18,7 @@ from envserve.wrappers.registry import WRAPPERS, find_wrapper
 
 #: Maximum number of wrappers per env.
 MAX_WRAPPERS: Final = 16
-_FORM: Final = 'a list of tables such as [{name = "ActionRepeat", amount = 4}]'
+_FORM: Final = """a list such as [{"name": "ActionRepeat", "amount": 4}]"""
 _CALLABLE_HINT: Final = (
     "; only workers of this host take classes and functions: for a server, register "
     "the wrapper with register_wrapper in a module that the server imports (--import)"
@@ -43,10 +43,10 @@ class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         """Return a form for messages, such as `ActionRepeat(amount=4)`."""
-        shown = [
+        arguments = [
             f"{key[:64]}={_short_repr(value)}" for key, value in self.arguments.items()
         ]
-        return f"{self.name[:64]}({', '.join(shown)})"
+        return f"{self.name[:64]}({', '.join(arguments)})"
 
 
 #: A wrapper in Python code. Gymnasium's `WrapperSpec` is accepted too.
@@ -80,14 +80,18 @@ def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
       WrapperError: The form, or an argument of a registered wrapper, is invalid.
     """
     if not isinstance(tables, Sequence) or isinstance(tables, (str, bytes)):
-        raise WrapperError(f"wrappers: expected {_FORM}; got {_short_repr(tables)}")
+        is_single = isinstance(tables, (str, Mapping)) or callable(tables)
+        raise WrapperError(
+            f"wrappers: expected {_FORM}; got {_short_repr(tables)}"
+            + ("; put it into a list" if is_single else "")
+        )
     specs = []
     for position, table in enumerate(map(table_of, tables)):
         name = table.get("name") if isinstance(table, Mapping) else None
         if not isinstance(name, str) or not all(isinstance(key, str) for key in table):
             raise WrapperError(
-                f"wrappers[{position}]: expected a table with a name, such as "
-                f'{{name = "ActionRepeat", amount = 4}}; got {_short_repr(table)}'
+                f"wrappers[{position}]: expected a name, or a table such as "
+                f'{{"name": "ActionRepeat", "amount": 4}}; got {_short_repr(table)}'
                 + (_CALLABLE_HINT if callable(table) else "")
             )
         arguments = {key: value for key, value in table.items() if key != "name"}
@@ -123,7 +127,7 @@ def convert_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
 
     Args:
       spec: The wrapper.
-      position: Its position in the list of wrappers, for errors.
+      position: Position in the list of wrappers, for errors.
 
     Raises:
       WrapperError: The name is unknown, or an argument is wrong or missing.
@@ -176,4 +180,4 @@ def _short_repr(value: Any) -> str:
     """Return a short form of a value that an untrusted peer may have sent."""
     if value is None or isinstance(value, (bool, int, float, str, list, tuple, dict)):
         return reprlib.repr(value)
-    return type(value).__name__
+    return str(getattr(value, "__name__", type(value).__name__))

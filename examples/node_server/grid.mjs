@@ -1,4 +1,4 @@
-// An env in which a walker on a grid searches for a goal, and the protocol's env seeds.
+// An env with a walker that searches for a goal on a grid; the env seeds of the protocol.
 
 const SIZE = 5;
 const MAX_STEPS = 30;
@@ -9,7 +9,7 @@ export const NUM_ACTIONS = MOVES.length;
 export const NUM_OBSERVED = 4;
 
 export class Grid {
-  /** Begins an episode; without a seed, the random generator continues from its state. */
+  /** Begins an episode; without a seed (null), the random generator is not reset. */
   reset(seed) {
     if (seed !== null) this.state = Number(BigInt.asUintN(32, BigInt(seed)));
     const cell = () => Math.floor(this.random() * SIZE);
@@ -43,7 +43,7 @@ export class Grid {
 
 const wordsOf = (value) => {
   const words = [];
-  for (let left = BigInt(value); words.length === 0 || left > 0n; left >>= 32n) words.push(Number(left & 0xffffffffn));
+  for (let rest = BigInt(value); words.length === 0 || rest > 0n; rest >>= 32n) words.push(Number(rest & 0xffffffffn));
   return words;
 };
 

@@ -28,26 +28,26 @@ const publicOf = (secret) => {
 
 const z85 = (bytes) => {
   let text = "";
-  for (let at = 0; at < bytes.length; at += 4)
-    for (let power = 85 ** 4; power >= 1; power /= 85) text += Z85[Math.floor(bytes.readUInt32BE(at) / power) % 85];
+  for (let offset = 0; offset < bytes.length; offset += 4)
+    for (let power = 85 ** 4; power >= 1; power /= 85) text += Z85[Math.floor(bytes.readUInt32BE(offset) / power) % 85];
   return text;
 };
 
-/** Returns the options of a ROUTER that accepts only clients that `answerZap` authorises. */
+/** Returns the options of a ROUTER socket that accepts only clients authorised by `answerZap`. */
 export function socketOptions() {
   const secret = secretOf("server.key");
   if (!secret) throw new Error(`expected a key in ${FOLDER}/server.key; run "envserve keys new"`);
   return { curveServer: true, curveSecretKey: z85(secret), zapDomain: "envserve", zapEnforceDomain: true };
 }
 
-/** Authorises this user, and the clients that the `clients` file lists without limits. */
+/** Authorises this user, and the clients in the file `clients` that have no limits. */
 export async function answerZap(socket) {
   await socket.bind("inproc://zeromq.zap.01");
   for await (const [version, request, , , , mechanism, key] of socket) {
-    const own = secretOf("client.key");
-    const known = linesOf("clients").map((line) => line.split(/\s+/)).filter((words) => words.length === 2);
-    const keys = known.map(([, word]) => word.replace("envserve-public-1.", ""));
-    if (own) keys.push(publicOf(own));
+    const secret = secretOf("client.key");
+    const unlimited = linesOf("clients").map((line) => line.split(/\s+/)).filter((words) => words.length === 2);
+    const keys = unlimited.map(([, word]) => word.replace("envserve-public-1.", ""));
+    if (secret) keys.push(publicOf(secret)); // this user's clients
     const isKnown = mechanism.toString() === "CURVE" && keys.includes(key.toString("base64url"));
     await socket.send([version, request, isKnown ? "200" : "400", "", isKnown ? "client" : "", ""]);
   }

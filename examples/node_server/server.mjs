@@ -48,12 +48,13 @@ const refuse = (code, text, executed = 0) => {
 
 /** The envs of one client, and the last answer of each block. */
 class Lease {
-  constructor(asked, attachBody, epoch) {
-    Object.assign(this, asked, { attachBody, epoch, grantedAt: -Infinity });
+  constructor(settings, attachBody, epoch) {
+    Object.assign(this, settings, { attachBody, epoch, grantedAt: -Infinity });
     const splits = Math.min(this.num_splits, this.num_envs);
-    const each = Math.min(this.blocks_per_split || 1, Math.floor(this.num_envs / splits));
-    const edge = (block) => Math.floor((block * this.num_envs) / (splits * each));
-    this.blocks = Array.from({ length: splits * each }, (_, b) => [edge(b), edge(b + 1), 0, Math.floor(b / each)]);
+    const perSplit = Math.min(this.blocks_per_split || 1, Math.floor(this.num_envs / splits));
+    const count = splits * perSplit;
+    const start = (block) => Math.floor((block * this.num_envs) / count);
+    this.blocks = Array.from({ length: count }, (_, b) => [start(b), start(b + 1), 0, Math.floor(b / perSplit)]);
     this.envs = Array.from({ length: this.num_envs }, () => new Grid());
     this.rows = this.envs.map(() => ({ observation: Array(NUM_OBSERVED).fill(0), needsReset: true, isNew: true }));
     this.last = this.blocks.map(() => ({ seq: 0n }));
@@ -100,9 +101,9 @@ class Lease {
       refuse(Code.INVALID_ACTION, `expected actions from 0 to ${NUM_ACTIONS - 1}`);
     const mustReset = (row) => row.needsReset && (row.isNew || this.autoreset === "disabled");
     if (indices.some((index) => mustReset(this.rows[index]))) refuse(Code.BAD_MESSAGE, "expected a RESET first");
-    indices.forEach((index, place) => {
+    indices.forEach((index, position) => {
       if (this.rows[index].needsReset) return this.begin(index, null); // next_step
-      const stepped = this.envs[index].step(Number(actions[place]));
+      const stepped = this.envs[index].step(Number(actions[position]));
       const row = Object.assign(this.rows[index], stepped, { final: stepped.observation });
       row.needsReset = row.terminated || row.truncated;
       if (row.needsReset && this.autoreset === "same_step") {
@@ -113,11 +114,11 @@ class Lease {
   }
 
   reset(listed, { resets, options }) {
-    if (options?.length) unpack(options); // GridWalk has none
+    if (options?.length) unpack(options); // checked, but GridWalk has no reset options
     if (!Array.isArray(resets) || resets.length !== listed.length)
       refuse(Code.BAD_MESSAGE, "expected a reset for each block");
-    const chosen = listed.flatMap((block, place) => {
-      const [given = 0, seeds = 0] = Array.isArray(resets[place]) ? resets[place] : [];
+    const chosen = listed.flatMap((block, position) => {
+      const [given = 0, seeds = 0] = Array.isArray(resets[position]) ? resets[position] : [];
       const [start, stop] = this.blocks[block];
       const rows = given ?? this.rowsOf(block);
       const areRows = Array.isArray(rows) && rows.every((row) => isInt(row, start, stop - 1));
@@ -134,8 +135,8 @@ class Lease {
   begin(index, given) {
     const row = this.rows[index];
     const { seed, first_env_index: first, first_incarnation: incarnation } = this;
-    const own = () => (this.seeded ? envSeed(seed, first + index, incarnation) : randomBytes(4).readUInt32LE());
-    const observation = this.envs[index].reset(given ?? (row.isNew ? own() : null));
+    const firstSeed = () => (this.seeded ? envSeed(seed, first + index, incarnation) : randomBytes(4).readUInt32LE());
+    const observation = this.envs[index].reset(given ?? (row.isNew ? firstSeed() : null));
     const ended = { reward: 0, terminated: false, truncated: false };
     Object.assign(row, { observation, ...ended, needsReset: false, isNew: false });
   }
@@ -148,7 +149,7 @@ export class Server {
     this.boot = randomBytes(8).readBigUInt64LE() | 1n;
   }
 
-  /** Returns the frames of the answer to a message, or null if it has none. */
+  /** Returns the frames of the answer to a message, or null if it is not answered. */
   handle(frames, now) {
     const message = read(frames);
     if (message === null || message.type >= 128) return null;
@@ -226,28 +227,28 @@ export class Server {
 
   readAttach(session, body) {
     const given = unpack(body);
-    const asked = {};
-    for (const [name, [preset, isRight]] of Object.entries(ATTACH)) {
-      const value = given[name] ?? preset;
-      if (!isRight(value)) refuse(Code.BAD_MESSAGE, `expected a valid ${name}; it is missing or invalid`);
-      asked[name] = typeof value === "bigint" && name !== "seed" ? Number(value) : value;
+    const settings = {};
+    for (const [name, [fallback, isValid]] of Object.entries(ATTACH)) {
+      const value = given[name] ?? fallback;
+      if (!isValid(value)) refuse(Code.BAD_MESSAGE, `expected a valid ${name}; it is missing or invalid`);
+      settings[name] = typeof value === "bigint" && name !== "seed" ? Number(value) : value;
     }
     if (session === 0n) refuse(Code.BAD_MESSAGE, "expected a session that is not 0");
-    if (asked.env_name !== NAME) refuse(Code.UNKNOWN_ENV, `expected ${NAME}, the only env of this server`);
-    if (asked.wrappers.length) refuse(Code.BAD_WRAPPER, "this server has no wrappers");
-    if (Object.keys(asked.env_kwargs).length || asked.spare_envs || asked.vectorized)
+    if (settings.env_name !== NAME) refuse(Code.UNKNOWN_ENV, `expected ${NAME}, the only env of this server`);
+    if (settings.wrappers.length) refuse(Code.BAD_WRAPPER, "this server has no wrappers");
+    if (Object.keys(settings.env_kwargs).length || settings.spare_envs || settings.vectorized)
       refuse(Code.REFUSED, "this server does not support env_kwargs, spare_envs or vectorized");
-    if (asked.num_envs > this.freeEnvs) refuse(Code.ENVS_BUSY, `${this.freeEnvs} of ${TOTAL_ENVS} envs are free`);
-    return asked;
+    if (settings.num_envs > this.freeEnvs) refuse(Code.ENVS_BUSY, `${this.freeEnvs} of ${TOTAL_ENVS} envs are free`);
+    return settings;
   }
 
-  /** Ends a lease; `why` is empty if the client requested it. */
-  end(session, why) {
+  /** Ends a lease; `reason` is empty if the client requested it. */
+  end(session, reason) {
     if (!this.leases.delete(session)) {
       if (this.ended.get(session)) refuse(Code.LEASE_LOST, this.ended.get(session), 2);
       return;
     }
-    this.ended.set(session, why);
+    this.ended.set(session, reason);
     if (this.ended.size > MAX_ENDED) this.ended.delete(this.ended.keys().next().value);
   }
 

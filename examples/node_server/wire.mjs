@@ -41,8 +41,8 @@ export function read(frames) {
     message.trouble = `expected at most 3 frames, ${MAX_ENTRIES} blocks and a body of ${limit} bytes that ends with its frame`;
     return message;
   }
-  for (let at = PREFIX_BYTES; at < start; at += ENTRY_BYTES)
-    message.entries.push([head.readUInt32LE(at), head.readBigUInt64LE(at + 4)]);
+  for (let offset = PREFIX_BYTES; offset < start; offset += ENTRY_BYTES)
+    message.entries.push([head.readUInt32LE(offset), head.readBigUInt64LE(offset + 4)]);
   message.body = head.subarray(start);
   return message;
 }
@@ -94,7 +94,7 @@ export function packRows(rows) {
     body[8 * count + index] = row.terminated;
     body[9 * count + index] = row.truncated; // the status stays 0: the row is valid
   });
-  const shown = [...rows.map((row) => row.observation), ...ended.map((row) => row.final)];
-  shown.flat().forEach((value, index) => body.writeFloatLE(value, 11 * count + 4 * index));
+  const observations = [...rows.map((row) => row.observation), ...ended.map((row) => row.final)];
+  observations.flat().forEach((value, index) => body.writeFloatLE(value, 11 * count + 4 * index));
   return body;
 }

@@ -1,18 +1,21 @@
 """The agent: observation preprocessor, policy and value function.
 
 An agent samples actions, computes action distributions and values, and lists the
-variables that a checkpoint must store. `ppo.learning.update` trains it.
+variables that a checkpoint must store. `ppo.algorithms.ppo.update` trains it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ppo.agent.actions.action_spaces import make_action_adapter
 from ppo.agent.actions.distributions import Distribution
 from ppo.agent.networks.build import build_networks
+from ppo.agent.networks.perceptrons import IdentityTorso
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
 
@@ -23,8 +26,8 @@ class Agent:
     """Policy and value function for an observation space and an action space.
 
     With `recurrent_size`, the policy and the value function each have a recurrent core,
-    whose output replaces the features. The caller keeps the states, `[N, units]` for
-    the policy and, if it needs values, `[N, units]` for the value function.
+    whose output replaces the features. The caller stores the state of the policy's
+    core, `[N, units]`, and, if it needs values, that of the value function's core.
 
     Args:
         observation_space: Observation space of one env.
@@ -121,6 +124,46 @@ class Agent:
             distribution, state = self._policy_step(observation, state, scales)
         return distribution.sample(noise), distribution.parameters, *state
 
+    def in_numpy(self, snapshot: Any) -> Callable[..., tuple[Any, ...]] | None:
+        """Return `act_from` with this snapshot as a function of NumPy arrays.
+
+        The function takes a list of the leaves of the observation, in the order of
+        `tf.nest.flatten`, noise and states. It returns env actions, followed by the
+        results of `act_from`.
+
+        Returns:
+            The function, or None if a network exists only in TensorFlow.
+        """
+        values, scales = snapshot
+        networks = self._networks
+        if not isinstance(networks.policy_torso, IdentityTorso):
+            return None
+        arrays = {
+            id(variable): value.numpy()
+            for variable, value in zip(self.trainable_variables, values, strict=True)
+        }
+        parts = [
+            part.in_numpy(lambda variable: arrays[id(variable)])
+            for part in (networks.policy, *self.cores)
+        ]
+        if None in parts:
+            return None
+        policy, *cores = parts
+        preprocess, actions = self.preprocess.in_numpy(scales), self.actions
+
+        def act(
+            leaves: Sequence[np.ndarray], noise: np.ndarray, *state: np.ndarray
+        ) -> tuple[Any, ...]:
+            rows, mask = preprocess(leaves)
+            state = tuple(
+                core(rows, part) for core, part in zip(cores, state, strict=False)
+            )
+            parameters = policy(state[0] if state else rows)
+            action, parameters = actions.sample_in_numpy(parameters, mask, noise)
+            return actions.to_env_action_in_numpy(action), action, parameters, *state
+
+        return act
+
     def log_prob(self, action: tf.Tensor, parameters: Any) -> tf.Tensor:
         """Return log-probabilities `[N]` of actions.
 
@@ -197,7 +240,7 @@ class Agent:
     def _policy_step(
         self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any = None
     ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
-        """Return action distributions, and the states after the observation."""
+        """Return the action distributions, and the states after the observation."""
         features = self.preprocess(observation, scales)
         if not self.cores:
             return self.distribution(features), ()
@@ -214,14 +257,23 @@ class Agent:
         return self.actions.distribution(self._networks.policy(torso_output), mask)
 
     @property
+    def custom_model(self) -> Any:
+        """The model of a custom network; None if the network is built in."""
+        return getattr(self._networks.policy_torso, "model", None)
+
+    @property
     def policy_variables(self) -> list[Any]:
         """Trainable variables of the policy; all variables if the networks share any.
 
-        The policy and the value function share variables in a shared torso or in a
-        custom model.
+        The policy and the value function share variables if they share a torso, or if a
+        custom model has no `policy_variables`.
         """
         parts = self._networks.parts
         if "torso" in parts:
-            return self.trainable_variables
+            declared = getattr(parts["torso"], "policy_variables", [])
+            if not declared:
+                return self.trainable_variables
+            head = parts.get("policy")
+            return [*declared, *(head.trainable_variables if head else ())]
         names = [name for name in parts if name.startswith("policy")]
-        return [each for name in names for each in parts[name].trainable_variables]
+        return [v for name in names for v in parts[name].trainable_variables]

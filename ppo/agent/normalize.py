@@ -1,9 +1,10 @@
 """Running statistics for observation normalisation and reward scaling, in float64.
 
-The statistics are updated between iterations, so they are the same while a rollout is
-collected and while the agent is updated from it. Only valid rows are used; the values
-of other rows have no influence.
+The statistics are updated between iterations, so a rollout and the update from it use
+the same statistics. Invalid rows are ignored.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -47,12 +48,12 @@ class RunningMoments:
     def update(
         self, values: tf.Tensor, mask: tf.Tensor, learners: Learners = SINGLE_LEARNER
     ) -> None:
-        """Add the rows of `values` where `mask` is true.
+        """Update the statistics with the rows of `values` where `mask` is true.
 
         Args:
             values: Rows `[N, ...]` of any numeric dtype.
             mask: Bool `[N]`.
-            learners: The group of learners, whose rows are all added.
+            learners: The group of learners; the rows of all learners are used.
         """
         self._merge(tf.cast(values, tf.float64), mask, learners)
 
@@ -101,6 +102,21 @@ class RunningMoments:
         scaled = (tf.cast(values, tf.float64) - mean) * factor
         return tf.cast(tf.clip_by_value(scaled, -clip, clip), tf.float32)
 
+    @staticmethod
+    def in_numpy(
+        clip: float, scale: tuple[tf.Tensor, ...]
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the NumPy form of `normalize`, with float64 results `[N, ...]`."""
+        mean, factor = (part.numpy() for part in scale)
+
+        def normalize(values: np.ndarray) -> np.ndarray:
+            scaled = np.subtract(values, mean, dtype=np.float64)
+            scaled *= factor
+            np.maximum(scaled, -clip, out=scaled)
+            return np.minimum(scaled, clip, out=scaled)
+
+        return normalize
+
 
 class ReturnScale:
     """Scales rewards by the standard deviation of the discounted return.
@@ -131,13 +147,13 @@ class ReturnScale:
         valid: np.ndarray,
         learners: Learners = SINGLE_LEARNER,
     ) -> None:
-        """Add the rewards of a rollout.
+        """Update the statistics with the rewards of a rollout.
 
         Args:
             reward: float `[T, B]`.
             done: bool `[T, B]`; whether the episode ended.
             valid: bool `[T, B]`; invalid rows are ignored.
-            learners: The group of learners, whose returns are all added.
+            learners: The group of learners; the returns of all learners are used.
         """
         returns = np.where(valid, reward, 0.0)
         discounts = np.where(done | ~valid, 0.0, self._discount)

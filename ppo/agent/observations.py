@@ -6,14 +6,15 @@ space is kept. Images stay uint8 until a network needs them, and the action mask
 separated from the inputs.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 import tensorflow as tf
 
-from ppo.agent.actions.action_spaces import MASK_KEY
 from ppo.agent.normalize import RunningMoments
+from ppo.environments import MASK_KEY
 from ppo.errors import UnsupportedSpaceError
 from ppo.images import is_image
 from ppo.learners import SINGLE_LEARNER, Learners
@@ -70,7 +71,7 @@ class ObservationPreprocessor:
         self._spaces = space_leaves(space)
         self._has_mask = isinstance(self._spaces, dict) and MASK_KEY in self._spaces
         if self._has_mask:
-            del self._spaces[MASK_KEY]
+            self._mask_space = self._spaces.pop(MASK_KEY)
         self._leaves = [
             _Leaf(leaf, normalize=normalize, clip=clip)
             for leaf in tf.nest.flatten(self._spaces)
@@ -114,7 +115,7 @@ class ObservationPreprocessor:
             uint8; an action mask becomes bool `[N, flags]`. Callers may select rows and
             set rows to zero before they pass features to `inputs`.
         """
-        arrays = self._unmasked_leaves(observation)
+        arrays = self._leaves_without_mask(observation)
         scales = [()] * len(arrays) if scales is None else scales
         features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
@@ -133,10 +134,52 @@ class ObservationPreprocessor:
         """
         arrays = [
             tf.cast(array, tf.float32) / 255.0 if array.dtype == tf.uint8 else array
-            for array in self._unmasked_leaves(features)
+            for array in self._leaves_without_mask(features)
         ]
         mask = features[MASK_KEY] if self._has_mask else None
         return tf.nest.pack_sequence_as(self._spaces, arrays), mask
+
+    def in_numpy(
+        self, scales: Any
+    ) -> Callable[[Sequence[np.ndarray]], tuple[np.ndarray, np.ndarray | None]]:
+        """Return `__call__` and `inputs` as one function of NumPy arrays.
+
+        Args:
+            scales: Result of `scales`.
+
+        Returns:
+            A function that maps the leaves of a raw observation, `[N, ...]` each, in
+            the order of `tf.nest.flatten`, to flattened network inputs, float32
+            `[N, size]`, and the action mask, bool `[N, flags]` or None.
+        """
+        indices = list(range(len(self._leaves)))
+        mask_indices: list[int] = []
+        if self._has_mask:
+            nest = {**self._spaces, MASK_KEY: self._mask_space}
+            leaves = tf.nest.flatten(nest)
+            nest = tf.nest.pack_sequence_as(nest, range(len(leaves)))
+            mask_indices = tf.nest.flatten(nest.pop(MASK_KEY))
+            indices = tf.nest.flatten(nest)
+        functions = [
+            leaf.in_numpy(scale)
+            for leaf, scale in zip(self._leaves, scales, strict=True)
+        ]
+        ends = np.cumsum([leaf.size for leaf in self._leaves]).tolist()
+        parts = list(
+            zip(indices, functions, map(slice, [0, *ends], ends), strict=False)
+        )
+
+        def inputs(leaves: Sequence[np.ndarray]) -> tuple[np.ndarray, Any]:
+            num_rows = len(leaves[0])
+            rows = np.empty((num_rows, ends[-1]), np.float32)
+            for index, function, columns in parts:
+                rows[:, columns] = function(leaves[index]).reshape(num_rows, -1)
+            if not mask_indices:
+                return rows, None
+            flags = [leaves[index].astype(np.bool_) for index in mask_indices]
+            return rows, np.concatenate(flags, axis=1)
+
+        return inputs
 
     def statistics(self) -> dict[str, float]:
         """Return the ranges of running means and standard deviations as metrics."""
@@ -155,14 +198,14 @@ class ObservationPreprocessor:
     def update(
         self, observation: Any, mask: Any, learners: Learners = SINGLE_LEARNER
     ) -> None:
-        """Add the rows `[N, ...]` where `mask` `[N]` is true to the statistics."""
+        """Update the statistics with the rows `[N, ...]` where `mask` `[N]` is true."""
         for leaf, array in zip(
-            self._leaves, self._unmasked_leaves(observation), strict=True
+            self._leaves, self._leaves_without_mask(observation), strict=True
         ):
             if leaf.moments is not None:
                 leaf.moments.update(tf.convert_to_tensor(array), mask, learners)
 
-    def _unmasked_leaves(self, observation: Any) -> list[Any]:
+    def _leaves_without_mask(self, observation: Any) -> list[Any]:
         """Return the leaves of an observation without the action mask."""
         if self._has_mask:
             observation = {k: v for k, v in observation.items() if k != MASK_KEY}
@@ -185,8 +228,8 @@ class _Leaf:
 
     @property
     def input_space(self) -> gymnasium.spaces.Box:
-        keeps_shape = self._kind in ("box", "image", "multi_binary")
-        shape = tuple(self._space.shape) if keeps_shape else (self.size,)
+        has_space_shape = self._kind in ("box", "image", "multi_binary")
+        shape = tuple(self._space.shape) if has_space_shape else (self.size,)
         low, high = 0.0, 1.0
         if self._kind == "box":
             high = self._clip if self.moments is not None else np.inf
@@ -209,6 +252,26 @@ class _Leaf:
             return tf.concat(codes, axis=1)
         return tf.cast(array, tf.float32)
 
+    def in_numpy(
+        self, scale: tuple[tf.Tensor, ...]
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        """Return a function from raw rows to network inputs, `[N, ...]`, any dtype."""
+        if self.moments is not None:
+            return self.moments.in_numpy(self._clip, scale)
+        if self._kind == "image":
+            return lambda rows: rows / np.float32(255)
+        if self._kind == "discrete":
+            choices = int(self._space.start) + np.arange(int(self._space.n))
+            return lambda rows: rows[:, None] == choices
+        if self._kind == "multi_discrete":
+            sizes, start = np.ravel(self._space.nvec), np.ravel(self._space.start)
+            columns = np.repeat(np.arange(len(sizes)), sizes)
+            choices = np.concatenate(
+                [first + np.arange(n) for first, n in zip(start, sizes, strict=True)]
+            )
+            return lambda rows: rows.reshape(len(rows), -1)[:, columns] == choices
+        return lambda rows: rows
+
 
 def _as_space(nest: Any) -> gymnasium.Space[Any]:
     """Turn dicts and tuples of spaces into Dict and Tuple spaces."""
@@ -220,6 +283,7 @@ def _as_space(nest: Any) -> gymnasium.Space[Any]:
 
 
 def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
+    """Return how a leaf is preprocessed; None if its space is not supported."""
     if isinstance(space, gymnasium.spaces.Box):
         return "image" if is_image(space) else "box"
     if isinstance(space, gymnasium.spaces.Discrete):

@@ -1,7 +1,7 @@
 """The `ppo` program; each command is in the module of the same name.
 
 Exit codes: 0 after success or a first SIGINT or SIGTERM, 130 after a second signal, 1
-if a run failed, 2 for invalid input. docs/exit-codes.md lists those of --restartable.
+if a run failed, 2 for invalid input.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from envserve.cli.program import Program
 
 PROGRAM = Program(
     "ppo",
-    "Train and evaluate agents with proximal policy optimisation (PPO).",
+    "Train and evaluate agents with PPO, SAC or an algorithm of your own.",
     "ppo.cli",
     {"Commands": ("train", "evaluate", "configs", "export", "plot", "visualize")},
 )

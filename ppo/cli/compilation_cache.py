@@ -1,9 +1,8 @@
 """Cache XLA-compiled code across runs, in the user's cache folder.
 
-TensorFlow writes entries atomically, so processes can share the folder. The
-following problems would abort a training run, so they are checked before TensorFlow
-uses the folder: a folder that is not writable, a full disk, and incomplete entries
-after a host crash.
+TensorFlow writes entries atomically, so processes can share the folder. Before it uses
+the folder, this module checks for problems that would abort a training run: a folder
+that is not writable, a full disk, and incomplete entries after a crash of the host.
 """
 
 import contextlib
@@ -36,8 +35,8 @@ def enable_compilation_cache(tensorflow_version: str) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         _clean_up(root, now=folder.stat().st_mtime)
-        has_room = shutil.disk_usage(folder).free > _MAX_BYTES
-        if has_room and len(str(folder).split()) == 1:  # spaces separate flags
+        has_space = shutil.disk_usage(folder).free > _MAX_BYTES
+        if has_space and len(str(folder).split()) == 1:  # spaces separate flags
             os.environ["TF_XLA_FLAGS"] = f"{flags} {_FLAG}={folder}".strip()
 
 
@@ -63,8 +62,8 @@ def _clean_up(root: Path, now: float) -> None:
     for path in root.glob("*/*"):
         with contextlib.suppress(FileNotFoundError):  # removed by another process
             stat = path.stat()
-            is_young = now - stat.st_mtime < _UNFINISHED_SECONDS
-            if _is_complete(path) if path.suffix == ".pb" else is_young:
+            is_recent = now - stat.st_mtime < _UNFINISHED_SECONDS
+            if _is_complete(path) if path.suffix == ".pb" else is_recent:
                 found.append((stat.st_mtime, stat.st_size, path))
             else:
                 path.unlink()
@@ -76,7 +75,7 @@ def _clean_up(root: Path, now: float) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return whether a file ends where its last protobuf field, the code, ends."""
+    """Return whether a protobuf file ends with its last field, the compiled code."""
     with path.open("rb") as file:
         tag, end = b"", path.stat().st_size
         while file.tell() < end:

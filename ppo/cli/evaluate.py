@@ -9,6 +9,7 @@ from ppo.cli.options import (
     IntraOpThreads,
     NumWorkers,
     Run,
+    Sampled,
     Trust,
     open_run,
 )
@@ -18,6 +19,7 @@ def evaluate(
     run: Run,
     *,
     checkpoint: Checkpoint = None,
+    sampled: Sampled = False,
     connect: Connect = None,
     num_workers: NumWorkers = None,
     import_: Import = None,
@@ -30,12 +32,16 @@ def evaluate(
     options = EnvOptions(connect, import_, trust)
     with open_run(run, checkpoint, options, *threads) as opened:
         from ppo.environments import env_maker
-        from ppo.evaluation.evaluate import evaluate_run
+        from ppo.evaluation.evaluate import evaluate_run, mode_remark
 
         run_folder, config, which, source, screen = opened
+        if sampled:
+            config = config.replace(evaluation_actions="sample")
         make_env = env_maker(
             config, source.addresses, num_workers, source.import_modules
         )
         screen.phase(f"evaluating {config.evaluation_episodes} episodes")
         evaluation = evaluate_run(config, run_folder, make_env, which=which)
         screen.print(str(evaluation))
+        if remark := mode_remark(evaluation, config, run_folder):
+            screen.print(remark)

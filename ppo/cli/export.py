@@ -24,8 +24,9 @@ def export(
 ) -> None:
     """Export the policy as a SavedModel that needs nothing but TensorFlow.
 
-    The model maps raw observations to actions in the form that the env accepts. Starts
-    one env, or leases one from a server, to read its spaces.
+    The model maps raw observations to actions in the form that the env accepts. It has
+    a function for the most likely actions and one for sampled actions. Starts one env,
+    or leases one from a server, to read its spaces.
 
     Args:
         dir_: New folder to write the SavedModel to.
@@ -38,4 +39,7 @@ def export(
         make_env = env_maker(config, source.addresses, 1, source.import_modules)
         screen.phase("exporting")
         counters = export_run(config, run_folder, make_env, dir_, which=which)
-        screen.print(f"SavedModel after {counters.steps:,} steps: {dir_}")
+        screen.print(
+            f"SavedModel after {counters.steps:,} steps: {dir_} (the most likely "
+            "actions: `mode` and the default signature; sampled actions: `sample`)"
+        )

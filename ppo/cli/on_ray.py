@@ -34,32 +34,32 @@ def train_on_ray(given: GivenOptions) -> int:
     """Train with several learners; restart all of them if one fails.
 
     Args:
-        given: arguments of `ppo train`.
+        given: Arguments of `ppo train`.
 
     Returns:
         The exit code.
 
     Raises:
-        LearnerLostError: learners failed three times without a new checkpoint.
+        LearnerLostError: Learners failed three times without a new checkpoint.
     """
     values, newest, num_failed = given.values, None, 0
     is_restartable, run_dir = "restartable" in values, values.get("run_dir")
     needed = {"on", "learners", "config", *["run_dir"] * is_restartable}
-    refused = {"seeds", "resume", "distribute", "page"}
-    if not needed <= values.keys() or refused & values.keys():
+    excluded = {"seeds", "resume", "distribute", "page"}
+    if not needed <= values.keys() or excluded & values.keys():
         raise ConfigError(
             "--on ray: expected CONFIG and --learners N, and --run-dir DIR if "
             "--restartable; cannot be combined with --seeds, --resume, --distribute or "
             "--page."
         )
-    given_run = run_dir if run_dir and RunFolder(run_dir).config_path.exists() else None
+    existing = run_dir if run_dir and RunFolder(run_dir).config_path.exists() else None
     changes = values.get("set_", [])
     options = EnvOptions(
         values.get("connect"), values.get("import_"), "trust" in values
     )
-    for resumed in {None, given_run}:
+    for resumed in {None, existing}:
         check_trust(values["config"], resumed, changes, options)
-    needs = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
+    resources = [{"CPU": 1, **values.get("resources", {})}] * values["learners"]
     ray = connect_to_cluster(log_to_driver=False)
     run = RunFolder(run_dir or create_folder(values["config"]))
     words = given.words("on", "learners", "resources", "run_dir", "trust")
@@ -69,7 +69,7 @@ def train_on_ray(given: GivenOptions) -> int:
     try:
         while True:
             try:
-                code = _train_once(ray, needs, words, resume)
+                code = _train_once(ray, resources, words, resume)
                 return 0 if code == 3 and not is_restartable else code
             except (LearnerLostError, ValueError, ray.exceptions.RayError) as error:
                 found, reason = run.checkpoints.glob("[0-9]" * 8), last_line(error)
@@ -87,28 +87,31 @@ def train_on_ray(given: GivenOptions) -> int:
 
 
 def _train_once(
-    ray: Any, needs: list[dict[str, float]], words: list[str], resume: list[str]
+    ray: Any, resources: list[dict[str, float]], words: list[str], resume: list[str]
 ) -> int:
     """Start all learners, and return the exit code of the first one.
 
     Raises:
-        LearnerLostError: the first learner failed, and a restart may help.
-        ray.exceptions.RayError: another learner or its node failed.
+        LearnerLostError: The first learner failed, and a restart may help.
+        ray.exceptions.RayError: Another learner or its node failed.
     """
-    num, here = len(needs), {f"node:{ray.util.get_node_ip_address()}": 0.001}
-    group = ray.util.placement_group([needs[0] | here, *needs[1:]], "SPREAD")
+    num, bundles = len(resources), [*resources]
+    bundles[0] = {**bundles[0], f"node:{ray.util.get_node_ip_address()}": 0.001}
+    group = ray.util.placement_group(bundles, "SPREAD")
     with contextlib.ExitStack() as stack:
         stack.callback(ray.util.remove_placement_group, group)
         if not group.wait(_PLACEMENT_SECONDS):
-            free = {name: ray.available_resources().get(name, 0) for name in needs[0]}
+            free = {k: ray.available_resources().get(k, 0) for k in resources[0]}
             raise PpoError(  # not a ConfigError: resources may become free later
-                f"--learners {num}: expected {needs[0]} per learner, the first on "
+                f"--learners {num}: expected {resources[0]} per learner, the first on "
                 f"this host; {free} is free in the cluster (ray status, --resources)."
             )
         at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        rest = {"num_cpus": 0, "num_gpus": needs[0].get("GPU", 0), "max_retries": 0}
+        gpus = resources[0].get("GPU", 0)
+        rest = {"num_cpus": 0, "num_gpus": gpus, "max_retries": 0}
         on = [ray.remote(scheduling_strategy=at(group, n), **rest) for n in range(num)]
-        addresses = json.dumps(ray.get([each(_free_address).remote() for each in on]))
+        found = ray.get([on_node(_free_address).remote() for on_node in on])
+        addresses = json.dumps(found)
         where = ray.get_runtime_context().gcs_address, os.getcwd()
         extra = [{"TF_CONFIG": _CLUSTER % (addresses, index)} for index in range(num)]
         others = [on[n](_learn).remote(words, extra[n], *where) for n in range(1, num)]

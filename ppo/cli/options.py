@@ -6,17 +6,21 @@ The input is checked before TensorFlow is loaded, because loading it takes secon
 import contextlib
 import logging
 import os
+import re
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from sysconfig import get_path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
 from envserve.cli.logs import StderrHandler, TextLines
-from envserve.cli.options import Count, add_working_directory
+from envserve.cli.options import Count, add_working_directory, env_names
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
 from envserve.envs.user_envs import is_user_env, with_absolute_path
@@ -24,16 +28,17 @@ from envserve.errors import (
     AddressError,
     EnvserveError,
     EnvStartError,
+    ServerLost,
     SpaceError,
     UnknownEnv,
     VideoError,
     WrapperError,
 )
-from envserve.text import one_line
+from envserve.text import install_command, one_line
 from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
-from ppo.config.config import Config
-from ppo.config.named_configs import apply_settings, load_config
+from ppo.config.config import CODE_SETTINGS, Config
+from ppo.config.named_configs import CONFIGS, apply_settings, load_config
 from ppo.errors import BadInputError, PpoError, RunFolderError, UntrustedCodeError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import (
@@ -47,11 +52,16 @@ from ppo.run_folder.trust import (
 if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import CheckpointId
 
-
 _BAD_INPUT = (
     *(BadInputError, UnknownEnv, SpaceError, EnvStartError, WrapperError),
     *(AddressError, VideoError),
 )
+
+#: Names of timeouts in errors of envserve; in ppo, they end with `_seconds`.
+_SECONDS: Final = re.findall(
+    r"(\w+_(?:after|timeout))_seconds", " ".join(Config.__dataclass_fields__)
+)
+_TIMEOUT: Final = re.compile(rf"\b({'|'.join(_SECONDS)})\b")
 
 _CONNECT: Final = (
     "Address of an env server, such as sim1 or tcp://127.0.0.1:5555, or local for "
@@ -70,31 +80,65 @@ _CHECKPOINT: Final = (
     "Checkpoint to use: its number of env steps, or best for the one with the best "
     "evaluation during training. By default, the newest."
 )
+_SAMPLED: Final = (
+    "Sample the actions as in training, instead of taking the most likely ones."
+)
 _NUM_WORKERS: Final = (
     "Number of worker processes on this host; by default, one per core."
 )
 _INTRA_OP: Final = "TensorFlow threads per operation; 0 lets TensorFlow choose."
 _INTER_OP: Final = "TensorFlow operations to run in parallel; 0 lets TensorFlow choose."
 
-Run = Annotated[Path, Option("Run folder of `ppo train`.")]
 Connect = Annotated[list[str] | None, Option(_CONNECT, metavar="ADDRESS")]
 Import = Annotated[list[str] | None, Option(_IMPORT, metavar="MODULE")]
 Trust = Annotated[bool, Option(_TRUST)]
 Checkpoint = Annotated[str | None, Option(_CHECKPOINT, metavar="STEPS|best")]
+Sampled = Annotated[bool, Option(_SAMPLED)]
 NumWorkers = Annotated[Count | None, Option(_NUM_WORKERS)]
 IntraOpThreads = Annotated[int, Meta(ge=0), Option(_INTRA_OP)]
 InterOpThreads = Annotated[int, Meta(ge=0), Option(_INTER_OP)]
 
 
+def config_names() -> list[str]:
+    """Return the named configs and the registered envs, for shell completion."""
+    return [*CONFIGS, *env_names()]
+
+
+def setting_keys() -> list[str]:
+    """Return the start of each possible value of --set, for completion."""
+    return [f"{name}=" for name in Config.__dataclass_fields__]
+
+
+def run_folders() -> list[str]:
+    """Return the run folders in the working directory and in runs/, for completion."""
+    return [
+        str(path.parent)
+        for folder in (".", "runs")
+        for path in Path(folder).glob("*/config.json")
+    ]
+
+
+def user_command(program: str) -> str:
+    """Return the name of an installed program, or its path if it is not on PATH."""
+    path, found = Path(get_path("scripts"), program), shutil.which(program)
+    if not path.exists() or (found is not None and path.samefile(found)):
+        return program
+    is_below = path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if is_below else path))
+
+
+Run = Annotated[Path, Option("Run folder of `ppo train`.", values=run_folders)]
+
+
 class EnvOptions(NamedTuple):
-    """Values of the options that choose the envs of a command, None if not given."""
+    """The options that select the envs of a command; None for options not given."""
 
     connect: list[str] | None = None
     import_modules: list[str] | None = None
     trust: bool = False
 
     def applied_to(self, source: EnvSource) -> EnvSource:
-        """Return an env source, replaced where the user has given options."""
+        """Return an env source with the given options applied."""
         addresses, modules = source.addresses, source.import_modules
         if self.connect is not None:
             addresses = () if self.connect == ["local"] else tuple(self.connect)
@@ -103,16 +147,16 @@ class EnvOptions(NamedTuple):
         return EnvSource(addresses=addresses, import_modules=modules)
 
     def with_moved_files(self, config: Config) -> Config:
-        """Return a config in which files of --import replace files of the same name."""
+        """Return a config whose files are replaced by those of --import by name."""
         modules = self.applied_to(EnvSource()).import_modules
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
 
-        def current(reference: str) -> str:
+        def new_name(reference: str) -> str:
             file, colon, name = reference.partition(":")
             return f"{moved.get(Path(file).name, file)}{colon}{name}"
 
-        modules = tuple(map(current, config.import_modules))
-        return config.replace(env_name=current(config.env_name), import_modules=modules)
+        env_name, *imports = map(new_name, (config.env_name, *config.import_modules))
+        return config.replace(env_name=env_name, import_modules=tuple(imports))
 
 
 class Terminated(KeyboardInterrupt):
@@ -138,7 +182,7 @@ def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
     """Re-raise an interrupt at the end of the block if its code suppressed it.
 
     Args:
-        is_deferred: whether to raise interrupts only at the end.
+        is_deferred: Whether to raise interrupts only at the end.
     """
     raised: list[KeyboardInterrupt] = []
 
@@ -162,7 +206,7 @@ def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_stderr() -> Iterator[None]:
-    """Hold back output on stderr, and write it only if the code within raises.
+    """Buffer output on stderr, and write it only if the `with` block raises.
 
     TensorFlow reports on stderr that it uses oneDNN and finds no GPU; its log levels
     do not suppress these messages.
@@ -172,7 +216,7 @@ def deferred_stderr() -> Iterator[None]:
         os.dup2(buffer.fileno(), 2)
         try:
             yield
-        except BaseException:
+        except Exception:  # not for interrupts
             buffer.seek(0)
             os.write(before, buffer.read())
             raise
@@ -187,10 +231,10 @@ def start_tensorflow(
     """Load and configure TensorFlow, without its log output.
 
     Args:
-        intra_op_threads: threads per operation; 0 lets TensorFlow choose. Two threads
+        intra_op_threads: Threads per operation; 0 lets TensorFlow choose. Two threads
             shorten an update of small networks by a third; rollouts do not use them.
-        inter_op_threads: operations to run in parallel; 0 lets TensorFlow choose.
-        config: settings of the run. Without `jit_compile` (for image observations),
+        inter_op_threads: Operations to run in parallel; 0 lets TensorFlow choose.
+        config: Settings of the run. Without `jit_compile` (for image observations),
             oneDNN is enabled: it halves the time of convolutions, but slows down small
             layers.
 
@@ -199,8 +243,8 @@ def start_tensorflow(
     """
     # TensorFlow logs harmless messages as errors; real errors are also raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    has_plain_updates = config is not None and not config.jit_compile
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(has_plain_updates)))
+    uses_onednn = config is not None and not config.jit_compile
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(uses_onednn)))
     try:
         with preserved_interrupts(), deferred_stderr():
             import tensorflow as tf
@@ -208,7 +252,7 @@ def start_tensorflow(
             gpus = tf.config.list_physical_devices("GPU")
     except ModuleNotFoundError as error:
         raise BadInputError(
-            f"Training needs TensorFlow ({error}); pip install 'envserve[train]'."
+            f"Training needs TensorFlow ({error}); {install_command('train')}."
         ) from error
     enable_compilation_cache(tf.__version__)
     tf.get_logger().setLevel("ERROR")
@@ -228,8 +272,12 @@ def open_run(
     options: EnvOptions,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
+    check: Callable[[Config, Sequence[str]], None] = lambda config, addresses: None,
 ) -> Iterator[tuple[RunFolder, Config, "CheckpointId", EnvSource, Screen]]:
     """Open an existing run for a command, and start TensorFlow; report errors.
+
+    `check` is called with the config and the servers of the run before TensorFlow
+    starts, which takes seconds.
 
     Yields:
         The run folder, its config without the minimum number of servers, the
@@ -250,6 +298,7 @@ def open_run(
         if source.addresses and options.connect is None:
             print(f"Env servers of the run: {one_line(', '.join(source.addresses))}")
         with Screen(console()) as screen:
+            check(config, source.addresses)
             screen.phase("starting TensorFlow")
             start_tensorflow(intra_op_threads, inter_op_threads, config)
             yield run_folder, config, which, source, screen
@@ -264,7 +313,7 @@ def check_trust(
         name: Argument CONFIG; if it is a file and no run is used, the file is checked.
         resume: Run folder to use.
         changes: Values of --set.
-        options: Options that choose envs.
+        options: Options that select the envs.
 
     Raises:
         UntrustedCodeError: The user does not agree, or there is no terminal.
@@ -281,7 +330,7 @@ def check_trust(
     keys = {change.partition("=")[0] for change in changes}
     typed_source = options.applied_to(EnvSource())
     typed = {*typed_source.addresses, *typed_source.import_modules}
-    typed.update(*(each for key, each in code_names(config).items() if key in keys))
+    typed.update(*(names for key, names in code_names(config).items() if key in keys))
     if name is not None and not is_file:
         typed.update(*code_names(with_absolute_paths(load_config(name))).values())
     code = describe_code(config, options.applied_to(source), typed)
@@ -306,7 +355,7 @@ def _is_confirmed(question: str) -> bool:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Make file names in a config independent of the working directory."""
+    """Return a config whose file names do not depend on the working directory."""
     return config.replace(
         env_name=with_absolute_path(config.env_name),
         import_modules=tuple(map(with_absolute_path, config.import_modules)),
@@ -317,7 +366,7 @@ def resolve_env_source(source: EnvSource, options: EnvOptions) -> EnvSource:
     """Return the env source of an earlier run, with the given options applied.
 
     Raises:
-        AddressError: the address of a server cannot be resolved.
+        AddressError: The address of a server cannot be resolved.
     """
     from envserve.client.link.discovery import resolve
 
@@ -331,13 +380,14 @@ def resolve_env_source(source: EnvSource, options: EnvOptions) -> EnvSource:
 
 
 def find_user_code(config: Config, source: EnvSource) -> None:
-    """Also find the modules that a run names in the working directory.
+    """Add the working directory to the import path if the run names modules in it.
 
     Raises:
-        EnvStartError: other users can write to the working directory, and a module is
+        EnvStartError: Other users can write to the working directory, and a module is
             not found elsewhere.
     """
-    code = [config.network, config.objective, *config.callbacks]
+    code = [getattr(config, setting) for setting in CODE_SETTINGS]
+    code += config.callbacks
     envs = [] if source.addresses else [config.env_name]  # servers import their envs
     modules = [] if source.addresses else config.import_modules + source.import_modules
     words = [*modules, *filter(is_user_env, code + envs)]
@@ -348,7 +398,7 @@ def parse_checkpoint(text: str | None) -> "CheckpointId":
     """Parse the value of `--checkpoint`.
 
     Raises:
-        BadInputError: the value is neither a number of steps nor "best".
+        BadInputError: The value is neither a number of steps nor "best".
     """
     if text is None:
         return None
@@ -364,14 +414,14 @@ def parse_checkpoint(text: str | None) -> "CheckpointId":
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Write warnings about envs to stderr as plain lines.
+    """Write warnings about envs to stderr as plain lines with a time.
 
     TensorFlow configures the root logger, which would change their format.
     """
     logger = logging.getLogger("envserve")
     handler = StderrHandler()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(TextLines())
+    handler.setFormatter(TextLines("%(asctime)s %(message)s", "%H:%M:%S"))
     logger.addHandler(handler)
     logger.propagate = False
     try:
@@ -388,13 +438,17 @@ def report_errors(
     """Print expected errors without a traceback, and exit.
 
     Args:
-        log_format: with "text", warnings about envs are plain lines.
-        is_restartable: whether a supervisor repeats the command. If so, an unknown
-            address is not an input error, because the servers may start later.
+        log_format: With "text", warnings about envs are plain lines.
+        is_restartable: Whether a supervisor repeats the command. If so, an unknown
+            address is not an input error, because the servers may start later, and
+            the loss of all servers has the exit code of a stopped run.
     """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
+        error.args = (_TIMEOUT.sub(r"\1_seconds", str(error)), *error.args[1:])
+        if is_restartable and isinstance(error, ServerLost):
+            fail(error, 3)
         may_recover = is_restartable and isinstance(error, AddressError)
         fail(error, 2 if isinstance(error, _BAD_INPUT) and not may_recover else 1)

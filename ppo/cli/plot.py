@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 from envserve.cli.program import Option
-from ppo.cli.options import report_errors
+from ppo.cli.options import report_errors, run_folders
 
 
 def plot(
-    runs: Annotated[list[Path], Option(metavar="RUN")],
+    runs: Annotated[list[Path], Option(metavar="RUN", values=run_folders)],
     *,
     out: Path | None = None,
     metric: str = "mean_return",

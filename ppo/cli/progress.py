@@ -25,9 +25,10 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ppo.train import Progress
 
-
 _TRAINING = "training"
-_NARROWEST, _WIDEST, _GAP = 8, 40, 2  # width of bars and sparklines, in columns
+_MIN_WIDTH, _MAX_WIDTH, _GAP = 8, 40, 2  # of bars and sparklines, in columns
+#: Training is shown as stalled after three usual iterations plus this time.
+_STALLED_SECONDS = 10.0
 _METRICS = ("value_loss", "policy_loss", "entropy")
 
 
@@ -53,12 +54,12 @@ class Screen:
     """Context manager that shows the current phase and progress of a command.
 
     Args:
-        console: console to draw on.
-        logger: logger to use instead of the console, one record per line.
-        seconds_between_lines: interval of progress lines if there is no terminal.
+        console: Console to draw on.
+        logger: Logger to use instead of the console, one record per line.
+        seconds_between_lines: Seconds between progress lines if there is no terminal.
 
     Attributes:
-        total_steps: env steps at the end of training.
+        total_steps: Number of env steps after which training ends.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Screen:
         self._phase, self._is_transient, self._began = "", True, 0.0
         self._progress: Progress | None = None
         self._first = self._last = (0.0, 0)  # (time, env steps) of progress reports
+        self._num_reports = 0
         self._returns: list[float] = []
         self._spinner = Spinner("dots" if self._has_glyphs else "line", style="cyan")
-        self._is_over = threading.Event()
+        self._is_closed = threading.Event()
         self._ticker = threading.Thread(target=self._print_lines, daemon=True)
         self._live = Live(
             console=console,
@@ -96,9 +98,8 @@ class Screen:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        """Stop drawing; the lines of finished phases stay on the screen."""
         self._end_phase(is_finished=exception_type is None)
-        self._is_over.set()
+        self._is_closed.set()
         if self._is_live:
             self._live.stop()
         else:
@@ -122,6 +123,7 @@ class Screen:
     def show(self, progress: "Progress") -> None:
         """Show the training progress."""
         self._last = time.monotonic(), progress.steps
+        self._num_reports += 1
         is_first, self._progress = self._progress is None, progress
         if is_first:
             self._end_phase(is_finished=True)
@@ -141,7 +143,7 @@ class Screen:
             if self._progress is not None and self._phase == _TRAINING:
                 fields = self._progress._asdict()
                 fields |= fields.pop("metrics")
-            known = {key: fields[key] for key in fields if fields[key] == fields[key]}
+            known = {k: v for k, v in fields.items() if v == v}  # without NaN
             self._logger.info(text.strip(), extra={"fields": known})
 
     def _end_phase(self, *, is_finished: bool) -> None:
@@ -159,7 +161,7 @@ class Screen:
         self._phase = ""
 
     def _print_lines(self) -> None:
-        while not self._is_over.wait(self._seconds_between_lines):
+        while not self._is_closed.wait(self._seconds_between_lines):
             if self._phase:
                 self.print(self._line())
 
@@ -170,27 +172,30 @@ class Screen:
         return ", ".join((*timing, *results, time_left))
 
     def _cells(self, progress: "Progress") -> tuple[list[str], list[str]]:
-        """Return texts about time and steps, and texts about results, by importance.
+        """Return texts about time and steps, and about results, most important first.
 
         The first text is the time left, and the second is the number of env steps.
         """
-        now, (start, first), (_, steps) = time.monotonic(), self._first, self._last
-        time_left = "? left"
+        (start, first), (last, steps) = self._first, self._last
+        time_left, speed = "? left", progress.steps_per_second
         if steps > first:
-            steps_per_second = (steps - first) / (self._last[0] - start)
-            seconds = (self.total_steps - steps) / steps_per_second
-            seconds -= now - self._last[0]
-            time_left = f"{_duration(max(seconds, 0.0))} left"
+            seconds = (self.total_steps - steps) * (last - start) / (steps - first)
+            idle, usual = time.monotonic() - last, (last - start) / self._num_reports
+            time_left = f"{_duration(max(seconds - idle, 0.0))} left"
+            if idle > _STALLED_SECONDS + 3 * usual:  # the envs may be unavailable
+                time_left, speed = f"no progress for {_duration(idle)}", 0.0
         timing = [
             time_left,
             f"{steps:,}/{self.total_steps:,} steps",
-            f"{progress.steps_per_second:,.0f} steps/s",
+            f"{speed:,.0f} steps/s",
         ]
         mean = progress.mean_return
         results = [f"return {'-' if math.isnan(mean) else f'{mean:.1f}'}"]
         if progress.lost_steps:
             results.append(f"{progress.lost_steps:,} lost")
         metrics = progress.metrics
+        if masked := metrics.get("nonfinite_episodes"):
+            results.append(f"{masked:.0f} episodes with NaN or infinity")
         for name in filter(metrics.__contains__, _METRICS):
             results.append(f"{name.replace('_', ' ')} {metrics[name]:.2g}")
         return timing, results
@@ -227,19 +232,19 @@ def _row(
 ) -> Table:
     """Lay out a row of at most `width` columns; drop the last cells if it is too long.
 
-    `graphic` draws a bar or a sparkline, given the number of remaining columns.
+    `graphic` draws a bar or a sparkline with the given number of columns.
     """
-    shown = list(cells)
+    remaining = list(cells)
     available = width - lead_width - _GAP
 
     def needed() -> int:
-        return _NARROWEST + sum(cell_len(cell) + _GAP for cell in shown)
+        return _MIN_WIDTH + sum(cell_len(cell) + _GAP for cell in remaining)
 
-    while shown and needed() > available:
-        shown.pop()
-    columns = max(min(available - needed() + _NARROWEST, _WIDEST), 1)
+    while remaining and needed() > available:
+        remaining.pop()
+    columns = max(min(available - needed() + _MIN_WIDTH, _MAX_WIDTH), 1)
     row = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
-    row.add_row(lead, graphic(columns), *shown)
+    row.add_row(lead, graphic(columns), *remaining)
     return row
 
 

@@ -23,9 +23,11 @@ from ppo.config.named_configs import (
     CONFIG_FORMS,
     CONFIGS,
     apply_settings,
+    expected_result,
     is_env,
     load_config,
     recommended_settings,
+    with_algorithm,
 )
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import RunFolder
@@ -43,7 +45,7 @@ class Plan(NamedTuple):
     run_folder: RunFolder
     config: Config
     origin: str
-    """Description of where the config comes from, for messages."""
+    """Source of the config in messages, such as "of cartpole"."""
     env_source: EnvSource
     earlier_config: Config | None = None
     """Config before the changes of this command, if the run is resumed."""
@@ -56,9 +58,9 @@ class Plan(NamedTuple):
         return self.earlier_config is not None
 
     def decay_warning(self, steps: int) -> str:
-        """Return a warning if decaying settings increase because the run was extended.
+        """Return a warning if decaying settings increase because the run is longer now.
 
-        Returns an empty string if there is nothing to warn about.
+        Returns an empty string if none increases.
         """
         config, earlier = self.config, self.earlier_config or self.config
         is_decaying = {
@@ -66,10 +68,11 @@ class Plan(NamedTuple):
             "clip_range": config.decay_clip_range,
             "entropy_coefficient": config.decay_entropy_coefficient,
         }
-        names = ", ".join(name for name, decays in is_decaying.items() if decays)
-        if not names or config.planned_steps <= earlier.planned_steps:
+        names = ", ".join(name for name in is_decaying if is_decaying[name])
+        is_longer = config.planned_steps > earlier.planned_steps
+        if not names or not is_longer or config.algorithm != "ppo":
             return ""
-        before, now = (1 - steps / each.planned_steps for each in (earlier, config))
+        before, now = (1 - steps / c.planned_steps for c in (earlier, config))
         return (
             f"The run is longer now, so settings that decay to 0 increase from "
             f"{100 * before:.0f} % to {100 * now:.0f} % of their initial values: "
@@ -87,23 +90,48 @@ class Plan(NamedTuple):
         if config.planned_steps < config.total_steps:
             steps += f": whole iterations of {config.steps_per_iteration:,}"
             steps += f" within {config.total_steps:,}"
-        return [
+        lines = [
             f"{env_name_of(config.env_name)}, settings {self.origin}",
             f"  envs   {config.num_envs} {where}",
             f"  steps  {steps}",
             f"  seed   {config.seed}",
             f"  run    {self.run_folder.path}",
         ]
+        mean_return, duration = expected_result(config)
+        if mean_return and not self.is_resumed:
+            text = f"about {mean_return}, after about {duration} on one core"
+            lines.append(f"  expect a mean return of {text}")
+        if _has_no_time_limit(config):
+            lines.append(
+                "  limit  none; evaluations cut episodes off after "
+                f"{config.evaluation_time_limit:,} steps"
+            )
+        return lines
+
+
+def _has_no_time_limit(config: Config) -> bool:
+    """Return whether Gymnasium registers the env without a time limit."""
+    import gymnasium
+
+    spec = gymnasium.registry.get(config.env_name)
+    is_limited = any(table["name"] == "TimeLimit" for table in config.wrappers)
+    return spec is not None and spec.max_episode_steps is None and not is_limited
 
 
 def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
-    """Return all learners' addresses and this learner's index, given by TF_CONFIG."""
+    """Return all learners' addresses and this learner's index, from TF_CONFIG."""
     text = os.environ.get("TF_CONFIG")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         values = json.loads(text or "")
         ((job, addresses),) = values["cluster"].items()
         task, index = values["task"]["type"], values["task"]["index"]
         is_valid = all(re.fullmatch(r".+:\d+", address) for address in addresses)
+        if is_valid and len(set(addresses)) < len(addresses):
+            duplicate = next(x for x in addresses if addresses.count(x) > 1)
+            raise ConfigError(
+                f"--distribute: TF_CONFIG lists the address {duplicate} twice; give "
+                "each worker its own host and port."
+            )
         if is_valid and job == task == "worker" and index in range(len(addresses)):
             if seeds is None and (index == 0 or resume is None):
                 return addresses, index
@@ -120,7 +148,7 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
 def plan_resumed_run(
     path: Path, name: str | None, changes: list[str], options: EnvOptions
 ) -> Plan:
-    """Plan how to resume a run; `check_trust` has been called."""
+    """Plan the continuation of a run, after a call of `check_trust`."""
     run_folder, earlier = RunFolder.read(path)
     env_name = env_name_of(earlier.env_name)
     if name is not None and env_name_of(load_config(name).env_name) != env_name:
@@ -135,9 +163,9 @@ def plan_resumed_run(
 
 
 def save_env_source(plan: Plan, earlier: Config) -> None:
-    """Save the env source of a resumed run, whose code the user has agreed to.
+    """Save the env source of a resumed run, after the user has agreed to its code.
 
-    The changed config is saved once it has been found to match the checkpoint.
+    The changed config is not saved until it has been checked against the checkpoint.
     """
     run, source = plan.run_folder, plan.env_source
     was_trusted = is_trusted(earlier, run.env_source(), run.path)
@@ -154,29 +182,42 @@ def plan_new_run(
     run_dir: Path | None,
     source: EnvSource,
     runs: list[RunFolder],
+    *,
+    film: bool = False,
 ) -> Plan:
     """Plan a new run, create its folder, and append it to `runs`.
 
-    Starts an env to read its spaces. An env without a named config gets settings that
-    suit its spaces.
+    Starts an env to read its spaces, and to check that it can be stepped and, for a
+    film, rendered. An env without a named config gets settings that suit its spaces.
     """
     if name is None:
         raise ConfigError(f"Expected {CONFIG_FORMS}.")
-    base = load_config(name)
+    base = with_algorithm(load_config(name), changes)
     config = with_absolute_paths(apply_settings(base, changes))
     find_user_code(config, source)
     screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
-    from ppo.environments import env_maker
+    from ppo.environments import env_maker, first_step
+    from ppo.evaluation.rendering import (
+        prepare_filming,
+        render_frame,
+        rendering_env_maker,
+    )
 
-    whole = config.replace(num_splits=1)
-    make_env = env_maker(whole, source.addresses, 1, source.import_modules)
+    single = config.replace(num_splits=1, spare_envs=False)
+    make_env = env_maker(single, source.addresses, 1, source.import_modules)
+    if film:
+        prepare_filming(config, source.addresses)
+        make_env = rendering_env_maker(single, source.addresses, source.import_modules)
     with make_env(num_envs=1, seed=0) as env:
         spaces = env.observation_space, env.action_space
+        if first_step(env) and film:
+            render_frame(env)
     origin = f"of {name}"
     if is_env(name):
         names = [name for name in CONFIGS if CONFIGS[name] == base]
-        origin = f"of {names[0]}" if names else "suited to its spaces"
-        if not names:
+        origin = f"of {names[0]}" if names else f"for {base.algorithm}"
+        if not names and base.algorithm == "ppo":
+            origin = "suited to its spaces"
             base = base.replace(**recommended_settings(*spaces))
             config = with_absolute_paths(apply_settings(base, changes))
     with preserved_interrupts(is_deferred=True):  # so that `runs` has every new folder
@@ -189,8 +230,8 @@ def create_folder(name: str) -> Path:
     """Create a new folder `runs/CONFIG-TIME` that no other run uses."""
     stem = re.sub(r"\.(toml|json|py)$", "", re.split("[/:]", name)[-1])
     first = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for end in ("", *(f"-{number}" for number in range(2, 100))):
-        path = first.with_name(first.name + end)
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        path = first.with_name(first.name + suffix)
         try:
             path.mkdir(parents=True)
         except FileExistsError:  # another run started in the same second

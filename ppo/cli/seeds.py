@@ -6,7 +6,6 @@ is a process, `ppo train --resume`, so it can fail, stop and resume like any oth
 
 import contextlib
 import subprocess
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from ppo.cli.run_setup import Plan
 from ppo.cli.stop_signals import StopSignals
 from ppo.config.named_configs import read_table
 from ppo.errors import RunFolderError
+from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
@@ -29,17 +29,17 @@ def train_seeds(
     """Train the unfinished seeds of a study; then print and plot all returns.
 
     Args:
-        screen: shows the progress.
-        plan: plan of the first seed.
-        num_seeds: number of seeds; 0 means the seeds in the folder of the study.
-        at_once: number of seeds to train at a time; by default, one per core.
-        workers: worker processes per seed; by default, the seed's share of the cores.
+        screen: Shows the progress.
+        plan: Plan of the first seed.
+        num_seeds: Number of seeds; 0 means the seeds in the folder of the study.
+        at_once: Number of seeds to train at a time; by default, one per core.
+        workers: Worker processes per seed; by default, the seed's share of the cores.
 
     Returns:
         The exit code: 1 if a seed failed, otherwise 0.
     """
     path, first = plan.run_folder.path, plan.config.seed
-    names = [each.name.removeprefix("seed-") for each in path.glob("seed-*")]
+    names = [folder.name.removeprefix("seed-") for folder in path.glob("seed-*")]
     existing = sorted(int(name) for name in names if name.isdecimal())
     seeds = range(first, first + num_seeds) if num_seeds else existing
     runs = {seed: RunFolder(path / f"seed-{seed}") for seed in seeds}
@@ -64,23 +64,18 @@ def train_seeds(
             f"std {scores.std(ddof=min(1, len(scores) - 1)):.1f}, 95 % interval "
             f"{low:.1f} to {high:.1f}, lowest {scores.min():.1f}"
         )
+        if len(scores) >= 4:  # otherwise, it equals the mean
+            low, high = bootstrap_interval(scores, statistic=interquartile_mean)
+            screen.print(
+                f"Interquartile mean {interquartile_mean(scores):.1f}, 95 % interval "
+                f"{low:.1f} to {high:.1f}"
+            )
         metric = "evaluation_return" if plan.config.evaluate_every else "mean_return"
         with contextlib.suppress(SystemExit):  # matplotlib may not be installed
             plot(list(returns), out=path / f"{metric}.png", metric=metric)
     if len(returns) < len(runs):
         screen.print(f"Resume with: ppo train --resume {plan.run_folder.quoted_path}")
     return int(has_failed)
-
-
-def bootstrap_interval(scores: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the mean score over seeds.
-
-    Uses the percentile bootstrap, whose interval is too narrow for three to five seeds.
-    The result is deterministic.
-    """
-    draws = np.random.default_rng(0).choice(scores, (10_000, len(scores)))
-    low, high = np.percentile(draws.mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _train(
@@ -161,8 +156,10 @@ def _mean_return(plan: Plan, run: RunFolder) -> float | None:
         evaluation = read_table(run.path / "evaluation.json")
         steps, mean = evaluation["steps"], float(evaluation["mean_return"])
         last = read_metrics(run.metrics_path)[-1]["steps"]
+        actions = evaluation.get("actions", plan.config.evaluation_actions)
     except (OSError, RunFolderError, ValueError, TypeError, KeyError, OverflowError):
         return None
-    is_over = plan.config.total_steps == evaluation.get("total_steps")
-    is_over |= plan.config.is_finished_after(last)
-    return mean if is_over and steps == last else None
+    is_finished = plan.config.total_steps == evaluation.get("total_steps")
+    is_finished |= plan.config.is_finished_after(last)
+    is_finished &= actions == plan.config.evaluation_actions  # False after --sampled
+    return mean if is_finished and steps == last else None

@@ -1,4 +1,4 @@
-"""Stop gracefully at the first SIGINT or SIGTERM, and at once at the second."""
+"""Stop gracefully at the first SIGINT or SIGTERM, and immediately at the second."""
 
 import signal
 import socket
@@ -17,15 +17,15 @@ class StopSignals:
     signals.
 
     Args:
-        on_first: called in the listener thread when the first signal arrives.
+        on_first: Called in the listener thread when the first signal arrives.
 
     Attributes:
-        received: the first signal, or None.
+        received: The first signal, or None.
     """
 
     def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
         self._on_first = on_first
-        self._is_impatient = False
+        self._must_stop_now = False
         self._reader, self._writer = socket.socketpair()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self.received: signal.Signals | None = None
@@ -43,7 +43,6 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_descriptor)
@@ -57,7 +56,7 @@ class StopSignals:
 
     def check(self) -> None:
         """Raise `KeyboardInterrupt` if a second signal has arrived; thread-safe."""
-        if self._is_impatient:
+        if self._must_stop_now:
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
@@ -68,11 +67,10 @@ class StopSignals:
             if count == 1:
                 self._on_first()
             elif count > 1:
-                self._is_impatient = True
+                self._must_stop_now = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # If two signals arrive during one TensorFlow call, Python calls this handler
-        # only once.
-        if self.received is not None or self._is_impatient:
+        # Python calls this once if two signals arrive during one TensorFlow call.
+        if self.received is not None or self._must_stop_now:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

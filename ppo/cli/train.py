@@ -6,15 +6,18 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from envserve.cli.logs import nonblocking_output, set_up_logs
-from envserve.cli.options import Count, LogFormat, Port, Resources
+from envserve.cli.options import Count, LogFormat, Port, Resources, Seconds
 from envserve.cli.program import GivenOptions, Option
 from envserve.cli.terminal import console
 from envserve.errors import EnvserveError, SpaceError, WrapperError
+from envserve.text import install_command
 from envserve.worker.rendering import headless_variables
 from ppo.cli import on_ray
 from ppo.cli.options import (
@@ -27,11 +30,15 @@ from ppo.cli.options import (
     Terminated,
     Trust,
     check_trust,
+    config_names,
     preserved_interrupts,
     report_errors,
     resolve_env_source,
+    run_folders,
+    setting_keys,
     sigterm_raises,
     start_tensorflow,
+    user_command,
 )
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import (
@@ -53,7 +60,6 @@ if TYPE_CHECKING:
     from envserve.client import BatchEnv
     from ppo.train import Progress
 
-
 _PERMANENT_ERRORS = (BadInputError, SpaceError, WrapperError)
 
 _RAY: Final = Option(panel="On Ray")
@@ -61,21 +67,24 @@ _WATCHING: Final = Option(panel="Watching")
 
 
 def train(
-    config: str | None = None,
+    config: Annotated[str | None, Option(values=config_names)] = None,
     *,
     connect: Connect = None,
-    set_: Annotated[list[str] | None, Option(metavar="KEY=VALUE")] = None,
+    set_: Annotated[
+        list[str] | None, Option(metavar="KEY=VALUE", values=setting_keys)
+    ] = None,
     seed: int | None = None,
     seeds: Count | None = None,
     at_once: Count | None = None,
     run_dir: Path | None = None,
-    resume: Annotated[Path | None, Option(metavar="RUN")] = None,
+    resume: Annotated[Path | None, Option(metavar="RUN", values=run_folders)] = None,
     restartable: bool = False,
     min_servers: Count | None = None,
     num_workers: NumWorkers = None,
     import_: Import = None,
     trust: Trust = False,
     distribute: bool = False,
+    rendezvous_timeout: Seconds = 300.0,
     page: Annotated[bool, _WATCHING] = False,
     film: Annotated[bool, _WATCHING] = False,
     metrics_port: Annotated[Port | None, _WATCHING] = None,
@@ -88,14 +97,14 @@ def train(
     inter_op_threads: InterOpThreads = 1,
     given: GivenOptions,
 ) -> int:
-    """Train an agent with PPO, and evaluate it at the end.
+    """Train an agent, and evaluate it at the end.
 
     Args:
         config: A config that `ppo configs` lists, a .toml, .json or .py file, or an env
             to train with default settings: a registered name, FILE.py:CLASS or
             MODULE:NAME. Required unless a run is resumed.
-        set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME`
-            lists all settings.
+        set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME
+            --all` lists all settings.
         seed: Seed of the run's random numbers; by default, the config's seed.
         seeds: Number of seeds to train, starting at --seed, each in its own process and
             run folder; by default, one.
@@ -109,8 +118,10 @@ def train(
             can join later. By default, all servers of --connect.
         distribute: Train as one of the learners that the environment variable TF_CONFIG
             lists.
-        page: Serve a web page that shows the run, on this host, until the run ends.
-        film: Film an episode after training.
+        rendezvous_timeout: Seconds to wait until all learners have started.
+        page: Serve a web page about the run on this host until the run ends, and for up
+            to a minute longer while a browser shows the page.
+        film: Record a video of an episode after training.
         metrics_port: Port for Prometheus to scrape the run's metrics from; 0 chooses a
             free port. By default, metrics are not served.
         metrics_host: Address on which the metrics port listens; by default, only this
@@ -158,10 +169,16 @@ def train(
         try:
             if resume is not None:
                 plan = plan_resumed_run(resume, config, changes, options)
+                if film:
+                    from ppo.evaluation.rendering import prepare_filming
+
+                    prepare_filming(plan.config, plan.env_source.addresses)
                 runs.append(plan.run_folder)
             else:
                 source = resolve_env_source(EnvSource(), options)
-                plan = plan_new_run(screen, config, changes, run_dir, source, runs)
+                plan = plan_new_run(
+                    screen, config, changes, run_dir, source, runs, film=film
+                )
             monitors.enter_context(plan.run_folder.locked())
             if plan.earlier_config is not None:
                 save_env_source(plan, plan.earlier_config)
@@ -171,7 +188,8 @@ def train(
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
-            plan = _join_learners(screen, plan, threads, addresses, index)
+            learner = addresses, index, rendezvous_timeout
+            plan = _join_learners(screen, plan, threads, *learner)
             is_finished = _train(screen, monitors, plan, num_workers)
         finally:
             with preserved_interrupts(is_deferred=True):
@@ -180,6 +198,7 @@ def train(
                         screen.print(f"Run folder: {run.path}")
         if is_finished and not index:
             _finish(screen, plan, film)
+            monitors.finish_page()
         return 3 if restartable and not is_finished else 0
 
 
@@ -216,6 +235,7 @@ def _join_learners(
     threads: tuple[int, int],
     addresses: list[str],
     index: int,
+    timeout_seconds: float,
 ) -> Plan:
     """Start TensorFlow and connect to the other learners.
 
@@ -223,7 +243,7 @@ def _join_learners(
         The plan with the learners, and with the config of learner 0.
 
     Raises:
-        ConfigError: learners of a new run have different settings.
+        ConfigError: Learners of a new run have different settings.
     """
     screen.phase("starting TensorFlow")
     start_tensorflow(*threads, plan.config)
@@ -233,7 +253,7 @@ def _join_learners(
     if learners.num == 1:
         return plan._replace(learners=learners)
     screen.phase(f"learner {index}: waiting for {learners.num - 1} other learners")
-    learners.connect()
+    learners.connect(timeout_seconds)
     settings = (plan.is_resumed, dataclasses.asdict(plan.config))
     (is_resumed, first), *others = learners.gather(settings)
     for number, (_, other) in enumerate(others, 1):
@@ -251,12 +271,9 @@ def _join_learners(
 def _train(
     screen: Screen, monitors: "Monitors", plan: Plan, num_workers: int | None
 ) -> bool:
-    """Train and evaluate; return whether training has finished.
-
-    Returns False if a signal stopped it.
-    """
+    """Train and evaluate; return False if a signal stopped training, otherwise True."""
     from ppo.environments import env_maker
-    from ppo.evaluation.evaluate import evaluate_run
+    from ppo.evaluation.evaluate import evaluate_run, mode_remark
     from ppo.run_folder.checkpoint import read_counters
     from ppo.train import train as run_training
 
@@ -309,6 +326,8 @@ def _train(
     evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     screen.phase("")
     screen.print(str(evaluation))
+    if remark := mode_remark(evaluation, config, run_folder):
+        screen.print(remark)
     return True
 
 
@@ -323,7 +342,12 @@ def _report_earlier_run(screen: Screen, plan: Plan, steps: int) -> None:
 
 
 class Monitors(contextlib.ExitStack):
-    """The optional monitors of a run: a web page and a Prometheus port."""
+    """The optional monitors of a run: a web page and a Prometheus port.
+
+    Attributes:
+        finish_page: Called after the run; waits until no browser shows the page, or
+            until Ctrl-C.
+    """
 
     def __init__(
         self, screen: Screen, has_page: bool, port: int | None, host: str
@@ -331,16 +355,17 @@ class Monitors(contextlib.ExitStack):
         super().__init__()
         self._screen, self._has_page, self._metrics = screen, has_page, None
         self._env: BatchEnv | None = None
+        self.finish_page: Callable[[], None] = lambda: None
         self._evaluated: dict[str, float] = {}  # metrics of the latest evaluation
         if has_page:
             try:
                 import envserve.monitoring.page.app  # noqa: F401
             except ModuleNotFoundError as error:
                 raise BadInputError(
-                    f"--page: {error}; pip install 'envserve[page]'."
+                    f"--page: {error}; {install_command('page')}."
                 ) from error
 
-            os.environ.update(headless_variables(os.environ))  # for the workers
+            os.environ.update(headless_variables(os.environ))  # workers inherit it
         if port is not None:
             from ppo.metrics_port import TrainerMetrics
 
@@ -352,7 +377,7 @@ class Monitors(contextlib.ExitStack):
         self._env = env
         if self._has_page:
             from envserve.monitoring.local_status_server import LocalStatusServer
-            from envserve.monitoring.page.serve import page_process
+            from envserve.monitoring.page.serve import finish_page, page_process
 
             servers = plan.env_source.addresses or [
                 self.enter_context(LocalStatusServer(env)).address
@@ -360,6 +385,7 @@ class Monitors(contextlib.ExitStack):
             run, insecure = plan.run_folder.path, plan.config.insecure
             process, url = page_process(servers, run, insecure=insecure)
             self.enter_context(process)
+            self.finish_page = partial(finish_page, process, self._screen.print)
             self._screen.print(f"Page: {url}")
 
     def show(self, progress: "Progress") -> None:
@@ -369,30 +395,46 @@ class Monitors(contextlib.ExitStack):
             self._evaluated |= {k: v for k, v in new if k.startswith("evaluation_")}
             row = {**self._evaluated, **progress.metrics}
             self._metrics.update(progress.steps, row, self._env.stats())
-        self._screen.show(progress)  # last, when the metrics are up to date
+        self._screen.show(progress)  # last, so that the metrics are already up to date
 
 
-def _finish(screen: Screen, plan: Plan, has_film: bool) -> None:
+def _finish(screen: Screen, plan: Plan, is_filmed: bool) -> None:
     """Record an episode if requested, and print commands for the next steps."""
+    from ppo.evaluation.rendering import prepare_filming
+
     path, more_steps = plan.run_folder.quoted_path, 2 * plan.config.total_steps
-    if has_film:
-        try:
+    can_film = True
+    try:
+        prepare_filming(plan.config, plan.env_source.addresses)
+        if is_filmed:
             film_run(screen, plan.run_folder, plan.config, plan.env_source, episodes=1)
-        except (PpoError, EnvserveError) as error:
+    except (PpoError, EnvserveError) as error:
+        can_film = False
+        if is_filmed:
             screen.print(f"Could not record a video: {error}")
+    ppo, tensorboard = user_command("ppo"), user_command("tensorboard")
+    more = f"{ppo} train --resume {path} --set total_steps={more_steps}"
     screen.print("Next:")
-    screen.print(f"  ppo visualize {path}  # record videos")
-    screen.print(f"  tensorboard --logdir {path}  # show learning curves")
-    more = f"ppo train --resume {path} --set total_steps={more_steps}"
-    screen.print(f"  {more}  # train for more steps")
+    for command, purpose, can_run in (
+        (f"{ppo} visualize {path}", "record videos", can_film),
+        (f"{ppo} plot {path}", "plot the learning curve", find_spec("matplotlib")),
+        (
+            f"{tensorboard} --logdir {path}",
+            "show all metrics",
+            find_spec("tensorboard"),
+        ),
+        (more, "train for more steps", True),
+    ):
+        if can_run:
+            screen.print(f"  {command}  # {purpose}")
 
 
 @contextlib.contextmanager
 def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
-    """Print how to resume when a run ends early.
+    """Print or add to the error how to resume the run if it ends early.
 
     Args:
-        terminated_code: exit code after SIGTERM.
+        terminated_code: Exit code after SIGTERM.
 
     Yields:
         A list to which the caller appends the run folder.
@@ -419,5 +461,5 @@ def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
 
 
 def _resume_hint(run_folder: RunFolder) -> str:
-    resume = f"ppo train --resume {run_folder.quoted_path}"
+    resume = f"{user_command('ppo')} train --resume {run_folder.quoted_path}"
     return f"Resume with: {os.environ.get(on_ray.RESUME_COMMAND, resume)}"

@@ -1,6 +1,5 @@
 """The command `ppo visualize`: record videos of a policy."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from ppo.cli.options import (
     EnvOptions,
     Import,
     Run,
+    Sampled,
     Trust,
     open_run,
 )
@@ -31,23 +31,32 @@ def visualize(
     outdir: Path | None = None,
     episodes: Count = 5,
     checkpoint: Checkpoint = None,
+    sampled: Sampled = False,
     seed: Annotated[int, Meta(ge=0)] | None = None,
     connect: Connect = None,
     import_: Import = None,
     trust: Trust = False,
 ) -> None:
-    """Film episodes of the policy's most likely actions, each as an MP4 file.
+    """Record episodes of the policy, each as an MP4 file.
+
+    The policy takes its most likely actions, unless --sampled is given or the run's
+    evaluation_actions is "sample".
 
     Args:
         outdir: Folder to write the videos and their returns to; by default, `films` in
             the run folder.
-        episodes: Number of episodes to film.
+        episodes: Number of episodes to record.
         seed: Seed of the env; by default, the seed of the run's evaluation.
     """
-    with open_run(run, checkpoint, EnvOptions(connect, import_, trust)) as opened:
+    from ppo.evaluation.rendering import prepare_filming
+
+    options = EnvOptions(connect, import_, trust)
+    with open_run(run, checkpoint, options, check=prepare_filming) as opened:
         run_folder, config, which, source, screen = opened
-        chosen: dict[str, Any] = {"outdir": outdir, "which": which, "seed": seed}
-        film(screen, run_folder, config, source, episodes=episodes, **chosen)
+        if sampled:
+            config = config.replace(evaluation_actions="sample")
+        more: dict[str, Any] = {"outdir": outdir, "which": which, "seed": seed}
+        film(screen, run_folder, config, source, episodes=episodes, **more)
 
 
 def film(
@@ -58,19 +67,18 @@ def film(
     *,
     episodes: int,
     outdir: Path | None = None,
-    **chosen: Any,
+    **options: Any,
 ) -> None:
-    """Record episodes with `visualize_run`; print the file and return of each."""
-    from envserve.worker.rendering import headless_variables
-    from ppo.evaluation.videos import rendering_env_maker, visualize_run
-
-    os.environ.update(headless_variables(os.environ))  # for the workers
+    """Record episodes with `visualize_run`, which gets `options`; print the results."""
+    from ppo.evaluation.rendering import rendering_env_maker
+    from ppo.evaluation.videos import visualize_run
 
     def report(path: Path, episode: "Episode") -> None:
         result = f"return {episode.total_reward:.1f}, {episode.length} steps"
         screen.print(f"{path}: {result}")
 
-    screen.phase(f"filming {episodes} episodes", is_transient=True)
+    number = "1 episode" if episodes == 1 else f"{episodes} episodes"
+    screen.phase(f"filming {number}", is_transient=True)
     evaluation = visualize_run(
         config,
         run_folder,
@@ -78,9 +86,10 @@ def film(
         outdir or run_folder.path / "films",
         episodes=episodes,
         on_episode=report,
-        **chosen,
+        **options,
     )
-    screen.print(
-        f"Mean return {evaluation.mean_return:.1f}, standard deviation "
-        f"{evaluation.returns.std():.1f}, over {episodes} episodes"
-    )
+    if episodes > 1:
+        screen.print(
+            f"Mean return {evaluation.mean_return:.1f}, standard deviation "
+            f"{evaluation.returns.std():.1f}, over {number}"
+        )

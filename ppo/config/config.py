@@ -5,19 +5,27 @@ particular tasks, and reads configs from files.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from msgspec import Meta
 
 from envserve.errors import WrapperError
 from envserve.settings import NonFinite, convert_fields
 from envserve.wrappers.specs import parse_wrappers
+from ppo.config.sac import SAC_DEFAULTS, SACSettings
 from ppo.errors import ConfigError, suggestion
 
-_NETWORKS = ("auto", "mlp", "cnn")
-_OBJECTIVES = ("clip", "penalty", "clip_and_penalty")
+CODE_SETTINGS = {
+    "algorithm": ("ppo", "sac"),
+    "network": ("auto", "mlp", "cnn"),
+    "objective": ("clip", "penalty", "clip_and_penalty"),
+    "optimizer": ("adam", "adamw", "rmsprop", "sgd"),
+    "learning_rate_schedule": ("constant", "linear", "kl_adaptive"),
+}
+"""Settings whose value is a built-in name or user code, with the built-in names."""
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 _MAX_DEPTH = 30  # messages to env servers allow 32 levels
@@ -43,12 +51,105 @@ _ALIASES = {
     **{"clip_coef": "clip_range", "clip_range_vf": "value_clip_range"},
     **{"max_grad_norm": "max_gradient_norm", "target_kl": "max_kl"},
     **{"hidden_sizes": "policy_layers", "net_arch": "policy_layers"},
+    **{"buffer_size": "replay_size", "learning_starts": "random_steps"},
 }
 
+#: Dataclasses of algorithm-specific settings, by algorithm.
+SETTINGS_TYPES: Mapping[str, type[Any]] = {"sac": SACSettings}
+#: Algorithm-specific defaults of settings that all algorithms have, by algorithm.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"sac": SAC_DEFAULTS}
+#: Settings of PPO, which algorithms in a user's file may also use. They are fields of
+#: `Config`; see "The settings of PPO are fields of Config" in the decisions.
+PPO_SETTINGS = frozenset(
+    {
+        *("epochs", "minibatch_size", "optimizer", "learning_rate_schedule"),
+        *("adam_epsilon", "max_gradient_norm", "gae_lambda", "objective"),
+        *("clip_range", "decay_clip_range", "kl_target", "initial_kl_penalty"),
+        *("kl_cutoff_factor", "kl_cutoff_coefficient", "max_kl", "value_coefficient"),
+        *("value_clip_range", "entropy_coefficient", "decay_entropy_coefficient"),
+        *("normalize_advantages", "recompute_advantages", "scale_rewards"),
+        *("reward_clip", "network", "shared_torso", "recurrent_size"),
+        *("sequence_length", "state_dependent_std", "action_distribution"),
+    }
+)
 
+_Type = TypeVar("_Type", bound=type)
+
+
+def _accept_algorithm_settings(kind: _Type) -> _Type:
+    """Let the constructor of `Config` accept algorithm-specific settings as arguments.
+
+    It also applies the algorithm's defaults of settings that all algorithms have.
+    """
+    untyped: Any = kind
+    create, known = untyped.__init__, untyped.__dataclass_fields__
+
+    @functools.wraps(create)
+    def construct(self: Any, **values: Any) -> None:
+        algorithm = str(values.get("algorithm", "ppo"))
+        for name in CODE_SETTINGS["algorithm"]:
+            table = _table_of(name, values.pop(name, {}), algorithm)
+            if duplicates := table.keys() & values.keys():
+                raise ConfigError(
+                    f"{', '.join(sorted(duplicates))}: set both in the table {name} "
+                    "and outside of it; remove one of the two."
+                )
+            values |= table
+        specific = {key: values.pop(key) for key in [*values] if key not in known}
+        if ":" not in algorithm:  # a user's class checks its settings when it is loaded
+            _check_keys(specific, algorithm, known)
+        settings = values.get("algorithm_settings", {})
+        if specific and isinstance(settings, Mapping):
+            values["algorithm_settings"] = {**settings, **specific}
+        create(self, **{**_DEFAULTS.get(algorithm, {}), **values})
+
+    untyped.__init__ = construct
+    return kind
+
+
+def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
+    """Return the settings in a table `[name]` of a config file."""
+    if not isinstance(table, Mapping) or (table and name != algorithm):
+        raise ConfigError(
+            f"{name}: expected a table of settings, and algorithm {name}, got the "
+            f"algorithm {algorithm} and {table!r:.200}."
+        )
+    return table
+
+
+def _check_keys(
+    values: Mapping[str, Any], algorithm: Any, known: Mapping[str, Any]
+) -> None:
+    """Raise `ConfigError` unless all keys are settings of a built-in algorithm."""
+    settings = {
+        name: [field.name for field in dataclasses.fields(kind)]
+        for name, kind in SETTINGS_TYPES.items()
+    }
+    valid_keys, errors = settings.pop(algorithm, []), []
+    for key in values:
+        owners = [name for name, keys in settings.items() if key in keys]
+        if key in valid_keys:
+            continue
+        if owners and key not in _ALIASES:
+            text = f"{key} is a setting of {owners[0]}; the algorithm is {algorithm}."
+        elif key in known:
+            text = f"{key} is a setting of all algorithms or of ppo; write it outside "
+            text += "of algorithm_settings."
+        else:
+            nearest = suggestion(_ALIASES.get(key, key), [*known, *valid_keys])
+            text = f"unknown key {key!r}.{nearest}"
+        errors.append(f"{text} `ppo configs NAME --all` lists all keys.")
+    if errors:
+        raise ConfigError(" ".join(errors))
+
+
+@_accept_algorithm_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a training run: environments, algorithm, reports.
+
+    The constructor also accepts the settings of the algorithm as keyword arguments, and
+    stores them in `algorithm_settings`.
 
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.
@@ -75,7 +176,7 @@ class Config:
     ] = ()
     """Wrappers to apply to each environment, innermost first. Each is a table with the
     wrapper's name and arguments, such as `{name = "ActionRepeat", amount = 4}`; see
-    docs/wrappers.md."""
+    "Wrappers" in the docs."""
 
     spare_envs: bool = False
     """Whether to keep a second copy of each environment and reset it in the background,
@@ -91,6 +192,18 @@ class Config:
     """Maximum number of steps in a training episode, after which it is truncated; 0
     means no additional limit. With a low limit, the agent sees more initial states.
     Evaluations always play complete episodes."""
+
+    algorithm: str = "ppo"
+    """Algorithm: ppo, sac, or a class, such as my.py:Algorithm. "sac" is for Box
+    actions, and learns from fewer environment steps. For your own classes, see "Your
+    own algorithm" in the docs."""
+
+    algorithm_settings: Annotated[_Table, Meta(examples=['{"batch_size": 256}'])] = (
+        dataclasses.field(default_factory=dict)
+    )
+    """Settings that are specific to the algorithm. In a file, write them as a table
+    with the name of the algorithm, such as `[sac]`; in a command, set each by its name,
+    such as `--set batch_size=256`."""
 
     total_steps: _Count = 1_000_000
     """Environment steps to train for, summed over all environments. Training ends
@@ -111,14 +224,21 @@ class Config:
     takes longer than running the policy, or if CPU cores are idle. The collected data
     differs only by floating-point rounding in the policy."""
 
+    act_on: Annotated[float, Meta(ge=0.001, le=1.0)] = 1.0
+    """Fraction of the batch that the policy waits for before it computes the next
+    actions of the environments that have finished their step. Lower it, to 0.25 for
+    example, if single steps sometimes take much longer than others; see 'Train' in the
+    docs. Each environment still takes horizon steps per iteration. Requires
+    num_splits = 1."""
+
     horizon: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
     """Number of steps per environment in each iteration (the rollout length). One
     iteration collects num_envs * horizon steps."""
 
     overlap: bool = False
     """Whether to collect the next rollout during the update, with the policy from
-    before that update. See docs/training.md. Do not change this setting when you resume
-    a run."""
+    before that update. See "Train" in the docs. Do not change this setting when you
+    resume a run."""
 
     epochs: Annotated[int, Meta(ge=1, le=10_000)] = 10
     """Number of passes over the steps of each iteration."""
@@ -127,17 +247,24 @@ class Config:
     """Number of environment steps per minibatch; must divide num_envs * horizon."""
 
     learning_rate: _Fraction = 3e-4
-    """Initial learning rate of the Adam optimizer."""
+    """Initial learning rate of the optimizer."""
 
-    learning_rate_schedule: Literal["constant", "linear", "kl_adaptive"] = "linear"
-    """Learning rate schedule: constant, linear or kl_adaptive. "linear" decays the rate
-    to 0 over the run. "kl_adaptive" adapts it after each iteration: the rate is divided
-    by 1.5 if the KL divergence exceeded 2 * kl_target, and multiplied by 1.5 if the
-    divergence was between 1e-4 nats and 0.5 * kl_target. The rate stays between 1e-6
-    and learning_rate."""
+    optimizer: str = "adam"
+    """Optimizer: adam, adamw, rmsprop, sgd, or a custom function, such as
+    my.py:optimizer, which gets the settings and returns a Keras optimizer. See "Your
+    own losses, callbacks and metrics" in the docs."""
+
+    learning_rate_schedule: str = "linear"
+    """Learning rate schedule: constant, linear, kl_adaptive, or a custom function, such
+    as my.py:warmup, which maps the fraction of the run that is complete to a factor of
+    learning_rate. "linear" decays the rate to 0 over the run. "kl_adaptive" adapts it
+    after each iteration: the rate is divided by 1.5 if the KL divergence exceeded 2 *
+    kl_target, and multiplied by 1.5 if the divergence was between 1e-4 nats and 0.5 *
+    kl_target. The rate stays between 1e-6 and learning_rate."""
 
     adam_epsilon: Annotated[float, Meta(ge=1e-12, le=1.0)] = 1e-5
-    """Adam's epsilon, which is added to the square root of the second moment."""
+    """Epsilon of adam and adamw, which is added to the square root of the second
+    moment."""
 
     max_gradient_norm: _Positive = 0.5
     """Maximum gradient norm; larger gradients are scaled down to it. The gradients of
@@ -153,8 +280,8 @@ class Config:
     objective: str = "clip"
     """Policy loss: clip, penalty, clip_and_penalty, or a custom function, such as
     my.py:loss. "clip" clips the probability ratios, "penalty" adds a penalty on
-    KL(old || new), and "clip_and_penalty" does both. See docs/research.md for custom
-    losses."""
+    KL(old || new), and "clip_and_penalty" does both. For custom losses, see "Your own
+    losses, callbacks and metrics" in the docs."""
 
     clip_range: Annotated[float, Meta(ge=1e-6, le=1.0)] = 0.2
     """Clip range epsilon: the objective does not reward probability ratios outside
@@ -230,7 +357,7 @@ class Config:
     all observations into one vector. "cnn" processes images with convolutions. "auto"
     means "cnn" if the observations contain an image, and "mlp" otherwise. A custom
     function, written as package.module:function or path/to/file.py:function, builds a
-    model; see docs/networks.md."""
+    model; see "Networks, spaces and action masks" in the docs."""
 
     shared_torso: bool = True
     """Whether the policy and the value function share the convolutional layers of a
@@ -247,7 +374,8 @@ class Config:
     recurrent_size: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Number of GRU units in the policy network and in the value network, each of which
     has a GRU after its hidden layers; 0 disables recurrence. Recurrence helps if a
-    single observation does not show the complete state; see docs/recurrent.md."""
+    single observation does not show the complete state; see "Recurrent policies" in the
+    docs."""
 
     sequence_length: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Number of steps of backpropagation through time; 0 means the horizon. Must divide
@@ -281,6 +409,16 @@ class Config:
     evaluation_episodes: _Count = 100
     """Number of complete episodes in the final evaluation of a run."""
 
+    evaluation_actions: Literal["mode", "sample"] = "mode"
+    """How the policy chooses actions in evaluations and videos: mode or sample. "mode"
+    takes the most likely action; "sample" samples from the policy, as in training. Use
+    "sample" if the most likely actions can lead to endless loops, for example in grid
+    worlds."""
+
+    evaluation_time_limit: _Count = 10_000
+    """Number of steps after which an episode of an evaluation is cut off if it has not
+    ended; it then counts with its return so far. Checked every 100 steps."""
+
     evaluate_every: _Steps = 0
     """Environment steps between evaluations during training; 0 disables them. These
     evaluations use separate environments and do not affect training; their steps do not
@@ -310,12 +448,12 @@ class Config:
 
     callbacks: _Names = ()
     """Custom functions or classes that are called after each iteration, such as
-    my.py:callback. See docs/research.md."""
+    my.py:callback. See "Your own losses, callbacks and metrics" in the docs."""
 
     preload: bool = True
     """Whether the modules of local environments are imported once, in the process from
     which workers are forked. If false, each worker imports them, so that they may start
-    threads or use a GPU; see docs/forking.md."""
+    threads or use a GPU; see "What forking means for envs" in the docs."""
 
     step_timeout_seconds: _Seconds = 30.0
     """Timeout for a step of a local environment, in seconds. Env servers have their own
@@ -366,27 +504,18 @@ class Config:
     nonfinite: NonFinite = "raise"
     """What happens when an observation or reward is NaN or infinite: raise, mask or
     pass. "raise" ends the run with an error. "mask" ends the episode like any other
-    failure, see on_fault. "pass" skips the check in the environment's worker; the
-    trainer then ends the run if it receives such a value."""
-
-    def __new__(cls, /, **values: Any) -> Self:
-        """Reject unknown keys with an error that suggests the nearest known key."""
-        known = cls.__dataclass_fields__
-        if unknown := [key for key in values if key not in known]:
-            raise ConfigError(
-                " ".join(
-                    f"unknown key {key!r}.{suggestion(_ALIASES.get(key, key), known)} "
-                    "`ppo configs NAME` lists all keys."
-                    for key in unknown
-                )
-            )
-        return super().__new__(cls)
+    failure, see on_fault, and counts it in the metric nonfinite_episodes. "pass" skips
+    the check in the environment's worker; the trainer then ends the run if it receives
+    such a value."""
 
     def __post_init__(self) -> None:
         """Check all values, first separately and then in combination."""
         if errors := convert_fields(self):
             raise ConfigError(" ".join(f"{error}." for error in errors))
-        vars(self)["env_kwargs"] = _as_json_types(self.env_kwargs, "env_kwargs")
+        if ":" not in self.algorithm:
+            self._convert_algorithm_settings()
+        for key in ("env_kwargs", "algorithm_settings"):
+            vars(self)[key] = _as_json_types(getattr(self, key), key)
         vars(self)["wrappers"] = tuple(_as_json_types(self.wrappers, "wrappers"))
         try:
             parse_wrappers(self.wrappers)
@@ -396,6 +525,19 @@ class Config:
             raise ConfigError(
                 f"{key}: expected {expected}, got {getattr(self, key)!r}."
             )
+
+    def _convert_algorithm_settings(self) -> None:
+        """Check the settings of a built-in algorithm, and add its defaults."""
+        _check_keys(self.algorithm_settings, self.algorithm, vars(self))
+        if kind := SETTINGS_TYPES.get(self.algorithm):
+            settings = kind(**self.algorithm_settings)
+            if errors := convert_fields(settings):
+                raise ConfigError(" ".join(f"{error}." for error in errors))
+            vars(self)["algorithm_settings"] = vars(settings)
+            for key in sorted(PPO_SETTINGS & self.non_defaults().keys()):
+                raise ConfigError(
+                    f"{key} is a setting of ppo; the algorithm is {self.algorithm}."
+                )
 
     @property
     def clips_ratios(self) -> bool:
@@ -432,6 +574,8 @@ class Config:
             ConfigError: Envs or minibatches cannot be divided equally.
         """
         num_envs, size = self.num_envs, self.minibatch_size
+        if num_learners == 1 or self.algorithm in SETTINGS_TYPES:
+            return self  # `train` rejects several learners for these algorithms
         if num_envs % num_learners or size % num_learners:
             raise ConfigError(
                 f"num_envs, minibatch_size: expected multiples of the number of "
@@ -447,17 +591,28 @@ class Config:
 
     def non_defaults(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, by name."""
-        defaults = vars(Config(env_name="-"))
+        defaults = _defaults_of(self.algorithm)
         return {k: value for k, value in vars(self).items() if value != defaults[k]}
 
 
+def _defaults_of(algorithm: str) -> dict[str, Any]:
+    """Return the defaults of all fields of `Config` for an algorithm."""
+    defaults = {
+        field.name: {} if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(Config)
+    }
+    kind = SETTINGS_TYPES.get(algorithm)
+    specific = {"algorithm_settings": vars(kind())} if kind else {}
+    return defaults | {**_DEFAULTS.get(algorithm, {}), **specific}
+
+
 def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a copy of a value with only JSON types, so with lists instead of tuples.
+    """Return a copy of a value that has only JSON types: tuples become lists.
 
     Args:
         value: The value.
-        where: Its name, for error messages.
-        depth: Number of lists and dicts around it, which is limited.
+        where: Name of the value, for error messages.
+        depth: Number of lists and dicts that contain the value, at most `_MAX_DEPTH`.
 
     Raises:
         ConfigError: The value contains something that JSON cannot represent.
@@ -466,13 +621,13 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
         raise ConfigError(f"{where:.200}: expected at most {_MAX_DEPTH} nested lists.")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            key: _as_json_types(each, f"{where}[{key!r}]", depth + 1)
-            for key, each in value.items()
+            key: _as_json_types(item, f"{where}[{key!r}]", depth + 1)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         return [
-            _as_json_types(each, f"{where}[{index}]", depth + 1)
-            for index, each in enumerate(value)
+            _as_json_types(item, f"{where}[{index}]", depth + 1)
+            for index, item in enumerate(value)
         ]
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -483,17 +638,19 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield settings that conflict with others, each with the expected value."""
-    for key, known in (("network", _NETWORKS), ("objective", _OBJECTIVES)):
+    """Yield settings that conflict with other settings, and their expected values."""
+    for key, known in CODE_SETTINGS.items():
         name = getattr(config, key)
         if name not in known and not _FUNCTION.fullmatch(name):
             forms = "package.module:function or path/to/file.py:function"
             yield key, f"{', '.join(known)}, {forms}"
     steps, size = config.steps_per_iteration, config.minibatch_size
-    if steps % size:
+    if steps % size and config.algorithm == "ppo":
         yield "minibatch_size", f"a divisor of num_envs * horizon = {steps}"
     if config.total_steps < steps:
         yield "total_steps", f"at least one iteration, num_envs * horizon = {steps}"
+    if config.act_on < 1 and config.num_splits > 1:
+        yield "act_on", f"1 with num_splits = {config.num_splits}"
     if not config.recurrent_size:
         return
     origin = "sequence_length" if config.sequence_length else "horizon"

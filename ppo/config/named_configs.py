@@ -10,7 +10,7 @@ import re
 import reprlib
 import runpy
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ def _atari(env_name: str) -> Config:
 
     The settings are those of Schulman et al. 2017, with two exceptions: rewards are
     scaled instead of clipped, and the loss of a life does not end an episode, so
-    returns are game scores. Published results usually use ten times as many
-    steps.
+    returns are game scores. Published results usually use ten times as many steps.
     """
     is_frameskip_in_env = env_name.startswith("ALE/")
     return Config(
@@ -61,6 +60,7 @@ def _atari(env_name: str) -> Config:
             {"name": "AtariPreprocessing"},
             {"name": "FrameStackObservation", "stack_size": 4},
         ),
+        evaluation_time_limit=30_000,  # games may take 27,000 steps of 4 frames
         **_PIXELS,
     )
 
@@ -121,10 +121,10 @@ CONFIGS: dict[str, Config] = {
     ),
     "reacher": _variant(_MUJOCO, "Reacher-v5"),
     # A stroke pays off only much later. With a discount of 0.99, or with 0.9999 and the
-    # lambda and the short rollouts of the other MuJoCo tasks, the policy only twitches
-    # (return 70 instead of 361, one seed). These settings are those of RL Baselines3
-    # Zoo. With the maximum gradient norm of the other MuJoCo tasks, exploration ends
-    # before the best stroke is found (304 instead of 360, means of five seeds).
+    # lambda and the short rollouts of the other MuJoCo tasks, the policy hardly
+    # moves (return 70 instead of 361, one seed). These settings are those of RL
+    # Baselines3 Zoo. With the maximum gradient norm of the other MuJoCo tasks,
+    # exploration ends before the best stroke is found (304 instead of 360, five seeds).
     "swimmer": Config(
         env_name="Swimmer-v5",
         discount=0.9999,
@@ -139,8 +139,7 @@ CONFIGS: dict[str, Config] = {
     "cheetah": _variant(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
     # The walker learns from falls, which cause large gradients. With the maximum
     # gradient norm of the other MuJoCo tasks, the return was 2,560 instead of 4,063
-    # (means of four seeds).
-    # The entropy bonus keeps enough exploration to find another gait.
+    # (four seeds). The entropy bonus keeps enough exploration to find another gait.
     "walker": Config(env_name="Walker2d-v5", gae_lambda=0.9, entropy_coefficient=3e-4),
     "ant": _variant(_MUJOCO, "Ant-v5", total_steps=3_000_000),
     "humanoid": _variant(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
@@ -178,7 +177,25 @@ CONFIGS: dict[str, Config] = {
     ),
     "pong": _atari("PongNoFrameskip-v4"),
     "breakout": _atari("BreakoutNoFrameskip-v4"),
+    # Four envs give 16 gradient steps per iteration, so the policy changes little while
+    # it acts. Small networks suffice for three numbers.
+    "pendulum-sac": Config(
+        env_name="Pendulum-v1",
+        algorithm="sac",
+        total_steps=20_000,
+        num_envs=4,
+        policy_layers=(64, 64),
+        value_layers=(64, 64),
+    ),
 }
+
+#: Settings of a task that do not depend on the algorithm.
+_TASK_SETTINGS = frozenset(
+    {
+        *("env_name", "env_kwargs", "import_modules", "wrappers", "total_steps"),
+        "evaluation_time_limit",
+    }
+)
 
 CONFIG_FORMS = (
     "the name of a config (`ppo configs` lists them), a .toml, .json or .py file, or "
@@ -186,24 +203,40 @@ CONFIG_FORMS = (
 )
 """Description of valid config names, for error messages."""
 
-EXPECTED_RETURNS: dict[str, str] = {
-    "cartpole": "500",
-    "acrobot": "-71",
-    "pendulum": "-154",
-    "inverted_pendulum": "1,000",
-    "double_pendulum": "9,260",
-    "reacher": "-4.0",
-    "swimmer": "360",
-    "hopper": "3,300",
-    "cheetah": "6,600",
-    "walker": "4,500",
-    "mountain_car_continuous": "94",
-    "lunar_lander": "280",
-    "lunar_lander_continuous": "278",
-    "bipedal_walker": "280",
+EXPECTED_RESULTS: dict[str, tuple[str, int]] = {
+    "cartpole": ("500", 37),
+    "acrobot": ("-71 (-73 to -69)", 103),
+    "pendulum": ("-154 (-160 to -148)", 129),
+    "pendulum-sac": ("-147 (-154 to -143)", 250),
+    "inverted_pendulum": ("1,000", 44),
+    "double_pendulum": ("9,260 (8,900 to 9,360)", 137),
+    "reacher": ("-4.0 (-4.2 to -3.6)", 200),
+    "swimmer": ("360 (358 to 362)", 465),
+    "hopper": ("3,300 (3,200 to 3,400)", 378),
+    "cheetah": ("6,600 (4,900 to 7,900)", 105),
+    "walker": ("4,500 (3,500 to 5,100)", 234),
+    "mountain_car_continuous": ("94 (94 to 95)", 44),
+    "lunar_lander": ("280 (271 to 285)", 207),
+    "lunar_lander_continuous": ("278 (265 to 284)", 138),
+    "bipedal_walker": ("280 (279 to 282)", 2409),
 }
 """Typical results of the named configs that were measured: mean return of 100 episodes
-with the most likely actions, averaged over seeds; see docs/scores.md."""
+with the most likely actions, averaged over seeds, with the lowest and the highest mean
+of a seed; and seconds of training on one core (median over seeds); see "Scores" in the
+docs."""
+
+
+def expected_result(config: Config) -> tuple[str, str]:
+    """Return the expected return of a config, and its training time on one core.
+
+    The return is followed by its range over seeds. Both texts are empty unless the
+    config was measured; its seed does not matter.
+    """
+    for name, (returns, seconds) in EXPECTED_RESULTS.items():
+        if config.replace(seed=CONFIGS[name].seed) == CONFIGS[name]:
+            is_short = seconds < 100
+            return returns, f"{seconds} s" if is_short else f"{seconds / 60:.0f} min"
+    return "", ""
 
 
 def is_env(name: str) -> bool:
@@ -220,7 +253,7 @@ def load_config(name: str) -> Config:
     """Return the config for a config name, an env name, or a file.
 
     For an env name, return the env's named config, or the defaults if it has none; see
-    `recommended_settings`. A `.py` file is executed, and must assign the variable
+    `recommended_settings`. A `.py` file is executed; it must assign the variable
     `config`.
 
     Raises:
@@ -246,27 +279,44 @@ def load_config(name: str) -> Config:
 def recommended_settings(observation_space: Any, action_space: Any) -> dict[str, Any]:
     """Return settings for an env without a named config, by name.
 
-    Envs with images get the Atari settings. Other envs with discrete actions get
-    normalised advantages and an entropy bonus. For continuous actions, the defaults are
-    best.
+    Envs with images get the Atari settings, without the entropy bonus if actions are
+    continuous. If the observations also contain other parts than images, they get
+    hidden layers: otherwise, policy and value would be linear in these parts. Other
+    envs with discrete actions get normalised advantages and an entropy bonus. Other
+    envs with continuous actions get lambda 0.9, like most MuJoCo tasks.
     """
-    if _has_image(observation_space):
-        return _PIXELS
-    if action_space.dtype is not None and action_space.dtype.kind == "f":
-        return {}
+    is_continuous = action_space.dtype is not None and action_space.dtype.kind == "f"
+    are_images = list(_are_images(observation_space, excluded="action_mask"))
+    if any(are_images):
+        settings = {**_PIXELS}
+        if is_continuous:
+            settings["entropy_coefficient"] = 0.0
+        if not all(are_images):
+            settings["policy_layers"] = settings["value_layers"] = (64, 64)
+        return settings
+    if is_continuous:
+        return {"gae_lambda": 0.9}
     return {"entropy_coefficient": 0.01, "normalize_advantages": True}
 
 
-def _has_image(space: Any) -> bool:
-    """Return whether a space contains an image that convolutions support."""
-    parts = getattr(space, "spaces", None)
-    if parts is not None:
-        parts = parts.values() if isinstance(parts, Mapping) else parts
-        return any(map(_has_image, parts))
-    # Imported lazily, so that configs can be read without Gymnasium.
-    from ppo.images import can_convolve
+def _are_images(space: Any, excluded: str = "") -> Iterator[bool]:
+    """Yield for each leaf of a space whether it is an image for convolutions.
 
-    return can_convolve(space)
+    Args:
+        space: The space.
+        excluded: Key of the outermost Dict to leave out.
+    """
+    parts = getattr(space, "spaces", None)
+    if parts is None:
+        # Imported lazily, so that configs can be read without Gymnasium.
+        from ppo.images import is_image
+
+        yield is_image(space)
+        return
+    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    for key, part in items:
+        if key != excluded:
+            yield from _are_images(part)
 
 
 def read_config(path: Path) -> Config:
@@ -320,15 +370,46 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
         ConfigError: A setting has the wrong form, is unknown, or is out of range.
     """
     changes: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"--set: expected key=value, got {setting!r}.")
-        changes[key] = _parsed(text.strip(), type(vars(config).get(key, "")))
+    settings = list(settings)
     try:
+        config = with_algorithm(config, settings)
+        unknown = None if ":" in config.algorithm else str
+        current = {**config.algorithm_settings, **vars(config)}
+        for setting in settings:
+            key, equals, text = setting.partition("=")
+            if not equals:
+                raise ConfigError(f"expected key=value, got {setting!r}.")
+            changes[key] = _parse_value(
+                text.strip(), type(current[key]) if key in current else unknown
+            )
         return config.replace(**changes)
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None
+
+
+def with_algorithm(config: Config, settings: Iterable[str]) -> Config:
+    """Return the config for the algorithm that `settings` select.
+
+    The settings of a named config are tuned for its algorithm. If the algorithm
+    changes, a named config is replaced by the env's named config for the new algorithm
+    or, if there is none, by the algorithm's defaults. Any other config keeps the
+    settings that differ from the defaults.
+
+    Raises:
+        ConfigError: The algorithm is unknown, or does not have a setting of the config.
+    """
+    pairs = [setting.partition("=") for setting in settings]
+    algorithms = [text.strip() for key, _, text in pairs if key == "algorithm"]
+    if not algorithms or algorithms[-1] == config.algorithm:
+        return config
+    values = config.non_defaults() | {"env_name": config.env_name}
+    if config in CONFIGS.values():
+        for other in CONFIGS.values():
+            if (other.env_name, other.algorithm) == (config.env_name, algorithms[-1]):
+                return other
+        values = {k: v for k, v in values.items() if k in _TASK_SETTINGS}
+    values.pop("algorithm_settings", None)
+    return Config(**values | {"algorithm": algorithms[-1]})
 
 
 def _run_config(path: Path) -> Config:
@@ -352,19 +433,23 @@ def _run_config(path: Path) -> Config:
     return config
 
 
-def _parsed(text: str, kind: type[Any]) -> Any:
-    """Parse the text of a setting; if it is invalid, leave it or a part of it unparsed.
+def _parse_value(text: str, kind: type[Any] | None) -> Any:
+    """Parse the text of a setting; return it or a part of it unparsed if it is invalid.
 
     `Config` then rejects the value with an error that names the expected type.
 
     Args:
         text: The text after the equals sign.
-        kind: Type of the setting's current value.
+        kind: Type of the setting's current value; None if it is not known.
     """
+    if kind is None:
+        is_layers = re.fullmatch(r"\d+(,\d+)+", text) is not None
+        kind = list if is_layers or text[:1] in ("[", "{") else type(_as_number(text))
+        kind = bool if text.lower() in ("true", "false") else kind
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     if kind in (int, float):
-        return _number(text)
+        return _as_number(text)
     if kind is str:
         return text
     for read in (json.loads, _toml_value):
@@ -372,10 +457,10 @@ def _parsed(text: str, kind: type[Any]) -> Any:
             value = read(text)
             if isinstance(value, list | dict):
                 return value
-    return [_number(word) for word in text.strip("[]()").replace(",", " ").split()]
+    return [_as_number(word) for word in text.strip("[]()").replace(",", " ").split()]
 
 
-def _number(text: str) -> Any:
+def _as_number(text: str) -> Any:
     """Return an int (also for 1e6), a float, or the text if it is not a number."""
     with contextlib.suppress(ValueError):
         return int(text)

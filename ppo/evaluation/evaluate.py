@@ -1,32 +1,38 @@
-"""Evaluate a policy's most likely actions on exactly N complete episodes.
+"""Evaluate a policy on exactly N complete episodes.
 
-Every env plays a fixed number of episodes. Using the first N episodes that end would
-favour short episodes.
+The policy takes its most likely actions, or samples its actions as in training. Every
+env plays a fixed number of episodes, because the first N episodes that end are shorter
+than average. Episodes that do not end are cut off, so that every evaluation ends.
 """
 
+import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import tensorflow as tf
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvsBusy
 from ppo.agent.agent import Agent
+from ppo.algorithms.load import make_agent
 from ppo.config.config import Config
 from ppo.environments import MakeEnv
-from ppo.errors import EnvDataError, EnvsLostError, RunWriteError
+from ppo.errors import EnvsLostError, RunFolderError, RunWriteError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Episode, EpisodeTracker
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import CheckpointId
 from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics_file import read_metrics
 from ppo.simulate import Simulation
 
 _LOGGER = logging.getLogger("envserve")
 _HORIZON = 100
-_MAX_BATCH_STEPS = 110_000  # an Atari episode may take 108,000
+_MAX_IDLE_STEPS = 100_000  # batch steps; reached only if envs are unavailable
 _MAX_LOST_IN_A_ROW = 20
 TIME_LIMIT_REMEDY = (
     "train with a time limit, for example --set "
@@ -42,6 +48,10 @@ class Evaluation(NamedTuple):
     lengths: np.ndarray
     steps: int | None = None
     """Env steps that the policy was trained for; None if unknown."""
+    actions: str = "mode"
+    """How actions were chosen; a value of the setting `evaluation_actions`."""
+    num_cut: int = 0
+    """Number of episodes that were cut off because they did not end."""
 
     @classmethod
     def from_episodes(
@@ -57,13 +67,17 @@ class Evaluation(NamedTuple):
         return float(np.mean(self.returns))
 
     def __str__(self) -> str:
-        return (
+        how = " with sampled actions" if self.actions == "sample" else ""
+        text = (
             f"Evaluation after {self.steps or 0:,} steps: "
             f"mean return {self.mean_return:.1f} "
-            f"over {len(self.returns)} episodes "
+            f"over {len(self.returns)} episodes{how} "
             f"(lowest {self.returns.min():.1f}, "
             f"highest {self.returns.max():.1f})"
         )
+        if self.num_cut:
+            text += f"; {self.num_cut} did not end and were cut off"
+        return text
 
     def as_dict(self) -> dict[str, Any]:
         """Return summary statistics and all returns, as values for JSON."""
@@ -75,34 +89,57 @@ class Evaluation(NamedTuple):
             "min_return": float(np.min(self.returns)),
             "max_return": float(np.max(self.returns)),
             "mean_length": float(np.mean(self.lengths)),
+            "actions": self.actions,
+            "episodes_cut_off": self.num_cut,
             "returns": self.returns.tolist(),
         }
 
 
-def evaluate(agent: Agent, env: BatchEnv, episodes: int) -> Evaluation:
-    """Evaluate the agent's most likely actions on a number of complete episodes.
+def evaluate(
+    agent: Agent,
+    env: BatchEnv,
+    episodes: int,
+    *,
+    actions: str = "mode",
+    time_limit: int = 10_000,
+    seed: int = 0,
+) -> Evaluation:
+    """Evaluate the agent on a number of complete episodes.
 
     The agent's normalisation statistics are not updated. An episode with a lost step is
-    played again, up to 20 times in a row per env.
+    played again, up to 20 times in a row per env. If the first episode of every env is
+    cut off, the evaluation ends early, because further episodes would not end either.
+
+    Args:
+        agent: Agent to evaluate.
+        env: Envs, which are reset first.
+        episodes: Number of episodes.
+        actions: "mode" for the most likely actions, "sample" for sampled ones.
+        time_limit: Number of steps after which an episode is cut off; it then counts
+            with its return so far. Checked every 100 steps.
+        seed: Seed of sampled actions.
 
     Raises:
-        EnvDataError: no episode ended within 110,000 batch steps.
-        EnvsLostError: 20 episodes of an env were lost in a row.
+        EnvsLostError: 20 episodes of an env were lost in a row, or an env was
+            unavailable for too long.
     """
-    return _play(_simulation(agent, InGraphBatchEnv(env, agent.actions)), env, episodes)
+    graph_env = InGraphBatchEnv(env, agent.actions)
+    simulation = _simulation(agent, graph_env, actions)
+    evaluation = _play(simulation, env, episodes, time_limit, seed)
+    return evaluation._replace(actions=actions)
 
 
 class PeriodicEvaluator:
-    """Evaluate an agent repeatedly during training, on the same episodes each time.
+    """Evaluates an agent repeatedly during training, each time with the same seeds.
 
-    New envs are created for each evaluation and closed after it. All evaluations
-    therefore start from the same seeds, and env servers are free between evaluations.
+    New envs are created for each evaluation and closed after it, so their seeds are the
+    same in all evaluations, and env servers are free between evaluations.
 
     Args:
-        agent: agent to evaluate; it takes its most likely actions.
-        config: provides the number of episodes and the seed.
-        make_env: creates the envs.
-        on_step: called after every batch step; an exception ends the evaluation.
+        agent: Agent to evaluate.
+        config: Provides the number of episodes, how actions are chosen, and the seed.
+        make_env: Creates the envs.
+        on_step: Called after every batch step; an exception ends the evaluation.
     """
 
     def __init__(
@@ -112,13 +149,13 @@ class PeriodicEvaluator:
         make_env: MakeEnv,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self._agent = agent
+        self._agent, self._config = agent, config
         self._episodes = config.curve_episodes
         # Use the smallest number of envs that needs the same number of rounds.
         rounds = math.ceil(self._episodes / config.num_envs)
         self._num_envs = math.ceil(self._episodes / rounds)
         # The final evaluation uses another seed, because these episodes select the best
-        # checkpoint, and its final score must not depend on them.
+        # checkpoint, so its return on them is a biased score.
         self._seed = derived_seed(config.seed, 0, 3)
         self._make_env = make_env
         self._on_step = on_step
@@ -129,9 +166,9 @@ class PeriodicEvaluator:
         """Evaluate the agent with its current parameters.
 
         Raises:
-            EnvDataError: an episode did not end.
-            EnvsLostError: too many episodes of an env were lost in a row.
-            envserve.errors.EnvserveError: the envs cannot be created, or failed
+            EnvsLostError: Too many episodes of an env were lost in a row, or an env was
+                unavailable for too long.
+            envserve.errors.EnvserveError: The envs cannot be created, or failed
                 permanently.
         """
         try:
@@ -144,16 +181,22 @@ class PeriodicEvaluator:
             )
             raise
         with env:
-            return _play(self._simulation_with(env), env, self._episodes)
+            limit = self._config.evaluation_time_limit
+            simulation = self._simulation_with(env)
+            return _play(simulation, env, self._episodes, limit, self._seed)
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
-        """Return the simulation, restarted with these envs, without retracing it."""
+        """Return a simulation that uses these envs; reuse the previous one's graph."""
         if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
             self._graph_env = InGraphBatchEnv(env, self._agent.actions)
-            self._simulation = _simulation(self._agent, self._graph_env, self._on_step)
+            self._simulation = _simulation(
+                self._agent,
+                self._graph_env,
+                self._config.evaluation_actions,
+                self._on_step,
+            )
         assert self._simulation is not None
         self._graph_env.env = env
-        self._simulation.restart()
         return self._simulation
 
 
@@ -168,16 +211,16 @@ def evaluate_run(
     """Evaluate an agent on new envs, and save the result in the run folder.
 
     Args:
-        config: provides the number of episodes and the seed.
-        run_folder: contains the checkpoints; `evaluation.json` is written there.
-        make_env: creates the envs, which are closed at the end.
-        agent: an agent that has just been trained; `evaluation.json` then also records
+        config: Provides the number of episodes, how actions are chosen, and the seed.
+        run_folder: Contains the checkpoints; `evaluation.json` is written there.
+        make_env: Creates the envs, which are closed at the end.
+        agent: An agent that has just been trained; `evaluation.json` then also records
             the run's `total_steps`. By default, the agent is loaded from a checkpoint.
-        which: the checkpoint to load; by default, the newest.
+        which: The checkpoint to load; by default, the newest.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or does not match the config.
-        RunWriteError: the result cannot be saved; a note on the error contains the
+        CheckpointError: The checkpoint does not exist, or does not match the config.
+        RunWriteError: The result cannot be saved; a note on the error contains the
             result.
     """
     # Fail on a missing checkpoint before envs start.
@@ -187,10 +230,17 @@ def evaluate_run(
     ended = {} if agent is None else {"total_steps": config.total_steps}
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
-            agent = Agent(env.observation_space, env.action_space, config)
+            agent = make_agent(env.observation_space, env.action_space, config)
             # A run in progress may have written a newer checkpoint in the meantime.
             counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
-        evaluation = evaluate(agent, env, episodes)._replace(steps=counters.steps)
+        evaluation = evaluate(
+            agent,
+            env,
+            episodes,
+            actions=config.evaluation_actions,
+            time_limit=config.evaluation_time_limit,
+            seed=seed,
+        )._replace(steps=counters.steps)
     try:
         run_folder.save_evaluation(evaluation.as_dict() | ended)
     except RunWriteError as error:
@@ -199,47 +249,104 @@ def evaluate_run(
     return evaluation
 
 
+def mode_remark(evaluation: Evaluation, config: Config, run_folder: RunFolder) -> str:
+    """Return a line if the most likely actions earn much less than sampled ones did.
+
+    Compares with the training return in the run's metrics. Returns an empty string if
+    there is no large difference, or if the two returns are not comparable, because
+    training episodes had another time limit.
+    """
+    if evaluation.actions != "mode" or config.training_time_limit:
+        return ""
+    with contextlib.suppress(RunFolderError):
+        before = (
+            row.get("mean_return")
+            for row in read_metrics(run_folder.metrics_path)[::-1]
+            if row["steps"] <= (evaluation.steps or 0)
+        )
+        trained, mean = next(before, None), evaluation.mean_return
+        error = float(np.std(evaluation.returns)) / math.sqrt(len(evaluation.returns))
+        if trained is not None and trained - mean > max(0.2 * abs(trained), 2 * error):
+            return (
+                f"The most likely actions return {mean:.4g}, but the sampled actions "
+                f"of training returned {trained:.4g}: try `ppo evaluate --sampled`, "
+                'and evaluation_actions = "sample" for the next run.'
+            )
+    return ""
+
+
 def _simulation(
-    agent: Agent, env: InGraphBatchEnv, on_step: Callable[[], None] = lambda: None
+    agent: Agent,
+    env: InGraphBatchEnv,
+    actions: str,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Simulation:
+    def zeros(num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+        return tf.zeros([num_rows, agent.actions.noise_size])
+
     return Simulation(
         env,
-        agent.mode,
+        agent.act_from,
         _HORIZON,
         on_step,
+        snapshot=agent.snapshot,
+        in_numpy=agent.in_numpy,
+        log_prob=agent.log_prob,
+        # Without noise, a sample is the mode.
+        noise=agent.actions.noise if actions == "sample" else zeros,
         state_sizes=agent.state_sizes[:1],  # acting does not need the value's state
     )
 
 
-def _play(simulation: Simulation, env: BatchEnv, episodes: int) -> Evaluation:
+def _play(
+    simulation: Simulation, env: BatchEnv, episodes: int, time_limit: int, seed: int
+) -> Evaluation:
+    """Return the evaluation of `episodes` episodes; see `evaluate`."""
     quotas = np.full(env.num_envs, episodes // env.num_envs)
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]
-    tracker = EpisodeTracker(env.num_envs)
-    idle_steps = 0  # since the last episode within the quotas ended
-    while any(len(done) < quota for done, quota in zip(played, quotas, strict=True)):
-        if idle_steps >= _MAX_BATCH_STEPS:
-            missing = episodes - sum(map(len, played))
-            raise EnvDataError(
-                f"{env!r}: expected {episodes} episodes, but {missing} have not ended, "
-                f"and none ended in the last {_MAX_BATCH_STEPS:,} steps; "
-                f"{TIME_LIMIT_REMEDY}"
-            )
-        if idle_steps >= _MAX_BATCH_STEPS // 20 > idle_steps - _HORIZON:
-            _LOGGER.warning(
-                f"{env!r}: no episode of the evaluation has ended in the last "
-                f"{idle_steps:,} steps, and the evaluation fails after "
-                f"{_MAX_BATCH_STEPS:,}. If the env has no time limit, its episodes may "
-                f"never end; {TIME_LIMIT_REMEDY}"
-            )
+    num_cut = 0
+    # A single env cannot be reset. After its episode has been cut off, its steps are
+    # ignored until the episode ends or all envs are reset.
+    is_waiting = np.ones(env.num_envs, np.bool_)
+    for number in itertools.count():
+        unfinished = np.array(list(map(len, played))) < quotas
+        needs_reset = not (unfinished & ~is_waiting).any()
+        if needs_reset:
+            if not unfinished.any() or 0 < num_cut == sum(map(len, played)):
+                break
+            tracker, idle_steps = EpisodeTracker(env.num_envs), 0
+            is_waiting[:] = False
+        rollout = simulation.run((seed, number), reset=needs_reset)
         idle_steps += _HORIZON
-        for episode in tracker.add(simulation.run((0, 0))):
-            if len(played[episode.env_index]) < quotas[episode.env_index]:
-                played[episode.env_index].append(episode)
-                idle_steps = 0
-        unfinished = np.array([len(done) for done in played]) < quotas
+        results = [(episode, False) for episode in tracker.add(rollout)]
+        results += [(episode, True) for episode in tracker.running(time_limit)]
+        for episode, is_cut in results:
+            index = episode.env_index
+            if unfinished[index] and not is_waiting[index]:
+                played[index].append(episode)
+                unfinished[index] = len(played[index]) < quotas[index]
+                num_cut, idle_steps = num_cut + is_cut, 0
+                if num_cut == is_cut == 1:
+                    _warn_of_endless_episodes(env, time_limit)
+            is_waiting[index] = is_cut
         _check_lost_episodes(env, np.where(unfinished, tracker.consecutive_lost, 0))
-    return Evaluation.from_episodes(episode for done in played for episode in done)
+        if idle_steps >= time_limit + _MAX_IDLE_STEPS:
+            raise EnvsLostError(
+                f"{env!r}: expected {episodes} episodes, but {unfinished.sum()} envs "
+                f"have not completed theirs, and each episode in the last "
+                f"{idle_steps:,} steps lost a step; see the log for the reasons."
+            )
+    all_episodes = itertools.chain.from_iterable(played)
+    return Evaluation.from_episodes(all_episodes)._replace(num_cut=num_cut)
+
+
+def _warn_of_endless_episodes(env: BatchEnv, time_limit: int) -> None:
+    _LOGGER.warning(
+        f"{env!r}: an episode of the evaluation was cut off, because it did not end "
+        f"within {time_limit:,} steps (evaluation_time_limit). If the env has no time "
+        f"limit, {TIME_LIMIT_REMEDY}"
+    )
 
 
 def _have_same_splits(one: BatchEnv, other: BatchEnv) -> bool:

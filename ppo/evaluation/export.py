@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
+from ppo.algorithms.load import make_agent
 from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import OutputError, UnsupportedSpaceError
@@ -37,13 +38,13 @@ def export_run(
         The counters of the checkpoint: iteration and env steps.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or does not match the config.
-        OutputError: the folder is not empty, or cannot be written.
+        CheckpointError: The checkpoint does not exist, or does not match the config.
+        OutputError: The folder is not empty, or cannot be written.
     """
-    _check_free(folder)
+    _check_unused(folder)
     checkpoint.checkpoint_at(run_folder.checkpoints, which)  # fail before an env starts
     with make_env(num_envs=1, seed=config.seed) as env:
-        agent = Agent(env.observation_space, env.action_space, config)
+        agent = make_agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
         export_policy(agent, InGraphBatchEnv(env, agent.actions), folder)
     return counters
@@ -52,8 +53,8 @@ def export_run(
 def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
     """Write the agent's policy as a SavedModel.
 
-    The loaded model has two functions. Observations are rows `[N, ...]` with the
-    structure of the observation space; actions are rows `[N, ...]` that the env
+    The loaded model has two functions. Observations have the structure of the
+    observation space, with rows `[N, ...]`; actions are rows `[N, ...]` that the env
     accepts:
 
     *   `mode(observation)`: return the most likely actions.
@@ -72,14 +73,14 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
         input and an output `state`.
 
     Args:
-        agent: agent to export, with its normalisation statistics.
-        env: env with the spaces of the agent's task.
-        folder: new or empty folder.
+        agent: Agent to export, with its normalisation statistics.
+        env: Env with the spaces of the agent's task.
+        folder: New or empty folder.
 
     Raises:
-        OutputError: the folder is not empty, or cannot be written.
+        OutputError: The folder is not empty, or cannot be written.
     """
-    _check_free(folder)
+    _check_unused(folder)
     model, signatures = _build_model(agent, env)
     partial = folder.with_name(f"{folder.name}.partial")
     try:
@@ -154,30 +155,30 @@ def _with_named_outputs(function: Any, specs: list[Any]) -> Any:
 
 def _input_specs(specs: Any) -> Any:
     """Return specs with a variable number of rows, and a unique name for each leaf."""
-    taken: set[str] = set()
+    used_names: set[str] = set()
 
     def named(part: Any, path: str) -> Any:
         if isinstance(part, dict):
-            if odd := [key for key in part if not isinstance(key, str)]:
+            if invalid := [key for key in part if not isinstance(key, str)]:
                 raise UnsupportedSpaceError(
                     f"Observation space: expected string keys, because a SavedModel "
-                    f"requires them, got {odd[0]!r}; rename the key in a wrapper."
+                    f"requires them, got {invalid[0]!r}; rename the key in a wrapper."
                 )
             return {key: named(part[key], f"{path}_{key}") for key in part}
         if isinstance(part, tuple):
             return tuple(named(item, f"{path}_{i}") for i, item in enumerate(part))
         name = re.sub(r"[^A-Za-z0-9_]", "_", path)
-        while name in taken:
+        while name in used_names:
             name += "_"
-        taken.add(name)
+        used_names.add(name)
         return tf.TensorSpec([None, *part.shape[1:]], part.dtype, name)
 
     return named(specs, "observation")
 
 
-def _check_free(folder: Path) -> None:
-    is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
-    if is_taken or not folder.name:
+def _check_unused(folder: Path) -> None:
+    is_used = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    if is_used or not folder.name:
         raise OutputError(
             f"{folder}: expected a new or empty folder, not a file, a folder with "
             "files, or the working directory; choose another folder."

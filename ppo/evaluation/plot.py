@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from envserve.envs.user_envs import env_name_of
+from envserve.text import install_command
 from ppo.config.config import Config
 from ppo.errors import BadInputError, OutputError, suggestion
 from ppo.run_folder.folder import RunFolder
@@ -41,15 +43,15 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
     Merged runs may report at different steps; their values are interpolated linearly.
 
     Args:
-        runs: run folders, at least one.
-        metric: name of a metric in `metrics.jsonl`.
+        runs: Run folders, at least one.
+        metric: Name of a metric in `metrics.jsonl`.
 
     Returns:
         A curve per config, in the order of the runs.
 
     Raises:
-        RunFolderError: a folder is not a run folder, or has no metrics.
-        BadInputError: a run has no such metric, or the runs of one config have no
+        RunFolderError: A folder is not a run folder, or has no metrics.
+        BadInputError: A run has no such metric, or the runs of one config have no
             steps in common.
     """
     groups = _group_runs(runs)
@@ -64,14 +66,14 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
     """Plot curves of a metric into an image file, whose suffix selects the format.
 
     Raises:
-        BadInputError: matplotlib is not installed.
-        OutputError: the file cannot be written.
+        BadInputError: Matplotlib is not installed.
+        OutputError: The file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise BadInputError(
-            f"Plots need matplotlib ({error}); pip install 'envserve[plot]'."
+            f"Plots need matplotlib ({error}); {install_command('plot')}."
         ) from error
     figure: Any = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -102,25 +104,41 @@ def _group_runs(runs: Sequence[Path]) -> list[_Group]:
 
 
 def _labels(groups: Sequence[_Group]) -> list[str]:
-    """Name each group after the settings in which the groups differ."""
-    first = groups[0].config
-    if len(groups) == 1:
-        return [first.env_name]
+    """Return a label per group: its run and the settings in which the groups differ."""
+    first, names = groups[0].config, _names([group.paths for group in groups])
     keys = [
         key
         for key in vars(first)
         if any(vars(group.config)[key] != vars(first)[key] for group in groups)
     ]
-    if len(keys) > _MAX_KEYS:
-        return [group.paths[0].resolve().name for group in groups]
-    return [
-        ", ".join(_setting(key, vars(group.config)[key]) for key in keys)
+    if not 0 < len(keys) <= _MAX_KEYS:
+        return names
+    settings = [
+        ", ".join(f"{key}={_shorten(key, vars(group.config)[key])}" for key in keys)
         for group in groups
     ]
+    return [f"{name}: {text}" for name, text in zip(names, settings, strict=True)]
 
 
-def _setting(key: str, value: Any) -> str:
-    return value if key == "env_name" else f"{key}={value}"
+def _names(groups: Sequence[Sequence[Path]]) -> list[str]:
+    """Return the name of each group's folder, with parents if names are not unique.
+
+    The folder of a group is that of its first run or, for a study, the study's folder.
+    """
+    folders = [paths[0].resolve() for paths in groups]
+    for number, paths in enumerate(groups):
+        if len(paths) > 1 and folders[number].name.startswith("seed-"):
+            folders[number] = folders[number].parent
+    depth = 1
+    while True:
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len({*names}) == len({*folders}):
+            return names
+        depth += 1
+
+
+def _shorten(key: str, value: Any) -> Any:
+    return env_name_of(value) if key == "env_name" else value
 
 
 def _merge(group: _Group, label: str, metric: str) -> Curve:

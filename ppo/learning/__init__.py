@@ -1,6 +1,5 @@
-"""The PPO update: improve an agent with a rollout.
+"""Losses, advantages and minibatches, which algorithms share.
 
-`samples` arranges a rollout as samples, `returns` computes advantages and value
-targets, `losses` defines the objective, `schedules` adapts the coefficients between
-iterations, and `update` combines them.
+`returns` computes advantages and value targets, `losses` has losses and means over
+valid rows, and `samples` arranges a rollout as minibatches.
 """

@@ -49,9 +49,9 @@ def policy_loss(
 
     Args:
         log_ratio: log pi_new(a|o) - log pi_old(a|o).
-        advantage: advantages, usually normalised.
+        advantage: Advantages, usually normalised.
         weight: 1 or 0 per row.
-        clip_range: epsilon; moving the ratio outside [1 - epsilon, 1 + epsilon] does
+        clip_range: Epsilon; moving the ratio outside [1 - epsilon, 1 + epsilon] does
             not improve the objective. None disables clipping.
 
     Returns:
@@ -63,8 +63,7 @@ def policy_loss(
         return -masked_mean(ratio * advantage, weight)
     clipped = tf.clip_by_value(ratio, 1.0 - clip_range, 1.0 + clip_range)
     objective = tf.minimum(ratio * advantage, clipped * advantage)
-    # Without this bound, a bad action that has become likely would dominate the
-    # minibatch.
+    # Otherwise, a bad action that has become likely would dominate the minibatch.
     objective = tf.maximum(objective, -_DUAL_CLIP * tf.abs(advantage))
     return -masked_mean(objective, weight)
 
@@ -120,7 +119,7 @@ def clip_fraction(
 def explained_variance(
     value: tf.Tensor, target: tf.Tensor, weight: tf.Tensor, mean: _Mean = masked_mean
 ) -> tf.Tensor:
-    """Return 1 - Var(target - value) / Var(target).
+    """Return 1 - Var(target - value) / Var(target), a scalar.
 
     The result is 1 for a perfect prediction, and 0 for a constant one.
     """

@@ -50,7 +50,7 @@ def advantages_and_targets(
         terminated: bool `[T, B]`.
         truncated: bool `[T, B]`.
         valid: bool `[T, B]`.
-        discount: gamma, in [0, 1].
+        discount: Gamma, in [0, 1].
         gae_lambda: lambda, in [0, 1].
 
     Returns:

@@ -18,7 +18,7 @@ from ppo.rollout import Rollout
 
 
 class StepSampler:
-    """Arrange rollouts as single steps.
+    """Arranges rollouts as single steps.
 
     Attributes:
         num_samples: S, the number of steps in a rollout.
@@ -45,8 +45,8 @@ class StepSampler:
         """Shuffle the samples and split them into minibatches.
 
         Args:
-            samples: leaves `[T * B, ...]`, or `[S, ...]` with one row per sequence.
-            count: number of minibatches; must divide S.
+            samples: Leaves `[T * B, ...]`, or `[S, ...]` with one row per sequence.
+            count: Number of minibatches; must divide S.
             seed: int32 pair.
 
         Returns:
@@ -79,9 +79,9 @@ class StepSampler:
         """Compute the values of all observations of a rollout.
 
         Args:
-            rollout: provides recurrent states and episode ends.
-            features: preprocessed observations, rows `[(T + 1) * B, ...]`.
-            final_features: preprocessed final observations, rows `[T * B, ...]`.
+            rollout: Provides recurrent states and episode ends.
+            features: Preprocessed observations, rows `[(T + 1) * B, ...]`.
+            final_features: Preprocessed final observations, rows `[T * B, ...]`.
 
         Returns:
             Values of the observations, `[T + 1, B]`, and of the final observations,
@@ -93,7 +93,7 @@ class StepSampler:
 
 
 class SequenceSampler(StepSampler):
-    """Split rollouts into sequences, and unroll the recurrent networks over them.
+    """Splits rollouts into sequences, and unrolls the recurrent networks over them.
 
     Attributes:
         num_samples: S, the number of sequences in a rollout.
@@ -140,21 +140,21 @@ class SequenceSampler(StepSampler):
     def distribution(self, samples: dict[str, Any]) -> Distribution:
         """Return the action distribution of each row of the samples."""
         (embedding,) = self._agent.embed(samples["features"], 1)
-        remembered = self._rows_of_steps(self._unroll(0, embedding, samples)[0])
-        return self._agent.distribution(samples["features"], remembered)
+        core_output = self._rows_of_steps(self._unroll(0, embedding, samples)[0])
+        return self._agent.distribution(samples["features"], core_output)
 
     def distribution_and_value(
         self, samples: dict[str, Any]
     ) -> tuple[Distribution, tf.Tensor]:
         """Return the action distribution and the value of each row of the samples."""
         features = samples["features"]
-        for_policy, for_value = (
+        policy_output, value_output = (
             self._rows_of_steps(self._unroll(index, embedding, samples)[0])
             for index, embedding in enumerate(self._agent.embed(features))
         )
         return (
-            self._agent.distribution(features, for_policy),
-            self._agent.value(features, for_value),
+            self._agent.distribution(features, policy_output),
+            self._agent.value(features, value_output),
         )
 
     def values(
@@ -165,18 +165,18 @@ class SequenceSampler(StepSampler):
         A final observation belongs to the episode that it ends. Its value is therefore
         computed from the state after the preceding step, before the state is reset.
         """
-        agent, memory = self._agent, self._agent.cores[1]
+        agent, core = self._agent, self._agent.cores[1]
         num_rows = self.num_samples * self.length
         _, embedding = agent.embed(features)
         outputs, last_state = self._unroll(
             1, self.reorder(embedding[:num_rows]), self.recurrent_inputs(rollout)
         )
         outputs = self._steps_of_rollout(outputs)
-        newest = memory.advance(embedding[num_rows:], last_state[-self._num_envs :])
-        value = agent.value(features, tf.concat([outputs, newest], axis=0))
+        last_output = core.advance(embedding[num_rows:], last_state[-self._num_envs :])
+        value = agent.value(features, tf.concat([outputs, last_output], axis=0))
         _, final_embedding = agent.embed(final_features)
-        final = memory.advance(final_embedding, outputs)
-        final_value = agent.value(final_features, final)
+        final_output = core.advance(final_embedding, outputs)
+        final_value = agent.value(final_features, final_output)
         shape = [-1, self._num_envs]
         return tf.reshape(value, shape), tf.reshape(final_value, shape)
 

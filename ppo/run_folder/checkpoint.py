@@ -1,4 +1,4 @@
-"""Save and load checkpoints, from which an interrupted run continues.
+"""Save and load checkpoints, from which an interrupted run can be resumed.
 
 A checkpoint is a folder named after its iteration. It is written under a temporary
 name, flushed to disk and then renamed, so a folder with its final name is always
@@ -11,17 +11,17 @@ import math
 import operator
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from envserve.text import one_line
 from ppo.agent.agent import Agent
-from ppo.agent.normalize import ReturnScale
 from ppo.config.named_configs import read_table
 from ppo.errors import CheckpointError
-from ppo.learning.update import Updater
 
 CheckpointId = int | Literal["best"] | None
 """Identifies a checkpoint: its number of env steps, "best" for the one with the best
@@ -37,14 +37,15 @@ class Counters(NamedTuple):
     steps: int = 0
 
 
-def training_state(
-    agent: Agent, updater: Updater, return_scale: ReturnScale
-) -> tf.train.Checkpoint:
-    """Return all objects that a checkpoint must store, so that a run can continue."""
+def training_state(agent: Agent, trackables: Mapping[str, Any]) -> tf.train.Checkpoint:
+    """Return all objects that a checkpoint must store, so that a run can be resumed.
+
+    Args:
+        agent: The agent.
+        trackables: The other objects, such as those of the algorithm, by name.
+    """
     return tf.train.Checkpoint(
-        agent=tf.train.Checkpoint(**agent.trackables),
-        return_scale=tf.train.Checkpoint(**return_scale.trackables),
-        **updater.trackables,
+        agent=tf.train.Checkpoint(**agent.trackables), **trackables
     )
 
 
@@ -59,17 +60,17 @@ def save(
     """Write a checkpoint, then remove all except the newest `keep` and the best one.
 
     Args:
-        folder: folder for the checkpoints of a run; created if it does not exist.
-        counters: progress of the run.
-        state: all objects that the checkpoint stores, from `training_state`.
-        keep: number of newest checkpoints to keep.
-        evaluation_return: mean return of the agent's evaluation, if there was one.
+        folder: Folder for the checkpoints of a run; created if it does not exist.
+        counters: Progress of the run.
+        state: All objects that the checkpoint stores, from `training_state`.
+        keep: Number of newest checkpoints to keep.
+        evaluation_return: Mean return of the agent's evaluation, if there was one.
 
     Returns:
         The folder of the new checkpoint.
 
     Raises:
-        OSError, tf.errors.OpError: the checkpoint cannot be written, see
+        OSError, tf.errors.OpError: The checkpoint cannot be written, see
             `RunFolder.writing`; earlier checkpoints are not affected.
     """
     final = folder / f"{counters.iteration:08d}"
@@ -100,7 +101,7 @@ def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
     """Load the newest checkpoint of a folder into the objects of a run.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it does not match the networks.
+        CheckpointError: There is no checkpoint, or it does not match the networks.
     """
     path = checkpoint_at(folder)
     _load_state(path, state, is_complete=True)
@@ -109,15 +110,19 @@ def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
 
 def variables(state: tf.train.Checkpoint) -> list[tf.Variable]:
     """Return all variables that a checkpoint stores, in a fixed order."""
-    parts = tf.train.TrackableView(state).descendants()
+    # A Keras variable is not a tf.Variable, but contains one.
+    parts = [
+        part.value if isinstance(part, keras.Variable) else part
+        for part in tf.train.TrackableView(state).descendants()
+    ]
     return [part for part in parts if isinstance(part, tf.Variable)]
 
 
 def load_agent(folder: Path, agent: Agent, which: CheckpointId = None) -> Counters:
-    """Load only the agent from a checkpoint, which is enough for acting.
+    """Load only the agent from a checkpoint, which is sufficient for acting.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or does not match the networks.
+        CheckpointError: The checkpoint does not exist, or does not match the networks.
     """
     path = checkpoint_at(folder, which)
     checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
@@ -129,7 +134,7 @@ def read_counters(folder: Path, which: CheckpointId = None) -> Counters:
     """Return the counters stored in a checkpoint, by default the newest.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or is damaged.
+        CheckpointError: The checkpoint does not exist, or is damaged.
     """
     return _read_counters(checkpoint_at(folder, which))
 
@@ -146,7 +151,7 @@ def checkpoint_at(folder: Path, which: CheckpointId = None) -> Path:
     If several checkpoints tie for the best evaluation, return the earliest.
 
     Raises:
-        CheckpointError: the checkpoint does not exist; the message lists those that do.
+        CheckpointError: The checkpoint does not exist; the message lists those that do.
     """
     complete = _complete_checkpoints(folder)
     if not complete:
@@ -178,7 +183,7 @@ def _read_counters(path: Path) -> Counters:
     path = path / "counters.json"
     try:
         counters = Counters(**read_table(path))
-        if not all(type(each) is int and 0 <= each < 2**53 for each in counters):
+        if not all(type(n) is int and 0 <= n < 2**53 for n in counters):
             raise ValueError(f"expected counts of iterations and steps, got {counters}")
         return counters
     except (OSError, ValueError, TypeError) as error:
@@ -217,7 +222,7 @@ def _load_state(
         if is_complete:
             status.assert_consumed()
         status.expect_partial()  # suppresses TensorFlow's warning about unread values
-    except Exception as error:  # a damaged file can cause almost any
+    except Exception as error:  # a damaged file can raise almost any
         reason = one_line(str(error).strip().partition("\n")[0], 300)
         raise CheckpointError(
             f"{path}: expected a checkpoint of the networks that the config "
@@ -234,9 +239,9 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint; rename it first, so that it never looks complete."""
-    doomed = path.with_name(f"{path.name}.old.partial")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    renamed = path.with_name(f"{path.name}.old.partial")
+    path.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def _flush_to_disk(path: Path) -> None:

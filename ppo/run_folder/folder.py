@@ -52,7 +52,7 @@ _FIRST_FILES = ("lock", *_SETTINGS, *(f"{name}.partial" for name in _SETTINGS))
 
 
 class RunFolder:
-    """The folder of a run: its paths, and functions that read and write its files."""
+    """The folder of a run: its paths, and methods that read and write its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,11 +77,11 @@ class RunFolder:
     ) -> "RunFolder":
         """Create a run folder, and save the config and the env source in it.
 
-        A folder that only contains these files counts as empty, because its run never
-        started.
+        A folder that contains only these files is treated as empty, because its run
+        never started.
 
         Raises:
-            RunFolderError: the folder is not empty, or cannot be written.
+            RunFolderError: The folder is not empty, or cannot be written.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -93,11 +93,11 @@ class RunFolder:
         run = cls(path)
         try:
             read_config(run.config_path)
-            is_foreign = False
+            is_other = False
             hint = f"continue that run with --resume {run.quoted_path}, or "
         except ConfigError:
-            is_foreign, hint = run.config_path.exists(), ""
-        if is_foreign or not is_free:
+            is_other, hint = run.config_path.exists(), ""
+        if is_other or not is_free:
             raise RunFolderError(
                 f"{path}: expected a new or empty folder, got a folder with files; "
                 f"{hint}choose another --run-dir."
@@ -117,10 +117,10 @@ class RunFolder:
         """Open the folder of a run whose code and servers the user trusts.
 
         Raises:
-            UntrustedCodeError: the run names code or servers that this user has
+            UntrustedCodeError: The run names code or servers that this user has
                 neither used nor trusted before.
-            RunFolderError: the path is not a run folder.
-            ConfigError: the config cannot be read.
+            RunFolderError: The path is not a run folder.
+            ConfigError: The config cannot be read.
         """
         run, config = cls.read(path)
         source = run.env_source()
@@ -134,13 +134,13 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> tuple["RunFolder", Config]:
-        """Open a run folder of any author, and read its config.
+        """Open a run folder without a check of trust, and read its config.
 
         Using the config can load the code that it names.
 
         Raises:
-            RunFolderError: the path is not a run folder.
-            ConfigError: the config cannot be read.
+            RunFolderError: The path is not a run folder.
+            ConfigError: The config cannot be read.
         """
         run = cls(path)
         if not path.is_dir():
@@ -152,7 +152,7 @@ class RunFolder:
         return run, read_config(run.config_path)
 
     def remove_if_unused(self) -> bool:
-        """Remove the folder if it contains no results; return whether it was removed.
+        """Remove the folder if it has no results; return whether it no longer exists.
 
         Results are metrics, checkpoints, and any files that a run does not write.
         """
@@ -187,7 +187,7 @@ class RunFolder:
             _write_atomically(self.env_source_path, _as_json(env_source))
 
     def save_config(self, config: Config) -> None:
-        """Replace the saved config, when a run is resumed with different settings."""
+        """Replace the saved config, for example when a run is resumed."""
         with self.writing():
             _write_atomically(self.config_path, _as_json(config))
 
@@ -201,11 +201,11 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Prevent other processes from training this run at the same time.
 
-        The kernel releases the lock when the process ends, however it ends.
+        The kernel releases the lock when the process ends, even if it is killed.
 
         Raises:
-            RunLockedError: another process is training the run.
-            RunWriteError: the folder cannot be written.
+            RunLockedError: Another process is training the run.
+            RunWriteError: The folder cannot be written.
         """
         if self._is_locked:
             yield
@@ -244,7 +244,7 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            tf = sys.modules.get("tensorflow")  # do not load it for its exceptions
+            tf = sys.modules.get("tensorflow")  # if it is not loaded, it did not raise
             if isinstance(error, OSError):
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 reason = _reason(error)
@@ -270,7 +270,7 @@ def _reason(error: OSError) -> str:
 
 
 def _open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file, but follow no link, which another author may have put there."""
+    """Open a file unless it is a link, because a run folder may be from other users."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

@@ -20,27 +20,28 @@ from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import truncate_after
 
 _SUM = {
-    *("invalid_steps", "lost_episodes", "rollout_seconds", "undone_epochs"),
-    "update_seconds",
+    *("invalid_steps", "lost_episodes", "nonfinite_episodes", "rollout_seconds"),
+    *("undone_epochs", "update_seconds"),
 }
 _ROLLOUT_METRICS = {
-    *("invalid_steps", "lost_episodes", "mean_length", "mean_return", "valid_fraction"),
+    *("invalid_steps", "lost_episodes", "mean_length", "mean_return"),
+    *("nonfinite_episodes", "valid_fraction"),
 }
 _LAST = {"iteration", "kl_penalty", "learning_rate", "mean_length", "mean_return"}
 _LARGEST = {"kl", "ratio_deviation"}
 
 
 class MetricsWriter:
-    """Append rows of metrics to `metrics.jsonl` and to TensorBoard events.
+    """Appends rows of metrics to `metrics.jsonl` and to TensorBoard events.
 
     Args:
-        folder: run folder, which contains `metrics.jsonl` and `tensorboard`.
-        config: settings of the run, which are also written for TensorBoard.
-        resumed_from: iteration and env steps of the checkpoint that the run resumes
+        folder: Run folder, which contains `metrics.jsonl` and `tensorboard`.
+        config: Settings of the run, which are also written for TensorBoard.
+        resumed_from: Iteration and env steps of the checkpoint that the run resumes
             from; later rows are discarded, because the run will write them again.
 
     Raises:
-        RunWriteError: the files cannot be written.
+        RunWriteError: The files cannot be written.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class MetricsWriter:
         """Write the metrics after `step` env steps; non-finite values become null.
 
         Raises:
-            RunWriteError: the row cannot be written, for example on a full disk.
+            RunWriteError: The row cannot be written, for example on a full disk.
         """
         row = {
             name: value if math.isfinite(value) else None
@@ -118,7 +119,7 @@ def _write_config(config: Config) -> None:
 
 
 def _truncate_events(folder: Path, step: int) -> None:
-    """Make TensorBoard discard the events from this step on.
+    """Make TensorBoard discard the events from `step` on.
 
     TensorBoard reads event files in the order of their names, which begin with the
     time. It ignores the first session start that it reads; each later one discards the
@@ -136,12 +137,12 @@ def _truncate_events(folder: Path, step: int) -> None:
 
 
 def is_due(every: int, before: int, after: int) -> bool:
-    """Return whether (before, after] has a multiple of `every`; False if it is 0."""
+    """Return whether (before, after] contains a multiple of `every`; 0 disables it."""
     return every > 0 and before // every < after // every
 
 
 class ReportWindow:
-    """Aggregate the metrics of several iterations into one row."""
+    """Aggregates the metrics of several iterations into one row."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -1,7 +1,7 @@
 """Read and truncate a run's `metrics.jsonl`.
 
-A run that was killed may leave an incomplete last line, which is ignored, and rows of
-iterations after its newest checkpoint. A resumed run first removes both.
+The file of a killed run may end with an incomplete line, which is ignored, or with rows
+of iterations after the newest checkpoint. A resumed run first removes both.
 """
 
 import json
@@ -17,26 +17,26 @@ def truncate_after(path: Path, iteration: int) -> None:
     """Remove the rows after an iteration from the file, if it exists.
 
     Raises:
-        OSError: the file cannot be read or written.
+        OSError: The file cannot be read or written.
     """
     if not path.exists():
         return
     content = path.read_bytes()
-    kept = 0
+    num_kept_bytes = 0
     for line in content.splitlines(keepends=True):
         row = _complete_row(line) if line.endswith(b"\n") else None
         if row is None or row.get("iteration", 0) > iteration:
             break
-        kept += len(line)
-    if kept < len(content):
-        os.truncate(path, kept)
+        num_kept_bytes += len(line)
+    if num_kept_bytes < len(content):
+        os.truncate(path, num_kept_bytes)
 
 
 def last_iteration(path: Path) -> int:
     """Return the last reported iteration, or 0 if there are no rows or no file.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     rows = _complete_rows(path) if path.exists() else []
     return int(rows[-1].get("iteration", 0)) if rows else 0
@@ -49,7 +49,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         At least one row of metrics by name; non-finite values are None.
 
     Raises:
-        RunFolderError: the file cannot be read, or has no complete row.
+        RunFolderError: The file cannot be read, or has no complete row.
     """
     try:
         rows = _complete_rows(path)

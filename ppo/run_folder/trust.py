@@ -1,12 +1,13 @@
-"""Track which code and servers that runs and configs name are trusted by the user.
+"""Record which code and servers, named by runs and configs, the user trusts.
 
 A run folder or config file looks like data, but it names code: an env's file, modules,
-a network, a loss, callbacks. This code is loaded without a question only if the user
-has typed its name, has trained with it, or has agreed to it before. A digest of the
-settings that decide what runs is then the name of a file in the user's key folder,
-where other users cannot write. The digest does not depend on the path of the run, so
-a run can be copied. It contains absolute paths, because a file in another folder is
-other code. Code inside the run folder is copied with it, so its content counts too.
+an algorithm, a network, a loss, callbacks. This code is loaded without confirmation
+only if the user has typed its name, has trained with it, or has agreed to it before.
+Trust is recorded as a file in the user's key folder, where other users cannot write.
+The name of the file is a digest of the settings that name code. The digest does not
+depend on the path of the run, so a run can be copied. It includes absolute paths,
+because a file of the same name in another folder is different code, and the contents of
+code files in the run folder, because they are copied with it.
 """
 
 import dataclasses
@@ -23,10 +24,10 @@ from envserve.errors import KeyFileError
 from envserve.keys import private_files
 from envserve.keys.key_folder import KeyFolder
 from envserve.text import one_line
-from ppo.config.config import Config
+from ppo.config.config import CODE_SETTINGS, Config
 
 _LOGGER = logging.getLogger("envserve")
-#: Packages that are safe to import. Calling a function in them is not.
+#: Packages that are safe to import, although calling their functions may not be.
 _INSTALLED = ("envserve", "gymnasium", "ppo")
 _CODE_SUFFIXES = (".py", ".pyc", ".so")
 
@@ -54,12 +55,14 @@ def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]
             for name in modules
             if is_user_env(name) or name.partition(".")[0] not in _INSTALLED
         ],
-        "network": [config.network] if ":" in config.network else [],
-        "objective": [config.objective] if ":" in config.objective else [],
+        **{
+            setting: [name] if ":" in (name := getattr(config, setting)) else []
+            for setting in CODE_SETTINGS
+        },
         "callbacks": [*config.callbacks],
         "connect": [*source.addresses],
     }
-    return {setting: found for setting, found in names.items() if found}
+    return {setting: values for setting, values in names.items() if values}
 
 
 def describe_code(
@@ -85,18 +88,19 @@ def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) ->
     if not code_names(config, source):
         return True
     try:
-        return private_files.read_private(_record(config, source, folder)) is not None
+        path = _record_path(config, source, folder)
+        return private_files.read_private(path) is not None
     except (KeyFileError, OSError) as error:
         _warn_once(f"cannot read the record of trusted code: {error}")
         return False
 
 
 def trust_code(config: Config, source: EnvSource, folder: Path | None = None) -> None:
-    """Record that the user trusts this code; without a key folder, warn once."""
+    """Record that the user trusts this code; warn if it cannot be recorded."""
     if not code_names(config, source):
         return
     try:
-        path = _record(config, source, folder)
+        path = _record_path(config, source, folder)
         private_files.make_folder(path.parent.parent)
         private_files.make_folder(path.parent)
         private_files.write_private(path, f"{describe_code(config, source)}\n")
@@ -112,11 +116,11 @@ def _warn_once(text: str) -> None:
     _LOGGER.warning("%s", text)
 
 
-def _record(config: Config, source: EnvSource, folder: Path | None) -> Path:
+def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path:
     """Return the file that records trust; its name is a digest of settings and code."""
     names = code_names(config, source)
     for setting in names.keys() - {"connect"}:
-        names[setting] = [_located(name, folder) for name in names[setting]]
+        names[setting] = [_resolve(name, folder) for name in names[setting]]
     content: dict[str, str] = {}
     if folder and any(name[:2] == "./" for found in names.values() for name in found):
         files = [file for file in folder.rglob("*") if file.suffix in _CODE_SUFFIXES]
@@ -130,12 +134,12 @@ def _record(config: Config, source: EnvSource, folder: Path | None) -> Path:
     return KeyFolder().path / "trusted" / digest
 
 
-def _located(name: str, folder: Path | None) -> str:
-    """Return a name of code after its file, as an absolute path or `./...` in a run.
+def _resolve(name: str, folder: Path | None) -> str:
+    """Return a name of code with its path, absolute or, in the run folder, `./...`.
 
-    Modules that are not in the working directory are installed, and keep their names.
+    Names of modules that are not in the working directory are returned unchanged.
     """
-    ends = name.partition(":")[0], name.rpartition(":")[0]  # as envs and as networks
+    ends = name.partition(":")[0], name.rpartition(":")[0]  # of an env, a function
     files = [source for source in ends if source.endswith(".py")]
     top = ends[0].partition(".")[0]
     found = next(filter(os.path.exists, (*files, top, f"{top}.py")), "")

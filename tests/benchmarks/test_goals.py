@@ -51,13 +51,6 @@ def test_the_table_shows_which_goals_are_met_and_which_were_skipped() -> None:
     assert rows[3].endswith("| >= 4 | 3.5 | no |")
 
 
-def test_simulate_is_compared_with_the_fastest_loop() -> None:
-    loops = {"Python loop, one": 300.0, "Python loop, other": 250.0}
-    result = {"repetitions": microseconds(**loops, **{"simulate()": 100.0})}
-    part, meaning = "simulate-cartpole-16", "faster Python loop / simulate()"
-    assert value_of(part, meaning, result) == 2.5
-
-
 def test_overlap_is_the_ratio_of_best_possible_to_measured_time() -> None:
     result = {
         "repetitions": microseconds(**{"2 splits": 10_000.0}),

@@ -3,24 +3,55 @@
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
 
-from benchmarks.scores.document import measured, table_rows, write_document
+from benchmarks.scores.document import (
+    aggregate,
+    measured,
+    table_rows,
+    write_document,
+)
 from benchmarks.scores.many import _read, main
 from benchmarks.scores.run_one import Score, read_score
-from benchmarks.scores.tasks import TASKS, Task
-from ppo.cli.seeds import bootstrap_interval
-from ppo.config.named_configs import CONFIGS, EXPECTED_RETURNS
+from benchmarks.scores.tasks import RANDOM_RETURNS, TASKS, Task
+from ppo.config.named_configs import CONFIGS, EXPECTED_RESULTS, expected_result
+from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
 
+ROOT = Path(__file__).parents[2]
 (CHEETAH,) = (task for task in TASKS if task.name == "cheetah-1M")
 
 
-def test_expected_returns_are_for_existing_configs() -> None:
-    assert set(EXPECTED_RETURNS) <= set(CONFIGS)
+def test_expected_results_are_the_measured_ones() -> None:
+    rows = json.loads((ROOT / "docs" / "scores.json").read_text())
+    for name, (returns, seconds) in EXPECTED_RESULTS.items():
+        budget = CONFIGS[name].total_steps
+        (task,) = (
+            task.name
+            for task in TASKS
+            if (task.config, task.total_steps, task.variant) == (name, budget, "")
+        )
+        measured_rows = [row for row in rows if row["task"] == task]
+        finals = [row["final"] for row in measured_rows]
+        numbers = re.findall(r"-?[\d,.]*\d", returns)
+        expected = [float(number.replace(",", "")) for number in numbers]
+        found = [np.mean(finals), min(finals), max(finals)]
+        assert found[: len(expected)] == pytest.approx(expected, rel=0.011), name
+        assert len(expected) == (1 if min(finals) == max(finals) else 3)
+        assert round(np.median([row["seconds"] for row in measured_rows])) == seconds
+
+
+def test_results_are_expected_only_with_the_measured_settings() -> None:
+    pendulum = CONFIGS["pendulum"]
+    expected = ("-154 (-160 to -148)", "2 min")
+    assert expected_result(pendulum.replace(seed=3)) == expected
+    assert expected_result(CONFIGS["cartpole"]) == ("500", "37 s")
+    assert expected_result(pendulum.replace(total_steps=10_240)) == ("", "")
+    assert expected_result(CONFIGS["ant"]) == ("", "")
 
 
 def score(seed: int, best: float, task: str = "cheetah-1M") -> Score:
@@ -58,6 +89,38 @@ def test_the_interval_reflects_the_differences_between_seeds() -> None:
     assert low == pytest.approx(3.0 - 1.96 * math.sqrt(0.4), abs=0.1)
     assert high == pytest.approx(3.0 + 1.96 * math.sqrt(0.4), abs=0.1)
     assert bootstrap_interval([1.0, 2.0, 3.0, 4.0, 5.0]) == (low, high)
+
+
+def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end() -> None:
+    assert interquartile_mean([9.0, 1.0, 2.0]) == 4.0
+    assert interquartile_mean([900.0, 1.0, 2.0, 4.0, -900.0]) == pytest.approx(7 / 3)
+    both = interquartile_mean(np.array([[1, 2, 3, 9], [5, 5, 5, 5]]))
+    assert both.tolist() == [2.5, 5.0]
+
+
+def test_the_bootstrap_resamples_the_seeds_of_each_task_separately() -> None:
+    # Without strata, the mean of [0, 0, 10, 10] would vary from 0 to 10.
+    assert bootstrap_interval([0.0, 0.0], [10.0, 10.0]) == (5.0, 5.0)
+    low, high = bootstrap_interval(
+        [0.0, 0.0, 0.0], [8.0, 9.0, 10.0], statistic=interquartile_mean
+    )
+    assert 3.5 < low < high < 5.1
+
+
+def test_the_aggregate_of_all_tasks_is_normalised() -> None:
+    (pendulum,) = (task for task in TASKS if task.name == "pendulum-300k")
+    worse = RANDOM_RETURNS["HalfCheetah-v5"] / 2 + CHEETAH.goal / 2
+    scores = {
+        CHEETAH.name: [score(seed, 100.0)._replace(final=worse) for seed in range(2)],
+        pendulum.name: [
+            score(seed, 100.0, pendulum.name)._replace(final=pendulum.goal)
+            for seed in range(2)
+        ],
+    }
+    text = aggregate(scores)
+    assert "2 rows and 4 runs: interquartile mean 0.750, 95 % interval 0.750 to" in text
+    assert aggregate({}) == "No scores."
+    assert {task.make_config(0).env_name for task in TASKS} <= RANDOM_RETURNS.keys()
 
 
 def test_measures_use_the_final_return_each_seeds_best_or_the_best_mean() -> None:
@@ -174,6 +237,7 @@ def test_finished_runs_are_not_repeated(
             "evaluation_episodes": 4,
             "curve_episodes": 2,
             "num_splits": 1,
+            "epochs": 1,
             "jit_compile": False,  # compiling would take most of the time
         },
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.lab.machine import in_words, machine_facts
+from benchmarks.lab.machine import describe_machine, machine_facts
 from benchmarks.lab.tables import as_markdown
 from tests.chaos.case_result import CaseResult
 from tests.chaos.trial import ChaosCase
@@ -66,7 +66,7 @@ def _tables(folder: Path) -> str:
         versions = {
             k: v for part in found for k, v in part["machine"]["versions"].items()
         }
-        parts.append(in_words({**found[0]["machine"], "versions": versions}))
+        parts.append(describe_machine({**found[0]["machine"], "versions": versions}))
     if results:
         results.sort(key=lambda result: result["options"].get("position", 0))
         rows = [row_of(result) for result in results]

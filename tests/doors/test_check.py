@@ -27,4 +27,4 @@ def test_a_missing_server_is_reported(tmp_path: Path) -> None:
         [sys.executable, "-m", "envserve", *args], capture_output=True, text=True
     )
     assert run.returncode == 1
-    assert run.stderr.startswith("Error: tcp://127.0.0.1:1: no server answered")
+    assert run.stderr.startswith("Error: tcp://127.0.0.1:1: connection refused")

@@ -30,7 +30,8 @@ ELSEWHERE = {
     r"make (train|test|test-doors|bench|chaos|examples)\b": "Makefile",
     r"docker[ -]compose": "scripts/cluster.py",
     r"kubectl": "scripts/rehearse_pods.py",
-    r"pip install|\. \.venv/bin/activate": "Makefile",
+    r"pip install|python3 -m venv|\. \.venv/bin/activate": "Makefile",
+    r"git clone": "tests/test_documents.py",
     r"envserve replay FILE": "tests/envserve/test_replay.py",
     r"\w+\$ ": "tests/test_three_commands.py",
     r"python scripts/(bench|chaos)\.py|cat runs/chaos": "tests/chaos/test_command.py",
@@ -187,20 +188,36 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").exists()
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda p: p.name
-)
-def test_python_runs(page: Path, folder: Path, places: dict[str, str]) -> None:
+def output_of_python(page: Path, folder: Path, places: dict[str, str]) -> str:
+    """Run a page's Python code, and return its output."""
     before = BEFORE.get(page.name, "")
     code = PRELUDE + "".join(before + each for each in blocks(page, "python"))
+    # TensorFlow's AutoGraph reads the source of functions from their file.
+    script = folder / "script.py"
+    script.write_text(placed(code, places))
     done = subprocess.run(
-        [sys.executable, "-c", placed(code, places)],
+        [sys.executable, script],
         cwd=folder,
         env=environment(folder),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda p: p.name
+)
+@pytest.mark.timeout(600)
+def test_python_runs(page: Path, folder: Path, places: dict[str, str]) -> None:
+    output = output_of_python(page, folder, places)
+    if page.name == "own-algorithm.md":
+        returns = [float(each) for each in re.findall(r"return (\S+)", output)]
+        assert len(returns) == 25
+        assert returns[0] < 100.0 < 350.0 < sum(returns[-5:]) / 5
+    if page.name == "index.md":
+        assert re.search(r"8 rows: worker [01] .* exited with code 1", output)
 
 
 @pytest.mark.parametrize(

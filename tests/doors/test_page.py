@@ -48,12 +48,18 @@ def servers(request: pytest.FixtureRequest) -> dict[str, FakeServer]:
 @pytest.fixture
 def url(servers: dict[str, FakeServer], tmp_path: Path) -> Iterator[str]:
     rows = [{"steps": 100 * k, "mean_return": 20.0 * k} for k in range(9)]
-    rows[-1] |= {"evaluation_return": 170.0, "demo_wrong": 0, "demo_recovery_ms": 83}
+    rows[-1] |= {"evaluation_return": 170.0, "rows_checked": 334112, "rows_lost": 24}
+    rows[-1] |= {"demo_wrong": 0, "demo_faults": 4, "demo_recovery_ms Kill it": 83}
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text)
     observe = cast(Any, lambda address: FakeObserver(servers[address]))
     feed = DataFeed([*servers], tmp_path, observe)
-    buttons = {"kill": ("Kill a worker", lambda: "Dead.")}
+
+    def kill() -> str:
+        servers["tcp://sim2:5555"].replace_lease(0, absent=(2,))
+        return "Dead."
+
+    buttons = {"kill": ("Kill a worker", kill)}
     with served(lambda token: build_app(feed, token=token, buttons=buttons)) as url:
         yield url
 
@@ -92,8 +98,19 @@ def page(
 def test_the_page_fits_the_screen_and_contains_text(page: Page) -> None:
     expect(page).not_to_have_url(re.compile("token"))
     expect(page.locator(".tile img:not([hidden])").first).to_be_visible()
-    expect(page.locator("#numbers .good dd")).to_contain_text("0")
-    expect(page.locator("#numbers")).to_contain_text("83 ms")
+    expect(page.locator("#numbers .good")).to_have_text(
+        "Wrong transitions0of 334,112 checked"
+    )
+    expect(page.locator("#numbers")).to_contain_text(
+        "Faults injected424 transitions lost"
+    )
+    expect(page.locator("#numbers")).to_contain_text("Last recovery83 msKill it")
+    expect(page.locator("#caption")).to_contain_text("A policy learns")
+    expect(page.locator(".tile").first).to_contain_text(re.compile("Env 1.0return 0"))
+    expect(page.locator(".tile").last).to_contain_text("Env 2.2")
+    expect(page.locator(".server h2")).to_have_text(
+        ["Server 1: sim1 is up", "Server 2: tcp://sim2:5555 is up"]
+    )
     expect(page.locator("#servers")).to_contain_text("2 worker died, 1 timeout")
     expect(page.locator("#envs")).to_contain_text(EVIL)
     assert page.locator("#envs h2 img").count() == 0
@@ -120,27 +137,27 @@ def test_the_page_can_be_used_with_the_keyboard_alone(page: Page) -> None:
     while not page.locator(".tile:focus").count():
         page.keyboard.press("Tab")
     page.keyboard.press("Home")
-    expect_focus("Env 0 of CartPole-v1: return ")
+    expect_focus("Env 1.0 of CartPole-v1: return ")
     expect(focus).to_have_css("outline-style", "solid")
     page.keyboard.press("ArrowRight")
-    expect_focus("Env 1 of CartPole-v1: ")
+    expect_focus("Env 1.1 of CartPole-v1: ")
     page.keyboard.press("ArrowDown")
-    expect(focus).not_to_have_attribute("aria-label", re.compile("^Env 1 "))
+    expect(focus).not_to_have_attribute("aria-label", re.compile("^Env 1.1 "))
     page.keyboard.press("ArrowUp")
-    expect_focus("Env 1 of CartPole-v1: ")
+    expect_focus("Env 1.1 of CartPole-v1: ")
     page.keyboard.press("End")
-    expect_focus(f"Env 2 of {EVIL}")
+    expect_focus(f"Env 2.2 of {EVIL}")
     page.keyboard.press("Home")
     page.keyboard.press("Enter")
     large = page.locator("dialog")
     expect(large).to_be_visible()
-    expect(large).to_contain_text("Env 0 of CartPole-v1")
+    expect(large).to_contain_text("Env 1.0 of CartPole-v1")
     expect(large).to_contain_text(str(2**60))
     page.keyboard.press("ArrowRight")
-    expect(large).to_contain_text("Env 1 of CartPole-v1")
+    expect(large).to_contain_text("Env 1.1 of CartPole-v1")
     page.keyboard.press("Escape")
     expect(large).to_be_hidden()
-    expect_focus("Env 1 of CartPole-v1: ")  # the focus has moved
+    expect_focus("Env 1.1 of CartPole-v1: ")  # the focus has moved
 
 
 def test_an_absent_env_is_grey_and_shows_how_long_it_was_absent(
@@ -159,7 +176,7 @@ def test_an_absent_env_is_grey_and_shows_how_long_it_was_absent(
     assert page.evaluate(boxes) == before
     back = ((1, 4, 83), (2, 5, 83))
     server.replace_lease(0, absent=(), recoveries=back, num_recoveries=2)
-    expect(tile).to_contain_text("recovered in 83 ms")
+    expect(tile).to_contain_text("back in 83 ms")
     expect(tile).not_to_have_class(ABSENT)
     assert page.evaluate(boxes) == before
 
@@ -174,7 +191,7 @@ def test_the_envs_of_a_server_disappear_and_return_with_it(
     expect(page.locator(".tile").first).to_have_class(ABSENT)
     server.error = None
     expect(page.locator(".server").first).to_contain_text("sim1 is up")
-    expect(page.locator(".tile").first).to_contain_text("recovered in")
+    expect(page.locator(".tile").first).to_contain_text("back")
 
 
 def test_a_lease_that_replaces_another_keeps_its_tiles(
@@ -206,9 +223,58 @@ def test_episodes_are_drawn_while_they_run(
     expect(page.locator("#numbers")).to_contain_text("314.5")
 
 
+def test_the_axis_of_equal_returns_begins_at_zero(
+    page: Page, servers: dict[str, FakeServer]
+) -> None:
+    servers["tcp://sim1:5555"].end_episodes(0, *[500.0] * 30)
+    expect(page.locator("#episodes")).to_contain_text("last 30")
+    expect(page.locator("#episodes svg")).to_contain_text(re.compile("^0200400600"))
+
+
 def test_a_button_reports_its_result(page: Page) -> None:
     page.get_by_role("button", name="Kill a worker").click()
     expect(page.locator("#toast")).to_have_text("Dead.")
+
+
+@pytest.mark.parametrize("servers", [320], indirect=True)
+def test_the_effect_of_a_button_is_scrolled_into_view(page: Page) -> None:
+    affected = page.locator(".tile").last
+    expect(affected).not_to_be_in_viewport()
+    page.get_by_role("button", name="Kill a worker").click()
+    expect(affected).to_be_in_viewport(ratio=1)
+    expect(affected).to_have_class(ABSENT)
+
+
+def test_a_tile_without_an_image_does_not_look_absent(
+    page: Page, servers: dict[str, FakeServer]
+) -> None:
+    server = servers["tcp://sim1:5555"]
+    server.ticks = -1  # there are no frames yet
+    server.replace_lease(0, num_envs=5, number=7, absent=(4,))
+    shots = page.locator(".lease", has_text="5 envs").locator(".shot")
+    for row, is_absent in ((3, False), (4, True)):
+        expect(shots.nth(row)).to_have_text("no image yet")
+        plain = expect(shots.nth(row), f"row {row}")
+        check = plain.not_to_have_css if is_absent else plain.to_have_css
+        check("background-color", "rgba(0, 0, 0, 0)")
+
+
+def test_a_page_whose_servers_are_gone_is_not_live_and_keeps_their_counts(
+    page: Page, servers: dict[str, FakeServer]
+) -> None:
+    connection = page.locator("#connection")
+    steps = page.locator(".number", has_text="Steps per second").locator("small")
+    expect(steps).to_have_text("2.4M steps in total")
+    for server in servers.values():
+        server.error = ConnectError("no server answered within 2 s")
+    expect(connection).to_have_text("no server answers")
+    expect(connection).to_have_class(re.compile("gone"))
+    expect(steps).to_have_text("2.4M steps in total")
+    restarted = servers["tcp://sim1:5555"]
+    restarted.replace(pid=4712, seconds=1.0, steps=500_000)
+    restarted.error = None
+    expect(connection).to_have_text("live")
+    expect(steps).to_have_text("2.9M steps in total")
 
 
 @pytest.mark.parametrize("servers", [320], indirect=True)
@@ -225,6 +291,27 @@ def test_frames_are_requested_only_while_their_tile_is_visible(
     server.ticks = 77
     expect(last).to_contain_text("77")
     assert 1 not in {row for _, rows, _ in server.frame_requests for row in rows}
+
+
+def test_a_page_shows_that_nothing_has_begun_and_that_the_run_has_ended(
+    chromium: Browser, servers: dict[str, FakeServer], tmp_path: Path
+) -> None:
+    server = servers["tcp://sim1:5555"]
+    server.replace(steps=0)
+    server.replace_lease(0, episodes=())
+    feed = DataFeed([""], tmp_path, cast(Any, lambda _: FakeObserver(server)))
+    with (
+        served(lambda token: build_app(feed, token=token)) as url,
+        chromium.new_context() as context,
+    ):
+        page = context.new_page()
+        page.goto(url)
+        expect(page.locator("#connection")).to_have_text("live")
+        for chart in ("#curve", "#episodes"):
+            text = "no env has been stepped"
+            expect(page.locator(f"{chart} span")).to_have_text(text)
+        feed.finish_run()
+        expect(page.locator("#connection")).to_have_text("the run has ended")
 
 
 def test_a_page_from_before_a_restart_says_so(

@@ -46,7 +46,7 @@ class RayCluster:
 
     def __init__(self, patch: pytest.MonkeyPatch, num_nodes: int = 3) -> None:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        self._others = with_descendants(os.getpid())  # processes of earlier tests
+        self._others = with_descendants(os.getpid())  # left over from other tests
         self.cluster = Cluster(shutdown_at_exit=False)
         for last in range(2, 2 + num_nodes):
             self.add_node(f"127.0.0.{last}")
@@ -225,14 +225,39 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
     assert len(now_ready(3, but=found[0])) == 3
     os.kill(pids[found[1]], signal.SIGTERM)  # requested, so Ray does not restart it
     assert len(now_ready(2, but=found[1])) == 2
-    again = start("--servers", "3")  # two of the three names are already in use
-    assert again.end() == 1
-    assert "; see `ray status` and `ray list actors`" in again.error
+    again = start("--servers", "1", "--workers", "1", ENV)  # adds a server
+    assert len(now_ready(3)) == 3
+    assert again.end(signal.SIGTERM) == 0
+    assert len(now_ready(2)) == 2
+    more = start("--scale-to", "4", "--workers", "1", ENV)
+    assert len(more.addresses) == len(now_ready(4)) == 4
+    assert start("--scale-to", "1").end() == 0
+    assert len(now_ready(1)) == 1
+    assert more.end(signal.SIGTERM) == 0
+    assert len(now_ready(1)) == 1
     ours = server_pids().values()
     assert started.end(signal.SIGINT) == 0
     assert not any(map(is_alive, ours))
     with pytest.raises(AddressError, match="envserve start --on ray://default/envs"):
         addresses("default", "envs")
+
+
+def test_servers_of_a_node_that_ray_drains_are_restarted_elsewhere(
+    start: Start, cluster: RayCluster
+) -> None:
+    started = start("--servers", "2", "--workers", "1", ENV)
+    address = next(each for each in started.addresses if ip_of(each) != "127.0.0.2")
+    (node,) = (
+        each
+        for each in cluster.cluster.worker_nodes
+        if each.node_ip_address == ip_of(address)
+    )
+    reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot")
+    drain = ("drain-node", "--address", cluster.cluster.address, "--node-id")
+    command = [str(BIN / "ray"), *drain, node.node_id, *reason]
+    subprocess.run([*command, "--deadline-remaining-seconds", "600"], check=True)
+    back = now_ready(2, but=address)
+    assert not any(ip_of(each) == ip_of(address) for each in back)
 
 
 def server_pids() -> dict[str, int]:
@@ -263,6 +288,8 @@ def test_a_failed_start_prints_a_one_line_error(start: Start) -> None:
     code += "EnvServers(1, resources={'CPU': 99}, start_timeout=1)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ServerError: ray://default/envs: Get timed out" in run.stderr
+    assert "1 of 1 servers have not started within" in run.stderr
+    assert "each needs {'CPU': 99}; the nodes have [{'CPU': 2.0}, " in run.stderr
     assert "; see `ray status` and `ray list actors`" in run.stderr
 
 

@@ -296,15 +296,20 @@ def test_rendered_images_are_tiled() -> None:
     envs.close()
 
 
-def test_options_reach_the_envs_once_and_must_be_the_same_for_all(masked: Any) -> None:
+def test_options_reach_the_envs_once_and_may_differ(masked: Any) -> None:
+    masked.set_options([{}, {"label": "blue"}, {"label": "red"}])
+    masked.reset()
+    assert masked.get_attr("label") == ["none", "blue", "red"]
+    masked.reset()
+    assert masked.get_attr("label") == ["none"] * 3
+    masked.set_options([{"label": "red"}, {}, {"label": "red"}])
+    observation = masked.reset()
+    assert masked.get_attr("label") == ["red", "none", "red"]
+    steps = masked.step(np.zeros(3, np.int64))
+    assert len(steps[0]) == len(observation) == 3
     masked.set_options({"label": "red"})
     masked.reset()
     assert masked.get_attr("label") == ["red"] * 3
-    masked.reset()
-    assert masked.get_attr("label") == ["none"] * 3
-    masked.set_options([{}, {}, {"label": "red"}])
-    with pytest.raises(ValueError, match="the same options for all envs"):
-        masked.reset()
 
 
 def test_another_autoreset_mode_is_rejected() -> None:

@@ -116,7 +116,7 @@ def test_the_error_about_an_action_out_of_bounds_names_env_interval_and_value(
     assert text.endswith(
         "choose an action that the space contains"
         if space.dtype.kind in "iu"
-        else "clip actions to the action space before the step"
+        else "clip actions before the step, or make the batch with actions='clip'"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
 from envserve.cli.app import PROGRAM
 from envserve.errors import EnvStartError, UnknownEnv
+from envserve.text import install_command
 from envserve.worker.orphans import child_processes
 from tests.command_line import invoke
 
@@ -111,11 +113,11 @@ def test_an_unknown_env_name_is_an_error_of_one_line() -> None:
     [
         (
             DependencyNotInstalled("MuJoCo is not installed"),
-            r"^CartPole-v1 needs .*: pip install 'envserve\[mujoco\]' where",
+            f"^CartPole-v1 needs .*: {re.escape(install_command('mujoco'))} where",
         ),
         (
             DependencyNotInstalled("Box2D is not installed, run `pip install box2d`"),
-            r"^CartPole-v1 needs .*: pip install 'envserve\[box2d\]' where",
+            f"^CartPole-v1 needs .*: {re.escape(install_command('box2d'))} where",
         ),
         (
             DependencyNotInstalled("jax is not installed, run `pip install jax`"),

@@ -144,6 +144,7 @@ def main(address: str, journal: str) -> None:
         player = BatchDriver(batch, Ledger(NUM_ENVS, None), np.random.default_rng())
         print("playing", flush=True)
         while not select.select([sys.stdin], [], [], 0)[0]:
+            time.sleep(0.002)  # leave the cores to the other player
             began = time.monotonic()
             player.step()
             ended = time.monotonic()

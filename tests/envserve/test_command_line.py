@@ -18,13 +18,18 @@ from typing import Annotated, Any
 import pytest
 
 import envserve
+from envserve import python_process
 from envserve.cli import start as start_command
 from envserve.cli.app import PROGRAM as ENVSERVE
 from envserve.cli.logs import set_up_logs
 from envserve.cli.program import Fields, Program, options_of, parse
 from envserve.cli.terminal import fail
-from envserve.errors import CallError
+from envserve.client.link.connection import Connection
+from envserve.errors import CallError, ConnectError, EnvStartError
+from envserve.keys.grant import Grant
+from envserve.keys.key_folder import KeyFolder
 from envserve.monitoring.health_probe import HealthProblem
+from envserve.python_process import build_commit
 from envserve.settings import HostSettings
 from ppo.cli.app import PROGRAM as PPO
 
@@ -103,8 +108,29 @@ def test_help_shows_defaults(run: Run, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_prints_its_version(program: str, run: Run) -> None:
-    expected = f"{program} {envserve.__version__}\n"
+    commit = f" (commit {found})" if (found := build_commit()) else ""
+    expected = f"{program} {envserve.__version__}{commit}\n"
     assert run(program, "--version") == (0, expected, "")
+
+
+def test_the_commit_is_that_of_the_clone_or_of_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\necho $1 $2 $3 $4 $5\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(python_process, "clone_folder", lambda: tmp_path)
+    monkeypatch.setattr(python_process, "__file__", str(tmp_path / "x.py"))
+    assert build_commit() == ""
+    (tmp_path / "commit.txt").write_text("1a2b3c4\n")
+    assert build_commit() == "1a2b3c4"
+    (tmp_path / ".git").touch()
+    assert build_commit() == f"-C {tmp_path} rev-parse --short HEAD"
+    git.write_text("#!/bin/sh\nexit 128\n")
+    assert build_commit() == ""
+    monkeypatch.setattr(python_process, "clone_folder", lambda: None)
+    assert build_commit() == "1a2b3c4"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -120,7 +146,7 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
         ("envserve helth", "there is no command helth; did you mean health?"),
         ("envserve keys mak", "there is no command keys mak; did you mean keys make?"),
         ("envserve --verson", "there is no command --verson; did you mean --version?"),
-        ("envserve health", "the following arguments are required: ADDRESS; see envs"),
+        ("envserve describe", "the following arguments are required: ENV; see envser"),
         ("envserve health a b", "unrecognized arguments: b; see envserve health --he"),
         (
             "envserve start --wokers 1",
@@ -150,6 +176,10 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
         ("envserve keys new me", "ROLE: expected one of server, client; got 'me'; se"),
         ("envserve invite me", "the following arguments are required: --at; see envs"),
         ("ppo train --sead 1", "there is no option --sead; did you mean --seed"),
+        (
+            "ppo train --num-envs=4",
+            "there is no option --num-envs; did you mean --set num_envs=4? See",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_an_error_of_one_line(
@@ -233,9 +263,9 @@ def test_given_options_can_be_passed_on_as_words(
         ("wrokers = 3", "as keys; got 'wrokers'; did you mean workers?"),
         ("num_workers = 3", "as keys; got 'num_workers'; did you mean "),
         ("config = 'x'", "as keys; got 'config'"),
-        ("workers = 'x'", "--workers: expected an int; got 'x'"),
-        ("workers = 0", "--workers: expected an int >= 1; got 0"),
-        ("[workers]\nx = 1", "--workers: expected an int; got {'x': 1}"),
+        ("workers = 'x'", "server.toml: workers: expected an int; got 'x'"),
+        ("workers = 0", "server.toml: workers: expected an int >= 1; got 0"),
+        ("[workers]\nx = 1", "toml: workers: expected an int; got {'x': 1}"),
         ("= 3", "expected a TOML file; Invalid statement (at line 1, column 1)"),
         (None, "expected a TOML file; [Errno 2] No such file or directory"),
     ],
@@ -254,6 +284,15 @@ def test_a_wrong_file_of_options_is_an_error_of_one_line(
     assert (code, err.count("\n"), settings) == (2, 1, [])
     assert err.startswith("Error: ")
     assert error in err
+
+
+def test_a_wrong_variable_is_an_error_that_names_the_variable(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENVSERVE_WORKERS", "x")
+    code, _, err = run("envserve", "start")
+    text = "Error: environment variable ENVSERVE_WORKERS: expected an int; got 'x'; se"
+    assert (code, err[: len(text)]) == (2, text)
 
 
 def test_json_logs_have_one_object_per_line(
@@ -295,6 +334,26 @@ def test_an_error_shows_its_notes_and_one_line_of_a_workers_traceback(
     with pytest.raises(SystemExit):
         fail(error, 1)
     assert capsys.readouterr().err == "Error: call failed: KeyError: 'x'\nA note.\n"
+
+
+def test_an_error_of_an_env_shows_the_last_place_in_the_users_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = ("my_env.py", "my_sim.py", "/venv/lib/python3.11/core.py")
+    frames = "Traceback (most recent call last):\n" + "".join(
+        f'  File "{place}", line {number}, in step\n    x()\n'
+        for number, place in enumerate(places, 1)
+    )
+    shown = []
+    for text in (frames, "\n".join(["Traceback:", *frames.splitlines()[-2:], ""])):
+        error = EnvStartError("failed", remote_traceback=f"{text}ValueError: odd\n")
+        with pytest.raises(SystemExit):
+            fail(error, 1)
+        shown.append(capsys.readouterr().err)
+    assert shown == [
+        "Error: failed: ValueError: odd (my_sim.py:2)\n",
+        "Error: failed: ValueError: odd (/venv/lib/python3.11/core.py:3)\n",
+    ]
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
@@ -378,11 +437,45 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     assert complete("envserve", "envserve start --env CartPole-v") == names
     assert complete("envserve", "envserve start --workers ") == []
     assert complete("envserve", "envserve start --log-format ") == ["json", "text"]
+    assert complete("envserve", "envserve check --env CartPole-v") == names
     assert complete("ppo", "ppo train --re") == [
+        "--rendezvous-timeout",
         "--resources",
         "--restartable",
         "--resume",
     ]
+    assert complete("ppo", "ppo train che") == ["cheetah"]
+    assert complete("ppo", "ppo train CartPole-v") == names
+    assert complete("ppo", "ppo configs acro") == ["acrobot"]
+
+
+def test_a_shell_completes_joined_servers_and_clients(tmp_path: Path) -> None:
+    folder = KeyFolder(tmp_path)
+    folder.add_pin(["tcp://sim1:5555", "tcp://sim2:7000"], bytes(32), "me")
+    folder.add_pin(["tcp://*:5555"], bytes(32), "me")
+    folder.clients.add(Grant(name="ann", public=bytes(32)), 0.0)
+    home = {"ENVSERVE_HOME": str(tmp_path)}
+    for command in ("status", "top", "page", "health", "drain", "check", "envs"):
+        words = complete("envserve", f"envserve {command} s", **home)
+        assert words == ["sim1", "sim2:7000"], command
+    assert complete("envserve", "envserve clients ", **home) == ["ann", "remove"]
+    (tmp_path / "servers").write_text("what?")
+    assert complete("envserve", "envserve status s", **home) == []
+
+
+@pytest.mark.parametrize("command", ["status", "health", "drain", "check"])
+def test_the_default_server_is_that_of_this_host(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(_: object, address: str, **more: object) -> None:
+        asked.append(address)
+        raise ConnectError(f"{address}: connection refused")
+
+    monkeypatch.setattr(Connection, "__init__", refuse)
+    assert run("envserve", command)[0] == 1
+    assert asked == ["tcp://127.0.0.1:5555"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

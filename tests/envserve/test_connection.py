@@ -18,12 +18,13 @@ from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import SessionDriver
+from envserve.client.link.zmq_guards.wakeup import ByteCounter
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.host_resources import num_cores
 from envserve.monitoring.observer import Observer
 from envserve.session.client.client_session import ClientSession
 from envserve.worker.channel import MAX_CALL_BYTES
-from tests.envserve.conftest import Serve
+from tests.envserve.conftest import Serve, WaitUntil
 from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import make_client
 from tests.envserve.strangers import greeting_of, more_frames
@@ -179,3 +180,36 @@ def test_an_endless_message_raises_an_error_in_an_observer(
     ):
         observer.status(20.0)
     assert memory.growth() < MAX_GROWTH_BYTES
+
+
+def test_bytes_of_an_older_connection_do_not_count_against_a_new_one(
+    wait_until: WaitUntil,
+) -> None:
+    """The older connection is to the same port, and was examined for another port."""
+    receiver: Any = SimpleNamespace(num_messages=0)
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as first,
+        closing(socket.create_server(("127.0.0.1", 0))) as other,
+    ):
+        received: list[socket.socket] = []
+
+        def connect(server: socket.socket, num_bytes: int) -> ByteCounter:
+            peer = socket.create_connection(server.getsockname())
+            received.append(peer)
+            received.append(server.accept()[0])
+            received[-1].sendall(bytes(num_bytes))
+            peer.recv(num_bytes, socket.MSG_WAITALL)
+            host, port = server.getsockname()
+            counter = ByteCounter(receiver, f"tcp://{host}:{port}")
+            assert counter.count(is_connected=True) == 0
+            return counter
+
+        try:
+            connect(first, 1 << 20)
+            assert connect(other, 64).count(is_connected=True) <= 64
+            new = connect(first, 64)
+            wait_until(lambda: new.count(is_connected=True) > 0, 60)
+            assert new.count(is_connected=True) == 64
+        finally:
+            for each in received:
+                each.close()

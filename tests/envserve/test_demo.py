@@ -27,18 +27,30 @@ END_SECONDS = 30.0
 def test_each_fault_is_reported_and_causes_no_wrong_transition(tmp_path: Path) -> None:
     with Demo("CartPole-v1", 8, tmp_path) as demo:
         for name in ("network", "worker", "env", "server"):
-            label, inject = demo.faults[name]
+            label, inject = demo.controls[name]
             text = inject()
-            num_envs = int(text.removeprefix(f"{label}: ").split()[0])
-            assert 1 <= num_envs <= 4, text
+            found = re.match(rf"{label}: (\d) envs of server [12] recovered", text)
+            assert found is not None, text
+            assert 1 <= int(found[1]) <= 4
+        _, learn_again = demo.controls["learn"]
+        assert "a new policy" in learn_again()
     demo.check()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(lines[-1])
     assert row["demo_wrong"] == 0
     assert row["rows_checked"] > row["steps"] > 0
-    assert row["demo_recovery_ms"] > 0
+    # Padding is not counted; the others are first observations, and at most a late row
+    # of each env for each fault.
+    others = row["rows_checked"] - row["steps"] - row["rows_lost"]
+    assert 8 <= others <= 8 + 4 * 8
+    assert row["demo_faults"] == 4
+    assert 1 <= row["rows_lost"] <= 12
+    assert row["demo_recovery_ms Kill a server"] > 0
+    assert (
+        str(demo) == f"{row['rows_checked']:,} transitions checked, 4 faults, 0 wrong"
+    )
     with pytest.raises(ServerError, match="ended"):
-        demo.faults["worker"][1]()
+        demo.controls["worker"][1]()
 
 
 @pytest.mark.parametrize(
@@ -110,9 +122,10 @@ def test_a_demo_in_the_terminal_leaves_no_processes_when_it_is_killed() -> None:
 
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as demo:
         read_until(rb"Starting two servers and 2 envs")
-        read_until(rb"0 wrong of [1-9]")
+        read_until(rb"0 of [1-9][\d,]* transitions wrong")
         os.write(ours, b"w")
-        read_until(rb"Kill a worker: 1 envs recovered after [\d,]+ ms")
+        read_until(rb"Kill a worker: 1 envs of server [12] recovered after [\d,]+ ms")
+        read_until(rb"faults: 1,")
         # The demo, two servers, two template processes, and two workers.
         assert len(running_processes().keys() - before.keys()) >= 7
         demo.kill()

@@ -32,6 +32,7 @@ class Described(gymnasium.Env):
     def step(self, action):
         return self.observation_space.sample(), 1.0, False, False, {}
 
+gymnasium.register("Described-v2", "not_installed.envs:Described")
 for name, length in (("Described-v0", 7), ("Described-v1", 0)):
     gymnasium.register(name, Described, max_episode_steps=20, kwargs={"length": length})
 """
@@ -82,3 +83,12 @@ def test_describing_an_env_that_cannot_be_built_fails(file: str) -> None:
         assert result.exit_code == 1
         assert result.output.startswith("Error: ")
         assert text in result.output
+
+
+def test_an_env_with_a_missing_package_is_reported_without_a_traceback(
+    file: str,
+) -> None:
+    result = invoke(PROGRAM, ["describe", "Described-v2", "--import", file])
+    assert result.exit_code == 1
+    assert "not_installed" in result.output
+    assert "Traceback" not in result.output

@@ -14,9 +14,9 @@ from envserve.client import BatchEnv
 from .conftest import servers_in
 
 NUM_ENVS = 16
-NUM_STEPS = 330
+NUM_STEPS = 130
 #: HalfCheetah episodes end only at the step limit.
-LIMIT = {"name": "TimeLimit", "max_episode_steps": 100}
+LIMIT = {"name": "TimeLimit", "max_episode_steps": 40}
 
 
 @pytest.fixture(scope="module")

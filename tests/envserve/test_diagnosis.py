@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 import zmq
 
 from envserve.client.link import probe
+from envserve.client.link.connection import Connection
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.diagnosis import (
     Finding,
@@ -167,6 +169,10 @@ def web(_: bytes) -> bytes:
     return b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 
+def web_of_lines(part: bytes) -> bytes:
+    return web(part) if b"\n" in part else b""
+
+
 FOREIGN = (
     "a ZeroMQ socket of another program listens there; is `envserve start` running "
     "there, on that port?"
@@ -209,6 +215,7 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
     ),
     "echo": ((Tcp, echo), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "web": ((Tcp, web), KEYS, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
+    "web of lines": ((Tcp, web_of_lines), KEYS, Finding.NOT_ZEROMQ, "not speak ZeroMQ"),
     "web in the clear": ((Tcp, web), None, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "only listens": ((Tcp, nothing), KEYS, Finding.SILENT, "nothing was sent; is"),
     "only listens in the clear": ((Tcp, nothing), None, Finding.SILENT, "not respond"),
@@ -236,14 +243,13 @@ def test_the_reason_of_a_failed_connection_is_found_and_explained(
         assert refusal is None
 
 
-@pytest.mark.parametrize("address", ["ipc:///tmp/nobody", "x"])
-def test_an_address_without_a_listener_is_found(address: str) -> None:
-    assert diagnose_connection(address, KEYS, SECONDS) is Finding.UNKNOWN
+def test_the_reason_is_unknown_if_an_address_is_malformed() -> None:
+    assert diagnose_connection("x", KEYS, SECONDS) is Finding.UNKNOWN
 
 
 def test_a_refused_connection_is_found(tmp_path: Path) -> None:
-    address = "tcp://127.0.0.1:1"
-    assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
+    for address in ("tcp://127.0.0.1:1", f"ipc://{tmp_path}/nobody"):
+        assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "server"))
         listener.listen(0)
@@ -271,6 +277,65 @@ def test_an_unknown_host_name_is_reported_after_the_timeout(
     with pytest.raises(ConnectError, match=text):
         lane.finish_start(started + 60.0)
     assert time.monotonic() - started >= 5.0
+
+
+def test_a_request_reports_a_refused_connection() -> None:
+    address = "tcp://127.0.0.1:1"
+    text = (
+        f"{address}: connection refused: no program is listening there; run "
+        f"`envserve start --bind {address}` on that host"
+    )
+    with pytest.raises(ConnectError) as error:
+        probe.request_welcome(address, 20.0, insecure=True)
+    assert str(error.value) == text
+
+
+def test_the_remedy_opens_a_server_to_other_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    error = connection_error(Finding.REFUSED, "tcp://sim1:7000", None)
+    assert str(error) == (
+        "tcp://sim1:7000: connection refused at tcp://10.0.0.7:7000: no program is "
+        "listening there; run `envserve start --bind tcp://0.0.0.0:7000` on that host"
+    )
+
+
+def test_a_lane_logs_a_refused_connection_and_waits_for_the_server(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    lane = RemoteLane(
+        address, make_config("CartPole-v1"), Timeouts(connect_seconds=300.0)
+    )
+    has_logged = threading.Event()
+
+    def record(_: logging.LogRecord) -> bool:
+        has_logged.set()
+        return True
+
+    caplog.handler.addFilter(record)
+    with contextlib.closing(lane):
+        assert has_logged.wait(60.0)
+        serve(bind=(address,))
+        lane.finish_start(time.monotonic() + 300.0)
+    (line,) = [r.message for r in caplog.records if "refused" in r.message]
+    assert line.startswith(f"{address}: connection refused: no program is listening")
+    assert line.endswith("; retrying for up to 300 s")
+
+
+def test_a_lane_raises_a_refused_connection_after_the_timeout() -> None:
+    lane = RemoteLane(
+        "tcp://127.0.0.1:1",
+        make_config(),
+        Timeouts(connect_seconds=4.0),
+        insecure=True,
+    )
+    with pytest.raises(ConnectError, match="connection refused: no program"):
+        lane.finish_start(time.monotonic() + 60.0)
 
 
 def test_a_listener_that_does_not_answer_is_reported(listen: Listen) -> None:
@@ -335,6 +400,21 @@ def test_a_request_reports_a_server_with_another_key(
     address = listen(Router, OTHER).address
     with pytest.raises(ConnectError, match="does not have the key that it had"):
         probe.request_welcome(address, 20.0)
+
+
+def test_the_error_of_an_unknown_key_names_the_listener_and_joined_addresses(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path))
+    monkeypatch.setattr("envserve.keys.key_folder.is_local_address", lambda _: False)
+    KeyFolder().add_pin(["tcp://127.0.0.1:7", "tcp://10.9.9.9:5555"], b"s" * 32, "ann")
+    joined = "; this client has joined tcp://127.0.0.1:7$"
+    with pytest.raises(ConnectError, match=f"no key of this server .*{joined}"):
+        Connection(listen(Router, SERVER).address)
+    with pytest.raises(ConnectError, match=f"the server uses no keys, .*{joined}"):
+        Connection(listen(Router).address)
+    with pytest.raises(ConnectError, match=f"connection refused at .*{joined}"):
+        Connection("tcp://localhost:1")
 
 
 def test_working_connections_are_not_diagnosed(

@@ -8,6 +8,7 @@ import pytest
 
 from envserve.cli.app import PROGRAM
 from envserve.client.link.connection import Connection
+from envserve.errors import ConnectError
 from envserve.session.server.decisions import Audit, BeginDrain, Reply
 from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
@@ -80,17 +81,37 @@ def test_the_command_waits_until_the_server_has_exited(
     assert server.process.returncode == 0
 
 
-def test_the_command_ends_when_another_server_answers(
+@pytest.mark.parametrize("boots", [[1, 1, 1, 2], [1, 0, 2], [1, 0, 0]])
+def test_the_command_ends_when_another_server_or_none_answers(
+    boots: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_as(boots, monkeypatch)
+    assert drain(f"ipc://{tmp_path}/server")[0] == 0
+    assert not boots
+
+
+def test_a_server_that_leaves_the_request_unanswered_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    boots = iter([1, 1, 2])
+    answer_as([1, 0, 1], monkeypatch)
+    assert drain(f"ipc://{tmp_path}/server") == (1, "Error: no answer\n")
+
+
+def answer_as(boots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer requests with these boot numbers; 0 for none."""
 
     def answer(_: Connection, asked: Message, kind: MessageType, __: float) -> Message:
-        return Message(kind, boot=next(boots))
+        if not (boot := boots.pop(0)):
+            raise ConnectError("no answer")
+        return Message(kind, boot=boot)
 
     monkeypatch.setattr("envserve.client.link.probe.request", answer)
-    assert drain(f"ipc://{tmp_path}/server")[0] == 0
-    assert not list(boots)
+
+
+def test_an_idle_server_that_exits_at_once_has_drained(serve: Serve) -> None:
+    server = serve()
+    assert drain(server.address)[1].endswith("the server has drained and exited\n")
+    assert server.process.wait(10) == 0
 
 
 def test_a_server_that_does_not_answer_is_an_error(

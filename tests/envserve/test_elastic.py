@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envserve.client import BatchEnv
-from envserve.errors import AddressError, ConnectError, ServerLost, SpaceError
+from envserve.client import BatchEnv, StepResult
+from envserve.client.link import server_pool
+from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.session_driver import SessionDriver
+from envserve.errors import (
+    AddressError,
+    ConnectError,
+    EnvStartError,
+    ServerLost,
+    SpaceError,
+)
+from envserve.lane import Reset
 from envserve.slab import Status
 from tests.envserve.conftest import Serve, WaitUntil
-from tests.envserve.server_process import LEDGER, LEDGER_OPTIONS, ServerProcess
+from tests.envserve.interrupts import run_traced
+from tests.envserve.pool_driver import gather, step
+from tests.envserve.server_process import (
+    LEDGER,
+    LEDGER_OPTIONS,
+    ServerProcess,
+    make_config,
+)
 from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
@@ -35,7 +54,21 @@ class Other(CartPoleEnv):
 
 gymnasium.envs.registration.registry[{LEDGER!r}].entry_point = Other
 """
+#: A module after whose import no ledger env can be created.
+BROKEN = f"""
+import gymnasium
+
+gymnasium.envs.registration.registry[{LEDGER!r}].entry_point = "no_such_module:Env"
+"""
 Play = Callable[..., BatchDriver]
+
+
+class Player(BatchDriver):
+    """A driver whose steps take some time, so that servers have cores to start on."""
+
+    def step(self, actions: Array | None = None) -> StepResult:
+        time.sleep(0.005)
+        return super().step(actions)
 
 
 class Source:
@@ -77,15 +110,17 @@ def play(
     journal.mkdir()
 
     def make(
-        num_envs: int, addresses: list[str] | None = None, **more: Any
+        num_envs: int,
+        addresses: list[str] | None = None,
+        autoreset: str = "same_step",
+        **more: Any,
     ) -> BatchDriver:
         kwargs = {"length": LENGTH, "journal": str(journal)}
         sources = addresses or [source.url]
-        batch = BatchEnv.connect(
-            LEDGER, sources, num_envs, seed=5, env_kwargs=kwargs, **more
-        )
-        ledger = Ledger(num_envs, 5, length=LENGTH)
-        players.append(BatchDriver(batch, ledger, random_generator))
+        more |= {"autoreset": autoreset, "env_kwargs": kwargs}
+        batch = BatchEnv.connect(LEDGER, sources, num_envs, seed=5, **more)
+        ledger = Ledger(num_envs, 5, length=LENGTH, autoreset=autoreset)
+        players.append(Player(batch, ledger, random_generator))
         return players[-1]
 
     yield make
@@ -134,6 +169,126 @@ def test_other_listed_servers_take_over_if_they_have_free_envs(
         assert np.delete(player.step().valid, rows).all()
     step_until_valid(player, rows)
     assert len(rows_at(player, servers[2])) == 8
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_rows_spread_again_when_a_server_is_back(
+    source: Source, play: Play, monkeypatch: pytest.MonkeyPatch, autoreset: str
+) -> None:
+    """With next_step, the move costs nothing in a block whose episodes have just ended.
+
+    That is at least one of both blocks, because the move waits for the last episode.
+    """
+    monkeypatch.setattr(server_pool, "SPREAD_POLL_SECONDS", 0.2)
+    first, other = source.start(8), source.start(8)
+    player = play(8, autoreset=autoreset)
+    player.step()
+    rows = rows_at(player, first)
+    first.kill()
+    while len(rows_at(player, other)) < 8:
+        assert np.delete(player.step().valid, rows).all()
+    step_until_valid(player, rows)
+    assert player.ledger.losses[Status.SERVER_LOST] == 4
+    first.restart()
+    while not (moved := rows_at(player, first)).size:
+        result = player.step()
+        assert result.valid[rows_at(player, other)].all()
+    result = player.step()
+    step_until_valid(player, moved)
+    assert len(moved) == 4
+    for _ in range(3 * LENGTH):
+        assert player.step().valid.all()
+    assert {len(rows_at(player, each)) for each in (first, other)} == {4}
+    num_lost = (8,) if autoreset == "same_step" else (4, 6)
+    assert player.ledger.losses[Status.SERVER_LOST] in num_lost
+
+
+def reset_first(lane: RemoteLane, pool: server_pool.ServerPool) -> SessionDriver:
+    """Reset the only lane of a pool once its envs are granted; return its driver."""
+    lane.finish_start(time.monotonic() + 40)
+    blocks = [block.index for block in lane.blocks]
+    lane.submit_reset([Reset(block) for block in blocks])
+    gather(lane, blocks)
+    (driver,) = pool.placement.locations
+    assert isinstance(driver, SessionDriver)
+    return driver
+
+
+def test_a_lane_keeps_its_envs_until_the_target_of_its_move_has_granted_the_same(
+    source: Source, wait_until: WaitUntil, tmp_path: Path
+) -> None:
+    (tmp_path / "others.py").write_text(OTHERS)
+    options = ("--import", str(tmp_path / "others.py"))
+    first, full, other = source.start(4), source.start(4), source.start(4, *options)
+    addresses = [server.address for server in source.servers]
+    pool = server_pool.ServerPool(addresses, insecure=False)
+    lane = RemoteLane(first.address, make_config(), server_pool=pool)
+    user = RemoteLane(full.address, make_config())
+    with contextlib.closing(lane), contextlib.closing(user):
+        user.finish_start(time.monotonic() + 40)
+        driver = reset_first(lane, pool)
+        for server in (full, other):
+            pool.placement.targets[driver] = server.address
+            while pool.placement.targets:
+                lane.rows.terminated[:] = True
+                assert not any(outcome.faults for outcome in step(lane, 1))
+            assert lane.name == pool.placement.locations[driver] == first.address
+        wait_until(lambda: other.welcome().free_envs == 4, 60)
+        user.close()
+        pool.placement.targets[driver] = full.address
+        wait_until(lambda: driver.is_moving, 60)
+        assert [each.welcome().free_envs for each in (first, full)] == [0, 0]
+        lane.rows.terminated[:] = True
+        assert all(outcome.faults for outcome in step(lane, 1))
+        assert not any(outcome.faults for outcome in step(lane, 1))
+        assert lane.name == full.address
+        wait_until(lambda: first.welcome().free_envs == 4, 60)
+        assert full.welcome().free_envs == 0
+
+
+def test_an_interrupt_during_a_move_leaves_the_lane_on_one_server(
+    source: Source, wait_until: WaitUntil, random_seed: int
+) -> None:
+    """The test interrupts at some of the lines of the move, selected by the seed."""
+    servers = [source.start(4, "--lease-seconds", "3") for _ in range(2)]
+    pool = server_pool.ServerPool([each.address for each in servers], insecure=False)
+    lane = RemoteLane(servers[0].address, make_config(), server_pool=pool)
+    driver = reset_first(lane, pool)
+    blocks = [block.index for block in lane.blocks]
+
+    def move(line: int) -> int:
+        """Move to the other server, interrupt before a line, and step twice."""
+        before = lane.name
+        (target,) = (each.address for each in servers if each.address != before)
+        pool.placement.targets[driver] = target
+        step(lane, 1)
+        wait_until(lambda: driver.is_moving, 60)
+        lane.rows.terminated[:] = True
+        places = run_traced(
+            lambda: lane.submit_step(blocks), line, lambda path: "/client/" in path
+        )
+        if len(places) == line:
+            lane.invalidate("a call was interrupted")
+        else:
+            gather(lane, blocks)
+        step(lane, 1)
+        assert all(not outcome.faults for outcome in step(lane, 1))
+        assert lane.name == driver.connection.address
+        assert lane.name == pool.placement.locations[driver]
+        free = {each.address: each.welcome().free_envs for each in servers}
+        assert free.pop(lane.name) == 0
+        other = next(each for each in servers if each.address in free)
+        wait_until(lambda: other.welcome().free_envs == 4, 60)
+        return len(places)
+
+    try:
+        num_lines = move(-1)
+        assert num_lines > 50
+        stride = num_lines // 6
+        for line in range(1 + random_seed % stride, num_lines, stride):
+            move(line)
+    finally:
+        lane.close()
 
 
 def test_addresses_and_sources_can_be_combined(source: Source, play: Play) -> None:
@@ -251,7 +406,7 @@ def test_a_server_whose_key_is_unknown_gets_no_messages(
 def test_a_batch_starts_with_few_servers_and_adds_later_ones(
     source: Source, play: Play, tmp_path: Path, serve: Serve
 ) -> None:
-    servers = [source.start(8) for _ in range(4)]
+    servers = [source.start(4) for _ in range(4)]
     for late in servers[2:]:
         late.kill()
     journal = tmp_path / "own"
@@ -274,6 +429,7 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
         def step() -> Array:
             """Step and check the result; return the padded rows."""
             nonlocal here
+            time.sleep(0.005)
             actions = np.arange(16)
             result = batch.step(actions)
             assert result.observation.shape == (16, 4)
@@ -301,6 +457,27 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
         assert {lane.name for lane in batch.lanes} == {s.address for s in servers}
         while not batch.step(np.zeros(16, np.int64)).valid.all():
             pass
+
+
+def test_a_server_that_cannot_create_the_envs_does_not_end_a_start(
+    source: Source, play: Play, tmp_path: Path
+) -> None:
+    """It is not ready either: its only named env cannot be imported."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    good, bad = (
+        source.start(8),
+        source.start(8, "--import", str(tmp_path / "broken.py")),
+    )
+    assert bad.welcome().is_starting
+    assert not good.welcome().is_starting
+    connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8, seed=5)
+    with pytest.raises(EnvStartError, match="no_such_module"):
+        connect()
+    with connect(min_servers=1) as batch:
+        batch.reset()
+        while not batch.step(np.zeros(8, np.int64)).valid.all():
+            pass
+        assert [lane.name for lane in batch.lanes] == [good.address] * 2
 
 
 def part_of(result: Any, rows: Array) -> Any:

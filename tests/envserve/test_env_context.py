@@ -252,7 +252,7 @@ def test_a_second_env_of_a_process_that_fails_gets_a_hint(file: str) -> None:
 
 
 @pytest.mark.parametrize("spare_envs", [False, True])
-def test_the_first_step_of_an_env_has_the_time_of_a_start(
+def test_the_first_step_of_an_env_has_the_timeout_of_a_reset(
     file: str, spare_envs: bool
 ) -> None:
     options: dict[str, Any] = {"env_kwargs": {"seconds": 1.5}, "step_timeout": 0.5}
@@ -266,7 +266,7 @@ def test_the_first_step_of_an_env_has_the_time_of_a_start(
         assert not batch.step([0, 2]).valid[0]
 
 
-def test_the_first_step_of_a_vector_env_has_the_time_of_a_start(file: str) -> None:
+def test_the_first_step_of_a_vector_env_has_the_timeout_of_a_reset(file: str) -> None:
     options: dict[str, Any] = {"vectorized": True, "import_modules": [file]}
     options |= {"env_kwargs": {"seconds": 1.5}, "step_timeout": 0.5}
     options |= {"autoreset": "disabled", "padding_after": 60.0}

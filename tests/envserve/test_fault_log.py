@@ -130,7 +130,7 @@ def patient_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launc
 
 
 @pytest.mark.parametrize("fault", ["hang", "spin"])
-def test_line_of_a_worker_that_hangs_says_where(
+def test_line_of_a_worker_that_hangs_contains_its_location(
     make_pool: PoolMaker,
     patient_launcher: Launcher,
     caplog: pytest.LogCaptureFixture,
@@ -203,7 +203,7 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     log.log_worker_loss(worker, Lost(Status.WORKER_DIED, text), {}, 0.0)
     log.clear_records(worker)
     (line,) = lines(caplog)
-    assert line.startswith("session 7: worker 0 (envs 0 to 0), pid ")
+    assert line.startswith("session 7: worker 0 (env 0), pid ")
     assert "stopped: ValueError: no level; no env was running" in line
     # The old envs' records must not be attributed to the new envs.
     assert ring.read(0) is None

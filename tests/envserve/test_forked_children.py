@@ -65,7 +65,7 @@ print("done")
 '''
 
 
-def test_parents_envs_lose_nothing(shared_address: str) -> None:
+def test_the_envs_of_the_parent_are_not_affected(shared_address: str) -> None:
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, MODULE, shared_address],
         capture_output=True,

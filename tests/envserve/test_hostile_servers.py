@@ -118,7 +118,7 @@ def test_a_flood_does_not_delay_the_rows_of_another_server(
 
 @pytest.mark.parametrize("kind", [MessageType.RESET, MessageType.STEP])
 @pytest.mark.parametrize("script", ["nothing", "running"])
-def test_a_server_that_answers_only_pings_holds_no_call_for_ever(
+def test_a_server_that_answers_only_pings_does_not_block_calls_forever(
     host: Host, kind: MessageType, script: str
 ) -> None:
     is_silent = script == "nothing"

@@ -1,4 +1,4 @@
-"""What env modules may do at import, and what forked workers inherit from it."""
+"""Effects of importing env modules, and the state that forked workers inherit."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_step_that_exits_costs_one_transition(folder: Path) -> None:
             step = batch.step(np.zeros(2, np.int64))
 
 
-def test_server_does_not_preload_if_told_so_and_drains_after_an_import_that_takes_over(
+def test_server_without_preload_drains_after_an_import_that_sets_signal_handlers(
     folder: Path, serve: Serve
 ) -> None:
     log = folder / "log"

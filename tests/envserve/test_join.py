@@ -15,7 +15,7 @@ from envserve.cli.app import PROGRAM
 from envserve.client.link import join
 from envserve.client.link.connection import Connection
 from envserve.client.link.zmq_guards.diagnosis import Finding
-from envserve.errors import KeyFileError
+from envserve.errors import ConnectError, KeyFileError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
 from envserve.keys.key_folder import KeyFolder, Role
@@ -253,6 +253,30 @@ def test_a_pin_that_appears_during_a_join_is_not_replaced(tmp_path: Path) -> Non
     assert folder.pinned_addresses == ["tcp://sim1:5555"]
     folder.add_pin(addresses, old, "ann", may_replace=False)
     assert folder.pinned_addresses == ["tcp://sim1:5555", "tcp://sim2:5555"]
+
+
+@pytest.mark.parametrize(
+    ("findings", "text"),
+    [
+        ([Finding.REFUSED], "tcp://a:1: connection refused: no program is listening"),
+        ([Finding.NOT_ZEROMQ], "tcp://a:1: the program that listens there does not s"),
+        (
+            [Finding.OTHER_SERVER, Finding.REFUSED],
+            r"tcp://a:1: no server with the key of this invitation .* answered; .*"
+            r"; tcp://b:1: connection refused: no program is listening there",
+        ),
+    ],
+)
+def test_a_join_that_cannot_succeed_ends_early_and_reports_the_listener(
+    monkeypatch: pytest.MonkeyPatch, findings: list[Finding], text: str
+) -> None:
+    addresses = ("tcp://a:1", "tcp://b:1")[: len(findings)]
+    found = dict(zip(addresses, findings, strict=True))
+    monkeypatch.setattr(join, "diagnose_connection", lambda at, *_: found[at])
+    pair = KeyPair.generate()
+    invitation = Invitation(pair.public, pair.secret, "ci", addresses)
+    with pytest.raises(ConnectError, match=text):
+        join.join(invitation, pair, 3600.0)
 
 
 def test_an_interrupted_join_stops_trying_all_addresses(

@@ -157,6 +157,13 @@ def test_a_pasted_invitation_is_not_echoed(home: Path) -> None:
     assert b"abc" not in shown
 
 
+def test_an_empty_list_of_clients_is_explained_on_stderr(run: Run) -> None:
+    result = run("clients")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.startswith("no clients yet; add one with")
+    assert "[remove NAME]\n" in run("clients", "--help").stdout
+
+
 def test_clients_can_be_listed_without_secrets_and_removed(
     run: Run, home: Path
 ) -> None:

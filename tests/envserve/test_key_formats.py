@@ -104,6 +104,11 @@ def test_an_invitation_is_one_line_and_can_be_parsed() -> None:
     )
 
 
+def test_an_invitation_that_is_cut_off_is_called_incomplete() -> None:
+    with pytest.raises(CodecError, match="of 30 characters, which is incomplete"):
+        Invitation.parse(formats.INVITATION + (30 - len(formats.INVITATION)) * "x")
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

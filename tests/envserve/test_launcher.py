@@ -190,7 +190,7 @@ def test_template_outlives_a_child_that_an_imported_module_has_started(
 
 
 def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
-    launcher: Launcher, start: Start
+    launcher: Launcher, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers = [start(launcher).wait_for_start() for _ in range(2)]
     kill(launcher._process.pid)
@@ -198,6 +198,7 @@ def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
         assert worker.wait_for_end() == Exit(worker.pids[0], -9)
         worker.assert_closed()
     assert "was killed by SIGKILL" in repr(launcher)
+    assert ") was killed by SIGKILL, and 2 workers with it; " in caplog.text
     launcher.kill(workers[0].process)
     start(launcher).wait_for_start()
 
@@ -496,7 +497,7 @@ TAKES_OVER = {
 
 
 @pytest.mark.parametrize("text", TAKES_OVER.values(), ids=TAKES_OVER)
-def test_template_takes_back_what_an_import_has_taken(
+def test_template_restores_the_process_state_that_an_import_has_changed(
     make_launcher: Make, start: Start, text: str
 ) -> None:
     code = f"import os, signal, socket, sys\n{text}"
@@ -521,7 +522,7 @@ def test_template_reaps_workers_if_its_owner_blocks_signals(
     assert worker.wait_for_end().exit_code == -signal.SIGKILL
 
 
-def test_threads_of_an_import_are_noted(make_launcher: Make, start: Start) -> None:
+def test_threads_of_an_import_are_recorded(make_launcher: Make, start: Start) -> None:
     launcher = make_launcher(
         plain="import gymnasium",
         pool="from concurrent.futures import ThreadPoolExecutor\n"
@@ -536,9 +537,7 @@ def test_threads_of_an_import_are_noted(make_launcher: Make, start: Start) -> No
     assert "preload=False (--no-preload)" in launcher.import_note
 
 
-def test_import_without_threads_leaves_no_note(
-    make_launcher: Make, start: Start
-) -> None:
+def test_import_without_threads_records_none(make_launcher: Make, start: Start) -> None:
     launcher = make_launcher(
         ends="import os, threading\n"
         "thread = threading.Thread(target=int); thread.start(); thread.join()\n"

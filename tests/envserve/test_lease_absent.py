@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 
 from envserve.errors import LocalProtocolError
-from envserve.session.states import LeaseState, Machine
+from envserve.session.states import LeaseState, StateMachine
 from envserve.settings import HostSettings
 from envserve.wire.bodies import Pong
 from envserve.wire.constants import MessageType
@@ -88,7 +88,7 @@ def test_a_block_without_a_running_request_cannot_finish(client: RawClient) -> N
 
 
 def test_a_lease_moves_only_forward() -> None:
-    machine = Machine(LeaseState.BUILDING)
+    machine = StateMachine(LeaseState.BUILDING)
     for state in (LeaseState.GRANTED, LeaseState.CLOSING, LeaseState.ENDED):
         machine.move(state)
         with pytest.raises(LocalProtocolError, match=f"from {state.name}"):

@@ -124,5 +124,6 @@ def test_a_closed_batch_is_reported_as_idle(monkeypatch: Any) -> None:
     with LocalStatusServer(batch) as server, Observer(server.address) as observer:
         batch.reset()
         batch.close()
-        assert observer.status().leases[0].in_flight == 0
+        (lease,) = observer.status().leases
+        assert (lease.in_flight, lease.absent) == (0, ())
         assert observer.frames(1, [0]) == []

@@ -1,4 +1,4 @@
-"""Logs cannot be forged, and nobody has to read them."""
+"""Logs cannot be forged, and unread output does not block a process."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ gymnasium.register("Flood-v0", FloodEnv)
 
 @pytest.fixture(params=["pipe", "terminal"])
 def unread(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """The path of a full pipe that nobody reads, or of a stopped terminal."""
+    """Return the path of a full, unread pipe, or of a stopped terminal."""
     if request.param == "pipe":
         path = tmp_path / "unread"
         os.mkfifo(path)

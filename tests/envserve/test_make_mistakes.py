@@ -15,6 +15,7 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
 from envserve import make, make_vec
+from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.errors import ActionError, LocalProtocolError
 from envserve.pool.replay import load_repro
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
             "on_fault: expected one of",
         ),
         (make_vec, {"autoreset_mode": "samestep"}, "'SameStep', 'NextStep' or 'Dis"),
-        (make_vec, {"vectorization_mode": "threads"}, "'threads' is not a valid"),
+        (make_vec, {"vectorization_mode": "threads"}, "or no value, .*got 'threads'"),
         (make_vec, {"vector_kwargs": {"copies": 1}}, "autoreset_mode, copy,.*copies=1"),
         (make_vec, {"vector_kwargs": {"worker": print}}, "vector_kwargs: .*worker=<"),
         (
@@ -198,3 +199,9 @@ def test_making_envs_does_not_use_their_attributes(tmp_path: Path) -> None:
     first, second = tmp_path.iterdir()
     assert not load_repro(first).played.is_touched
     assert not load_repro(second).played.is_touched
+
+
+def test_addresses_in_place_of_the_env_are_named() -> None:
+    addresses: Any = ["tcp://sim1:5555"]
+    with pytest.raises(TypeError, match=r"the list \['tcp://sim1:5555'\]; .*after"):
+        BatchEnv.connect(addresses, ["CartPole-v1"], 4)

@@ -32,6 +32,7 @@ from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.monitoring.metrics_port import MetricsPort
 from envserve.server.metrics import ServerCollector
+from envserve.text import install_command
 from envserve.wire.sockets import use_keys
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.conftest import OPENINGS, PATIENCE, Serve, WaitUntil
@@ -210,7 +211,7 @@ def test_the_error_about_missing_packages_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ServerError, match=r"pip install 'envserve\[metrics\]'"):
+    with pytest.raises(ServerError, match=re.escape(install_command("metrics"))):
         MetricsPort(0)
 
 

@@ -180,7 +180,7 @@ def test_death_is_reported_once_both_signs_are_there(
     assert fake_pool.worker is culprit
     culprit.exit(-11) if comes_first == "end of file" else culprit.close()
     (lost,) = fake_pool.replace_and_collect(culprit).faults
-    assert lost.text == "worker 0 (envs 0 to 0, 1 to 1) was killed by SIGSEGV"
+    assert lost.text == "worker 0 (envs 0, 1) was killed by SIGSEGV"
 
 
 def test_worker_that_closes_its_socket_without_exiting_is_killed(
@@ -276,9 +276,7 @@ def test_workers_with_different_spaces_are_an_error_that_names_them() -> None:
     second.become_ready(describe(spaces.Discrete(4)))
     wait_for(fake_pool.pool, lambda: fake_pool.pool.error is not None)
     assert isinstance(fake_pool.pool.error, EnvStartError)
-    text = (
-        "the spaces of worker 1 (envs 1 to 1) differ from those of the first worker: "
-    )
+    text = "the spaces of worker 1 (env 1) differ from those of the first worker: "
     assert text + "action space: expected Discrete(3), got Discrete(4)" in str(
         fake_pool.pool.error
     )

@@ -14,8 +14,9 @@ import envserve.ray
 from envserve.cli.app import PROGRAM
 from envserve.errors import AddressError
 from envserve.keys.key_folder import KeyFolder
+from envserve.text import install_command
 
-NEEDED = "Ray is not installed; run pip install 'envserve[ray]'"
+NEEDED = f"Ray is not installed; run {install_command('ray')}"
 
 
 @pytest.fixture
@@ -113,7 +114,28 @@ def test_resources_must_be_numbers_by_name(
     assert started == []
 
 
-@pytest.mark.parametrize("words", [("--servers", "2"), ("--resources", "{}")])
+@pytest.mark.parametrize(("running", "started_servers"), [(1, 2), (3, None)])
+def test_scale_to_starts_only_the_missing_servers(
+    started: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    running: int,
+    started_servers: int | None,
+) -> None:
+    def scale_down(address: str, num_servers: int) -> int:
+        assert (address, num_servers) == ("ray://default/envs", 3)
+        return running
+
+    monkeypatch.setattr(envserve.ray, "scale_down", scale_down)
+    code = start("--on", "ray", "--scale-to", "3", "CartPole-v1")
+    if started_servers is None:
+        assert (code, started) == (0, [])
+    else:
+        assert (code, *started[:2]) == (2, started_servers, ["CartPole-v1"])
+
+
+@pytest.mark.parametrize(
+    "words", [("--servers", "2"), ("--resources", "{}"), ("--scale-to", "2")]
+)
 def test_options_of_ray_are_refused_without_it(
     started: list[Any], words: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

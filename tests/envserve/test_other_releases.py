@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import envserve
@@ -56,7 +59,9 @@ def health(address: str, folder: Path | None = None) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-def test_an_older_client_is_told(other_server: ServerProcess) -> None:
+def test_an_older_client_gets_an_error_with_both_versions(
+    other_server: ServerProcess,
+) -> None:
     address = other_server.address
     text = (
         f"{address}: the server speaks protocol {OTHER} to {OTHER}, this client "
@@ -69,7 +74,9 @@ def test_an_older_client_is_told(other_server: ServerProcess) -> None:
     assert f"ProtocolMismatch: {text}" in error
 
 
-def test_a_newer_client_is_told(other_release: Path, tmp_path: Path) -> None:
+def test_a_newer_client_gets_an_error_with_both_versions(
+    other_release: Path, tmp_path: Path
+) -> None:
     with ServerProcess(tmp_path, imports=()) as server:
         code, error = health(server.address, other_release)
     assert code == 7
@@ -77,3 +84,24 @@ def test_a_newer_client_is_told(other_release: Path, tmp_path: Path) -> None:
         f"speaks protocol {VERSION} to {VERSION}, this client {OTHER} to {OTHER}"
         in error
     )
+
+
+def step_until_an_error(env: BatchEnv) -> None:
+    while True:
+        env.step(np.zeros(1, int))
+
+
+def test_a_batch_fails_if_its_server_returns_with_another_protocol_version(
+    other_release: Path, tmp_path: Path
+) -> None:
+    with ServerProcess(tmp_path, imports=()) as server:
+        bind = (server.address,)
+        env = BatchEnv.connect("CartPole-v1", bind, 1, on_server_lost="pad")
+        env.reset()
+    other: dict[str, Any] = {"cwd": other_release, "environment": {"PYTHONPATH": ""}}
+    with (
+        contextlib.closing(env),
+        ServerProcess(other_release, bind=bind, imports=(), **other),
+        pytest.raises(ProtocolMismatch, match="install the same release"),
+    ):
+        step_until_an_error(env)

@@ -182,7 +182,7 @@ def test_a_status_that_no_fault_explains_is_a_loss(
     pool.rows.status[1] = status
     finished = finish(two_workers)
     assert finished[0] == Outcome(0)
-    assert_lost(pool, finished[1], "worker 1 (envs 1 to 1) was replaced")
+    assert_lost(pool, finished[1], "worker 1 (env 1) was replaced")
 
 
 def test_a_finished_reset_is_repeated_and_a_finished_call_is_kept(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -20,9 +23,9 @@ from envserve.errors import ConnectError, ServerError
 from envserve.monitoring.observer import Observer
 from envserve.monitoring.page.app import build_app
 from envserve.monitoring.page.data_feed import DataFeed
-from envserve.monitoring.page.serve import page_process, page_server
+from envserve.monitoring.page.serve import finish_page, page_process, page_server
 from tests.command_line import invoke
-from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
+from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, Events, served
 from tests.envserve.page_fakes import FakeObserver, FakeServer
 
 ADDRESS = NamedAddress("tcp://10.0.0.2:5555", "tcp://sim1:5555")
@@ -282,6 +285,41 @@ def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(
         events.until("server", lambda state: state["error"] == "")
 
 
+@pytest.mark.parametrize("pid", [4712, 4711], ids=["other pid", "same pid"])
+def test_the_counts_of_a_restarted_server_are_added_and_those_of_a_lost_one_are_not(
+    watching: Browser, server: FakeServer, pid: int
+) -> None:
+    def totals(events: Events, *, faults: int, error: str = "") -> dict[str, float]:
+        state = events.until(
+            "server",
+            lambda state: (
+                bool(state["status"])
+                and state["error"] == error
+                and sum(state["status"]["faults"].values()) == faults
+            ),
+        )
+        counts: dict[str, float] = state["totals"]
+        return counts
+
+    with watching.events() as one, watching.events() as other:
+        first = totals(one, faults=3)
+        assert (first["steps"], first["faults"]) == (1_204_000, 3)
+        assert (first["rows"], first["lost"]) == (1_204_028, 28)
+        server.error = ConnectError("unreachable")
+        assert totals(one, faults=3, error="unreachable") == first
+        server.error = None
+        assert totals(one, faults=3) == first
+        began = {"pid": pid, "seconds": 1.0, "restarts": 0}
+        server.replace(**began, steps=10, rows={"OK": 9, "TIMEOUT": 1}, faults={"X": 1})
+        second = totals(one, faults=1)
+        assert (second["steps"], second["faults"]) == (1_204_010, 4)
+        assert (second["rows"], second["lost"]) == (1_204_038, 29)
+        server.replace(steps=2_000_000, faults={"X": 2}, seconds=2.0)
+        third = totals(one, faults=2)
+        assert (third["steps"], third["faults"]) == (3_204_000, 5)
+        assert totals(other, faults=2) == third
+
+
 def test_frames_are_requested_once_for_all_browsers_that_show_them(
     watching: Browser, server: FakeServer
 ) -> None:
@@ -397,6 +435,58 @@ def test_a_page_process_serves_errors_and_ends_when_its_stdin_is_closed(
         assert process.wait(TIMEOUT_SECONDS) == 0
 
 
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves a page, and the page's URL."""
+    process, url = page_process(["127.0.0.1:9"], tmp_path, insecure=True)
+    with process:
+        yield process, url
+        assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+def test_sigterm_ends_a_page_with_exit_code_0(
+    serving: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, url = serving
+    with Browser(url).events():
+        process.terminate()
+        assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+def test_a_finished_page_closes_when_no_browser_shows_it(
+    serving: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, url = serving
+    shown: queue.Queue[str] = queue.Queue()
+    with ThreadPoolExecutor() as pool:
+        with Browser(url).events() as events:
+            finishing = pool.submit(finish_page, process, shown.put)
+            assert "open for up to 60 s" in shown.get(timeout=TIMEOUT_SECONDS)
+            events.until("finished")
+            assert Browser(url).request("GET", "/")[0] == 200
+            assert not finishing.done()
+        finishing.result(TIMEOUT_SECONDS)
+    assert shown.empty()
+
+
+def test_a_finished_page_without_browsers_closes_at_once(
+    serving: tuple[subprocess.Popen[str], str],
+) -> None:
+    finish_page(serving[0], pytest.fail)
+
+
+def test_ctrl_c_closes_a_finished_page_that_a_browser_shows(
+    serving: tuple[subprocess.Popen[str], str],
+) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    process, url = serving
+    with Browser(url).events():
+        finish_page(process, interrupt)
+        assert process.wait(TIMEOUT_SECONDS) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -406,7 +496,6 @@ def test_a_page_process_serves_errors_and_ends_when_its_stdin_is_closed(
             ["127.0.0.1", "--host", "192.0.2.1"],
             "pass an address of this host as --host",
         ),
-        ([], "the following arguments are required: ADDRESS"),
         (
             ["127.0.0.1", "--run", __file__],
             "expected a run folder; got the file",

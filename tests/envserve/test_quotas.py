@@ -77,34 +77,31 @@ FEW = {"num_workers": 1, "max_processes": 100}
 
 
 @pytest.mark.parametrize(
-    ("options", "policy", "text"),
+    ("options", "policy", "unit", "total", "remedy"),
     [
-        ({"max_envs": 3}, {}, "ann uses 3 of its 3 envs; other users use 0 of 16"),
-        ({"max_leases": 3}, {}, "ann uses 3 of its 3 leases; other users use 0 of 16"),
+        ({"max_envs": 3}, {}, "envs", 16, "max-envs= of ann in the server's clients "),
+        ({"max_leases": 3}, {}, "leases", 16, "max-leases= of ann in the server's "),
+        ({"max_processes": 3}, {}, "processes", 8, "max-processes= of ann in the "),
+        ({}, {"max_processes": 4}, "processes", 4, "--max-processes of `envserve st"),
         (
-            {"max_processes": 3},
-            {},
-            "ann uses 3 of its 3 processes; other users use 0 of 8",
-        ),
-        (
-            *({}, {"max_processes": 4}),
-            "ann uses 3 of its 3 processes; other users use 0 of 4",
-        ),
-        (
-            *({"max_processes": 9}, {"max_processes": 4}),
-            "ann uses 3 of its 3 processes; other users use 0 of 4",
+            *({"max_processes": 9}, {"max_processes": 4}, "processes", 4),
+            "--max-processes of `envserve start`",
         ),
     ],
 )
 def test_a_lease_beyond_the_quota_is_busy_until_another_one_ends(
-    options: dict[str, Any], policy: dict[str, Any], text: str
+    options: dict[str, Any], policy: dict[str, Any], unit: str, total: int, remedy: str
 ) -> None:
     server = KeyServer(grant(**options), grant("bob"), **policy)
     for _ in range(3):
         server.attach()
     assert len(server.pools) == 3
     body = server.refuse()
-    assert (body.code, body.text) == (ErrorCode.ENVS_BUSY, text)
+    assert body.code is ErrorCode.ENVS_BUSY
+    assert body.text.startswith(
+        f"ann uses 3 of its 3 {unit} and requested 1 more; other users use 0 of {total}"
+    )
+    assert f"; the operator can raise {remedy}" in body.text
     assert server.num_audits("over quota", "ann") == 1
     server.attach("bob")
     assert "bob" in {user for user, _ in server.pools}
@@ -120,6 +117,7 @@ def test_a_request_larger_than_the_quota_is_refused() -> None:
     body = server.refuse(num_envs=4)
     assert body.code is ErrorCode.REFUSED
     assert body.text.startswith("ann may use 3 envs, but requested 4; ")
+    assert body.text.endswith("raise max-envs= of ann in the server's clients file")
     body = server.refuse(num_envs=2, spare_envs=True)
     assert "requested 4" in body.text
     server.attach(num_envs=3)
@@ -148,8 +146,8 @@ def test_a_key_leaves_a_quarter_of_the_processes_to_others() -> None:
     server = KeyServer(grant(), num_workers=1, envs_per_worker=100, max_processes=8)
     for _ in range(6):
         server.attach()
-    text = "ann uses 6 of its 6 processes; other users use 0 of 8"
-    assert server.refuse().text == text
+    text = "ann uses 6 of its 6 processes and requested 1 more; other users use 0 of 8"
+    assert server.refuse().text.startswith(text)
     for _ in range(2):
         server.attach("local")
     assert len(server.pools) == 8
@@ -159,8 +157,8 @@ def test_users_without_a_key_may_use_all_processes() -> None:
     server = KeyServer(num_workers=1, envs_per_worker=100, max_processes=8)
     for _ in range(8):
         server.attach("")
-    text = "the user without a key uses 8 of its 8 processes; other users use 0 of 8"
-    assert server.refuse("").text == text
+    text = "the user without a key uses 8 of its 8 processes and requested 1 more; "
+    assert server.refuse("").text.startswith(text)
 
 
 def test_a_key_may_attach_twice_a_second_and_eight_times_at_once() -> None:

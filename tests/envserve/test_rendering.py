@@ -18,6 +18,7 @@ from envserve.crashes.action_ring import ActionRing, ring_nbytes
 from envserve.lane import MAX_JPEG_BYTES, RenderedFrame
 from envserve.slab import Slab
 from envserve.spaces.env_spec import EnvSpec
+from envserve.text import install_command, without_folders
 from envserve.worker import rendering
 from envserve.worker.frame_board import MAX_WATCHED, FrameBoard
 from envserve.worker.frame_board import board_nbytes as board_bytes
@@ -250,7 +251,7 @@ def test_without_pillow_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "PIL", None)
     studio.watch(0)
     studio.look()
-    assert "pip install 'envserve[page]'" in studio.see().text
+    assert without_folders(install_command("page")) in studio.see().text
 
 
 def test_an_env_whose_render_ends_its_process_twice_is_not_rendered_again(

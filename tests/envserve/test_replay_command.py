@@ -19,6 +19,7 @@ import pytest
 from envserve.cli.app import PROGRAM
 from envserve.crashes.repro_file import End, Repro, encode_repro
 from envserve.slab import Status
+from envserve.text import install_command
 from tests.command_line import Result, invoke
 from tests.envserve.test_replay import make_repro
 from tests.ppo.film_env import read_video
@@ -159,7 +160,7 @@ def test_missing_video_libraries_are_reported_before_anything_starts(
     monkeypatch.setenv("PATH", "")
     result = replay(repro, "--film", "film.mp4")
     assert result.exit_code == 2
-    assert "pip install 'envserve[video]'" in result.output
+    assert install_command("video") in result.output
 
 
 def debug(

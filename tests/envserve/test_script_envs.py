@@ -484,7 +484,7 @@ def test_a_script_can_use_its_own_functions_classes_and_names(tmp_path: Path) ->
     assert finished.returncode == 0, finished.stderr
 
 
-def test_a_repro_file_of_a_function_says_why_it_cannot_be_replayed(
+def test_a_repro_file_of_a_function_states_why_it_cannot_be_replayed(
     tmp_path: Path, launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"num_workers": 1, "crash_dir": str(tmp_path)}

@@ -293,6 +293,7 @@ async def test_other_decisions_are_carried_out_if_a_reply_fails(
         sent.extend(frames)
         return True
 
+    caplog.set_level(logging.INFO, "envserve.server.event_loop")
     async with running(tmp_path) as (server_loop, _):
         monkeypatch.setattr(server_loop._router, "send", send)
         server_loop._carry_out([Reply((1, b"r", ""), [f]) for f in (b"bad", b"good")])
@@ -300,6 +301,8 @@ async def test_other_decisions_are_carried_out_if_a_reply_fails(
         assert (server_loop.counters.failures, server_loop.dropped_replies) == (1, 1)
         monkeypatch.undo()
     assert "a reply could not be sent" in caplog.text
+    (end,) = (r for r in caplog.records if r.message.startswith("replies to"))
+    assert end.levelno == logging.INFO  # clients that are gone cause some
 
 
 async def test_dropped_messages_are_logged_at_the_end(
@@ -310,7 +313,7 @@ async def test_dropped_messages_are_logged_at_the_end(
             await peer.send(MessageType.RESULT, 1)
             assert await peer.free_envs() == 128
     assert "unanswerable messages: 1" in caplog.text
-    assert "replies that could not be sent" not in caplog.text
+    assert "replies to clients" not in caplog.text
 
 
 async def test_a_stop_shortens_the_time_limit_of_closing_workers(

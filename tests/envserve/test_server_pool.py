@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from envserve.client.link import placement
 from envserve.client.link import server_pool as module
 from envserve.client.link.connection import Connection
 from envserve.client.link.server_pool import ServerPool
@@ -79,7 +81,8 @@ def test_an_unresponsive_server_is_gone_once_its_source_no_longer_lists_it(
     source = tmp_path / "servers"
     source.write_text(f"{listed}\n{vanished}")
     server_pool = ServerPool([f"file://{source}"], insecure=True)
-    server_pool.locations = {0: listed, 1: vanished}
+    server_pool.placement.join(0, listed, 1)
+    server_pool.placement.join(1, vanished, 1)
 
     def gone() -> list[bool]:
         since = time.monotonic()
@@ -92,8 +95,40 @@ def test_an_unresponsive_server_is_gone_once_its_source_no_longer_lists_it(
     assert gone() == [False, True]
     source.unlink()  # a server is not gone if its source is unreadable
     assert gone() == [False, False]
-    server_pool.locations = {}
-    server_pool.leave(None, time.monotonic() + 120)
+    for lane in (0, 1):
+        server_pool.leave(lane, time.monotonic() + 120)
+
+
+def test_names_that_cannot_be_resolved_leave_the_known_servers(
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    """A server dies while DNS is down; another one that DNS has listed takes over."""
+    dead, alive = (f"tcp://192.0.2.{host}:5555" for host in (1, 2))
+
+    def look_up(*_: object, **__: object) -> list[Any]:
+        if is_dns_down:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure")
+        return [(0, 0, 0, "", (f"192.0.2.{host}", 0)) for host in (1, 2)]
+
+    def request_welcome(address: str, *_: object, **__: object) -> Welcome:
+        return welcome(8) if address == alive else silence()
+
+    is_dns_down = False
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(module, "request_welcome", request_welcome)
+    monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.REFUSED)
+    server_pool = ServerPool(["dns://envs:5555"], insecure=True)
+    assert server_pool.addresses == [dead, alive]
+    for lane, address in enumerate(server_pool.addresses):
+        server_pool.placement.join(lane, address, 4)
+    is_dns_down = True
+    since = time.monotonic()
+    assert not server_pool.is_gone(dead, since)
+    wait_until(lambda: server_pool.polled_at >= since, 240)
+    assert [server_pool.is_gone(at, since) for at in (dead, alive)] == [True, False]
+    assert server_pool.take(0, may_recover=False) == alive
+    for lane in (0, 1):
+        server_pool.leave(lane, time.monotonic() + 120)
 
 
 def test_only_the_last_lane_waits_for_a_poll_and_only_until_its_deadline(
@@ -107,10 +142,10 @@ def test_only_the_last_lane_waits_for_a_poll_and_only_until_its_deadline(
 
     monkeypatch.setattr(module, "request_welcome", wait)
     for user, address in enumerate(ADDRESSES):
-        server_pool.locations[user] = address
+        server_pool.placement.join(user, address, 1)
     since = time.monotonic()
     server_pool.is_gone(ADDRESSES[0], since)
-    *others, last = list(server_pool.locations)
+    *others, last = list(server_pool.placement.locations)
     for lane in others:
         server_pool.leave(lane, since + FOREVER_SECONDS)
     server_pool.leave(last, since)
@@ -158,7 +193,7 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
     old, unreadable, fit, _ = ADDRESSES
     have = {unreadable: welcome(free_envs=8), fit: welcome(free_envs=4)}
 
-    def ask(address: str, seconds: float, *, insecure: bool) -> Welcome:
+    def ask(address: str, seconds: float, **_: object) -> Welcome:
         return have[address] if address in have else silence()
 
     def keys_for(folder: KeyFolder, address: str, *, insecure: bool) -> None:
@@ -167,7 +202,7 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
 
     monkeypatch.setattr(module, "request_welcome", ask)
     monkeypatch.setattr(KeyFolder, "keys_for", keys_for)
-    monkeypatch.setattr(module, "_EXCLUDE_SECONDS", FOREVER_SECONDS)
+    monkeypatch.setattr(placement, "EXCLUDE_SECONDS", FOREVER_SECONDS)
     session, now = attach_and_step(), 3.0
     session.attachment.address = old
     session.record_disconnect(1.0)
@@ -178,9 +213,9 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
         driver.run(now)
         assert state_of(session) is ClientState.READY
         assert session.address == connection.address == old
-        assert server_pool.locations[driver] == old
+        assert server_pool.placement.locations[driver] == old
         driver.run(now)
         assert state_of(session) is ClientState.HELLO_SENT
         assert session.address == connection.address == fit
-        assert server_pool.locations[driver] == fit
+        assert server_pool.placement.locations[driver] == fit
         server_pool.leave(driver, time.monotonic() + 120)

@@ -136,8 +136,8 @@ def test_a_user_who_attaches_without_end_leaves_processes_to_others(
     assert client.session.error is None
     assert time.monotonic() - began < 20.0
     assert {error.code for error in errors} == {ErrorCode.ENVS_BUSY}
-    texts = {error.text for error in errors}
-    assert texts == {"mallory uses 6 of its 6 processes; other users use 0 of 8"}
+    (text,) = {error.text for error in errors}
+    assert text.startswith("mallory uses 6 of its 6 processes and requested ")
     assert len(server.worker_pids) <= 8
 
 
@@ -152,7 +152,7 @@ def test_the_audit_log_has_grants_and_refusals_of_a_key(
     peer.granted()
     peer.attach(range(2, 3))
     (error,) = peer.errors(1)
-    assert error.text == "mallory uses 1 of its 1 envs; other users use 0 of 128"
+    assert error.text.startswith("mallory uses 1 of its 1 envs and requested ")
     peer.attach(range(3, 4), "Acrobot-v1")
     (error,) = peer.errors(1)
     assert error.text.startswith(
@@ -202,7 +202,7 @@ def test_messages_beyond_a_user_s_share_are_dropped_and_counted(
     wait_until(lambda: count() > 0)
 
 
-def test_a_user_who_floods_with_invalid_messages_is_shut_out(
+def test_a_user_who_floods_with_invalid_messages_is_blocked(
     serve: Serve, folder: KeyFolder, mallory: list[KeyedPeer], wait_until: WaitUntil
 ) -> None:
     server = start(serve, folder, *OPENINGS)

@@ -155,9 +155,14 @@ def test_each_silence_is_logged_once(
             client.advance(now)
         client.record_connect(start + 3.0)
         exchange(client, server, start + 3.0)
-    assert [line.partition(";")[0] for line in caplog.messages] == [
-        "tcp://fake:1: no answer, or no connection"
-    ] * 2
+    assert (
+        caplog.messages
+        == [
+            "tcp://fake:1: no connection for 1 s; waiting for the server",
+            "tcp://fake:1: the server answers again",
+        ]
+        * 2
+    )
 
 
 # ABSENT messages.

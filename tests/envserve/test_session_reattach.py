@@ -90,6 +90,27 @@ def test_after_a_restart_a_client_waits_for_busy_envs() -> None:
     now = pass_time(client, restarted, 1.0)
     assert now == pytest.approx(61.0, abs=0.5)
     assert isinstance(client.error, ServerLost)
+    assert str(client.error).startswith("tcp://fake:1: 4 envs requested, 1 of 4 free ")
+
+
+def test_the_error_begins_with_the_present_state_not_with_a_drain_long_past() -> None:
+    _, client = make_pair(boot=1)
+    error = ServerLost("tcp://fake:1: the server was drained")
+    client.attachment.lose_lease(error, 1.0)
+    client.record_disconnect(2.0)
+    for now in range(3, 63):
+        client.advance(now)
+    assert client.error is not None
+    text = "tcp://fake:1: no connection for 59 s; no new envs for 60 s after the loss "
+    assert str(client.error).startswith(f"{text}of the lease (the server was drained")
+
+
+def test_a_new_lease_after_a_loss_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    client, restarted = attach_and_restart()
+    client.submit_step([0, 1], 1.0)
+    exchange(client, restarted, 3.5)
+    assert "the server was restarted, so its envs are gone; " in caplog.messages[0]
+    assert caplog.messages[1:] == ["tcp://fake:1: granted a new lease after a loss"]
 
 
 def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost() -> (

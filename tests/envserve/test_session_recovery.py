@@ -13,6 +13,7 @@ from tests.envserve.session_fakes import (
     FakeServer,
     absent_blocks,
     advance_to,
+    attach,
     attach_and_restart,
     attach_and_step,
     check_lost,
@@ -72,6 +73,45 @@ def test_with_next_step_the_step_after_a_restart_returns_the_first_observation()
     step_all(client, restarted, 1.0, 8)
     np.testing.assert_array_equal(rows.reward, 8)
     np.testing.assert_array_equal(rows.observation[0][:, 0], 1)
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("then", ["", "step", "reset", "invalidate"])
+def test_a_loss_after_the_end_of_all_episodes_costs_nothing_with_next_step(
+    autoreset: str, then: str
+) -> None:
+    """The rows are lost as usual if the caller has not received their end as the last.
+
+    That is the case after a reset, or if a result may have been discarded.
+    """
+    server = FakeServer()
+    client = attach(server, autoreset=autoreset)
+    while not client.rows.terminated.all():
+        step_all(client, server, 0.0)
+    if then == "step":  # it is in flight at the loss
+        client.submit_step((0, 1), 1.0)
+    elif then == "reset":
+        client.submit_reset([Reset(0), Reset(1)], 1.0)
+        finish(client, server, 1.0)
+    elif then == "invalidate":
+        client.invalidate("interrupted", 1.0)
+    restarted = FakeServer(boot=2)
+    client.record_disconnect(1.0)
+    client.record_connect(1.1)
+    outcomes = finish(client, restarted, 1.1)
+    if then != "step":
+        outcomes = step_all(client, restarted, 2.0)
+    rows, is_whole = client.rows, autoreset == "next_step" and then in ("", "step")
+    assert executed(restarted) == RESETS
+    assert rows.status.tolist() == (OK if is_whole else LOST)
+    assert rows.truncated.tolist() == [not is_whole] * 4
+    assert not rows.terminated.any()
+    assert not rows.reward.any()
+    assert [bool(each.faults) for each in outcomes] == [not is_whole] * 2
+    if is_whole:
+        assert not rows.observation[0].any()
+        step_all(client, restarted, 3.0, 8)
+        assert rows.reward.tolist() == [8] * 4
 
 
 def test_envs_lost_between_steps_are_reset_by_the_next_step() -> None:

@@ -235,7 +235,7 @@ def test_envs_that_are_built_without_end_are_waited_for_until_the_limit() -> Non
 # Honest servers.
 
 
-def test_a_pong_that_was_requested_before_the_latest_copy_is_no_evidence() -> None:
+def test_a_pong_that_was_requested_before_the_latest_copy_does_not_count() -> None:
     _, client = make_pair()
     client.advance(1.0)
     (first_ping,) = take_outgoing(client)
@@ -282,7 +282,7 @@ def test_a_pong_that_lists_one_block_covers_the_whole_request() -> None:
     assert len(collect(client)) == 2
 
 
-def test_evidence_from_before_an_answer_does_not_count() -> None:
+def test_ignored_copies_from_before_an_answer_do_not_count() -> None:
     server, client = make_pair()
     drop = dropping(MessageType.STEP)
     client.submit_step([0, 1], 0.0)
@@ -320,7 +320,7 @@ def test_a_slow_block_is_not_ignored_while_other_blocks_are_stepped() -> None:
     assert len(finish(client, server, 100.0)) == 1
 
 
-def test_a_paused_server_is_not_taken_for_a_faulty_one() -> None:
+def test_a_paused_server_is_not_mistaken_for_a_faulty_one() -> None:
     server, client = make_pair()
     client.submit_step([0, 1], 0.0)
     waiting = []
@@ -350,7 +350,7 @@ def test_time_in_which_the_client_was_suspended_does_not_count() -> None:
     assert len(finish(client, server, now)) == 2
 
 
-def test_copies_that_broken_connections_lose_are_no_evidence() -> None:
+def test_copies_that_broken_connections_lose_do_not_count() -> None:
     server, client = make_pair()
     client.submit_step([0, 1], 0.0)
     now, drop = 0.0, dropping(MessageType.STEP)
@@ -362,7 +362,7 @@ def test_copies_that_broken_connections_lose_are_no_evidence() -> None:
     assert len(finish(client, server, now)) == 2
 
 
-def test_a_restarted_server_is_not_taken_for_a_faulty_one() -> None:
+def test_a_restarted_server_is_not_mistaken_for_a_faulty_one() -> None:
     client, restarted = attach_and_restart()
     client.submit_step([0, 1], 1.0)
     now = pass_time(client, restarted, 1.0, until=300.0)  # a slow reset
@@ -370,7 +370,7 @@ def test_a_restarted_server_is_not_taken_for_a_faulty_one() -> None:
 
 
 @pytest.mark.parametrize("loss", [0.05, 0.2])
-def test_a_network_that_loses_messages_is_not_taken_for_a_faulty_server(
+def test_a_network_that_loses_messages_is_not_mistaken_for_a_faulty_server(
     loss: float, random_seed: int
 ) -> None:
     source = random.Random(random_seed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,10 @@ from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.text import (
     LogThrottle,
+    clone_folder,
     did_you_mean,
+    install_command,
+    nearest_name,
     one_line,
     printable,
     without_folders,
@@ -189,3 +194,32 @@ def test_the_client_suggests_similar_names() -> None:
     assert did_you_mean("walk-v1", ["a:Walk-v0", "b"]) == "; did you mean a:Walk-v0?"
     assert did_you_mean("zzz", ["Fake-v0"]) == "; there is only Fake-v0"
     assert did_you_mean("zzz", [f"Fake-v{n}" for n in range(9)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        *(("helth", "health"), ("eval", "evaluate"), ("step_timout", "step_timeout")),
+        *(("rate", "learning_rate"), ("lr", ""), ("", "")),
+        *(("nope", ""), ("configs", ""), ("entropie", "entropy")),
+    ],
+)
+def test_only_similar_names_are_suggested(word: str, nearest: str) -> None:
+    known = ["evaluate", "hopper", "health", "entropy", "step_timeout"]
+    assert nearest_name(word, [*known, "learning_rate", "start"]) == nearest
+
+
+def test_the_command_that_installs_an_extra_works_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    assert clone_folder() == root
+    assert shlex.split(install_command("page")) == [
+        *("pip", "install", "-e", f"{root}[page]")
+    ]
+    # A client receives a command that can be run in the clone.
+    assert without_folders(install_command("page")) == "pip install '.[page]'"
+    monkeypatch.setattr("envserve.text.__file__", str(tmp_path / "x" / "text.py"))
+    assert clone_folder() is None
+    command = "pip install 'envserve[page]'"
+    assert install_command("page") == without_folders(command) == command

@@ -180,7 +180,7 @@ def test_no_cell_is_truncated_at_usual_widths(width: int) -> None:
     ):
         assert part in text, text
     assert max(map(len, lines)) <= width
-    assert ("1.2.3" in text) == (width == 120)
+    assert "1.2.3" in text
 
 
 def test_a_narrow_terminal_shows_a_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,10 @@ def test_json_contains_the_whole_status_and_unresolved_addresses_exit_with_2(
     (entry,) = json.loads(result.stdout)
     assert entry["status"]["version"] == "1.2.3"
     assert entry["status"]["leases"][0]["env_name"] == "HalfCheetah-v5"
-    assert entry["status"]["leases"][0]["episodes"] == [[1, 0, None, 5]]
+    assert entry["status"]["leases"][0]["episodes"] == [
+        {"number": 1, "row": 0, "return": None, "length": 5}
+    ]
+    assert [*entry["status"]][-1] == "leases"  # after all short fields
     assert entry["steps_per_second"] == 1000.0
     assert with_lost.exit_code == 2
     assert "cannot resolve nobody.invalid" in json.loads(with_lost.stdout)[1]["error"]

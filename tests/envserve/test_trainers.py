@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from envserve.text import install_command
+
 FRAMEWORKS = {"stable_baselines3", "tianshou", "torch"}
 
 
@@ -25,7 +27,7 @@ def test_a_missing_framework_names_the_extra(adapter: str, framework: str) -> No
     assert finished.returncode == 1
     last = finished.stderr.splitlines()[-1]
     assert last.startswith("ModuleNotFoundError:")
-    assert last.endswith(f"; pip install 'envserve[{adapter}]'")
+    assert last.endswith(f"; {install_command(adapter)}")
 
 
 def test_vector_envs_import_no_framework() -> None:

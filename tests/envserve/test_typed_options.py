@@ -35,9 +35,9 @@ def test_misspelt_options_are_type_errors(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(FILE)
     first_wrong = 1 + FILE.splitlines().index('envserve.make_vec("A-v0", num_worker=1)')
-    arguments = [str(file), "--strict", "--no-incremental", "--config-file="]
+    # This project's strict config, so that mypy can use its cache of earlier checks.
     finished = subprocess.run(
-        [sys.executable, "-m", "mypy", *arguments],
+        [sys.executable, "-m", "mypy", str(file)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""User envs from files, packages and classes, and errors for wrong references."""
+"""User envs from files, packages and classes, and errors for invalid references."""
 
 from __future__ import annotations
 
@@ -183,7 +183,16 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(
     [
         ("no/such.py", None, "no/such.py: no such file$"),
         ("my env.py", "", "whose name has only letters"),
-        ("json.py", "", r"a different module, \S*/json/__init__\.py; rename the file"),
+        (
+            "json.py",
+            "",
+            "a module of the standard library has the same name; rename the file",
+        ),
+        (
+            "numpy.py",
+            "",
+            r"has the same name, \S*/numpy/__init__\.py; rename the file",
+        ),
         ("torn.py", "\n1 / 0", r"ZeroDivisionError: .* \(\S*/torn\.py:2\)"),
         ("odd.py", "def f(:", "SyntaxError"),
         (
@@ -337,9 +346,11 @@ def test_workers_run_user_envs(walk_file: str) -> None:
     ) as batch:
         assert batch.reset().shape == (2, 5)
         assert batch.spec.env_name == "walk_file:make_walk"
-    text = r"In the worker:\nenv_kwargs: Walk\.__init__\(\) got .* render_mode, size$"
+    text = r"^env_kwargs: Walk\.__init__\(\) got .* render_mode, size$"
     with pytest.raises(EnvStartError, match=text):
         BatchEnv.local(f"{walk_file}:Walk", 1, 1, env_kwargs={"colour": 1})
+    with pytest.raises(EnvStartError, match=r"^expected 'Wlak' to be .* mean Walk[?]$"):
+        BatchEnv.local(f"{walk_file}:Wlak", 1, 1)
 
 
 def test_server_and_client_can_use_the_same_reference(

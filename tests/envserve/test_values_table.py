@@ -138,7 +138,7 @@ def test_an_invalid_reset_is_not_repeated() -> None:
         pool = maker(NAME, 2, 1, env_kwargs=kwargs, max_restarts=1000)
         (outcome,) = reset(pool)
     assert isinstance(outcome.error, EnvStartError)
-    assert outcome.error.remote_traceback.startswith(
+    assert str(outcome.error).startswith(
         "expected reset() to return an observation and a dict of infos; got a dict of 8"
     )
 

@@ -82,9 +82,9 @@ def test_an_unsupported_autoreset_mode_is_rejected_at_start(
         (
             {"wrappers": [{"name": "ActionRepeat", "amount": 2}]},
             EnvStartError,
-            "no wrappers",
+            "do not support wrappers",
         ),
-        ({"spare_envs": True}, EnvStartError, "no spare_envs"),
+        ({"spare_envs": True}, EnvStartError, "do not support spare_envs"),
         ({"env_name": "envserve/Ledger-v0"}, UnknownEnv, "has a vector_entry_point"),
         ({"env_name": "Nothing-v0"}, UnknownEnv, "Nothing-v0"),
         (
@@ -285,7 +285,7 @@ def batched(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "kwargs", "text"),
     [
-        ("Counts-v0", {}, r"metadata\['autoreset_mode'\].*; got None; see docs"),
+        ("Counts-v0", {}, r"metadata\['autoreset_mode'\].*; got None; see 'Serve"),
         ("Bare-v0", {"mode": "SameStep"}, r"expected reset\(\*, seed=None, options"),
     ],
 )

@@ -1,6 +1,7 @@
 """Videos contain every frame, and incomplete video files are removed."""
 
 import ctypes.util
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -10,6 +11,7 @@ import pytest
 
 from envserve.errors import VideoError
 from envserve.monitoring.video import VideoWriter, find_ffmpeg
+from envserve.text import install_command
 from envserve.worker.rendering import headless_variables
 from tests.ppo.film_env import read_video
 
@@ -77,7 +79,7 @@ def test_the_ffmpeg_in_path_is_used_without_imageio_ffmpeg(
 ) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(VideoError, match=r"pip install 'envserve\[video\]'"):
+    with pytest.raises(VideoError, match=re.escape(install_command("video"))):
         find_ffmpeg()
     program = tmp_path / "ffmpeg"
     program.write_text("#!/bin/sh\n")

@@ -1,4 +1,4 @@
-"""The registered wrappers, their arguments, and errors for wrong requests."""
+"""The registered wrappers, their arguments, and the errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.wrappers import ClipAction
 
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError, WrapperError
@@ -83,11 +84,13 @@ def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() ->
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ("ClipAction", r"wrappers: expected a list of tables .*; got 'ClipAction'"),
-        ({"name": "ClipAction"}, r"wrappers: expected a list of tables"),
-        ([3], r"wrappers\[0\]: expected a table with a name.*got 3"),
-        ([{"amount": 4}], r"wrappers\[0\]: expected a table with a name"),
-        ([{"name": 3}], r"wrappers\[0\]: expected a table with a name"),
+        ("ClipAction", r"wrappers: expected a list .*; got 'ClipAction'; put it into"),
+        ({"name": "ClipAction"}, r"wrappers: expected a list .*; put it into a list"),
+        (ClipAction, r"wrappers: expected a list .*; got ClipAction; put it into a li"),
+        (3, r"wrappers: expected a list such as .*; got 3$"),
+        ([3], r"wrappers\[0\]: expected a name, or a table.*got 3"),
+        ([{"amount": 4}], r"wrappers\[0\]: expected a name, or a table"),
+        ([{"name": 3}], r"wrappers\[0\]: expected a name, or a table"),
         (
             [{"name": "ClipAction"}] * 17,
             r"expected at most 16 wrappers; got 17",

@@ -330,7 +330,7 @@ async def test_a_server_without_keys_logs_repeated_warnings(
     assert caplog.text.count("no keys are used") == 3
 
 
-async def test_a_user_who_causes_closures_is_shut_out_for_a_while(
+async def test_a_user_who_makes_the_server_close_all_connections_is_blocked_for_a_while(
     open_router: Callable[..., KeyedRouter],
     connect: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,

@@ -168,6 +168,30 @@ class ImageTask(_Task):
         return float(action == self._side)
 
 
+class XorTask(_Task):
+    """Rewards the xor of the signs of two numbers, which are observed with an image.
+
+    The image has no influence. No policy that is linear in the numbers is better than
+    chance.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(2)
+        self.observation_space = spaces.Dict(
+            image=spaces.Box(0, 255, (8, 8), np.uint8),
+            numbers=spaces.Box(-1.0, 1.0, (2,)),
+        )
+
+    def _ask(self) -> Any:
+        self._bits = self.np_random.integers(0, 2, 2)
+        image = self.np_random.integers(0, 256, (8, 8), np.uint8)
+        return {"image": image, "numbers": (2 * self._bits - 1).astype(np.float32)}
+
+    def _judge(self, action: Any) -> float:
+        return float(action == self._bits[0] ^ self._bits[1])
+
+
 class RecallTask(_Task):
     """Rewards the answer in the last of 5 steps if it equals the cue in the first step.
 

@@ -54,24 +54,27 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_simulate_runs_its_cases_in_processes(bench: Bench) -> None:
+def test_simulate_is_compared_with_stepping_alone(bench: Bench) -> None:
     only = ("--only", "simulate()", "--only", "BatchEnv")
-    result = bench("simulate", *TINY, *CARTPOLE, *only)
-    medians = {c: m["us_per_batch_step"] for c, m in result["medians"].items()}
-    beyond = result["results"]["beyond_the_lane_us"]
-    expected = medians["simulate()"] - medians["BatchEnv.step alone"]
-    assert beyond["simulate()"] == pytest.approx(expected)
-    assert beyond["BatchEnv.step alone"] is None
+    rows = bench("simulate", *TINY, *CARTPOLE, *only)["table"]["rows"]
+    assert [row[0] for row in rows] == [
+        "BatchEnv.step alone",
+        "simulate()",
+        "simulate(), policy in TensorFlow",
+    ]
+    assert rows[0][-1] == "1.00"
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_simulate_compares_with_loops_in_python(bench: Bench) -> None:
-    only = ("--only", "simulate()", "--only", "policy alone", "--only", "function")
-    rows = bench("simulate", *TINY, *CARTPOLE, *only)["table"]["rows"]
-    assert [row[0].split(",")[0] for row in rows] == [
-        *("policy alone", "simulate()", "Python loop")
+def test_stalls_compares_values_of_act_on(bench: Bench) -> None:
+    tiny = ("--servers", "4", "--envs-per-server", "2", "--horizon", "8")
+    rows = bench("stalls", *tiny, "--seconds", "0.1", *("--repetitions", "1"))["table"]
+    assert [row[0] for row in rows["rows"]] == [
+        "no stalls, act_on 1",
+        "no stalls, act_on 0.25",
+        "stalls, act_on 1",
+        "stalls, act_on 0.25",
     ]
-    assert [row[-1] == "-" for row in rows] == [True, True, False]
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -79,7 +82,7 @@ def test_profile_reports_the_time_of_each_part(bench: Bench) -> None:
     result = bench("profile", *TINY, *CARTPOLE, "--transport", "ipc")
     parts = [row[0] for row in result["table"]["rows"]]
     assert parts == [
-        *("policy", "graph", "client", "workers and wake-ups", "envs"),
+        *("policy", "rollout", "client", "workers and wake-ups", "envs"),
         "server and transport",
     ]
     assert "bound" in result["notes"][-1]

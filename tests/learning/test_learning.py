@@ -8,7 +8,7 @@ import pytest
 
 from ppo.cli.app import main
 from ppo.config import Config
-from ppo.config.named_configs import CONFIGS
+from ppo.config.named_configs import CONFIGS, recommended_settings
 from ppo.environments import env_maker
 from ppo.evaluation.evaluate import evaluate_run
 from ppo.run_folder.folder import RunFolder
@@ -73,14 +73,10 @@ def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
     assert evaluation["mean_return"] >= 475
 
 
-# Random actions have a return of -1,200. With seeds 0, 1 and 2, clipping reached -150,
-# -173 and -195, and the penalty -186 each. The test uses more envs than the config,
-# which is faster.
+# Random actions have a return of -1,200.
 @pytest.mark.parametrize("objective", ["clip", "penalty"])
 def test_pendulum_is_learned_in_100_000_steps(tmp_path: Path, objective: str) -> None:
-    config = CONFIGS["pendulum"].replace(
-        total_steps=100_000, objective=objective, num_envs=16, horizon=128
-    )
+    config = CONFIGS["pendulum"].replace(total_steps=100_000, objective=objective)
     assert learned_return(tmp_path / "run", config, num_workers=2) >= -300
 
 
@@ -104,6 +100,18 @@ def test_policies_learn_with_each_kind_of_space(
     assert rows[0]["mean_return"] < 0.65 * tasks.LENGTH
     # Acting and learning use the same observations and masks.
     assert max(row["ratio_deviation"] for row in rows) < 1e-4
+
+
+# After 60,000 steps, the last 100 training episodes returned 6.2 (seed 0); without the
+# hidden layers, no policy is better than 4.
+def test_numbers_beside_an_image_are_combined_with_the_settings_for_images(
+    tmp_path: Path,
+) -> None:
+    task = tasks.XorTask()
+    suited = recommended_settings(task.observation_space, task.action_space)
+    config = Config(env_name="learning-tests/Xor-v0", **suited)
+    config = config.replace(total_steps=60_000, evaluation_episodes=64)
+    assert learned_return(tmp_path / "run", config) >= 6.0
 
 
 @pytest.mark.parametrize(

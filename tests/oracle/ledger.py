@@ -162,6 +162,7 @@ class Ledger:
         self._steps[rows] += 1
         self._expect(part, "valid", part.valid, part.status == Status.OK)
         self._resolve(part)
+        self._find_renewed(part)
         if self._lost_actions:
             part = self._take_resets(part)
         if not part.status.any():  # the usual case
@@ -184,6 +185,18 @@ class Ledger:
             if chosen.any():
                 handle(part.at(chosen))
         self._expect(part, "known status", is_known, np.ones_like(is_known))
+
+    def _find_renewed(self, part: ResultRows) -> None:
+        """Find rows whose episode had ended, and that a new env then begins."""
+        if self._autoreset != "next_step":
+            return
+        is_done = np.isin(part.status, (Status.OK, Status.LATE))
+        is_other = part.observation[:, SEED] != self._model.observed[part.rows, SEED]
+        is_renewed = is_done & is_other & self._model.has_ended[part.rows]
+        for row, action in zip(
+            part.rows[is_renewed].tolist(), part.actions[is_renewed], strict=True
+        ):
+            self._lost_actions.setdefault(row, int(action))
 
     def _take_resets(self, part: ResultRows) -> ResultRows:
         """Verify the rows that were reset after a loss; return the other rows."""

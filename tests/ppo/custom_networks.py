@@ -53,8 +53,32 @@ class Plain:
         self.trackables = {"kernel": self._kernel}
 
     def __call__(self, observation: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if tf.reduce_any(observation > 1e6):  # AutoGraph makes this a tf.cond
+            observation = tf.clip_by_value(observation, -1e6, 1e6)
         product = tf.matmul(observation, self._kernel.value)
         return product[:, :-1], product[:, -1]
+
+
+def with_named_policy(
+    space: Any, action_size: int, config: Any, seed: int
+) -> keras.Model:
+    model = inputs_of_a_dict({"x": space}, action_size, config, seed)
+    hidden = keras.layers.Dense(8, "tanh")(model.inputs[0])
+    model = keras.Model(
+        model.inputs[0], (model.outputs[0], keras.layers.Dense(1)(hidden))
+    )
+    policy = keras.Model(model.inputs, model.outputs[0])
+    model.policy_variables = policy.trainable_variables
+    return model
+
+
+def with_foreign_policy(
+    space: Any, action_size: int, config: Any, seed: int
+) -> keras.Model:
+    model = subclass(space, action_size, config, seed)
+    model(tf.zeros([1, *space.shape]))
+    vars(model)["policy_variables"] = [keras.Variable(0.0)]
+    return model
 
 
 def plain_object(space: Any, action_size: int, config: Any, seed: int) -> Plain:

@@ -16,12 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
-from ppo.agent.normalize import ReturnScale
+from ppo.algorithms.ppo.ppo import PPO
 from ppo.config import Config
 from ppo.errors import LearnerLostError
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.samples import StepSampler
-from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import training_state
@@ -65,13 +64,11 @@ def updated(config: Config, learners: Learners) -> Any:
     share = config.per_learner(learners.num)
     rows = slice(learners.index * share.num_envs, (learners.index + 1) * share.num_envs)
     rollout = tf.nest.map_structure(lambda leaf: leaf[:, rows], rollout_of_all(agent))
-    updater = Updater(agent, share, learners=learners)
-    scale = ReturnScale(share.num_envs, config.discount)
-    scale.update(rollout.reward, rollout.done, rollout.valid, learners)
-    metrics = updater.update(rollout, reward_scale=scale.factor, seed=(3, 4))
+    algorithm = PPO(agent, share, learners)
+    metrics = algorithm.learn(rollout, progress=0.0, seed=(3, 4))
     observation = rollout.observation[:-1].reshape(-1, 2)
     agent.preprocess.update(observation, rollout.valid.reshape(-1), learners)
-    state = checkpoint.variables(training_state(agent, updater, scale))
+    state = checkpoint.variables(training_state(agent, algorithm.trackables))
     return metrics, [parameters(agent), *(part.numpy().ravel() for part in state)]
 
 

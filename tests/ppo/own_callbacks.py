@@ -70,3 +70,14 @@ def steps_envs(run: Any, metrics: Any, rollout: Any) -> Any:
 
 def sets_level(run: Any, metrics: Any, rollout: Any) -> Any:
     run.env.set_attr("level", [run.counters.iteration + 1] * run.env.num_envs)
+
+
+class RewardsTheSecondEnv:
+    """Changes rewards before the update; before the third one, to infinity."""
+
+    def before_update(self, run: Any, rollout: Any) -> Any:
+        rollout.reward[:, 1] = 5.0 if run.counters.iteration < 2 else float("inf")
+        return {"own/bonus": run.counters.iteration, "mean_return": -1.0}
+
+    def __call__(self, run: Any, metrics: Any, rollout: Any) -> Any:
+        seen.append((metrics["own/bonus"], rollout.reward.copy()))

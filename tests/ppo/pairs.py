@@ -24,13 +24,19 @@ def tf_configs(num_learners: int = 2) -> list[str]:
 
 @contextlib.contextmanager
 def started_learners(
-    function: Callable[..., object], arguments: Sequence[Sequence[object]], folder: Path
+    function: Callable[..., object],
+    arguments: Sequence[Sequence[object]],
+    folder: Path,
+    num_missing: int = 0,
 ) -> Iterator[list[ForkServerProcess]]:
-    """Call a function in one process per learner, which writes FOLDER/learner-INDEX."""
+    """Call a function in one process per learner, which writes FOLDER/learner-INDEX.
+
+    TF_CONFIG lists `num_missing` further learners, which are not started.
+    """
     with contextlib.ExitStack() as stack:
         processes = []
-        configs = tf_configs(len(arguments))
-        for index, (each, text) in enumerate(zip(arguments, configs, strict=True)):
+        configs = tf_configs(len(arguments) + num_missing)
+        for index, (each, text) in enumerate(zip(arguments, configs, strict=False)):
             path = str(folder / f"learner-{index}")
             process = _CONTEXT.Process(
                 target=_run_learner, args=(path, text, function, each)

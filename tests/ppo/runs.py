@@ -14,12 +14,12 @@ import tensorflow as tf
 from envserve.client import BatchEnv
 from envserve.slab import Status
 from ppo.agent.agent import Agent
-from ppo.agent.normalize import ReturnScale
+from ppo.algorithms.ppo.ppo import PPO
+from ppo.algorithms.ppo.update import Updater
 from ppo.cli.app import PROGRAM
 from ppo.cli.progress import Screen
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import Counters, training_state
@@ -62,16 +62,33 @@ def ppo(*arguments: object) -> tuple[int, str, str]:
         return invoke(PROGRAM, list(map(str, arguments)))
 
 
+@contextlib.contextmanager
+def eagerly(is_eager: bool = True) -> Iterator[None]:
+    """Run functions without tracing, which takes longer than a few small updates.
+
+    Has no effect with `is_eager=False`.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(is_eager or before)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
 def run(
     folder: Path,
     config: Config = SMALL,
     maker: "Maker | None" = None,
     *,
     resume: bool = False,
+    in_graphs: bool = False,
     **named: Any,
 ) -> TrainResult:
+    """Start or resume a run, eagerly unless it is to use graphs."""
     run_folder = RunFolder(folder) if resume else RunFolder.create(folder, config)
-    return train(config, run_folder, maker or Maker(), resume=resume, **named)
+    with eagerly(not in_graphs):
+        return train(config, run_folder, maker or Maker(), resume=resume, **named)
 
 
 def counters(folder: Path) -> Counters:
@@ -121,12 +138,16 @@ class Maker:
 class Learner:
     """An agent with an updater and a rollout, which can be reset to the initial state.
 
-    Tests share learners, because the compilation of an update takes seconds.
+    Tests share learners, because the compilation of an update takes seconds. An update
+    that is run eagerly needs none.
     """
 
-    def __init__(self, agent: Agent, config: Config, rollout: Rollout) -> None:
+    def __init__(
+        self, agent: Agent, config: Config, rollout: Rollout, *, is_eager: bool = False
+    ) -> None:
         self.agent = agent
         self.rollout = rollout
+        self._is_eager = is_eager
         self.updater = Updater(agent, config)
         schedules = self.updater.trackables["schedules"]
         parts = tf.train.TrackableView(schedules).descendants()
@@ -144,8 +165,15 @@ class Learner:
     def update(self, rollout: Rollout | None = None, **named: Any) -> dict[str, float]:
         """Reset to the initial state, update once, and return the metrics."""
         self.rewind()
+        return self.update_again(rollout, **named)
+
+    def update_again(
+        self, rollout: Rollout | None = None, **named: Any
+    ) -> dict[str, float]:
+        """Update without a reset, and return the metrics."""
         rollout = self.rollout if rollout is None else rollout
-        return self.updater.update(rollout, **{"seed": (3, 4), **named})
+        with eagerly(self._is_eager):
+            return self.updater.update(rollout, **{"seed": (3, 4), **named})
 
     def outcome(
         self, rollout: Rollout | None = None, **named: Any
@@ -221,6 +249,7 @@ def agent_simulation(
         agent.act_from,
         horizon,
         snapshot=agent.snapshot,
+        in_numpy=agent.in_numpy,
         log_prob=agent.log_prob,
         noise=agent.actions.noise,
         state_sizes=agent.state_sizes,
@@ -257,11 +286,7 @@ def save_run(folder: Path, config: Config, iterations: tuple[int, ...] = (1,)) -
         checkpoint.save(
             run_folder.checkpoints,
             Counters(iteration, 100 * iteration),
-            training_state(
-                agent,
-                Updater(agent, config),
-                ReturnScale(config.num_envs, config.discount),
-            ),
+            training_state(agent, PPO(agent, config).trackables),
             keep=len(iterations),
         )
     env.close()

@@ -32,12 +32,12 @@ def preprocessed(space: gymnasium.Space[Any], rows: Any) -> Any:
 
 
 def test_images_stay_uint8_until_they_are_scaled_and_keep_their_shape() -> None:
-    space = SPACES.Box(0, 255, (2, 2, 1), np.uint8)
-    rows = np.repeat(np.array([0, 51, 255], np.uint8), 4).reshape(3, 2, 2, 1)
+    space = SPACES.Box(0, 255, (8, 8, 1), np.uint8)
+    rows = np.repeat(np.array([0, 51, 255], np.uint8), 64).reshape(3, 8, 8, 1)
     preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
     assert preprocess(tf.constant(rows)).dtype == tf.uint8
     inputs = preprocessed(space, rows)
-    assert inputs.shape == (3, 2, 2, 1)
+    assert inputs.shape == (3, 8, 8, 1)
     np.testing.assert_allclose(inputs.numpy(), rows / 255)
     assert preprocess.trackables == {}
 
@@ -69,13 +69,13 @@ def test_discrete_values_are_one_hot_encoded_and_other_numbers_kept(
 
 def test_only_box_leaves_have_statistics() -> None:
     space = SPACES.Dict(
-        n=SPACES.Discrete(2), image=SPACES.Box(0, 255, (2, 2), np.uint8),
+        n=SPACES.Discrete(2), image=SPACES.Box(0, 255, (8, 8), np.uint8),
         x=SPACES.Box(-1.0, 1.0, (2,)),
     )  # fmt: skip
     preprocess = ObservationPreprocessor(space, normalize=True, clip=10.0)
     rows = {
         "n": np.array([0, 1]),
-        "image": np.zeros((2, 2, 2), np.uint8),
+        "image": np.zeros((2, 8, 8), np.uint8),
         "x": np.array([[1.0, 2.0], [3.0, 2.0]], np.float32),
     }
     preprocess.update(rows, tf.constant([True, True]))

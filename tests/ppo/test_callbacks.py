@@ -4,9 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CallbackError, ConfigError
@@ -16,9 +18,11 @@ from ppo.train import Progress, train
 from ppo.training_run import TrainingRun
 from ppo.user_code import Callbacks, load_user_code
 from tests.ppo import informing_env, own_callbacks, own_losses
+from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run
 
 FILE = own_callbacks.__file__
+RND = Path(__file__).parents[2] / "examples" / "rnd.py"
 
 
 @pytest.fixture
@@ -69,6 +73,37 @@ def test_callback_reads_and_changes_a_run_and_its_metrics_are_reported(
     assert 1.0 < metrics[1]["info/level"] < metrics[3]["info/level"]
     assert rows[1]["info/level"] == metrics[3]["info/level"]
     assert all(900.0 < row["policy_loss"] < 1100.0 for row in rows)
+
+
+def test_callback_changes_rewards_before_the_update(
+    seen: list[Any], tmp_path: Path
+) -> None:
+    with pytest.raises(CallbackError, match="expected finite rewards in the rollout"):
+        run(tmp_path, named("RewardsTheSecondEnv"))
+    assert counters(tmp_path) == (2, 32)  # the third rollout was not used
+    assert [bonus for bonus, _ in seen] == [0, 1]
+    assert [rewards.tolist() for _, rewards in seen] == [[[1.0, 5.0]] * 8] * 2
+    rows = rows_of(tmp_path)
+    assert [row["own/bonus"] for row in rows] == [0.0, 1.0]
+    # Returns are those of the env, but the agent learns from the changed rewards.
+    assert rows[0]["mean_return"] == 3.0
+    assert rows[0]["reward_scale"] < 0.5
+
+
+def test_example_rewards_observations_that_are_new() -> None:
+    novelty = load_user_code("callbacks", f"{RND}:Novelty")()
+    agent = Agent(BOX, ACTIONS, SMALL)
+    a_run = SimpleNamespace(agent=agent)
+    rows = np.random.default_rng(0).normal(size=(65, 2, 2))
+    errors = []
+    for _ in range(12):
+        rollout = rollout_of(64, 2, observation=rows, reward=np.ones((64, 2)))
+        errors.append(novelty.before_update(a_run, rollout)["novelty/error"])
+        assert (rollout.reward > 1.0).all()
+    assert errors[-1] < 0.9 * errors[0]
+    rows[-1] = 5.0
+    novelty.before_update(a_run, rollout := rollout_of(64, 2, observation=rows))
+    assert rollout.reward[-1].min() > 3 * rollout.reward[:-1].mean()
 
 
 def test_resumed_run_creates_a_new_instance_of_a_callback_class(

@@ -12,16 +12,17 @@ import pytest
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
-from ppo.agent.normalize import ReturnScale
+from ppo.algorithms.algorithm import Algorithm
+from ppo.algorithms.ppo.ppo import PPO
+from ppo.algorithms.sac.sac import SAC
 from ppo.config import Config
 from ppo.errors import CheckpointError, RunWriteError
-from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import CheckpointId, Counters, training_state
 from ppo.run_folder.folder import RunFolder
 from tests.ppo.fakes import ACTIONS, BOX
-from tests.ppo.runs import SMALL, rollout_of
+from tests.ppo.runs import SMALL, eagerly, rollout_of
 
 CONFIG = SMALL.replace(
     total_steps=160,
@@ -36,9 +37,9 @@ CONFIG = SMALL.replace(
 class Learner:
     def __init__(self, config: Config = CONFIG) -> None:
         self.agent = Agent(BOX, ACTIONS, config)
-        self.updater = Updater(self.agent, config)
-        self.return_scale = ReturnScale(config.num_envs, config.discount)
-        self.state = training_state(self.agent, self.updater, self.return_scale)
+        algorithm = PPO(self.agent, config)
+        self.updater, self.return_scale = algorithm.updater, algorithm.return_scale
+        self.state = training_state(self.agent, algorithm.trackables)
 
     def save(self, folder: Path, iteration: int, **named: Any) -> Path:
         counters = Counters(iteration, 100 * iteration)
@@ -105,6 +106,22 @@ def test_a_new_process_continues_with_bit_equal_updates(tmp_path: Path) -> None:
     np.testing.assert_array_equal(continued, learner.numbers())
 
 
+@pytest.mark.parametrize("algorithm", [PPO, SAC])
+def test_variables_are_all_that_a_checkpoint_stores(
+    tmp_path: Path, algorithm: type[Algorithm]
+) -> None:
+    """Learners that join a resumed run receive these variables from the chief."""
+    config = Config(env_name="fake", algorithm=algorithm.__name__.lower())
+    agent = algorithm.make_agent(BOX, ACTIONS, config)
+    state = training_state(agent, algorithm(agent, config).trackables)
+    stored = [
+        name
+        for name, _ in tf.train.list_variables(state.write(str(tmp_path / "state")))
+        if name.endswith("VARIABLE_VALUE")
+    ]
+    assert len(checkpoint.variables(state)) == len(stored) > 20
+
+
 def test_only_the_newest_checkpoints_are_kept_and_the_newest_is_read(
     tmp_path: Path,
 ) -> None:
@@ -138,6 +155,7 @@ def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored.numbers(), learner.numbers())
 
 
+@eagerly()
 def test_adaptive_coefficients_are_restored(tmp_path: Path) -> None:
     config = CONFIG.replace(
         objective="penalty",

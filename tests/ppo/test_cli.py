@@ -1,5 +1,6 @@
 """The ppo command: errors for invalid input, exit codes, output, and signals."""
 
+import json
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from sysconfig import get_path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,9 @@ from ppo.cli.options import (
     open_run,
     parse_checkpoint,
     plain_warnings,
+    report_errors,
     resolve_env_source,
+    user_command,
 )
 from ppo.cli.run_setup import Plan, create_folder, plan_resumed_run
 from ppo.cli.stop_signals import StopSignals
@@ -33,6 +37,7 @@ from ppo.environments import env_maker
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource
+from tests.ppo import failing_env
 from tests.ppo.runs import ppo, save_run
 
 
@@ -101,6 +106,17 @@ def test_unreachable_servers_are_exit_code_1_for_a_restartable_run(
     assert list(tmp_path.iterdir()) == []
     code, _, _ = ppo("train", "cartpol", *again)
     assert code == 2
+
+
+@pytest.mark.parametrize(("is_restartable", "code"), [(True, 3), (False, 1)])
+def test_a_restartable_run_that_loses_all_servers_asks_for_a_restart(
+    is_restartable: bool, code: int
+) -> None:
+    with (
+        pytest.raises(SystemExit, match=rf"^{code}$"),
+        report_errors(is_restartable=is_restartable),
+    ):
+        raise ServerLost("tcp://sim1:5555: no answer for 60 s")
 
 
 def test_runs_that_start_in_the_same_second_have_different_folders(
@@ -205,10 +221,11 @@ def test_a_used_run_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_resuming_is_not_suggested_after_errors_that_would_recur(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checkpoints" / "00000001").mkdir(parents=True)
     notes = []
+    monkeypatch.setattr("ppo.cli.train.user_command", str)
 
     def fail(error: Exception, runs: list[RunFolder]) -> None:
         runs.append(RunFolder(tmp_path))
@@ -263,19 +280,27 @@ def test_an_unknown_option_is_refused() -> None:
     assert "--seed" in error
 
 
-def test_ppo_configs_lists_all_named_configs() -> None:
+def test_ppo_configs_lists_all_named_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     code, output, _ = ppo("configs")
     assert code == 0
     for name, config in CONFIGS.items():
         assert re.search(rf"^{name} +{config.env_name} ", output, re.MULTILINE)
+    assert re.search(
+        r"^pendulum .* 300k +-154 \(-160 to -148\) +2 min", output, re.MULTILINE
+    )
 
 
-def test_ppo_configs_shows_all_settings_and_changed_ones_first() -> None:
+def test_ppo_configs_shows_changed_settings_and_all_settings_on_request() -> None:
     code, output, _ = ppo("configs", "pendulum")
+    changed = CONFIGS["pendulum"].non_defaults()
+    assert (code, re.findall(r"^(\w+) = ", output, re.MULTILINE)) == (0, [*changed])
+    num_others = len(Config.__dataclass_fields__) - len(changed)
+    assert f"\n--all also shows the {num_others} settings with" in output
+    code, output, _ = ppo("configs", "pendulum", "--all")
     assert code == 0
     keys = re.findall(r"^(\w+) = ", output, re.MULTILINE)
     assert sorted(keys) == sorted(Config.__dataclass_fields__)
-    changed = CONFIGS["pendulum"].non_defaults()
     assert keys[: len(changed)] == list(changed)
     assert "env_name = Pendulum-v1\n" in output
     assert "env_kwargs = {}\n" in output
@@ -287,20 +312,35 @@ def test_ppo_configs_shows_all_settings_and_changed_ones_first() -> None:
     assert ppo("configs", "pendulu")[0] == 2
 
 
+def test_errors_of_envs_name_the_settings_of_ppo(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit), report_errors():
+        raise ServerLost(
+            "sim1: gone; raise server_lost_after or operation_timeout, or use the "
+            "checkpoint"
+        )
+    text = "server_lost_after_seconds or operation_timeout_seconds, or use the "
+    text += "checkpoint\n"
+    assert capsys.readouterr().err.endswith(text)
+
+
 def test_env_warnings_are_plain_regardless_of_the_root_logger(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
     with plain_warnings():
         logging.getLogger("envserve.pool").warning("env %d failed", 3)
-    assert capsys.readouterr().err == "env 3 failed\n"
+    assert re.fullmatch(r"\d\d:\d\d:\d\d env 3 failed\n", capsys.readouterr().err)
     assert logging.getLogger("envserve").propagate
 
 
 def test_help_and_invalid_input_do_not_load_tensorflow() -> None:
     code = (
-        "import sys, ppo.cli.app\n"
-        "for arguments in (['--help'], ['train', 'cartpol'], ['configs']):\n"
+        "import os, sys, ppo.cli.app\n"
+        "for arguments in (['--help'], ['train', 'cartpol'], ['configs'], []):\n"
+        "    if not arguments:  # complete a name\n"
+        "        os.environ |= {'_PPO_COMPLETE': '1', 'COMP_LINE': 'ppo train che'}\n"
         "    try:\n"
         "        ppo.cli.app.main(arguments)\n"
         "    except SystemExit:\n"
@@ -313,7 +353,7 @@ def test_help_and_invalid_input_do_not_load_tensorflow() -> None:
         text=True,
         check=True,
     )
-    assert "loaded: []" in result.stdout
+    assert result.stdout.endswith("\ncheetah\nloaded: []\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -362,3 +402,88 @@ def test_a_longer_run_warns_about_decaying_settings_that_increase(
     assert warning(longer, 0, None) == ""
     plain = {"learning_rate_schedule": "constant", "decay_clip_range": False}
     assert warning(longer.replace(**plain), 100 * 2048) == ""
+
+
+def test_an_env_that_cannot_be_stepped_is_an_error_before_tensorflow_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for method in ("__init__", "reset", "step"):
+        kwargs = f"env_kwargs={json.dumps({'method': method})}"
+        code, output, error = ppo(
+            "train", f"{failing_env.__file__}:Failing", "--set", kwargs
+        )
+        assert (code, output) == (1 if method == "step" else 2, "")
+        assert f"RuntimeError: a bug in {method}" in error.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_header_of_a_measured_config_states_the_expected_return(
+    tmp_path: Path,
+) -> None:
+    plan = Plan(RunFolder(tmp_path), CONFIGS["pendulum"], "of pendulum", EnvSource())
+    expected = "  expect a mean return of about -154 (-160 to -148), after about 2 min "
+    expected += "on one core"
+    assert plan.header(1)[-1] == expected
+    for other in (
+        plan._replace(config=plan.config.replace(total_steps=10_000)),
+        plan._replace(earlier_config=plan.config),
+    ):
+        assert "expect" not in "".join(other.header(1))
+
+
+def test_the_header_states_that_an_env_has_no_time_limit(tmp_path: Path) -> None:
+    config = Config(env_name="CliffWalking-v1")
+    plan = Plan(RunFolder(tmp_path), config, "suited", EnvSource())
+    note = "  limit  none; evaluations cut episodes off after 10,000 steps"
+    assert plan.header(1)[-1] == note
+    limit = {"name": "TimeLimit", "max_episode_steps": 9}
+    for limited in (config.replace(wrappers=(limit,)), CONFIGS["pendulum"]):
+        assert note not in plan._replace(config=limited).header(1)
+
+
+def test_programs_are_named_by_their_path_unless_they_are_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = Path(get_path("scripts"))
+    monkeypatch.chdir(tmp_path)  # the checkout can contain the environment
+    monkeypatch.setenv("PATH", str(scripts))
+    assert user_command("python") == "python"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert user_command("python") == str(scripts / "python")
+    monkeypatch.chdir(scripts.parent)
+    assert user_command("python") == f"{scripts.name}/python"
+    (tmp_path / "python").touch(0o700)  # of another environment
+    assert user_command("python") == f"{scripts.name}/python"
+    assert user_command("not-installed") == "not-installed"
+
+
+def test_a_finished_run_proposes_only_commands_that_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(
+        env_name="CartPole-v1",
+        num_envs=4,
+        horizon=25,
+        total_steps=100,  # the steps of the saved run
+        minibatch_size=100,
+        policy_layers=(4,),
+        evaluation_episodes=1,
+        jit_compile=False,
+    )
+    save_run(tmp_path / "run", config)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"iteration": 1, "steps": 100}\n')
+
+    def proposed() -> list[str]:
+        code, output, error = ppo("train", "--resume", tmp_path / "run")
+        assert (code, error) == (0, "")
+        return re.findall(
+            r"^  (\w+(?: [a-z]+)?) .*  # ", output.partition("\nNext:\n")[2], re.M
+        )
+
+    monkeypatch.setattr("ppo.cli.train.user_command", str)
+    everything = ["ppo visualize", "ppo plot", "tensorboard", "ppo train"]
+    assert proposed() == everything
+    for package in ("pygame", "matplotlib", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert proposed() == ["ppo train"]

@@ -16,7 +16,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
-from tests.ppo.runs import rows_of
+from tests.ppo.runs import eagerly, ppo, rows_of
 
 #: Timeout in seconds; TensorFlow starts slowly on a busy machine.
 _TIMEOUT = 280
@@ -146,20 +146,29 @@ def test_a_signal_saves_the_run_and_resuming_finishes_it(tmp_path: Path) -> None
         fetched(urls["Page"])
     newest = max((folder / "checkpoints").iterdir())
     stopped_at = json.loads((newest / "counters.json").read_text())["steps"]
-    more = f"total_steps={stopped_at + 256}"
-    output = finished(start("train", "--resume", folder, "--set", more))
+    # From here on, signals do not matter, so the commands can share this process.
+    with eagerly():
+        output = resumed(folder, f"total_steps={stopped_at + 256}")
     assert "over 5 episodes" in output
     assert f"Run folder: {folder}" in output
     steps = [row["steps"] for row in rows_of(folder)]
     assert steps == list(range(128, stopped_at + 257, 128))
     assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 5
-    output = finished(start("train", "cartpole", "--resume", folder))
+    code, output, _ = ppo("train", "cartpole", "--resume", folder)
+    assert code == 0
     assert f"already at {stopped_at + 256:,} steps; use --set total_steps=" in output
-    more = f"total_steps={stopped_at + 384}"
-    output = finished(start("train", "--resume", folder, "--set", more))
+    with eagerly():
+        output = resumed(folder, f"total_steps={stopped_at + 384}")
     words = " ".join(output.split())
     assert "increase from 0 % to " in words
     assert "% of their initial values: learning_rate." in words
+
+
+def resumed(folder: Path, setting: str) -> str:
+    """Resume a run with another setting, and return the output."""
+    code, output, error = ppo("train", "--resume", folder, "--set", setting)
+    assert (code, error) == (0, "")
+    return output
 
 
 def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import pickle
 import re
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from ppo.config.named_configs import (
     read_config,
     recommended_settings,
 )
+from ppo.config.sac import SACSettings
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import RunFolder
 
@@ -42,7 +43,9 @@ MY_WRAPPER = {"name": "MyWrapper", "speed": 0.5}
 def test_error_for_an_unknown_key_suggests_the_nearest_one(
     key: str, nearest: str, tmp_path: Path
 ) -> None:
-    message = rf"unknown key '{key}'\. Did you mean {nearest}\? `ppo configs NAME`"
+    message = (
+        rf"unknown key '{key}'\. Did you mean {nearest}\? `ppo configs NAME --all`"
+    )
     with pytest.raises(ConfigError, match=message):
         apply_settings(BASE, [f"{key}=1"])
     (tmp_path / "mine.json").write_text(json.dumps({"env_name": "X", key: 3}))
@@ -55,9 +58,12 @@ def test_error_for_a_key_without_similar_ones_suggests_nothing() -> None:
         apply_settings(BASE, ["zzz=1"])
 
 
-def test_every_setting_has_a_docstring_and_every_number_has_bounds() -> None:
-    hints = get_type_hints(Config, include_extras=True)
-    assert list(field_docs(Config)) == list(hints)
+@pytest.mark.parametrize("kind", [Config, SACSettings])
+def test_every_setting_has_a_docstring_and_every_number_has_bounds(
+    kind: type[Any],
+) -> None:
+    hints = get_type_hints(kind, include_extras=True)
+    assert list(field_docs(kind)) == list(hints)
     for key, hint in hints.items():
         if get_args(hint)[:1] in ((int,), (float,)):
             (bounds,) = hint.__metadata__
@@ -201,7 +207,7 @@ def test_parsed_settings_have_the_type_of_their_key(
         ("wrappers=ActionRepeat", r"a map, such as \[\{name = .* got \['ActionRep"),
         ("wrappers=[]\nseed = 1", r"a map, such as \[\{name = .* got \['seed'"),
         ("wrappers=[4]", r"wrappers\[0\]: .* such as \[\{name = .*; got \[4\]\."),
-        ("wrappers=[{amount = 4}]", r"wrappers\[0\]: expected a table with a name"),
+        ("wrappers=[{amount = 4}]", r"wrappers\[0\]: expected a name, or a table"),
         (
             'wrappers=[{name = "ActionRepeat", amount = 0}]',
             r"wrappers\[0\] \(ActionRepeat\): amount: expected an int .*; got 0\.",
@@ -213,7 +219,8 @@ def test_parsed_settings_have_the_type_of_their_key(
         ("sequence_length=-1", r"expected an int >= 0; got -1"),
         ("activation=sigmoidal", r"expected one of elu, .*, tanh; got 'sigmoidal'"),
         ("objective=trust", r"expected clip, penalty, .*, got 'trust'"),
-        ("learning_rate_schedule=cosine", r"expected one of constant, linear, kl_ad"),
+        ("learning_rate_schedule=cosine", r"expected constant, linear, kl_adaptive, p"),
+        ("optimizer=adagrad", r"expected adam, adamw, rmsprop, sgd, package.module:f"),
         ("initial_kl_penalty=0", r"expected a number >= 0\.001; got 0"),
         ("on_server_lost=wait", r"expected one of raise, pad; got 'wait'"),
         ("on_fault=ignore", r"expected one of truncate, raise; got 'ignore'"),
@@ -311,7 +318,7 @@ def test_env_has_its_named_config_or_settings_that_suit_its_spaces() -> None:
         {"a": vector, "b": spaces.Tuple([spaces.Box(0, 255, (9, 9, 3), np.uint8)])}
     )
     config = Config(env_name="X-v0")
-    assert recommended_settings(vector, vector) == {}
+    assert recommended_settings(vector, vector) == {"gae_lambda": 0.9}
     for actions in (spaces.Discrete(2), spaces.Tuple([spaces.Discrete(2)])):
         assert config.replace(
             **recommended_settings(vector, actions)
@@ -319,6 +326,16 @@ def test_env_has_its_named_config_or_settings_that_suit_its_spaces() -> None:
     assert (
         config.replace(**recommended_settings(image, spaces.Discrete(2))).num_envs == 8
     )
+    mixed = recommended_settings(image, vector)
+    assert mixed["entropy_coefficient"] == 0  # the noise would grow
+    assert mixed["policy_layers"] == mixed["value_layers"] == (64, 64)
+    pixels = spaces.Dict(
+        {"action_mask": spaces.Tuple([spaces.MultiBinary(2)]), "b": image["b"]}
+    )
+    for only_images in (image["b"], pixels):
+        settings = recommended_settings(only_images, spaces.Discrete(2))
+        assert settings["policy_layers"] == settings["value_layers"] == ()
+        assert settings["entropy_coefficient"] == 0.01
     # Without an image for convolutions: too small, bounds other than 0 and 255.
     for grid in (
         spaces.Box(0, 255, (7, 7, 3), np.uint8),

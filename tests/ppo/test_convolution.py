@@ -12,8 +12,10 @@ from gymnasium import spaces
 from ppo.agent.agent import Agent
 from ppo.agent.networks.convolution import channels_last, convolution
 from ppo.config import Config
+from ppo.config.named_configs import recommended_settings
 from ppo.errors import UnsupportedSpaceError
-from ppo.images import can_convolve
+from ppo.images import is_image
+from tests.learning.tasks import XorTask
 
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
 
@@ -102,7 +104,7 @@ def test_weights_are_orthogonal_and_depend_on_the_seed() -> None:
     ],
 )
 def test_only_images_are_convolved(space: gymnasium.Space[Any], expected: bool) -> None:
-    assert can_convolve(space) is expected
+    assert is_image(space) is expected
 
 
 def convolutions(agent: Agent) -> int:
@@ -136,6 +138,37 @@ def test_other_observations_are_concatenated_after_the_convolutions() -> None:
     distribution, value = agent.distribution_and_value(features)
     assert value.shape == (5,)
     assert distribution.mode().shape == (5,)
+
+
+def test_only_bytes_that_are_convolved_are_divided_by_255() -> None:
+    """A smaller grid contains numbers, which are normalised."""
+    space = spaces.Dict(camera=image(8, 8), grid=image(7, 7))
+    preprocess = Agent(space, spaces.Discrete(2), CONFIG).preprocess
+    grid = np.random.default_rng(0).integers(0, 11, (500, 7, 7), np.uint8)
+    rows = {"camera": np.full((500, 8, 8), 51, np.uint8), "grid": grid}
+    preprocess.update(rows, tf.ones([500], tf.bool))
+    inputs, _ = preprocess.inputs(preprocess(rows))
+    np.testing.assert_allclose(inputs["camera"], 0.2, rtol=1e-6)
+    np.testing.assert_allclose(np.mean(inputs["grid"], axis=0), 0.0, atol=1e-5)
+    np.testing.assert_allclose(np.std(inputs["grid"], axis=0), 1.0, atol=1e-3)
+
+
+def test_by_default_a_policy_can_combine_numbers_that_come_with_an_image() -> None:
+    """The logits are not a sum of functions of the single numbers."""
+    task = XorTask()
+    settings = recommended_settings(task.observation_space, task.action_space)
+    corners = {
+        "image": np.full((4, 8, 8), 128, np.uint8),
+        "numbers": np.array([[-1, -1], [-1, 1], [1, -1], [1, 1]], np.float32),
+    }
+    for layers, is_combined in ((settings["policy_layers"], True), ((), False)):
+        config = CONFIG.replace(**{**settings, "policy_layers": layers})
+        agent = Agent(task.observation_space, task.action_space, config)
+        features = agent.preprocess(corners)
+        (logits,) = agent.distribution(features).parameters
+        interaction = np.asarray(logits[0] - logits[1] - logits[2] + logits[3])
+        # The initial gain of the output layer is 0.01.
+        assert bool(np.abs(interaction).max() > 1e-5) is is_combined
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -8,6 +8,7 @@ import tensorflow as tf
 from gymnasium import spaces
 
 from ppo.agent.agent import Agent
+from ppo.algorithms.ppo.update import Updater
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, ConfigError
@@ -19,7 +20,7 @@ from ppo.train import train
 from ppo.user_code import load_user_code
 from tests.ppo import custom_networks
 from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Maker, ppo, run, save_run
+from tests.ppo.runs import SMALL, Maker, eagerly, ppo, rollout_of, run, save_run
 
 MODULE = custom_networks.__name__
 X = spaces.Box(-1.0, 1.0, (3,))
@@ -151,6 +152,38 @@ def observe(rows: np.ndarray) -> dict[str, np.ndarray]:
 
 def tensors(rows: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
     return {key: tf.constant(part) for key, part in rows.items()}
+
+
+def test_a_model_may_branch_on_tensors() -> None:
+    agent = Agent(X, spaces.Discrete(2), named("plain_object"))
+    rows = np.random.default_rng(0).normal(size=(9, 2, 3))
+    parts = {"observation": rows, "final_observation": rows[1:]}
+    parts["action"] = np.zeros((8, 2), np.int64)
+    rollout = rollout_of(8, 2, reward=rows[1:, :, 0], **parts)
+    before = agent.trainable_variables[0].numpy()
+    Updater(agent, named("plain_object")).update(rollout, seed=(0, 0))
+    assert (agent.trainable_variables[0].numpy() != before).any()
+
+
+@eagerly()
+def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> None:
+    config = named("with_named_policy").replace(learning_rate=0.3, max_kl=1e-6)
+    agent = Agent(X, spaces.Box(-1.0, 1.0, (1,)), config)
+    policy = agent.policy_variables
+    assert len(policy) == 5  # two layers and the log standard deviation
+    rows = np.random.default_rng(0).normal(size=(9, 2, 3))
+    rollout = rollout_of(8, 2, observation=rows, reward=rows[1:, :, 0])
+    rollout = rollout._replace(
+        action=rows[:8, :, :1].astype(np.float32), final_observation=rows[1:]
+    )
+    before = [variable.numpy() for variable in agent.trainable_variables]
+    metrics = Updater(agent, config).update(rollout, seed=(0, 0))
+    assert metrics["undone_epochs"] == 1
+    for variable, old in zip(agent.trainable_variables, before, strict=True):
+        is_policy = any(variable is other for other in policy)
+        assert np.array_equal(variable.numpy(), old) is is_policy
+    with pytest.raises(ConfigError, match="expected policy_variables to be a part of"):
+        Agent(X, spaces.Discrete(2), named("with_foreign_policy"))
 
 
 def test_example_of_the_docs_is_trained_saved_and_restored(

@@ -8,18 +8,19 @@ import pytest
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from envserve.errors import AddressError
+from envserve.errors import AddressError, EnvError
 from ppo import environments
 from ppo.cli.options import report_errors
 from ppo.config import Config
-from ppo.environments import env_maker
+from ppo.environments import env_maker, first_step
 from ppo.errors import ConfigError
 from ppo.evaluation.evaluate import evaluate_run
 from ppo.evaluation.export import export_run
-from ppo.evaluation.videos import rendering_env_maker, visualize_run
+from ppo.evaluation.rendering import rendering_env_maker
+from ppo.evaluation.videos import visualize_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
-from tests.ppo import film_env
+from tests.ppo import failing_env, film_env
 from tests.ppo.runs import SMALL
 
 CONFIG = Config(
@@ -235,3 +236,32 @@ def test_training_evaluation_films_and_exports_use_the_wrappers(
     export_run(config, run_folder, make_env, tmp_path / "policy")
     policy = tf.saved_model.load(str(tmp_path / "policy"))
     assert policy.mode(np.zeros((7, 4), np.float32)).shape == (7, 1)
+
+
+def failing(**env_kwargs: Any) -> BatchEnv:
+    config = Config(env_name=f"{failing_env.__name__}:Failing", env_kwargs=env_kwargs)
+    return env_maker(config, num_workers=1)(num_envs=1, seed=0)
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_the_first_step_shows_that_an_env_always_fails(method: str) -> None:
+    with failing(method=method) as env, pytest.raises(EnvError) as caught:
+        first_step(env)
+    assert f"RuntimeError: a bug in {method}" in caught.value.remote_traceback
+
+
+@pytest.mark.parametrize("method", ["", "reset", "step"])
+def test_the_first_step_is_tried_again_if_an_env_fails_once(
+    method: str, tmp_path: Path
+) -> None:
+    with failing(method=method, marker=str(tmp_path / "marker")) as env:
+        assert first_step(env)
+    assert (tmp_path / "marker").exists() == bool(method)
+
+
+def test_the_first_step_neither_waits_for_slow_envs_nor_ignores_action_masks() -> None:
+    for method in ("reset", "step"):
+        with failing(method=method, hangs=True) as env:
+            assert not first_step(env, 0.1)
+    with failing(masks=True) as env:
+        assert not first_step(env)

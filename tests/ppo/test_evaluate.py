@@ -5,6 +5,7 @@ training.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,26 +18,35 @@ from envserve.errors import EnvsBusy
 from ppo.agent.agent import Agent
 from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
-from ppo.errors import EnvDataError, EnvsLostError
+from ppo.errors import EnvsLostError
 from ppo.evaluation.evaluate import (
     Evaluation,
     PeriodicEvaluator,
     evaluate,
     evaluation_seed,
+    mode_remark,
 )
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics import is_due
 from ppo.train import Progress, train
-from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, as_batch_env
+from tests.ppo.fakes import (
+    ACTIONS,
+    BOX,
+    CountingBatchEnv,
+    ScriptedBatchEnv,
+    as_batch_env,
+)
 from tests.ppo.runs import (
     SMALL,
     Maker,
     counters,
     no_retracing,
     parameters,
+    ppo,
     rows_of,
     run,
+    save_run,
 )
 
 CONFIG = SMALL.replace(evaluate_every=32, checkpoint_every=0, checkpoint_seconds=1e9)
@@ -106,20 +116,108 @@ def test_the_recurrent_state_is_reset_at_episode_ends() -> None:
         np.testing.assert_allclose(fake.actions[step], expected, atol=1e-6)
 
 
-def test_endless_episodes_are_an_error_after_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_sampled_actions_differ_in_each_step_and_are_reproducible() -> None:
+    subject = Agent(BOX, ACTIONS, SMALL)
+    actions = []
+    for seed in (1, 1, 2):
+        fake = CountingBatchEnv([150, 150])
+        result = evaluate(subject, as_batch_env(fake), 2, actions="sample", seed=seed)
+        assert result.as_dict()["actions"] == "sample"
+        assert "over 2 episodes with sampled actions" in str(result)
+        actions.append(np.array(fake.actions[:150]))
+    np.testing.assert_array_equal(actions[0], actions[1])
+    assert not np.array_equal(actions[0], actions[2])
+    assert len(np.unique(actions[0])) > 250  # of 300; some are clipped to the bounds
+
+
+@pytest.mark.parametrize("actions", ["mode", "sample"])
+def test_the_config_chooses_the_actions_of_evaluations_during_training(
+    actions: str,
 ) -> None:
-    monkeypatch.setattr("ppo.evaluation.evaluate._MAX_BATCH_STEPS", 300)
-    fake = CountingBatchEnv([3, 10**9])
-    message = "1 have not ended, and none ended in the last 300 steps; train with .*"
-    message += r"--set 'wrappers=\[{name = \"TimeLimit\""
-    with pytest.raises(EnvDataError, match=message):
-        played(fake, 2)
+    config = CONFIG.replace(evaluation_actions=actions, curve_episodes=1)
+    maker = Maker(lambda num_envs: CountingBatchEnv([60]))
+    PeriodicEvaluator(Agent(BOX, ACTIONS, config), config, maker).evaluate()
+    # The most likely actions of this agent hardly depend on the observation.
+    assert bool(np.std(maker.made[0].actions) > 0.1) is (actions == "sample")
+
+
+def test_ppo_evaluate_samples_actions_and_compares_modes_with_training(
+    tmp_path: Path,
+) -> None:
+    config = CONFIG.replace(env_name="CartPole-v1", evaluation_episodes=2)
+    save_run(tmp_path, config)
+    row = json.dumps({"steps": 100, "mean_return": 400.0})
+    (tmp_path / "metrics.jsonl").write_text(f"{row}\n")
+    arguments = ("evaluate", tmp_path, "--num-workers", 1)
+    for option, actions in (((), "mode"), (("--sampled",), "sample")):
+        code, output, error = ppo(*arguments, *option)
+        assert code == 0, error
+        assert ("training returned 400: try" in output) is (actions == "mode")
+        assert (" with sampled actions (" in output) is (actions == "sample")
+        saved = json.loads((tmp_path / "evaluation.json").read_text())
+        assert saved["actions"] == actions
+
+
+@pytest.mark.parametrize(
+    ("trained", "settings", "is_worse"),
+    [
+        (0.9, {}, True),
+        (0.9, {"training_time_limit": 5}, False),
+        (0.11, {}, False),  # within the noise of the evaluation
+        (-0.5, {}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_line_names_the_option_if_modes_earn_much_less_than_samples(
+    tmp_path: Path, trained: float | None, settings: dict[str, int], is_worse: bool
+) -> None:
+    folder = RunFolder(tmp_path)
+    rows = [{"steps": 1, "mean_return": trained}, {"steps": 3, "mean_return": 9.0}]
+    folder.metrics_path.write_text("\n".join(map(json.dumps, rows)))
+    returns = np.array([0.0, 0.2])
+    evaluation = Evaluation(returns, np.array([8, 8]), steps=2)
+    remark = mode_remark(evaluation, CONFIG.replace(**settings), folder)
+    assert bool(remark) is is_worse
+    if is_worse:
+        assert "return 0.1," in remark
+        assert "returned 0.9: try `ppo evaluate --sampled`" in remark
+    assert not mode_remark(evaluation._replace(actions="sample"), CONFIG, folder)
+
+
+def test_endless_episodes_are_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    """An env whose episode was cut off plays its other episodes after a reset."""
+    fake = CountingBatchEnv([3, 450])
+    subject = Agent(BOX, ACTIONS, SMALL)
+    evaluation = evaluate(subject, as_batch_env(fake), 5, time_limit=300)
+    assert evaluation.lengths.tolist() == [3, 3, 3, 300, 300]
+    assert evaluation.returns.tolist() == [3, 3, 3, 300, 300]
+    assert str(evaluation).endswith("; 2 did not end and were cut off")
     (record,) = caplog.records
     assert re.search(
-        r"100 steps, .* fails after 300. .* has no time limit", record.message
+        r"within 300 steps \(evaluation_time_limit\).*no time limit, train with .*"
+        r"--set 'wrappers=\[{name = \"TimeLimit\"",
+        record.message,
     )
     assert played(CountingBatchEnv([200]), 4).lengths.tolist() == [200] * 4
+
+
+def test_an_evaluation_in_which_no_episode_ends_is_short() -> None:
+    fake = CountingBatchEnv([10**9, 10**9])
+    subject = Agent(BOX, ACTIONS, SMALL)
+    evaluation = evaluate(subject, as_batch_env(fake), 100, time_limit=250)
+    assert evaluation.lengths.tolist() == [300, 300]
+    assert len(fake.actions) == 300
+
+
+def test_an_env_that_is_never_available_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ppo.evaluation.evaluate._MAX_IDLE_STEPS", 100)
+    fake = ScriptedBatchEnv([".T", "P"])
+    with pytest.raises(
+        EnvsLostError, match=r"3 episodes, but 1 envs .* last 300 steps"
+    ):
+        evaluate(Agent(BOX, ACTIONS, SMALL), as_batch_env(fake), 3, time_limit=200)
 
 
 def test_an_env_that_always_fails_is_an_error() -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from envserve.client import StepResult
 from envserve.errors import EnvError
 from ppo.errors import EnvDataError, UnsupportedSpaceError
-from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.in_graph_batch_env import InGraphBatchEnv, check_finite
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 
 SPACES = gymnasium.spaces
@@ -94,13 +95,54 @@ def test_env_actions_have_the_shape_start_and_dtype_of_their_space(
 
 
 def failing(error: BaseException) -> Any:
-    """Return an env, and a graph function that calls Python code that fails."""
-    env = batch_of(1)
+    """Return an env whose steps raise an error, and a graph function that steps it."""
 
-    def fail() -> list[np.ndarray]:
-        raise error
+    class FailingBatchEnv(CountingBatchEnv):
+        def step(self, actions: np.ndarray, out: StepResult | None = None) -> Any:
+            raise error
 
-    return env, tf.function(lambda: env.host_call(fail, [], [tf.TensorSpec([1])]))
+    env = in_graph(FailingBatchEnv([9]))
+    return env, tf.function(lambda: env.step(tf.zeros([1, 1])))
+
+
+def test_a_loop_in_a_graph_steps_the_envs() -> None:
+    fake = CountingBatchEnv([2, 9], terminates=[True, False], lost=frozenset({(1, 1)}))
+    env = in_graph(fake)
+
+    @tf.function
+    def play(num_steps: tf.Tensor) -> Any:
+        result = env.step(tf.zeros([2, 1]))
+        for _ in tf.range(num_steps - 1):
+            result = env.step(tf.fill([2, 1], 9.0))
+        return result
+
+    result = play(tf.constant(2))
+    assert [actions.ravel().tolist() for actions in fake.actions] == [[0, 0], [1, 1]]
+    assert result.observation.numpy().tolist() == [[0, 0], [1, 0]]
+    assert result.final_observation.numpy()[0].tolist() == [0, 2]
+    assert result.reward.numpy().tolist() == [1.0, 0.0]
+    assert result.terminated.numpy().tolist() == [True, False]
+    assert result.truncated.numpy().tolist() == [False, True]
+    assert result.valid.numpy().tolist() == [True, False]
+    assert result.observation.shape == [2, 2]
+
+
+def test_a_step_returns_nested_observations() -> None:
+    space = SPACES.Dict(b=SPACES.Box(-1, 99, (1,)), a=SPACES.Discrete(99))
+
+    def observe(rows: np.ndarray) -> Any:
+        return {"b": rows[:, 1:].astype(np.float32), "a": rows[:, 1].astype(np.int64)}
+
+    env = batch_of(2, observation_space=space, observe=observe)
+    result = env.step(tf.zeros([2, 1]))
+    assert result.observation["a"].numpy().tolist() == [1, 1]
+    assert result.observation["b"].numpy().tolist() == [[1.0], [1.0]]
+
+
+def test_a_step_with_a_number_that_is_not_finite_raises() -> None:
+    env = batch_of(2, observe=lambda rows: rows * np.nan)
+    with pytest.raises(EnvDataError, match="Env 0"), env.original_errors():
+        env.step(tf.zeros([2, 1]))
 
 
 def test_exception_of_an_env_is_raised_unchanged() -> None:
@@ -131,7 +173,7 @@ def test_errors_of_tensorflow_are_raised_unchanged() -> None:
 def test_error_for_a_reward_that_is_not_finite_names_the_env() -> None:
     env = batch_of(2)
     with pytest.raises(EnvDataError, match=r"Env 0 .* finite reward, got nan"):
-        env.check_finite(np.zeros((2, 2)), np.array([np.nan, 1.0]))
+        check_finite(env.env, np.zeros((2, 2)), np.array([np.nan, 1.0]))
 
 
 def test_unsupported_spaces_raise_errors_that_name_them() -> None:

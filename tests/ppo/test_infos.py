@@ -11,12 +11,13 @@ from envserve.client import BatchEnv
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.rollout import Episode, EpisodeTracker, info_means
+from ppo.rollout import Episode, EpisodeTracker, info_means, num_non_finite
 from ppo.run_folder.metrics import ReportWindow, tensorboard_tag
 from ppo.simulate import Simulation
 from tests.envserve.server_process import ServerProcess
-from tests.ppo import informing_env
+from tests.ppo import failing_env, informing_env
 from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.runs import rollout_of
 from tests.ppo.test_simulate import echo
 
 NUM_ENVS = 4
@@ -70,6 +71,26 @@ def test_info_of_a_lost_episode_is_ignored() -> None:
         (1, {"step": 9, "row": 1}),
         (0, {"step": 10, "row": 0}),
     ]
+
+
+def test_rows_with_nan_or_infinity_are_counted_apart_from_other_faults() -> None:
+    batch = BatchEnv.local(
+        f"{failing_env.__file__}:Diverging",
+        num_envs=2,
+        num_workers=1,
+        env_kwargs={"row": "{row}"},
+        nonfinite="mask",
+    )
+    with batch:
+        batch.reset()
+        infos: dict[tuple[int, int], Any] = {}
+        valid = np.ones((6, 2), np.bool_)
+        for step in range(6):
+            result = batch.step(np.zeros(2, np.int64))
+            valid[step] = result.valid
+            infos |= {(step, row): info for row, info in result.infos.items()}
+    assert len(infos) == 4
+    assert num_non_finite(rollout_of(6, 2, valid=valid), infos) == 2
 
 
 def local() -> BatchEnv:

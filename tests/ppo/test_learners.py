@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envserve.text import install_command
+from ppo.algorithms.ppo.ppo import PPO
 from ppo.cli import on_ray
 from ppo.cli.app import main
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError, LearnerLostError
 from ppo.learners import SINGLE_LEARNER, Learners
-from ppo.learning.losses import policy_loss
 from ppo.rollout import Rollout
 from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 from ppo.training_run import TrainingRun
 from tests.ppo import one_update, pairs
-from tests.ppo.runs import counters, ppo, rows_of
+from tests.ppo.runs import counters, eagerly, ppo, rows_of
 
 # Learners are processes that load TensorFlow and compile, on a shared machine.
 pytestmark = pytest.mark.timeout(600)
@@ -79,9 +80,7 @@ def test_learners_collect_the_same_rows_as_a_single_one() -> None:
         first = learners.index * share.num_envs
         make_env = env_maker(share, None, 1, first_env_index=first)
         with make_env(num_envs=share.num_envs, seed=7, is_training=True) as env:
-            run = TrainingRun(
-                config, env, Counters(), policy_loss, lambda: None, learners
-            )
+            run = TrainingRun(config, env, Counters(), PPO, lambda: None, learners)
             return run.simulation.run((5, 6))
 
     whole = collected(SINGLE_LEARNER)
@@ -158,9 +157,9 @@ def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
     assert "Learner 1 finished after" in pairs.outputs(tmp_path)[1]
 
     longer = f"total_steps={steps + 3 * 64}"
-    alone = ("train", "--num-workers=1", "--resume", str(run), "--set", longer)
-    with pairs.started_learners(main, [[alone]], tmp_path) as processes:
-        assert pairs.wait_for_exit(processes[0]) == 0, pairs.outputs(tmp_path)
+    alone = ("train", "--num-workers=1", "--resume", run, "--set", longer)
+    with eagerly():
+        assert ppo(*alone)[0] == 0
     assert steps_of(run) == steps + 3 * 64
 
 
@@ -216,6 +215,15 @@ def test_invalid_tf_config_is_a_one_line_error(
     assert not run.exists()
 
 
+def test_doubled_address_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {"worker": ["a:1", "b:1", "a:1"]}
+    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+    monkeypatch.setenv("TF_CONFIG", text)
+    code, _, errors = ppo("train", "cartpole", "--distribute")
+    line = "Error: --distribute: TF_CONFIG lists the address a:1 twice; give each "
+    assert (code, errors) == (2, f"{line}worker its own host and port.\n")
+
+
 @pytest.mark.parametrize("setting", ["num_envs", "minibatch_size"])
 def test_indivisible_batch_is_an_error_before_envs_start(
     monkeypatch: pytest.MonkeyPatch, setting: str, tmp_path: Path
@@ -261,7 +269,7 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
         ([*ON_RAY, "--distribute"], "combined with --seeds, --resume, --distribute"),
         ([*ON_RAY[:4], "0"], "--learners: expected an int >= 1; got '0'"),
         ([*ON_RAY[:2], "moon", *ON_RAY[3:]], "--on: expected one of ray; got 'moon'"),
-        (ON_RAY, "Ray is not installed; run pip install 'envserve[ray]'"),
+        (ON_RAY, f"Ray is not installed; run {install_command('ray')}"),
     ],
 )
 def test_invalid_option_with_on_ray_is_a_one_line_error(
@@ -319,6 +327,32 @@ def test_learners_with_different_settings_are_an_error(tmp_path: Path) -> None:
             "Learner 1: expected the settings of learner 0, but these differ: disc"
             in text
         )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])
+def test_learner_without_the_others_ends_with_one_line_or_at_a_signal(
+    tmp_path: Path, number: signal.Signals | None
+) -> None:
+    timeout = "0.5" if number is None else "300"
+    first = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--rendezvous-timeout", timeout)
+    first = (*first, "--run-dir", str(tmp_path / "run"))
+    with pairs.started_learners(main, [[first]], tmp_path, 1) as (process,):
+        if number is not None:
+            waits = "waiting for 1 other learners"
+            wait_for(
+                lambda: waits in "".join(pairs.outputs(tmp_path)), [process], tmp_path
+            )
+            os.kill(process.pid or 0, number)
+        code = pairs.wait_for_exit(process)
+    (output,) = pairs.outputs(tmp_path)
+    errors = [line for line in output.splitlines() if line.startswith("Error")]
+    if number is None:
+        (error,) = errors
+        assert error.startswith("Error: Learner 0: expected learner 1 (127.0.0.1:")
+        assert "within 0.5 s, but it did not connect; start all learners" in error
+    assert (code, len(errors)) == ((1, 1) if number is None else (130, 0))
+    assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
 
 

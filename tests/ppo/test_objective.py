@@ -1,19 +1,24 @@
 """Custom policy losses: loading, the test call before envs start, and training."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from ppo.agent.actions.distributions import Categorical, DiagonalGaussian
+from ppo.agent.agent import Agent
+from ppo.algorithms.ppo.objective import load_policy_loss
+from ppo.algorithms.ppo.update import Updater
 from ppo.errors import ConfigError
-from ppo.learning.objective import load_policy_loss
 from tests.ppo import own_losses
-from tests.ppo.fakes import CountingBatchEnv
-from tests.ppo.runs import SMALL, Maker, ppo, rows_of, run
+from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv
+from tests.ppo.runs import SMALL, Maker, ppo, rollout_of, rows_of, run
 
 FILE = own_losses.__file__
+DOCS = Path(__file__).parents[2] / "docs" / "research.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spo.py"
 
 
@@ -55,9 +60,10 @@ def test_a_faulty_loss_is_a_one_line_error_before_any_env_starts(
     name: str, line: int, message: str, tmp_path: Path
 ) -> None:
     maker = Maker()
+    config = SMALL.replace(objective=f"{FILE}:{name}")
     where = rf"^objective {FILE}:{name}: {FILE}:{line}: "
     with pytest.raises(ConfigError, match=where + f".*{message}") as caught:
-        run(tmp_path, SMALL.replace(objective=f"{FILE}:{name}"), maker)
+        run(tmp_path, config, maker, in_graphs=True)
     assert len(str(caught.value).splitlines()) == 1
     assert maker.made == []
 
@@ -131,9 +137,36 @@ def test_the_example_is_spo_and_learns(tmp_path: Path) -> None:
         epochs=4,
         normalize_advantages=True,
     )
-    run(tmp_path, config, Maker(make))
+    run(tmp_path, config, Maker(make), in_graphs=True)
     rows = rows_of(tmp_path)
     assert rows[-1]["mean_return"] > rows[0]["mean_return"] + 1.0
+
+
+def test_the_auxiliary_loss_of_the_docs_trains_a_part_of_a_custom_network(
+    tmp_path: Path,
+) -> None:
+    (example,) = re.findall(r"```python\n([^`]*decoder[^`]*)```", DOCS.read_text())
+    file = tmp_path / "my_decoder.py"
+    file.write_text(example)
+    config = SMALL.replace(
+        network=f"{file}:make", objective=f"{file}:loss", learning_rate=0.01
+    )
+    policy_loss = load_policy_loss(config)
+    agent = Agent(BOX, ACTIONS, config)
+    rows = np.random.default_rng(0).normal(size=(9, 2, 2))
+    rollout = rollout_of(8, 2, observation=rows, final_observation=rows[1:])
+    updater = Updater(agent, config, policy_loss)
+
+    def error() -> float:
+        observation = agent.preprocess.inputs(agent.preprocess(rows[:8].reshape(16, 2)))
+        model = agent.custom_model
+        decoded = model.decoder(model.features(observation[0]))
+        return float(tf.reduce_mean(tf.square(decoded - observation[0])))
+
+    before = error()
+    for _ in range(20):
+        updater.update(rollout, seed=(0, 0))
+    assert error() < 0.7 * before
 
 
 def test_ppo_train_reports_a_faulty_loss_in_one_line_and_leaves_no_folder(

@@ -3,7 +3,6 @@
 import itertools
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,14 @@ import tensorflow as tf
 
 from envserve.errors import EnvError
 from ppo.agent.agent import Agent
+from ppo.algorithms.ppo.update import Updater
 from ppo.errors import DivergedError
-from ppo.learning.update import Updater
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, Maker, counters, parameters, rows_of, run
 
 OVERLAP = SMALL.replace(overlap=True)
-
-
-@pytest.fixture(autouse=True)
-def _eagerly() -> Iterator[None]:
-    """Run eagerly, because tracing takes longer than these few steps."""
-    tf.config.run_functions_eagerly(True)
-    yield
-    tf.config.run_functions_eagerly(False)
 
 
 def eights(num_envs: int) -> CountingBatchEnv:
@@ -54,13 +45,12 @@ def test_snapshot_is_not_changed_by_an_update() -> None:
     Updater(agent, SMALL).update(first, seed=(3, 4))
     agent.preprocess.update(first.observation[:-1].reshape(-1, 2), tf.ones([16], bool))
     # Both use the same env, noise and snapshot, but different arrays.
-    simulation.restart()
-    again = simulation.run((0, 1), snapshot)
+    again = simulation.run((0, 1), snapshot, reset=True)
     np.testing.assert_array_equal(again.action, action)
     np.testing.assert_array_equal(first.action, action)
     assert again.action is not first.action
-    simulation.restart()
-    assert (simulation.run((0, 1), agent.snapshot()).action != action).any()
+    other = simulation.run((0, 1), agent.snapshot(), reset=True)
+    assert (other.action != action).any()
 
 
 def test_rollouts_use_the_policy_from_before_the_previous_update(

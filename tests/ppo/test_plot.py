@@ -1,6 +1,7 @@
 """Plots of runs: one curve per config, with mean and deviation over seeds."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envserve.text import install_command
 from ppo.config import Config
 from ppo.errors import BadInputError, RunFolderError
 from ppo.evaluation.plot import draw_curves, read_curves
@@ -34,7 +36,7 @@ def test_runs_that_differ_only_in_the_seed_are_merged_into_one_curve(
         run(tmp_path / "b", [(10, 2.0), (20, 4.0), (30, 8.0), (40, 9.0)], seed=2),
     ]
     (curve,) = read_curves(runs)
-    assert (curve.label, curve.num_runs) == ("CartPole-v1", 2)
+    assert (curve.label, curve.num_runs) == ("a", 2)
     # Only steps for which both runs have values.
     np.testing.assert_array_equal(curve.steps, [20, 30])
     np.testing.assert_array_equal(curve.mean, [3.0, 6.0])
@@ -51,17 +53,35 @@ def test_merged_runs_are_interpolated_linearly(tmp_path: Path) -> None:
     np.testing.assert_array_equal(curve.mean, [0.0, 4.0, 4.0])
 
 
-def test_curves_are_labelled_with_the_settings_that_differ(tmp_path: Path) -> None:
+def test_curves_are_labelled_with_run_names_and_different_settings(
+    tmp_path: Path,
+) -> None:
     runs = [
         run(tmp_path / "a", [(10, 1.0)], learning_rate=1e-3),
         run(tmp_path / "b", [(10, 2.0)], env_kwargs={"x": 1}, seed=4),
         run(tmp_path / "c", [(10, 3.0)], learning_rate=1e-3, seed=5),
     ]
     first, second = read_curves(runs)
-    assert first.label == "env_kwargs={}, learning_rate=0.001"
-    assert second.label == "env_kwargs={'x': 1}, learning_rate=0.0003"
+    assert first.label == "a: env_kwargs={}, learning_rate=0.001"
+    assert second.label == "b: env_kwargs={'x': 1}, learning_rate=0.0003"
     assert (first.num_runs, second.num_runs) == (2, 1)
     np.testing.assert_array_equal(first.mean, [2.0])
+
+
+def test_labels_contain_no_absolute_path_and_are_unique(tmp_path: Path) -> None:
+    file = {"env_name": str(tmp_path / "my_env.py:Walk")}
+    runs = [
+        run(tmp_path / "x" / "a", [(10, 1.0)], **file),
+        run(tmp_path / "y" / "a", [(10, 2.0)]),
+        run(tmp_path / "study" / "seed-0", [(10, 3.0)], epochs=3),
+        run(tmp_path / "study" / "seed-1", [(10, 3.0)], epochs=3, seed=1),
+    ]
+    assert [curve.label for curve in read_curves(runs[:1])] == ["a"]
+    assert [curve.label for curve in read_curves(runs)] == [
+        "x/a: env_name=my_env:Walk, epochs=10",
+        "y/a: env_name=CartPole-v1, epochs=10",
+        f"{tmp_path.name}/study: env_name=CartPole-v1, epochs=3",
+    ]
 
 
 def test_curves_with_many_different_settings_are_labelled_with_their_folder(
@@ -90,7 +110,7 @@ def test_without_matplotlib_the_error_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BadInputError, match=r"pip install 'envserve\[plot\]'"):
+    with pytest.raises(BadInputError, match=re.escape(install_command("plot"))):
         draw_curves([], "mean_return", tmp_path / "curves.png")
 
 

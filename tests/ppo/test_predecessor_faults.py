@@ -9,7 +9,6 @@ test_sequences.py.
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,13 @@ import tensorflow as tf
 from ppo.agent.actions.distributions import DiagonalGaussian
 from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale, RunningMoments
+from ppo.algorithms.ppo.schedules import Schedules
+from ppo.algorithms.ppo.update import Updater
 from ppo.learning import losses
 from ppo.learning.returns import next_values
-from ppo.learning.schedules import Schedules
-from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from tests.ppo.fakes import ACTIONS, BOX
-from tests.ppo.runs import SMALL, parameters, rollout_of
+from tests.ppo.runs import SMALL, eagerly, parameters, rollout_of
 from tests.ppo.test_returns import run
 
 CONFIG = SMALL.replace(
@@ -92,6 +91,7 @@ def test_1_value_targets_of_a_part_of_an_episode_include_the_rest() -> None:
     assert sum(0.995**k for k in range(50)) == pytest.approx(44.3, abs=0.05)
 
 
+@eagerly()
 @pytest.mark.parametrize("minibatch_size", [50, 5])
 def test_1_value_targets_do_not_depend_on_minibatches(minibatch_size: int) -> None:
     """The value of reward 1 forever is 1 / (1 - 0.995) = 200, so the loss is 0."""
@@ -148,6 +148,7 @@ def test_4_kl_divergence_is_averaged_over_valid_rows_only() -> None:
     assert schedules.at(0.0).kl_penalty == 1.5
 
 
+@eagerly()
 @pytest.mark.parametrize(
     "changes",
     [
@@ -207,14 +208,7 @@ def test_5_time_limit_is_not_treated_as_termination() -> None:
     assert terminated == pytest.approx([1.995, 1.0], rel=1e-5)
 
 
-@pytest.fixture
-def eager() -> Iterator[None]:
-    tf.config.run_functions_eagerly(True)
-    yield
-    tf.config.run_functions_eagerly(False)
-
-
-@pytest.mark.usefixtures("eager")
+@eagerly()
 def test_8_every_epoch_shuffles_all_rows_again() -> None:
     config = CONFIG.replace(minibatch_size=10, epochs=6)
     agent = Agent(BOX, ACTIONS, config)
@@ -239,6 +233,7 @@ def test_8_every_epoch_shuffles_all_rows_again() -> None:
     assert min(min(epoch[-1]) for epoch in epochs) < 5
 
 
+@eagerly()
 def test_9_statistics_updated_after_the_update_do_not_change_ratio_and_kl() -> None:
     config = CONFIG.replace(
         normalize_observations=True, learning_rate=0.0, objective="penalty"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppo.algorithms.ppo.update import Updater
 from ppo.config import Config
 from ppo.errors import DivergedError
-from ppo.learning.update import Updater
 from ppo.run_folder.metrics import ReportWindow
 from tests.ppo.fakes import CountingBatchEnv
 from tests.ppo.runs import SMALL, Maker, rows_of, run
@@ -34,6 +34,7 @@ def documented() -> set[str]:
 
 def test_the_docs_list_exactly_the_metrics_of_a_row(tmp_path: Path) -> None:
     config = CONFIG.replace(total_steps=16, evaluate_every=16, objective="penalty")
+    config = config.replace(nonfinite="mask")
     (row,) = trained(tmp_path, config)
     assert set(row) - {"steps"} == documented()
 
@@ -43,7 +44,7 @@ def test_rows_omit_metrics_of_disabled_features(tmp_path: Path) -> None:
     names = {name for row in trained(tmp_path, config) for name in row}
     missing = documented() - names
     kinds = {name.partition("_")[0] for name in missing}
-    assert kinds == {"observation", "reward", "evaluation", "kl"}
+    assert kinds == {"observation", "reward", "evaluation", "kl", "nonfinite"}
 
 
 def test_a_row_aggregates_all_iterations_since_the_previous_row(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """`EpisodeTracker`: completed and lost episodes across rollouts."""
 
 import numpy as np
+import pytest
 
-from ppo.rollout import Episode, EpisodeTracker, Rollout
+from ppo.errors import EnvsLostError
+from ppo.rollout import Episode, EpisodeTracker, LostSteps, Rollout
 from ppo.simulate import Simulation
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import rollout_of
@@ -48,3 +50,10 @@ def test_padding_before_a_lost_episode_is_not_counted_as_another_loss() -> None:
     assert tracker.add(rollout_of_flags("x...", "...x")) == []
     assert tracker.add(rollout_of_flags("x.", "..")) == []
     assert tracker.consecutive_lost.tolist() == [1]
+
+
+def test_training_ends_if_no_env_completes_an_episode() -> None:
+    lost_steps = LostSteps()
+    lost_steps.add(10, 100, 49)
+    with pytest.raises(EnvsLostError, match="every env has lost its last 50 episodes"):
+        lost_steps.add(10, 100, 50)

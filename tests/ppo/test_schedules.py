@@ -1,10 +1,13 @@
 """Schedules: coefficients that decay over the run or adapt to the KL divergence."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from ppo.algorithms.ppo.schedules import AdaptiveCoefficient, Schedules
 from ppo.config import Config
-from ppo.learning.schedules import AdaptiveCoefficient, Schedules
+from ppo.errors import ConfigError
 
 CONFIG = Config(
     env_name="fake",
@@ -89,6 +92,24 @@ def test_constant_and_linear_learning_rates_depend_only_on_progress(
     schedules.update(1.0)
     rates = [schedules.at(progress).learning_rate for progress in (0.0, 0.5, 1.0)]
     assert rates == pytest.approx(expected)
+
+
+def test_a_custom_schedule_returns_a_factor(tmp_path: Path) -> None:
+    file = tmp_path / "rates.py"
+    file.write_text(
+        "def warmup(progress):\n    return min(4 * progress, 1.0)\n"
+        "def negative(progress):\n    return -1.0\n"
+        "def odd(progress, more):\n    return 1.0\n"
+    )
+    config = CONFIG.replace(learning_rate_schedule=f"{file}:warmup")
+    schedules = Schedules(config)
+    schedules.update(1.0)
+    rates = [schedules.at(progress).learning_rate for progress in (0.0, 0.1, 0.9)]
+    assert rates == pytest.approx([0.0, 0.4e-3, 1e-3])
+    for name, text in (("negative", "rates.py:3: .* >= 0, got -1"), ("odd", "'more'")):
+        config = CONFIG.replace(learning_rate_schedule=f"{file}:{name}")
+        with pytest.raises(ConfigError, match=text):
+            Schedules(config)
 
 
 def test_clip_range_and_entropy_coefficient_decay_if_configured() -> None:

@@ -56,11 +56,14 @@ def train_a_little(screen: Screen, clock: Clock) -> None:
     clock.now += 2.0
 
 
-def drawn(width: int, clock: Clock, encoding: str = "utf-8") -> list[str]:
+def drawn(
+    width: int, clock: Clock, encoding: str = "utf-8", idle_seconds: float = 0.0
+) -> list[str]:
     """Return the redrawn lines of a training run."""
     target = console(width, is_terminal=True, encoding=encoding)
     screen = Screen(target)
     train_a_little(screen, clock)
+    clock.now += idle_seconds
     with target.capture() as capture:
         target.print(screen._rows())
     lines = [line.rstrip() for line in capture.get().splitlines()]
@@ -79,6 +82,12 @@ def test_a_terminal_shows_a_progress_bar_and_results(clock: Clock) -> None:
         r"  entropy 0\.69",
         results,
     )
+
+
+def test_a_stalled_run_shows_no_time_left(clock: Clock) -> None:
+    line, _ = drawn(120, clock, idle_seconds=60.0)
+    assert "no progress for 0:01:02  22,528/40,960 steps  0 steps/s" in line
+    assert "left" not in line
 
 
 @pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 120])

@@ -57,6 +57,20 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     )
 
 
+def test_four_seeds_with_the_actions_of_the_config_have_an_interquartile_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actions = "actions='sample' if seed == 8 else 'mode'"  # as by `evaluate --sampled`
+    run_instead(monkeypatch, RUN + f"end(10.0 * seed, {actions})")
+    seeds = ("--seeds", "5", "--seed", "7", "--at-once", "5")
+    code, output, _ = ppo(
+        "train", "CartPole-v1", *seeds, *SETTINGS, "--run-dir", tmp_path / "study"
+    )
+    assert code == 1
+    assert "Mean return 92.5 over 4 of 5 seeds" in output  # 70, 90, 100 and 110
+    assert "Interquartile mean 95.0, 95 % interval 7" in output
+
+
 def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

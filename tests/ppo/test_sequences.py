@@ -184,11 +184,11 @@ def test_the_ratio_is_one_before_the_first_gradient_step(
     simulation = acting(subject.agent, kind, num_splits, **changes)
     for iteration in range(8):
         rollout = simulation.run((1, iteration))
-        learned = subject.updater.update(rollout, seed=(3, iteration))
+        learned = subject.update_again(rollout, seed=(3, iteration))
         assert learned["ratio_deviation"] < 1e-4
         assert learned["approximate_kl"] > 1e-6
     # The policy has changed, so the same rollout now has different ratios.
-    again = subject.updater.update(rollout, seed=(3, 9))
+    again = subject.update_again(rollout, seed=(3, 9))
     assert again["ratio_deviation"] > 1e-3
 
 

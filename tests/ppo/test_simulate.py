@@ -90,30 +90,73 @@ def test_lost_steps_are_not_valid() -> None:
     assert rollout.observation[:, 0, 1].tolist() == [0, 1, 0, 1]
 
 
-def test_python_is_called_once_per_batch_step_and_the_loop_is_traced_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = []
-    entered = tf.numpy_function
-
-    def counting(function: Any, *arguments: Any, **named: Any) -> Any:
-        def counted(*arrays: np.ndarray) -> Any:
-            calls.append(function.__name__)
-            return function(*arrays)
-
-        return entered(counted, *arguments, **named)
-
-    monkeypatch.setattr(tf, "numpy_function", counting)
+def test_policy_is_traced_once() -> None:
     fake = CountingBatchEnv([5, 5])
     policy = mock.Mock(side_effect=echo)
     simulation = Simulation(in_graph(fake), policy, horizon=7)
     simulation.run((0, 0))
     policy.side_effect = AssertionError("expected to be traced once")
-    calls.clear()
     simulation.run((0, 1))
     simulation.run((0, 2))
-    assert len(calls) == 2 * 7
     assert len(fake.actions) == 3 * 7
+
+
+def test_policy_in_numpy_replaces_the_policy() -> None:
+    def in_numpy(snapshot: float) -> Any:
+        def act(leaves: list[np.ndarray], noise: np.ndarray) -> tuple[Any, ...]:
+            action = (snapshot * leaves[0][:, 1:]).astype(np.float32)
+            return np.clip(action, -1, 1), action, (action[:, 0],)
+
+        return act
+
+    policy = mock.Mock(side_effect=AssertionError("expected not to be traced"))
+    simulation = Simulation(
+        in_graph(CountingBatchEnv([9, 2])),
+        policy,
+        horizon=3,
+        snapshot=lambda: 2.0,
+        in_numpy=in_numpy,
+        log_prob=lambda action, parameters: action[:, 0] - 3.0 * parameters[0],
+    )
+    rollout = simulation.run((0, 0))
+    assert rollout.action[:, :, 0].tolist() == [[0, 0], [2, 2], [4, 0]]
+    assert rollout.log_prob.tolist() == [[0, 0], [-4, -4], [-8, 0]]
+
+
+def test_rollout_is_one_operation_of_a_users_graph() -> None:
+    """The policy's variables have the values that earlier operations assigned."""
+    fake = CountingBatchEnv([5, 3])
+    scale = tf.Variable(1.0)
+
+    def policy(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        action, log_prob = echo(observation, seed)
+        return scale * action, log_prob
+
+    simulation = Simulation(in_graph(fake), policy, horizon=2)
+
+    @tf.function
+    def collect_twice() -> tuple[Any, Any]:
+        first = simulation.run(tf.constant((0, 0)))
+        scale.assign(7.0)
+        return first, simulation.run(tf.constant((0, 1)))
+
+    first, second = collect_twice()
+    assert first.action.shape == (2, 2, 1)
+    assert first.action[:, :, 0].numpy().tolist() == [[0, 0], [10, 10]]
+    assert second.action[:, :, 0].numpy().tolist() == [[140, 140], [210, 0]]
+    assert second.observation[:, 0, 1].numpy().tolist() == [2, 3, 4]
+
+
+def test_errors_reach_the_caller_of_a_users_graph() -> None:
+    fake = CountingBatchEnv([5])
+
+    def diverged(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.fill([1, 1], np.nan), tf.zeros([1])
+
+    env = in_graph(fake)
+    collect = tf.function(lambda: simulate(env, diverged, 2))
+    with pytest.raises(DivergedError, match="finite action"), env.original_errors():
+        collect()
 
 
 def test_rows_of_a_server_that_joins_later_do_not_cause_retracing() -> None:

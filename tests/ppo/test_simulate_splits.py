@@ -10,10 +10,10 @@ from envserve.client import BatchEnv
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
 from ppo.agent.agent import Agent
+from ppo.algorithms.ppo.update import Updater
 from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
-from ppo.learning.update import Updater
 from ppo.simulate import Simulation
 from tests.ppo.runs import agent_simulation, copy
 
@@ -64,10 +64,12 @@ def draw(num_rows: int, seed: tf.Tensor) -> tf.Tensor:
     return tf.random.stateless_normal([num_rows, 1], seed)
 
 
-def collect(batch: BatchEnv, on_step: Any = lambda: None) -> list[list[np.ndarray]]:
+def collect(
+    batch: BatchEnv, on_step: Any = lambda: None, **named: Any
+) -> list[list[np.ndarray]]:
     with batch:
         simulation = Simulation(
-            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, noise=draw
+            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, noise=draw, **named
         )
         rollouts = [copy(simulation.run((1, seed))) for seed in range(3)]
     return [tf.nest.flatten(tuple(rollout)) for rollout in rollouts]

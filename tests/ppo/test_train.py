@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,15 @@ from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train
 from tests.ppo import film_env
 from tests.ppo.fakes import CountingBatchEnv
-from tests.ppo.runs import SMALL, Maker, counters, parameters, rows_of, run
-
-eagerly = pytest.mark.usefixtures("without_graphs")
-
-
-@pytest.fixture
-def without_graphs() -> Iterator[None]:
-    """Run eagerly, because tracing takes longer than the few steps of a small run."""
-    tf.config.run_functions_eagerly(True)
-    yield
-    tf.config.run_functions_eagerly(False)
+from tests.ppo.runs import (
+    SMALL,
+    Maker,
+    counters,
+    eagerly,
+    parameters,
+    rows_of,
+    run,
+)
 
 
 def eights(num_envs: int) -> CountingBatchEnv:
@@ -54,7 +51,9 @@ def test_run_writes_metrics_and_checkpoints_and_closes_its_envs(
 ) -> None:
     maker = Maker()
     shown: list[Progress] = []
-    result = run(tmp_path / "run", maker=maker, on_progress=shown.append)
+    result = run(
+        tmp_path / "run", maker=maker, on_progress=shown.append, in_graphs=True
+    )
     assert result.is_finished
     assert result.steps == 64
     assert maker.made[0].is_closed
@@ -70,7 +69,6 @@ def test_run_writes_metrics_and_checkpoints_and_closes_its_envs(
     assert saved == ["00000001", "00000002", "00000004"]
 
 
-@eagerly
 def test_run_collects_other_steps_for_lost_ones(tmp_path: Path) -> None:
     lost = frozenset((batch_step, 1) for batch_step in range(16))
     result = run(tmp_path / "run", maker=losing(lost))
@@ -93,7 +91,6 @@ def test_same_seed_gives_equal_parameters_and_another_seed_does_not(
     assert (results[0] != results[2]).any()
 
 
-@eagerly
 def test_stopped_run_is_saved_and_can_be_resumed(tmp_path: Path) -> None:
     maker = Maker(eights)
     stopped = run(tmp_path / "run", maker=maker, should_stop=lambda: True)
@@ -111,7 +108,6 @@ def test_stopped_run_is_saved_and_can_be_resumed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(parameters(straight.agent), parameters(resumed.agent))
 
 
-@eagerly
 def test_moved_run_resumes_and_removes_metrics_after_its_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -140,7 +136,6 @@ def test_moved_run_resumes_and_removes_metrics_after_its_checkpoint(
     assert len(list((moved.path / "tensorboard").iterdir())) == 3
 
 
-@eagerly
 def test_finished_run_continues_only_with_more_steps_and_equal_networks(
     tmp_path: Path,
 ) -> None:
@@ -157,7 +152,6 @@ def test_finished_run_continues_only_with_more_steps_and_equal_networks(
     assert RunFolder.open(tmp_path / "run")[1] == longer
 
 
-@eagerly
 def test_run_without_a_complete_iteration_starts_again_when_resumed(
     tmp_path: Path,
 ) -> None:
@@ -208,7 +202,6 @@ def test_ten_iterations_with_few_valid_steps_end_the_run(tmp_path: Path) -> None
     assert counters(tmp_path / "run") == (10, 10)
 
 
-@eagerly
 def test_checkpoints_are_written_by_time_too(tmp_path: Path) -> None:
     config = SMALL.replace(checkpoint_every=0, checkpoints_to_keep=9)
     for seconds, expected in ((0.0, [1, 2, 3, 4]), (1e6, [1, 4])):
@@ -277,7 +270,7 @@ def test_diverged_update_ends_the_run_without_a_checkpoint(tmp_path: Path) -> No
     assert np.isfinite(parameters(agent)).all()
 
 
-@eagerly
+@eagerly()
 @pytest.mark.parametrize("is_events", [False, True])
 def test_full_disk_ends_the_run_with_an_error_that_names_the_remedy(
     is_events: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,7 +288,7 @@ def test_full_disk_ends_the_run_with_an_error_that_names_the_remedy(
         train(SMALL, run_folder, Maker())
 
 
-@eagerly
+@eagerly()
 def test_unwritable_tensorboard_folder_is_an_error(tmp_path: Path) -> None:
     run_folder = RunFolder.create(tmp_path / "run", SMALL)
     (run_folder.path / "tensorboard").write_text("")
@@ -354,6 +347,7 @@ def test_only_the_rows_of_a_dead_worker_are_lost(tmp_path: Path) -> None:
         epochs=2,
         minibatch_size=32,
         network="mlp",
+        nonfinite="mask",
     )
     make_env = env_maker(config, num_workers=2, import_modules=[film_env.__name__])
     run_folder = RunFolder.create(tmp_path / "run", config)
@@ -363,6 +357,8 @@ def test_only_the_rows_of_a_dead_worker_are_lost(tmp_path: Path) -> None:
     rows = rows_of(run_folder.path)
     lost = sum(row["invalid_steps"] for row in rows)
     assert lost >= 1
+    assert sum(row["lost_episodes"] for row in rows) >= 1
+    assert [row["nonfinite_episodes"] for row in rows] == [0] * len(rows)
     assert result.steps == 512 - lost
     assert all(row["ratio_deviation"] < 1e-5 for row in rows)
     # Only complete episodes are reported, and those have 15 steps.

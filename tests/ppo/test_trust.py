@@ -28,6 +28,7 @@ NAMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"import_modules": ["gymnasium:make"]}, {}, "gymnasium:make (import_modules)"),
     ({"network": "run/e.py:net"}, {}, "run/e.py:net (network)"),
     ({"objective": "os:system"}, {}, "os:system (objective)"),
+    ({"optimizer": "os:system"}, {}, "os:system (optimizer)"),
     ({"callbacks": ["a:b", "run/e.py:c"]}, {}, "a:b, run/e.py:c (callbacks)"),
     ({}, {"import_modules": ["run/e.py"]}, "run/e.py (import_modules)"),
     ({}, {"addresses": ["tcp://evil:1"]}, "tcp://evil:1 (connect)"),

@@ -10,13 +10,20 @@ import tensorflow as tf
 
 from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
+from ppo.algorithms.ppo.schedules import Coefficients
+from ppo.algorithms.ppo.update import Updater
 from ppo.config import Config
-from ppo.learning.schedules import Coefficients
-from ppo.learning.update import Updater
 from ppo.rollout import Rollout
 from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Learner, fill_masked, no_retracing, parameters
+from tests.ppo.runs import (
+    SMALL,
+    Learner,
+    eagerly,
+    fill_masked,
+    no_retracing,
+    parameters,
+)
 
 LOST = frozenset({(2, 0), (5, 1), (6, 1)})
 CONFIG = SMALL.replace(
@@ -54,9 +61,11 @@ def collect(
     return simulate(env, agent.act, CONFIG.horizon, (1, 2))
 
 
-def learn(config: Config, action_space: gymnasium.Space[Any] = ACTIONS) -> Learner:
+def learn(
+    config: Config, action_space: gymnasium.Space[Any] = ACTIONS, **named: Any
+) -> Learner:
     agent = make(config, action_space)
-    return Learner(agent, config, collect(agent, action_space))
+    return Learner(agent, config, collect(agent, action_space), **named)
 
 
 @functools.cache
@@ -64,8 +73,12 @@ def learner(kind: str) -> Learner:
     return {
         "gaussian": lambda: learn(CONFIG),
         "categorical": lambda: learn(CONFIG, gymnasium.spaces.Discrete(3)),
-        "once": lambda: learn(
-            CONFIG.replace(recompute_advantages=False, normalize_advantages=False)
+        "once": lambda: learn(  # without XLA
+            CONFIG.replace(
+                recompute_advantages=False,
+                normalize_advantages=False,
+                jit_compile=False,
+            )
         ),
         "everything": lambda: learn(EVERYTHING),
     }[kind]()
@@ -77,18 +90,21 @@ def test_the_ratio_is_one_before_the_first_gradient_step(kind: str) -> None:
     assert first["ratio_deviation"] < 1e-5
     assert first["approximate_kl"] > 0
     # The policy has changed, so the same rollout now has different ratios.
-    again = learner(kind).updater.update(learner(kind).rollout, seed=(3, 5))
+    again = learner(kind).update_again(seed=(3, 5))
     assert again["ratio_deviation"] > 1e-3
 
 
 def test_the_ratio_is_one_unless_statistics_change_before_the_update() -> None:
     agent = make(CONFIG.replace(policy_layers=(64,)))
-    updater = Updater(agent, CONFIG.replace(learning_rate=0.0, jit_compile=False))
+    config = CONFIG.replace(learning_rate=0.0, minibatch_size=16, jit_compile=False)
+    updater = Updater(agent, config)
     agent.preprocess.update(5.0 + np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
     rollout = collect(agent)
-    assert updater.update(rollout, seed=(3, 4))["ratio_deviation"] < 1e-5
+    with eagerly():
+        assert updater.update(rollout, seed=(3, 4))["ratio_deviation"] < 1e-5
     agent.preprocess.update(50.0 + np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
-    assert updater.update(rollout, seed=(3, 4))["ratio_deviation"] > 1e-3
+    with eagerly():
+        assert updater.update(rollout, seed=(3, 4))["ratio_deviation"] > 1e-3
 
 
 @pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
@@ -123,21 +139,6 @@ def test_discrete_actions_of_invalid_rows_do_not_matter() -> None:
     np.testing.assert_array_equal(clean, dirty)
 
 
-def test_updates_with_and_without_xla_agree() -> None:
-    # One minibatch with all rows, because the random numbers of shuffling differ.
-    config = CONFIG.replace(epochs=2, minibatch_size=16, learning_rate=1e-2)
-    outcomes = []
-    for jit_compile in (True, False):
-        config = config.replace(jit_compile=jit_compile)
-        agent = make(config)
-        before = parameters(agent)
-        metrics = Updater(agent, config).update(collect(agent), seed=(3, 4))
-        assert (parameters(agent) != before).any()
-        outcomes.append((parameters(agent), list(metrics.values())))
-    np.testing.assert_allclose(outcomes[0][0], outcomes[1][0], atol=2e-5)
-    np.testing.assert_allclose(outcomes[0][1], outcomes[1][1], rtol=1e-3, atol=1e-5)
-
-
 def test_the_update_is_deterministic_given_its_seed() -> None:
     outcomes = [
         learner("gaussian").outcome(seed=seed)[1] for seed in ((3, 4), (3, 4), (3, 5))
@@ -159,7 +160,8 @@ def test_every_row_counts_once_per_epoch() -> None:
         )
         agent = make(config)
         rollout = collect(agent, lost=frozenset())
-        metrics = Updater(agent, config).update(rollout, seed=(3, 4))
+        with eagerly():
+            metrics = Updater(agent, config).update(rollout, seed=(3, 4))
         losses.append((metrics["policy_loss"], metrics["value_loss"]))
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
@@ -170,7 +172,7 @@ def test_the_learning_rate_decays_to_zero() -> None:
     before = parameters(subject.agent)
     _, after = subject.outcome(progress=0.0)
     assert (before != after).any()
-    subject.updater.update(subject.rollout, progress=1.0, seed=(3, 4))
+    subject.update_again(progress=1.0)
     np.testing.assert_array_equal(parameters(subject.agent), after)
 
 
@@ -222,8 +224,12 @@ def test_actions_with_rewards_become_more_likely() -> None:
 
 
 def plain(**changes: Any) -> Learner:
-    """Return a learner without XLA, which saves the time of compiling."""
-    return learn(CONFIG.replace(jit_compile=False, **changes))
+    """Return a learner that is run eagerly, with few gradient steps.
+
+    That takes less time than tracing and compiling.
+    """
+    few = {"jit_compile": False, "minibatch_size": 16, **changes}
+    return learn(CONFIG.replace(**few), is_eager=True)
 
 
 def test_the_reported_kl_is_between_the_policies_before_and_after() -> None:
@@ -240,43 +246,13 @@ def test_the_reported_kl_is_between_the_policies_before_and_after() -> None:
     assert metrics["epochs_run"] == 3
 
 
-def test_kl_penalty_and_cutoff_limit_the_policy_change() -> None:
-    divergence, penalty = [], []
-    for initial, cutoff_coefficient in [(1e-3, 0.0), (1e4, 0.0), (1e-3, 1e6)]:
-        subject = plain(
-            objective="penalty",
-            learning_rate=1e-2,
-            initial_kl_penalty=initial,
-            kl_cutoff_coefficient=cutoff_coefficient,
-        )
-        divergence.append(subject.update()["kl"])
-        next_metrics = subject.updater.update(subject.rollout, seed=(3, 5))
-        penalty.append(next_metrics["kl_penalty"])
-    assert divergence[0] > 1.3 * CONFIG.kl_target
-    assert penalty[0] == pytest.approx(1.5e-3)
-    assert divergence[1] < 0.7 * CONFIG.kl_target
-    assert penalty[1] == pytest.approx(1e4 / 1.5)
-    assert divergence[2] < 0.5 * divergence[0]
-
-
 def test_the_adaptive_learning_rate_is_used_and_reported() -> None:
     subject = plain(learning_rate_schedule="kl_adaptive", kl_target=1e-9)
     assert subject.update()["learning_rate"] == pytest.approx(3e-4)
-    again = subject.updater.update(subject.rollout, seed=(3, 5))
+    again = subject.update_again(seed=(3, 5))
     assert again["learning_rate"] == pytest.approx(3e-4 / 1.5)
     used = float(subject.updater.optimizer.learning_rate)
     assert used == pytest.approx(3e-4 / 1.5)
-
-
-def test_value_clipping_limits_the_change_of_values() -> None:
-    moves = []
-    for value_clip_range in (0.0, 1e-4):
-        subject = plain(learning_rate=1e-2, value_clip_range=value_clip_range)
-        features = subject.agent.preprocess(tf.constant([[0.0, 1.0], [1.0, 2.0]]))
-        before = subject.agent.value(features)
-        subject.update()
-        moves.append(float(tf.norm(subject.agent.value(features) - before)))
-    assert moves[1] < 0.8 * moves[0]
 
 
 def test_a_decayed_entropy_bonus_has_no_effect() -> None:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from envserve.errors import VideoError
+from envserve.text import install_command
 from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.environments import env_maker
 from ppo.errors import CheckpointError, EnvDataError, EnvsLostError
 from ppo.evaluation.evaluate import evaluate, evaluation_seed
-from ppo.evaluation.videos import rendering_env_maker, visualize_run
+from ppo.evaluation.rendering import rendering_env_maker
+from ppo.evaluation.videos import visualize_run
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource
@@ -107,6 +109,14 @@ def test_videos_show_the_episodes_of_the_evaluation(
     np.testing.assert_allclose(filmed, evaluated, rtol=0, atol=1e-5)
     other = visualize(tmp_path / "run", seed=1)
     assert abs(other[0] - filmed[0]) > 1e-5
+    # Rewards are actions, and the most likely actions of this policy are close to 0.
+    assert np.abs(filmed).max() < 0.3
+    options = ("--sampled", "--episodes", 2, "--import", *MODULES)
+    code, _, error = ppo("visualize", tmp_path / "run", *options)
+    assert code == 0, error
+    summary = json.loads((tmp_path / "run" / "films" / "step-100.json").read_text())
+    assert summary["actions"] == "sample"
+    assert np.abs(summary["returns"]).max() > 0.3
 
 
 def test_images_action_masks_and_multi_discrete_actions_are_supported(
@@ -172,7 +182,7 @@ def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
     [
         ("", "accepts render_mode='rgb_array'; TypeError:"),
         ("raise", "RuntimeError: no canvas; the env must support render_mode"),
-        ("pygame", r"pip install 'envserve\[video\]' where the envs run"),
+        ("pygame", re.escape(install_command("video")) + " where the envs run"),
         ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),
         ("none", "got NoneType; the env must support render_mode='rgb_array'"),
         ("grows", "render all frames at one size"),
@@ -205,3 +215,42 @@ def test_checkpoint_and_ffmpeg_are_checked_before_an_env_starts(
     monkeypatch.setenv("PATH", "")
     with pytest.raises(VideoError, match="ffmpeg is needed to write videos"):
         visualize(tmp_path / "run")
+
+
+def test_packages_for_films_are_checked_before_tensorflow_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunFolder.create(tmp_path / "run", Config(env_name="CartPole-v1"))
+    commands = (
+        ("train", "CartPole-v1", "--film"),
+        ("train", "--resume", "run", "--film"),
+        ("visualize", "run"),
+    )
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    for command in commands:
+        code, output, error = ppo(*command)
+        assert (code, output) == (2, "")
+        assert "CartPole-v1 renders with pygame; " in error
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    monkeypatch.setenv("PATH", "")
+    for command in commands:
+        code, output, error = ppo(*command)
+        assert (code, output) == (2, "")
+        assert "ffmpeg is needed to write videos" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_env_that_does_not_render_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    modules = "--import", *MODULES
+    code, output, error = ppo("train", WITHOUT_RENDER_MODE, "--film", *modules)
+    assert (code, output) == (2, "")
+    assert "expected an env that accepts render_mode='rgb_array'" in error
+    kwargs = "--set", 'env_kwargs={"fault": "none"}'
+    code, output, error = ppo("train", NAME, "--film", *modules, *kwargs)
+    assert (code, output) == (2, "")
+    assert "expected render() to return a frame" in error
+    assert list(tmp_path.iterdir()) == []

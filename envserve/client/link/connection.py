@@ -19,10 +19,11 @@ from typing import Final
 
 import zmq
 
+from envserve.client.link.zmq_guards.diagnosis import unknown_key_error
 from envserve.client.link.zmq_guards.resolver import Lookup, needs_no_lookup
 from envserve.client.link.zmq_guards.wakeup import ByteCounter, Waker
 from envserve.errors import ConnectError
-from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_folder import KeyFolder, UnknownServerKey
 from envserve.keys.key_pair import CurveKeys
 from envserve.wire.constants import MAX_FRAMES
 from envserve.wire.message import Buffer
@@ -68,7 +69,7 @@ _MAX_UNREAD_BYTES: Final = 16 << 20
 class SharedContext:
     """A ZeroMQ context, with its I/O threads, for the connections of a batch.
 
-    It is terminated after its last connection has been closed. docs/decisions.md: "The
+    It is terminated after its last connection has been closed. Decisions: "The
     connections of a batch share ZeroMQ's threads".
     """
 
@@ -107,6 +108,7 @@ class SharedContext:
             self._users.discard(user)
             if self._context is not None and not self._users:
                 self._context.term()  # blocks until lingering messages are sent
+                self._context = None
 
 
 class Connection:
@@ -149,7 +151,10 @@ class Connection:
         """
         self.address = address
         self._insecure = insecure
-        self.keys = keys or self.keys_for(address)
+        try:
+            self.keys = keys or self.keys_for(address)
+        except UnknownServerKey as error:
+            raise unknown_key_error(address, error) from None
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
         self._previous: zmq.Socket[bytes] | None = None
         # Set while a host name is resolved and its addresses are tried in turn.
@@ -281,11 +286,13 @@ class Connection:
           farewell: Last message to the previous server.
         """
         self.keys = keys
-        self.send(farewell)
+        if not self._socket.closed:  # an interrupted move has closed it
+            self.send(farewell)
         self.close_previous()
-        previous, self.address = self._socket, address
+        # First, because the context cannot be closed while a socket is open.
+        self._socket.close(linger=_FAREWELL_MS)
+        self.address = address
         self._open()
-        previous.close(linger=_FAREWELL_MS)
 
     def is_previous_connected(self) -> bool:
         """Return whether the socket from before the last `renew` is connected."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from envserve.client.link.connection import Connection
 from envserve.client.link.probe import request
-from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
+from envserve.client.link.zmq_guards.diagnosis import (
+    Finding,
+    connection_error,
+    diagnose_connection,
+)
 from envserve.errors import ConnectError
 from envserve.keys import formats
 from envserve.keys.invitation import Invitation
@@ -25,6 +29,11 @@ from envserve.wire.message import Message
 _ATTEMPT_SECONDS: Final = 1.5
 _PAUSE_SECONDS: Final = 0.2
 _MIN_JOIN_SECONDS: Final = 1.0
+#: Findings that a retry within the timeout does not change.
+_LASTING: Final = (
+    *(Finding.REFUSED, Finding.NOT_ZEROMQ, Finding.NOT_A_SERVER),
+    *(Finding.USES_NO_KEYS, Finding.OTHER_SERVER, Finding.UNKNOWN_HOST),
+)
 
 
 def join(
@@ -55,12 +64,7 @@ def join(
     if not answered:
         if Finding.UNKNOWN_CLIENT in findings.values():
             raise ConnectError(invitation.rejected_text)
-        raise ConnectError(
-            f"{', '.join(invitation.addresses)}: no server with the key of this "
-            f"invitation ({formats.fingerprint(invitation.server_public)}) answered "
-            f"within {timeout_seconds:g} s; check that the server is running and "
-            f"reachable"
-        )
+        raise ConnectError(_failure_text(findings, keys))
     message = Message(type=MessageType.JOIN, body=Join(public=pair.public).encode())
     left = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())
     with contextlib.closing(Connection(answered[0], keys)) as connection:
@@ -71,14 +75,25 @@ def join(
 def _connect_to_all(
     addresses: Sequence[str], keys: CurveKeys, deadline: float
 ) -> dict[str, Finding]:
-    """Connect to all addresses concurrently; retry until one of them has answered."""
+    """Connect to all addresses concurrently; retry until one of them has answered.
+
+    Stop early if retries cannot help at any address.
+    """
     is_over = threading.Event()
+    hopeless: set[str] = set()
 
     def connect(address: str) -> Finding:
+        before = Finding.UNKNOWN
         while True:
             left = max(0.1, deadline - time.monotonic())
             finding = diagnose_connection(address, keys, min(left, _ATTEMPT_SECONDS))
             if finding in (Finding.OK, Finding.UNKNOWN_CLIENT):
+                is_over.set()
+            # A server that closes all its connections refuses new ones for 0.1 s.
+            if finding in _LASTING and finding in (before, Finding.NOT_ZEROMQ):
+                hopeless.add(address)
+            before = finding
+            if len(hopeless) == len(addresses):
                 is_over.set()
             if is_over.wait(_PAUSE_SECONDS) or time.monotonic() >= deadline:
                 return finding
@@ -88,3 +103,18 @@ def _connect_to_all(
             return dict(zip(addresses, threads.map(connect, addresses), strict=True))
         finally:
             is_over.set()  # after Ctrl-C, the threads are still running
+
+
+def _failure_text(findings: Mapping[str, Finding], keys: CurveKeys) -> str:
+    """Return why no address has a server with the key of an invitation."""
+    texts, key = [], formats.fingerprint(keys[0])
+    for address, finding in findings.items():
+        error = connection_error(finding, address, keys)
+        if error is None or finding is Finding.OTHER_SERVER:
+            error = ConnectError(
+                f"{address}: no server with the key of this invitation ({key}) "
+                f"answered; check the address and the network, and whether the server "
+                f"runs there or has a new key, which needs a new invitation"
+            )
+        texts.append(str(error))
+    return "; ".join(texts)

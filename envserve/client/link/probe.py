@@ -7,7 +7,11 @@ import math
 import time
 from typing import Final
 
-from envserve.client.link.connection import SLICE_SECONDS, Connection
+from envserve.client.link.connection import (
+    SLICE_SECONDS,
+    Connection,
+    SharedContext,
+)
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.wire.constants import MessageType
@@ -26,9 +30,19 @@ _RESEND_SECONDS: Final = 0.5
 
 
 def request_welcome(
-    address: str, timeout_seconds: float, *, insecure: bool = False
+    address: str,
+    timeout_seconds: float,
+    *,
+    insecure: bool = False,
+    context: SharedContext | None = None,
 ) -> Welcome:
     """Request the WELCOME message of a server, which lists its envs and versions.
+
+    Args:
+      address: Address of the server.
+      timeout_seconds: Maximum time to wait.
+      insecure: Whether to connect without keys; see `KeyFolder.keys_for`.
+      context: ZeroMQ context that several requests share; by default a new one.
 
     Raises:
       ConnectError: No server answered in time, or the connection failed; see
@@ -37,7 +51,9 @@ def request_welcome(
       RemoteProtocolError: The peer is not an envserve server.
     """
     hello = Message(type=MessageType.HELLO, body=Hello(client="health").encode())
-    with contextlib.closing(Connection(address, insecure=insecure)) as connection:
+    with contextlib.closing(
+        Connection(address, insecure=insecure, context=context)
+    ) as connection:
         answer = request(connection, hello, MessageType.WELCOME, timeout_seconds)
     welcome = Welcome.decode(answer.body)
     check_versions(welcome, address)
@@ -67,9 +83,11 @@ def request(
         if now - sent_at >= _RESEND_SECONDS and connection.send(encode(message)):
             sent_at = now
         is_sent = sent_at > -math.inf
-        if (refusal := diagnosis.poll(now)) is not None:
-            raise refusal
+        refusal = diagnosis.poll(now)
+        # A server may have answered before it exited.
         if (frames := connection.receive()) is None:
+            if refusal is not None:
+                raise refusal
             if connection.exceeds_limit(connection.poll()[1]):
                 connection.renew(connection.max_frame_bytes)  # frees the message
                 text = "a message exceeds the protocol's size limit"

@@ -7,6 +7,10 @@ does not expire during a long learner update, and attaches again if the server i
 lost. The keeper receives messages, but only `collect` writes rows, so rows never change
 while the caller reads them.
 
+To spread the lanes of a batch, the keeper may open a second lane on another server, the
+successor. Once that holds the same envs, a step takes over its lease. Until then, the
+lane keeps its own envs, so a server that refuses envs costs no episodes.
+
 A signal handler may interrupt the calling thread during an update of the session. Then
 the lock is released, and `_is_updating` stays True. The keeper does not touch the
 session until `invalidate` has reset it.
@@ -14,6 +18,7 @@ session until `invalidate` has reset it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -23,6 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from envserve.client.link.connection import SLICE_SECONDS, Connection, SharedContext
@@ -52,6 +58,9 @@ _LOGGER: Final = logging.getLogger(__name__)
 _KEEPER_SECONDS: Final = 0.5
 #: Shorter interval while the session leases envs again, which takes several messages.
 _RECOVERY_SECONDS: Final = 0.05
+#: Maximum delay of `SessionDriver.run` if the answer to a step has already arrived. It
+#: must be shorter than the session's timeouts.
+_LATE_SECONDS: Final = 0.5
 #: Maximum time to wait for the server's confirmation of DETACH.
 _CLOSE_SECONDS: Final = 1.5
 #: Maximum time to send the last message.
@@ -97,18 +106,28 @@ class RemoteLane:
           EnvserveError: The connection or the request is invalid; see `Connection` and
             `attach_of`.
         """
+        timeouts = timeouts or Timeouts()
         self.num_envs = request.num_envs
         self._env_name = request.env_name
         attach = attach_of(request, address)
+        context = context or SharedContext(1)
         self._connection = Connection(address, insecure=insecure, context=context)
+        self._successor: RemoteLane | None = None
+        self._start_successor = functools.partial(
+            RemoteLane,
+            timeouts=replace(timeouts, pads_lost_rows=False),
+            insecure=insecure,
+            context=context,
+        )
         self._session = ClientSession(
             address,
             attach,
-            timeouts or Timeouts(),
+            timeouts,
             session=secrets.randbits(64) | 1,
             now=time.monotonic(),
             client_name=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
+        self._connect_seconds = timeouts.connect_seconds
         self._lock = threading.Lock()
         self._is_updating = False
         self._has_started, self._has_closed = threading.Event(), threading.Event()
@@ -196,6 +215,11 @@ class RemoteLane:
 
     def submit_step(self, blocks: Sequence[int]) -> None:
         """Send a step of these blocks, with the actions in `rows.action`."""
+        if self._driver.is_moving and (successor := self._successor) is not None:
+            with self._lock, successor._lock:
+                self._is_updating = True
+                self._driver.move_at_end(successor._session, time.monotonic())
+                self._is_updating = False
         self._submit(self._session.submit_step, blocks)
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
@@ -233,7 +257,7 @@ class RemoteLane:
                     self._is_updating = False
                     mark_harmless(error)
                 raise
-            if self._is_watched or now >= driver.due_at:
+            if self._is_watched or now >= driver.due_at + _LATE_SECONDS:
                 self._run(now)
             self._is_updating = False
 
@@ -249,7 +273,7 @@ class RemoteLane:
                 if self._is_closing:
                     raise LocalProtocolError(f"{self!r} can no longer be used")
                 if now >= driver.due_at or deadline - now < SLICE_SECONDS:
-                    driver.run(now)
+                    self._run_unless_answered(now)
                 if operations.is_ready(min_finished) or now >= deadline:
                     break
                 frames = None
@@ -275,12 +299,29 @@ class RemoteLane:
             self._is_updating = False
             return outcomes
 
+    def _run_unless_answered(self, now: float) -> None:
+        """Run the session, unless it is enough to receive a message.
+
+        After a step that lasted longer than `SLICE_SECONDS`, this is much cheaper.
+        """
+        driver, session = self._driver, self._session
+        if (
+            now < driver.due_at + _LATE_SECONDS
+            and not session.outbox
+            and (frames := self._connection.receive()) is not None
+        ):
+            session.receive(frames, now)
+            if not session.outbox:
+                return
+        driver.run(now)
+
     def invalidate(self, reason: str) -> None:
         """Release the lease and request new envs; see `Lane.invalidate`."""
         with self._lock:
             self._is_updating = True
             now = time.monotonic()
             self._session.invalidate(reason, now)
+            self._driver.complete_move(now)
             self._run(now)
 
     def _run(self, now: float) -> None:
@@ -314,6 +355,8 @@ class RemoteLane:
         self._close_by = time.monotonic() + _CLOSE_SECONDS
         self._has_closed.set()
         self._keeper.join()
+        if self._successor is not None:
+            self._successor.begin_close()
         with self._lock:
             self._release_lease()
 
@@ -362,16 +405,55 @@ class RemoteLane:
                     self._run(time.monotonic())
             finally:
                 self._lock.release()
+        if (servers := self._driver.server_pool) is not None:
+            self._prepare_move(servers)
         is_recovering = self._session.attachment.is_recovering
         return _RECOVERY_SECONDS if is_recovering else _KEEPER_SECONDS
+
+    def _prepare_move(self, servers: ServerPool) -> None:
+        """Open a successor on the lane's target; close it if it is not needed any more.
+
+        Only the keeper calls this, so an interrupt cannot stop it halfway.
+        """
+        driver, attachment = self._driver, self._session.attachment
+        target, successor = servers.placement.targets.get(driver), self._successor
+        error: Exception | None = None
+        try:
+            if successor is None:
+                if target is not None:
+                    request = attachment.next_attach
+                    self._successor = self._start_successor(target, request)
+                return
+            theirs = successor._session
+            error = theirs.error  # LocalProtocolError after `adopt_lease`
+            if theirs.state is ClientState.READY and not driver.is_moving:
+                attachment.check_same_envs(theirs.attachment)
+                driver.begin_move(time.monotonic())
+        except Exception as found:  # for example, out of descriptors
+            error = found
+        is_wanted = successor is None or successor.name == target
+        is_adopted = isinstance(error, LocalProtocolError)
+        if error is not None and is_wanted and not is_adopted:
+            _LOGGER.warning("cannot move envs to %s: %s", target, error)
+            servers.refuse(driver)
+        if successor is not None and (
+            error is not None
+            or not is_wanted
+            or not attachment.has_next_seeds(successor._session.attachment)
+        ):
+            driver.is_moving, self._successor = False, None
+            successor.begin_close()
 
     def _diagnose(self) -> None:
         """Find out why there is no connection; fail if waiting cannot help."""
         attachment = self._session.attachment
         attachment.tried_text = self._connection.tried_text
-        attachment.connect_error = self._diagnosis.poll(time.monotonic())
-        if attachment.connect_error is not None and self._diagnosis.is_final:
-            attachment.fail(attachment.connect_error)
+        error = self._diagnosis.poll(time.monotonic())
+        if error is not None and self._diagnosis.is_final:
+            attachment.fail(error)
+        elif error is not None and attachment.connect_error is None:
+            _LOGGER.warning("%s; retrying for up to %g s", error, self._connect_seconds)
+        attachment.connect_error = error
 
     def __repr__(self) -> str:
         state = "CLOSED" if self._is_closing else self._session.state.name

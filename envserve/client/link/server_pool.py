@@ -1,7 +1,8 @@
-"""The servers of a batch, and polling them to find replacements for lost servers.
+"""The servers of a batch, and polling them to find servers for its lanes.
 
 A background thread polls the servers while any lane needs another server, so that no
-lane waits for DNS, files or unresponsive servers. `_lock` guards the poll results.
+lane waits for DNS, files or unresponsive servers. While lanes are spread unevenly, it
+also polls the servers with few lanes. `_lock` guards the poll results.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-from envserve.client.link.connection import NO_ADDRESS
+from envserve.client.link.connection import SharedContext
 from envserve.client.link.discovery import SOURCE_SCHEMES, resolve
+from envserve.client.link.placement import Placement
 from envserve.client.link.probe import request_welcome
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.errors import ConnectError, EnvserveError
@@ -27,10 +28,16 @@ from envserve.wire.sockets import raise_file_limit
 _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum time to wait for a server's answer.
 _ANSWER_SECONDS: Final = 1.0
-#: Pause between two polls.
+#: Pause between two polls, and its increase for each server, because a poll connects to
+#: each, which takes several milliseconds of CPU time with keys.
 _PAUSE_SECONDS: Final = 1.0
-#: Time for which a server is excluded after it rejected a lane or had different envs.
-_EXCLUDE_SECONDS: Final = 60.0
+_PAUSE_SECONDS_PER_SERVER: Final = 0.02
+#: Pause between two checks whether lanes are spread unevenly, and between two polls for
+#: servers with few lanes.
+SPREAD_CHECK_SECONDS: Final = 1.0
+SPREAD_POLL_SECONDS: Final = 10.0
+#: File descriptors that the connection to a server uses.
+_FILES_PER_SERVER: Final = 5
 
 
 class ServerPool:
@@ -39,7 +46,8 @@ class ServerPool:
     Attributes:
       addresses: Addresses of all servers at construction.
       has_alternatives: Whether there can ever be more than one server.
-      locations: Current server of each user; a user is the session driver of a lane.
+      placement: The servers of the lanes; a lane is represented by its session driver.
+      spread_at: Time of the next call of `spread`.
       polled_at: Start of the last completed poll, in seconds of `time.monotonic`.
     """
 
@@ -52,17 +60,19 @@ class ServerPool:
         """
         if isinstance(sources, str) or not all(isinstance(at, str) for at in sources):
             raise TypeError(
-                f"expected a list of addresses like 'tcp://sim1:5555'; got {sources!r}"
+                f"expected a list of addresses, like ['sim1', 'sim2']; got {sources!r}"
             )
-        self.addresses = [address for source in sources for address in resolve(source)]
+        self._known = {source: resolve(source) for source in dict.fromkeys(sources)}
+        self.addresses = [
+            address for source in sources for address in self._known[source]
+        ]
         has_source = any(source.startswith(SOURCE_SCHEMES) for source in sources)
         self.has_alternatives = has_source or len(self.addresses) > 1
-        self.locations: dict[object, str] = {}
-        self._sources, self._insecure = tuple(dict.fromkeys(sources)), insecure
-        self._num_free: dict[str, int] = {}  # free envs of each server
+        self.placement = Placement()
+        self._insecure = insecure
         self._gone: set[str] = set()
         self.polled_at = self._next_poll_at = -math.inf
-        self._excluded_until: dict[str, float] = {}
+        self.spread_at = self._next_spread_poll_at = -math.inf
         self._reported: set[str] = set()  # errors that were already logged
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -74,64 +84,71 @@ class ServerPool:
         lists it. This method starts a poll if one is due, so call it repeatedly.
         """
         with self._lock:
-            is_due = time.monotonic() >= self._next_poll_at or self.polled_at < since
-            if is_due and (self._thread is None or not self._thread.is_alive()):
-                thread = threading.Thread(target=self._run, daemon=True)
-                try:
-                    thread.start()
-                    self._thread = thread
-                except RuntimeError as error:  # the system is out of threads
-                    self._fail(error, time.monotonic())
+            if time.monotonic() >= self._next_poll_at or self.polled_at < since:
+                self._start_poll(is_full=True)
             return self.polled_at >= since and address in self._gone
 
-    def exclude(self, user: object) -> None:
-        """Exclude a user's server for a minute, and leave the user without a server."""
-        until = time.monotonic() + _EXCLUDE_SECONDS
-        self._excluded_until[self.locations[user]] = until
-        self.locations[user] = NO_ADDRESS
+    def _start_poll(self, *, is_full: bool) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        thread = threading.Thread(target=self._run, args=(is_full,), daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:  # the system is out of threads
+            self._fail(error, time.monotonic())
 
-    def take(self, user: object, num_envs: int, *, alone: bool) -> str | None:
-        """Assign another server with enough free envs to a user.
+    def take(self, lane: object, **options: bool) -> str | None:
+        """Assign another server to a lane, or return None; see `Placement.take`."""
+        with self._lock:
+            return self.placement.take(lane, time.monotonic(), **options)
 
-        Args:
-          user: The user that needs a server.
-          num_envs: Number of envs that the user needs.
-          alone: Whether to use only servers that have no other user in this pool. Such
-            servers are preferred in any case.
+    def exclude(self, lane: object) -> None:
+        """Exclude a lane's server for a minute, and leave the lane without a server."""
+        with self._lock:
+            self.placement.exclude(lane, time.monotonic())
 
-        Returns:
-          The address of the server; None if there is none.
+    def settle(self, lane: object) -> None:
+        """Record that a lane needs no other server."""
+        with self._lock:
+            self.placement.settle(lane)
+
+    def refuse(self, lane: object) -> None:
+        """Record that a lane's target has not granted it envs; the lane stays."""
+        with self._lock:
+            if lane in self.placement.targets:  # it may have lost its server since
+                self.placement.refuse(lane, time.monotonic())
+
+    def move(self, lane: object) -> str:
+        """Record that a lane moves to its target now; return its address."""
+        with self._lock:
+            return self.placement.move(lane)
+
+    def spread(self) -> None:
+        """Choose a lane to move if lanes are spread unevenly; see `Placement.spread`.
+
+        This method starts a poll if one is due.
         """
         now = time.monotonic()
         with self._lock:
-            locations = self.locations
-            num_users = Counter(at for other, at in locations.items() if other != user)
-            fits = [
-                (num_users[address], -num_free, address)
-                for address, num_free in self._num_free.items()
-                if num_free >= num_envs
-                and address != locations[user]
-                and now >= self._excluded_until.get(address, now)
-                and not (alone and num_users[address])
-            ]
-            if not fits:
-                return None
-            _, _, address = min(fits)
-            self._num_free[address] -= num_envs
-            locations[user] = address
-            return address
+            self.spread_at = now + SPREAD_CHECK_SECONDS
+            if max(self.placement.num_lanes().values(), default=0) > 1:
+                self.placement.spread(now)
+                if now >= self._next_spread_poll_at:
+                    self._next_spread_poll_at = now + SPREAD_POLL_SECONDS
+                    self._start_poll(is_full=False)
 
-    def leave(self, user: object, until: float) -> None:
-        """Remove a user; after the last one, wait for a running poll until `until`."""
+    def leave(self, lane: object, until: float) -> None:
+        """Remove a lane; after the last one, wait for a running poll until `until`."""
         with self._lock:
-            self.locations.pop(user, None)
-        if self._thread is not None and not self.locations:
+            self.placement.leave(lane)
+        if self._thread is not None and not self.placement.locations:
             self._thread.join(max(0.0, until - time.monotonic()))
 
-    def _run(self) -> None:
+    def _run(self, is_full: bool) -> None:
         began = time.monotonic()
         try:
-            self._poll(began)
+            self._poll(began, is_full=is_full)
         except Exception as error:  # lanes must not wait for this poll
             with self._lock:
                 self._fail(error, began)
@@ -142,12 +159,26 @@ class ServerPool:
         if text not in self._reported:
             self._reported.add(text)
             _LOGGER.warning("%s; retrying", text, exc_info=error)
-        self._num_free, self._gone, self.polled_at = {}, set(), began
+        self.placement.num_free, self._gone, self.polled_at = {}, set(), began
         self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
 
-    def _poll(self, began: float) -> None:
-        found = query_servers(self._sources, _ANSWER_SECONDS, insecure=self._insecure)
-        for name, error in found.errors.items():
+    def _poll(self, began: float, *, is_full: bool) -> None:
+        """Poll all servers, or only those that lanes could move to for an even spread.
+
+        If a source cannot be resolved, use the addresses that it listed last.
+        """
+        sources = {source: _try_resolve(source) for source in self._known}
+        is_complete = not any(isinstance(at, str) for at in sources.values())
+        self._known |= {s: at for s, at in sources.items() if not isinstance(at, str)}
+        addresses = {address for found in self._known.values() for address in found}
+        with self._lock:
+            lanes = self.placement.num_lanes()
+        if not is_full:
+            most = max(lanes.values(), default=0)
+            addresses = {at for at in addresses if lanes[at] + 2 <= most}
+        found = query_servers(addresses, _ANSWER_SECONDS, insecure=self._insecure)
+        failed = {s: text for s, text in sources.items() if isinstance(text, str)}
+        for name, error in {**failed, **found.errors}.items():
             if error not in self._reported:
                 self._reported.add(error)
                 _LOGGER.warning("%s: %s; it gets no rows", name, error)
@@ -156,15 +187,26 @@ class ServerPool:
         with ThreadPoolExecutor(max(1, len(silent))) as threads:
             gone = set(itertools.compress(silent, threads.map(_is_refused, silent)))
         with self._lock:
-            if found.is_complete:  # otherwise an address may be missing temporarily
-                gone.update({*self.locations.values()} - welcomes.keys())
-            self._num_free = {
+            self.placement.num_free = {
                 address: welcome.free_envs
                 for address, welcome in welcomes.items()
                 if welcome and not (welcome.is_draining or welcome.is_starting)
             }
+            if not is_full:
+                return
+            if is_complete:  # otherwise an address may be missing temporarily
+                gone.update({*self.placement.locations.values()} - welcomes.keys())
             self._gone, self.polled_at = gone, began
-            self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
+            pause = _PAUSE_SECONDS + _PAUSE_SECONDS_PER_SERVER * len(addresses)
+            self._next_poll_at = time.monotonic() + pause
+
+
+def _try_resolve(source: str) -> tuple[str, ...] | str:
+    """Return the addresses of a source, or the text of the error."""
+    try:
+        return resolve(source)
+    except ConnectError as error:
+        return str(error)
 
 
 class QueryResult(NamedTuple):
@@ -172,32 +214,30 @@ class QueryResult(NamedTuple):
 
     Attributes:
       welcomes: The WELCOME of each server by address; None if it did not answer.
-      errors: Error messages of sources that could not be resolved and of servers that
-        did not answer, by source or address.
-      is_complete: Whether all sources were resolved.
+      errors: Error messages of servers that did not answer, by address.
     """
 
     welcomes: dict[str, Welcome | None]
     errors: dict[str, str]
-    is_complete: bool
 
 
 def query_servers(
-    sources: Sequence[str], timeout_seconds: float, *, insecure: bool
+    addresses: Iterable[str], timeout_seconds: float, *, insecure: bool
 ) -> QueryResult:
-    """Send HELLO to all servers of these sources concurrently."""
-    raise_file_limit()  # each connection uses nine descriptors
-    found = QueryResult({}, {}, True)
-    for source in sources:
-        try:
-            found.welcomes.update(dict.fromkeys(resolve(source)))
-        except ConnectError as error:
-            found.errors[source] = str(error)
-            found = found._replace(is_complete=False)
+    """Send HELLO to all servers concurrently.
+
+    Raises:
+      ConnectError: This process may not open enough files.
+    """
+    found = QueryResult(dict.fromkeys(addresses), {})
+    raise_file_limit_for(len(found.welcomes))
+    context = SharedContext(len(found.welcomes))
 
     def query(address: str) -> None:
         try:
-            welcome = request_welcome(address, timeout_seconds, insecure=insecure)
+            welcome = request_welcome(
+                address, timeout_seconds, insecure=insecure, context=context
+            )
             found.welcomes[address] = welcome
         except EnvserveError as error:
             text = str(error).removeprefix(f"{address}: ")
@@ -208,9 +248,29 @@ def query_servers(
     return found
 
 
+def raise_file_limit_for(num_servers: int) -> None:
+    """Raise this process's limit on open files for connections to many servers.
+
+    Raises:
+      ConnectError: Even the hard limit is too low.
+    """
+    limit, needed = raise_file_limit(), num_servers * _FILES_PER_SERVER
+    if needed > limit:
+        raise ConnectError(
+            f"{num_servers} servers need about {needed} open files, but this process "
+            f"may open at most {limit}; raise the hard limit (ulimit -n), or connect "
+            "to fewer servers"
+        )
+
+
 def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
     """Return servers that answer and are not draining; if none do, all servers."""
-    welcomes = query_servers(sources, 2 * _ANSWER_SECONDS, insecure=insecure).welcomes
+    if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
+        return [*only]  # `BatchEnv.connect` waits for it
+    found = [at for at in map(_try_resolve, sources) if not isinstance(at, str)]
+    addresses = list(itertools.chain(*found))
+    seconds = 2 * _ANSWER_SECONDS
+    welcomes = query_servers(addresses, seconds, insecure=insecure).welcomes
     alive = [at for at, found in welcomes.items() if found and not found.is_draining]
     return alive or list(welcomes)
 

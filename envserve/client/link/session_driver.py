@@ -10,15 +10,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from envserve.client.link.connection import SLICE_SECONDS, Connection
 from envserve.client.link.server_pool import ServerPool
 from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
+from envserve.session.states import ClientState
+from envserve.wire.constants import MessageType
+from envserve.wire.message import Buffer
 
 if TYPE_CHECKING:
     from envserve.session.client.client_session import ClientSession
 
+Array = np.ndarray[Any, Any]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds without a connection after which a new socket is opened. libzmq reconnects
@@ -29,6 +35,11 @@ _AT_ONCE_SECONDS: Final = 0.75
 #: This many errors within `_ERRORS_SECONDS` end the session.
 _MAX_ERRORS: Final = 3
 _ERRORS_SECONDS: Final = 10.0
+#: Seconds of silence after which a lane leaves its server, although that may still hold
+#: its envs, if another server has enough free envs.
+_SPARE_SECONDS: Final = 5.0
+#: Maximum time to wait until each env has ended an episode before a lane moves.
+_MOVE_SECONDS: Final = 30.0
 #: Maximum duration of `SessionDriver.run`, so that its callers meet their deadlines.
 _RUN_SECONDS: Final = 0.02
 
@@ -41,6 +52,7 @@ class SessionDriver:
       connection: The connection to its server.
       server_pool: Servers for failover; None if there are no others.
       due_at: Time by which `run` must be called, as a value of `time.monotonic()`.
+      is_moving: Whether `move_at_end` must be called before each step.
     """
 
     def __init__(
@@ -53,8 +65,13 @@ class SessionDriver:
         self.connection = connection
         self.server_pool = server_pool
         if server_pool is not None:
-            server_pool.locations[self] = connection.address
+            num_envs = session.attachment.attach.num_hosted
+            server_pool.placement.join(self, connection.address, num_envs)
         self.due_at = -math.inf
+        self.is_moving = self._is_searching = False
+        self._has_ended: Array = np.zeros(0, np.bool_)  # rows that ended an episode
+        self._move_by = math.inf
+        self._farewell: list[Buffer] = []  # DETACH for the server that a move leaves
         self._is_connected = False
         self._is_renewed = False
         self._disconnected_since = time.monotonic()
@@ -162,31 +179,107 @@ class SessionDriver:
         attachment = self.session.attachment
         since = attachment.needs_server_since(now)
         attachment.awaits_poll = since is not None and server_pool.polled_at < since
+        placement = server_pool.placement
         if since is None:
+            if self._is_searching:
+                self._is_searching = False
+                server_pool.settle(self)
+            if now >= server_pool.spread_at:
+                server_pool.spread()
             return False
         if attachment.is_rejected:
             server_pool.exclude(self)
-        # If the server may still have the envs, wait for it until just before the time
-        # limit.
-        is_lost = attachment.is_recovering or now >= attachment.give_up_at - 1.0
-        if not (server_pool.is_gone(attachment.address, since) or is_lost):
+        is_gone = server_pool.is_gone(attachment.address, since)
+        if attachment.awaits_poll:
             return False
-        num_envs, alone = attachment.attach.num_hosted, not attachment.granted_by
-        before = server_pool.locations[self]
-        if (found := server_pool.take(self, num_envs, alone=alone)) is None:
+        # If the server may still have the envs, give it some time.
+        may_recover = not (is_gone or attachment.is_recovering)
+        is_urgent = now >= attachment.give_up_at - 1.0
+        if may_recover and not (is_urgent or now >= since + _SPARE_SECONDS):
             return False
+        before, self._is_searching = placement.locations[self], True
+        found = server_pool.take(
+            self,
+            may_recover=may_recover,
+            is_refused=attachment.granted_by != attachment.address,
+            is_urgent=is_urgent,
+        )
+        if found is None:
+            return False
+        return self._move(server_pool, before, found, now)
+
+    def _move(
+        self,
+        server_pool: ServerPool,
+        before: str,
+        found: str,
+        now: float,
+        reason: str = "",
+    ) -> bool:
+        """Move from one server to another; return False if its keys are missing."""
+        self.is_moving = False
         try:  # get the keys before changing anything
             keys = self.connection.keys_for(found)
         except (ConnectError, KeyFileError) as error:
             _LOGGER.warning("cannot move envs to %s: %s", found, error)
             server_pool.exclude(self)
-            server_pool.locations[self] = before
+            server_pool.placement.locations[self] = before
             return False
-        self.connection.move(found, keys, attachment.move_to(found, now))
+        self._farewell = self.session.requests.pack(MessageType.DETACH)
+        self.session.attachment.move_to(found, now, reason)
+        self.connection.move(found, keys, self._farewell)
+        self._farewell = []
         self._errors.clear()
         self._check_errors_at = math.inf
         self._on_disconnected(now)
         return True
+
+    def complete_move(self, now: float) -> None:
+        """After an interrupted call, connect to the server that the session uses."""
+        address, connection = self.session.address, self.connection
+        if self.server_pool is not None:
+            self.server_pool.placement.locations[self] = address
+        if self._farewell:
+            connection.move(address, connection.keys_for(address), self._farewell)
+            self._farewell = []
+            self._on_disconnected(now)
+
+    def begin_move(self, now: float) -> None:
+        """Move in one of the next steps, because the lane's target has granted envs."""
+        self._has_ended = np.zeros(self.session.attachment.attach.num_envs, np.bool_)
+        self._move_by = now + _MOVE_SECONDS
+        self.is_moving = True
+
+    def move_at_end(self, successor: ClientSession, now: float) -> None:
+        """Move to the lane's target once each env has ended an episode, or at a limit.
+
+        Call this before a step, while the rows contain the last results.
+
+        Args:
+          successor: A session with the target, which holds a lease of the same envs.
+          now: Monotonic seconds.
+        """
+        server_pool, attachment = self.server_pool, self.session.attachment
+        client_blocks = self.session.client_blocks
+        target = server_pool and server_pool.placement.targets.get(self)
+        if server_pool is None or target != successor.address:
+            self.is_moving = False  # the lane has lost its server in the meantime
+            return
+        rows = client_blocks.rows
+        self._has_ended |= rows.terminated | rows.truncated
+        if not (self._has_ended.all() or now >= self._move_by):
+            return
+        # Calls that were sent would fail.
+        can_move = all(each.is_step for each in client_blocks.in_flight.values())
+        sessions = (self.session, successor)
+        is_ready = all(each.state is ClientState.READY for each in sessions)
+        is_ready &= attachment.has_next_seeds(successor.attachment)
+        if can_move and is_ready and attachment.needs_server_since(now) is None:
+            before = server_pool.placement.locations[self]
+            found = server_pool.move(self)
+            reason = f"{found} has fewer rows of this batch, so they move there"
+            if self._move(server_pool, before, found, now, reason):
+                attachment.adopt_lease(successor.attachment, now)
 
     def wait(self, deadline: float) -> None:
         """Wait for a message, the session's next deadline, or `SLICE_SECONDS`."""

@@ -33,7 +33,7 @@ from envserve.errors import EnvserveError
 from envserve.monitoring.page.data_feed import DataFeed, encode_event
 
 #: The label of a button, and the function that it calls. The function runs in a thread,
-#: and returns a text to show or raises EnvserveError.
+#: and returns a message to show or raises EnvserveError.
 Button = tuple[str, Callable[[], str]]
 
 _HTML: Final = Path(__file__).with_name("index.html").read_bytes()
@@ -109,7 +109,7 @@ def build_app(
 
 
 class _AccessControl:
-    """Reject requests without the token and POST requests from other sites."""
+    """Rejects requests without the token and POST requests from other sites."""
 
     def __init__(self, app: ASGIApp, token: str, names: set[str]) -> None:
         self._app, self._token, self._names = app, token.encode(), names
@@ -132,8 +132,8 @@ class _AccessControl:
                 headers = MutableHeaders(scope=message)
                 headers.update(_HEADERS)
                 if in_url and is_allowed:
-                    rest = "Path=/; HttpOnly; SameSite=Strict"
-                    headers["Set-Cookie"] = f"{cookie}={in_url}; {rest}"
+                    attributes = "Path=/; HttpOnly; SameSite=Strict"
+                    headers["Set-Cookie"] = f"{cookie}={in_url}; {attributes}"
             await send(message)
 
         app = self._app if is_allowed else PlainTextResponse(_TOKEN_EXPECTED, 403)

@@ -15,6 +15,7 @@ import json
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,9 @@ from msgspec.structs import asdict
 
 from envserve.errors import EnvserveError, LeaseLost, ServerError
 from envserve.monitoring.observer import Observer
+from envserve.slab import Status
 from envserve.text import one_line
+from envserve.wire.status import ServerStatus
 
 _STATUS_SECONDS: Final = 0.25
 _FRAME_SECONDS: Final = 0.2
@@ -42,6 +45,8 @@ _MAX_READ_BYTES: Final = 4 << 20
 #: Errors of reading a line that is not a JSON object with numbers.
 _INVALID: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _CURVES: Final = ("mean_return", "evaluation_return")
+#: Names of the statuses of rows without a fault.
+_NOT_LOST: Final = {Status.OK.name, Status.PENDING.name, Status.LATE.name}
 
 #: Index of the server, number of the lease, row.
 Tile = tuple[int, int, int]
@@ -84,7 +89,7 @@ class Subscriber:
 
 
 class DataFeed:
-    """Keep all subscribers, and the latest event of each server, tile and run.
+    """Keeps all subscribers, and the latest event of each server, tile and run.
 
     Args:
       addresses: Addresses of servers or of `LocalStatusServer`s.
@@ -97,14 +102,14 @@ class DataFeed:
     ) -> None:
         self.subscribers: dict[str, Subscriber] = {}
         self._latest: dict[Key, bytes] = {}
-        self._pollers = [_ServerPoller(*each, observe) for each in enumerate(addresses)]
+        self._pollers = [_ServerPoller(*item, observe) for item in enumerate(addresses)]
         self._metrics = _MetricsTail(run) if run else None
         self._has_ended = threading.Event()
         self._threads: list[threading.Thread] = []
 
     async def start(self) -> None:
         """Start all threads. Call other methods only from the running event loop."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
 
         def publish(key: Key, event: bytes) -> None:
             loop.call_soon_threadsafe(self.publish, key, event)
@@ -113,6 +118,11 @@ class DataFeed:
             thread = threading.Thread(target=call, args=(publish,), daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def finish_run(self) -> None:
+        """Let browsers show that the run has ended; may be called in any thread."""
+        event = encode_event("finished", {})
+        self._loop.call_soon_threadsafe(self.publish, "finished", event)
 
     async def close(self) -> None:
         """Stop all threads and wait for them, at most a few seconds."""
@@ -171,15 +181,15 @@ class DataFeed:
 
     def _update_pollers(self) -> None:
         """Let the threads poll all shown tiles, each at its largest shown width."""
-        wanted: dict[Tile, int] = {}
+        widths: dict[Tile, int] = {}
         for subscriber in self.subscribers.values():
             for tile, width in subscriber.tiles.items():
-                wanted[tile] = max(width, wanted.get(tile, 0))
-        for key in self._latest.keys() - wanted.keys():
+                widths[tile] = max(width, widths.get(tile, 0))
+        for key in self._latest.keys() - widths.keys():
             if isinstance(key, tuple):
                 del self._latest[key]
         for index, poller in enumerate(self._pollers):
-            poller.tiles = {e: wanted[e] for e in wanted if e[0] == index}
+            poller.tiles = {t: widths[t] for t in widths if t[0] == index}
             poller.has_subscribers = len(self.subscribers) > 0
             poller.wake.set()
 
@@ -205,6 +215,8 @@ class _ServerPoller:
     def __init__(self, index: int, address: str, observe: Observe) -> None:
         self._state: dict[str, Any] = {"index": index, "address": str(address)}
         self._state |= {"error": "", "status": None}
+        self._pid, self._counts = 0, Counter[str]()
+        self._earlier = Counter[str]()  # the counts before the server was restarted
         self._index, self.observer = index, partial(observe, address)
         self.tiles: Mapping[Tile, int] = {}
         self.has_subscribers = self.has_ended = False
@@ -225,15 +237,14 @@ class _ServerPoller:
     def _poll(self, observer: Observer, publish: _Publish) -> None:
         serials: dict[Tile, int] = {}
         status_at = frames_at = -_IDLE_SECONDS
-        pid = 0
         while not self.has_ended:
             self.wake.clear()
             now = time.monotonic()
             pause = _STATUS_SECONDS if self.has_subscribers else _IDLE_SECONDS
             if now >= status_at + pause:
                 status_at, status = now, observer.status(_TIMEOUT_SECONDS)
-                if status.pid != pid:  # a restarted server counts serials from 1
-                    pid, serials = status.pid, {}
+                if self._count(status):  # a restarted server counts serials from 1
+                    serials = {}
                 leases = [
                     asdict(lease) | {"episodes": lease.episodes[-_MAX_EPISODES:]}
                     for lease in status.leases
@@ -243,10 +254,32 @@ class _ServerPoller:
             if self.tiles and now >= frames_at + _FRAME_SECONDS:
                 frames_at = now
                 serials = self._poll_frames(observer, serials, publish)
-            due = status_at + pause
+            due_at = status_at + pause
             if self.tiles:
-                due = min(due, frames_at + _FRAME_SECONDS)
-            self.wake.wait(max(0.0, due - time.monotonic()))
+                due_at = min(due_at, frames_at + _FRAME_SECONDS)
+            self.wake.wait(max(0.0, due_at - time.monotonic()))
+
+    def _count(self, status: ServerStatus) -> bool:
+        """Update the totals over all restarts; return whether this was a restart.
+
+        A server's counts and its uptime never decrease. Together they also reveal a
+        restart in a container, where the process id stays the same.
+        """
+        rows = Counter(status.rows)
+        counts = Counter(
+            uptime=int(status.seconds),
+            steps=status.steps,
+            faults=sum(status.faults.values()),
+            rows=rows.total(),
+            lost=sum(rows[name] for name in rows.keys() - _NOT_LOST),
+        )
+        is_restart = status.pid != self._pid or not self._counts <= counts
+        if is_restart:
+            self._earlier += self._counts
+        self._pid, self._counts = status.pid, counts
+        # A hostile server may report counts whose sum is too large for JSON integers.
+        self._state["totals"] = {n: float(self._earlier[n] + counts[n]) for n in counts}
+        return is_restart
 
     def _poll_frames(
         self, observer: Observer, serials: Mapping[Tile, int], publish: _Publish
@@ -260,7 +293,7 @@ class _ServerPoller:
         for (lease, width), group in groups.items():
             for start in range(0, len(group), _MAX_ROWS):
                 part = group[start : start + _MAX_ROWS]
-                rows, after = [each[2] for each in part], [latest[e] for e in part]
+                rows, after = [t[2] for t in part], [latest[t] for t in part]
                 with contextlib.suppress(LeaseLost):  # the next status will not list it
                     for frame in observer.frames(
                         lease, rows, width, _TIMEOUT_SECONDS, after
@@ -299,8 +332,8 @@ class _MetricsTail:
         except FileNotFoundError:
             return False
         except OSError as error:
-            before, self._error = self._error, f"{self._path}: {error.strerror}"
-            return before != self._error
+            previous_error, self._error = self._error, f"{self._path}: {error.strerror}"
+            return previous_error != self._error
         if b"\n" in text or len(text) < _MAX_READ_BYTES:  # not inside an endless line
             text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import secrets
 import select
@@ -76,14 +77,14 @@ def page_server(
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for each in range(port, min(port + _NUM_PORTS, 65536)) if port else (0,):
+    for number in range(port, min(port + _NUM_PORTS, 65536)) if port else (0,):
         try:
-            listening = socket.create_server((host, each), family=family)
+            listening = socket.create_server((host, number), family=family)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 continue
             raise ServerError(
-                f"the page cannot listen at {host}:{each}: {error.strerror}; pass an "
+                f"the page cannot listen at {host}:{number}: {error.strerror}; pass an "
                 f"address of this host as --host, and a --port that you may use"
             ) from None
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
@@ -123,3 +124,22 @@ def page_process(
         with process:
             raise ServerError("the page did not start; run `envserve page` for details")
     return process, url
+
+
+def finish_page(process: subprocess.Popen[str], show: Callable[[str], object]) -> None:
+    """Wait until no browser shows the page, for a minute at most, or until Ctrl-C.
+
+    Args:
+      process: Process that serves the page.
+      show: Function that prints a line, if browsers show the page.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):  # the process has ended already
+            with process.stdin as stdin:
+                stdin.write("finished")
+            for line in process.stdout:
+                show(line.rstrip())
+    except KeyboardInterrupt:
+        process.terminate()

@@ -46,8 +46,8 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        why = error.strerror or error
-        raise ServerError(f"cannot listen on {address}: {why}; {remedy}") from None
+        reason = error.strerror or error
+        raise ServerError(f"cannot listen on {address}: {reason}; {remedy}") from None
     return listener, address
 
 
@@ -72,13 +72,13 @@ def _remove_stale_socket(path: Path) -> None:
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        found = path.lstat()
+        stat_result = path.lstat()
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(stat_result.st_mode):
         raise OSError("the path is an existing file that is not a socket")
-    if found.st_uid != os.geteuid():
-        raise OSError(f"the socket at this path belongs to user {found.st_uid}")
+    if stat_result.st_uid != os.geteuid():
+        raise OSError(f"the socket at this path belongs to user {stat_result.st_uid}")
     with socketlib.socket(socketlib.AF_UNIX) as probe:
         probe.setblocking(False)
         with contextlib.suppress(ConnectionRefusedError):

@@ -150,7 +150,7 @@ class ServerSockets:
             has_keys = user != "local" and self._secret is not None
             self.by_number[number] = ServerSocket(socket, number, user, has_keys)
             set_common_options(socket)
-            # Otherwise ZeroMQ silently drops replies that cannot be sent.
+            # Without this option, ZeroMQ silently drops replies that cannot be sent.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(
                 zmq.MAXMSGSIZE, self._max_message_bytes + CURVE_OVERHEAD_BYTES
@@ -163,7 +163,7 @@ class ServerSockets:
             elif self._secret is not None:
                 _use_keys(socket, self._secret)
         self.rotation = deque(self.by_number.values())
-        self.pollable = [(each.zmq, int(zmq.POLLIN)) for each in self.rotation]
+        self.pollable = [(item.zmq, int(zmq.POLLIN)) for item in self.rotation]
 
     def listen(self) -> None:
         """Listen on every address; raise ServerError if one cannot be used."""
@@ -174,7 +174,7 @@ class ServerSockets:
 
     def _accept(self) -> None:
         """Let the sockets accept connections from the listening sockets."""
-        by_user = {each.user: each.zmq for each in self.by_number.values()}
+        by_user = {item.user: item.zmq for item in self.by_number.values()}
         for address, listener in zip(self.addresses, self._listeners, strict=True):
             socket = by_user[_USERS[address.partition("://")[0]]]
             socket.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
@@ -199,8 +199,8 @@ class ServerSockets:
         left unread, or that arrived during a send. Check `has_unread` for these.
         """
         self._on_readable = callback
-        for each in self.by_number.values():
-            self._loop.add_reader(event_fd(each.zmq), callback)
+        for socket in self.by_number.values():
+            self._loop.add_reader(event_fd(socket.zmq), callback)
 
     def stop_reading(self) -> None:
         """Stop calling the callback."""
@@ -210,8 +210,8 @@ class ServerSockets:
         self._remove_readers()
 
     def _remove_readers(self) -> None:
-        for each in self.by_number.values():
-            self._loop.remove_reader(event_fd(each.zmq))
+        for socket in self.by_number.values():
+            self._loop.remove_reader(event_fd(socket.zmq))
 
     def has_unread(self) -> bool:
         """Return whether a message can be received."""
@@ -230,7 +230,7 @@ class ServerSockets:
         user as the cause count for `_BLAMED_SECONDS`.
         """
         since = self._loop.time() - _BLAMED_SECONDS
-        return sum(at > since for at in self._blamed.get(user, ())) >= _MAX_BLAMED
+        return sum(time > since for time in self._blamed.get(user, ())) >= _MAX_BLAMED
 
     def reopen(self, reason: str, user: str = "", *, shut_out: bool = False) -> None:
         """Close all connections, and accept new ones.
@@ -270,8 +270,8 @@ class ServerSockets:
             self._loop.call_soon(self._on_readable)  # an edge may have been missed
 
     def _close_sockets(self) -> None:
-        for each in self.by_number.values():
-            each.zmq.close(linger=0)
+        for socket in self.by_number.values():
+            socket.zmq.close(linger=0)
         self.by_number, self.pollable = {}, []
         self.rotation.clear()
 

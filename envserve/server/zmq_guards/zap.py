@@ -160,7 +160,7 @@ class Zap:
         self._socket.send_multipart([_VERSION, request, *fields, b""], NOBLOCK)
 
     def _decide(self, frames: Sequence[bytes]) -> tuple[str, str]:
-        """Return the status, and the user if it is 200."""
+        """Return the ZAP status code, and the user if the code is 200."""
         if (
             len(frames) != _NUM_FRAMES
             or (frames[0], frames[2], frames[5]) != (_VERSION, DOMAIN, b"CURVE")

@@ -33,7 +33,7 @@ from envserve.lane import Block, Lane, make_blocks
 from envserve.session.client.client_blocks import ClientBlocks
 from envserve.session.client.liveness import LostLease, Timeouts
 from envserve.session.client.requests import Request, Requests
-from envserve.session.states import ClientState, Machine
+from envserve.session.states import ClientState, StateMachine
 from envserve.settings import EnvRequest
 from envserve.slab import rows_nbytes
 from envserve.spaces import codec
@@ -93,7 +93,7 @@ class Attachment:
     ) -> None:
         """Start in state CONNECTING; for the arguments see `ClientSession`."""
         self.address = address
-        self.machine = Machine(ClientState.CONNECTING)
+        self.machine = StateMachine(ClientState.CONNECTING)
         self.error: EnvserveError | None = None
         self.connect_error: ConnectError | None = None
         self.tried_text = ""
@@ -129,10 +129,15 @@ class Attachment:
         self._env_names = welcome.env_names
         self._send_attach(now)
 
+    @property
+    def next_attach(self) -> Attach:
+        """The ATTACH of the next lease, with seeds that no earlier lease has used."""
+        return with_fresh_seeds(self.attach, self.num_leases)
+
     def _send_attach(self, now: float) -> None:
         """Send an ATTACH under the current session number."""
         self.machine.move(ClientState.ATTACHING)
-        body = with_fresh_seeds(self.attach, self.num_leases).encode()
+        body = self.next_attach.encode()
         request = Request(MessageType.ATTACH, body=body)
         self._requests.send(request, now)
         self.attach_id = request.id
@@ -149,27 +154,54 @@ class Attachment:
             self.client_blocks = self._create_blocks(granted.spec, granted.blocks)
         else:
             _check_same_envs(granted, self.client_blocks, self.granted_by)
-            self.client_blocks.is_vacant = False
-        self.granted_by = self.address
         self._requests.remove(self.attach_id)
         self._requests.epoch = granted.epoch
-        self.num_leases += 1
+        self._use_lease(self.client_blocks, 1, now)
+
+    def check_same_envs(self, other: Attachment) -> None:
+        """Raise RemoteProtocolError if the envs of another session are different."""
+        assert self.client_blocks is not None
+        assert other.client_blocks is not None
+        _check_same_envs(other.client_blocks, self.client_blocks, self.granted_by)
+
+    def has_next_seeds(self, other: Attachment) -> bool:
+        """Return whether another session has requested the seeds of the next lease."""
+        return other.attach.first_incarnation == self.next_attach.first_incarnation
+
+    def adopt_lease(self, other: Attachment, now: float) -> None:
+        """Use the lease that the same server has granted to another session.
+
+        Call this after `move_to`. The other session ends, but does not send a DETACH.
+        """
+        assert self.client_blocks is not None
+        self._requests.adopt_session(other._requests)
+        self._max_message_bytes = other._max_message_bytes
+        other.fail(LocalProtocolError(f"{self.address}: another session has its envs"))
+        self.machine.move(ClientState.ATTACHING)
+        self._use_lease(self.client_blocks, other.num_leases, now)
+
+    def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
+        """Become READY, and send the requests that are in flight."""
+        blocks.is_vacant = False
+        self.granted_by = self.address
+        self.num_leases += num_leases
         self.machine.move(ClientState.READY)
-        in_flight = self.client_blocks.in_flight
         if self.lost_lease is not None:
-            _LOGGER.info("%s: granted a new lease after a loss", self.address)
+            level = logging.WARNING if self.num_leases > 1 else logging.INFO
+            _LOGGER.log(level, "%s: granted a new lease after a loss", self.address)
             if self.lost_lease.stalled_at != self.address:
                 self.lost_lease.give_up_error = None
-            if not in_flight:
+            if not blocks.in_flight:
                 self.lost_lease = None
-        # Several blocks share a request if it is a call that was never sent.
-        for request in {id(each): each for each in in_flight.values()}.values():
+        # Send each request once: an unsent call covers several blocks.
+        requests = {id(item): item for item in blocks.in_flight.values()}.values()
+        for request in requests:
             self._requests.send(request, now)
 
     def _create_blocks(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
         """Create the blocks of the first lease; later leases must have the same."""
-        each = sum(block.split == 0 for block in blocks)
-        self.attach = replace(self.attach, blocks_per_split=each)
+        per_split = sum(block.split == 0 for block in blocks)
+        self.attach = replace(self.attach, blocks_per_split=per_split)
         liveness, autoreset = self._requests.liveness, self.attach.autoreset
         return ClientBlocks(self.address, spec, blocks, liveness, autoreset)
 
@@ -182,11 +214,11 @@ class Attachment:
                 f"accepts at most {self._max_message_bytes} bytes per message; start "
                 f"it with a larger --max-message-mib"
             )
-        needed, most = rows_nbytes(granted.spec, num_envs), self._timeouts.max_row_mib
-        if needed > most << 20:
+        needed, limit = rows_nbytes(granted.spec, num_envs), self._timeouts.max_row_mib
+        if needed > limit << 20:
             raise RemoteProtocolError(
                 f"the rows of {num_envs} envs need {needed >> 20} MiB, but max_row_mib "
-                f"is {most}; raise it if these are the envs that you expect"
+                f"is {limit}; raise it if these are the envs that you expect"
             )
 
     # Losing a lease, and replacing it.
@@ -210,20 +242,20 @@ class Attachment:
             needs a DETACH.
         """
         if self.client_blocks is None:
-            raise LocalProtocolError(f"{self.address}: no lease was granted yet")
+            raise LocalProtocolError(f"{self.address}: no lease has been granted yet")
         _LOGGER.warning("%s; requesting a new lease", error)
-        requests, before = self._requests, self.lost_lease
+        requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
-        # If a call is interrupted while the server is silent, count the whole silence.
+        # If a call is interrupted while the server is silent, count all of the silence.
         since = min(requests.liveness.silent_since, now)
         loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
         self.client_blocks.mark_lost(str(error), error)
         requests.change_session()
-        if before is None:
+        if previous is None:
             self.send_hello(now)
-        else:  # the previous loss is not repaired yet, so do not retry at once
-            loss.lost_at, loss.give_up_error = before.lost_at, before.give_up_error
-            loss.stalled_at = before.stalled_at
+        else:  # the previous lease is not replaced yet, so do not retry at once
+            loss.lost_at, loss.give_up_error = previous.lost_at, previous.give_up_error
+            loss.stalled_at = previous.stalled_at
             loss.retry_at = now + _RETRY_SECONDS
             self.machine.move(ClientState.HELLO_SENT)
         requests.send_detach(loss.detach_frames)
@@ -269,10 +301,10 @@ class Attachment:
                 f"start the server with `envserve start --import MODULE`"
             )
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
-        may_pass = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
+        is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
         if self.client_blocks is not None and is_lost:
             self.lose_lease(error, now)
-        elif self.lost_lease is None or not (self.is_recovering and may_pass):
+        elif self.lost_lease is None or not (self.is_recovering and is_temporary):
             self.abort(error)
         else:
             self._schedule_retry(self.lost_lease, body, error, now)
@@ -298,6 +330,7 @@ class Attachment:
                 self.fail(LeaseLost(text))
                 return
         self._requests.clear()
+        loss.refusal = str(error).removeprefix(f"{self.address}: ")
         if body.code is not ErrorCode.ENVS_BUSY:  # the server has ended this session
             self._requests.change_session()
             self.machine.move(ClientState.HELLO_SENT)
@@ -319,9 +352,9 @@ class Attachment:
         deadline = loss.lost_at + timeouts.lost_seconds
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
             # Building envs may take long; wait as long as the server reports progress.
-            least = min(timeouts.connect_seconds, timeouts.lost_seconds)
-            longest = max(timeouts.operation_seconds, timeouts.lost_seconds)
-            return min(max(deadline, since + least), loss.lost_at + longest)
+            min_silence = min(timeouts.connect_seconds, timeouts.lost_seconds)
+            max_duration = max(timeouts.operation_seconds, timeouts.lost_seconds)
+            return min(max(deadline, since + min_silence), loss.lost_at + max_duration)
         return deadline
 
     @property
@@ -337,8 +370,8 @@ class Attachment:
     def give_up(self, now: float) -> None:
         """Handle a server that was silent, or a lease that was lost, for too long.
 
-        Fail; or, with `Timeouts.pads_lost_rows`, set `LostLease.give_up_error` and
-        continue to request a lease.
+        Fail the session or, with `Timeouts.pads_lost_rows`, set
+        `LostLease.give_up_error` and continue to request a lease.
         """
         if self.client_blocks is None:
             self.fail(
@@ -355,18 +388,21 @@ class Attachment:
         stalled_at, stalled = self._stalled
         is_stalled, since = now >= stalled_at, math.inf
         if stalled is not None and is_stalled:
-            what, since = stalled.describe_stall(now), stalled.sent_at
+            text, since = stalled.describe_stall(now), stalled.sent_at
         elif loss is None or state.has_envs:
-            silence = max(0.0, now - self._requests.liveness.silent_since)
-            what = f"no answer for {silence:.0f} s"
+            text = self._requests.liveness.describe(now) or "no answer"
         else:
-            what = f"no new envs for {now - loss.lost_at:.0f} s ({loss.error})"
+            # The loss may be long past, so begin with the current state.
+            current = self._requests.liveness.describe(now) or loss.refusal
+            text = f"no new envs for {now - loss.lost_at:.0f} s after the loss of the "
+            text += f"lease ({str(loss.error).removeprefix(f'{self.address}: ')})"
+            text = f"{current}; {text}" if current else text
             since = loss.lost_at
         is_slow = now >= since + self._timeouts.operation_seconds
         limit = "operation_timeout" if is_slow else "server_lost_after"
         error = ServerLost(
-            f"{self.address}: {what}, so the server counts as lost; check its log, or "
-            f"raise {limit}"
+            f"{self.address}: {text}, so the server counts as lost; check that it "
+            f"runs, read its log, or raise {limit}"
         )
         if not self._timeouts.pads_lost_rows or state is ClientState.CLOSING:
             self.fail(error)
@@ -387,8 +423,8 @@ class Attachment:
           like: Lane with the expected spaces and number of blocks per split.
           now: Monotonic seconds.
         """
-        each = sum(block.split == 0 for block in like.blocks)
-        blocks = make_blocks(self.attach.num_envs, each, self.attach.num_splits)
+        per_split = sum(block.split == 0 for block in like.blocks)
+        blocks = make_blocks(self.attach.num_envs, per_split, self.attach.num_splits)
         error = ServerLost("no server is available for these rows yet")
         self.client_blocks = self._create_blocks(like.spec, blocks)
         self.client_blocks.is_vacant = True
@@ -399,20 +435,26 @@ class Attachment:
         """Return the time since which another server is needed; None if none is."""
         liveness, loss = self._requests.liveness, self.lost_lease
         since = min(liveness.silent_since, liveness.disconnected_since)
-        is_alone = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
+        is_isolated = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
         if loss is None or not self.is_recovering:
             is_ready = self.machine.state is ClientState.READY
-            if is_ready and (is_alone or liveness.is_unreachable):
+            if is_ready and (is_isolated or liveness.is_unreachable):
                 return since
             seconds = min(_POLL_SECONDS, self._timeouts.operation_seconds / 2)
             poll_at = self._stalled[0] - seconds
             return poll_at if now >= poll_at else None
         is_refused = self.is_rejected or loss.retry_at < math.inf
-        is_silent = is_alone or now > liveness.silent_since + _ANSWER_SECONDS
+        is_silent = is_isolated or now > liveness.silent_since + _ANSWER_SECONDS
         return min(since, loss.lost_at) if is_refused or is_silent else None
 
-    def move_to(self, address: str, now: float) -> list[Buffer]:
+    def move_to(self, address: str, now: float, reason: str = "") -> list[Buffer]:
         """Change to another server, under a new session number.
+
+        Args:
+          address: Address of the other server.
+          now: Monotonic seconds.
+          reason: Reason if the previous server still has the envs; by default, it is
+            unresponsive.
 
         Returns:
           The DETACH to send to the previous server, which may still hold the lease.
@@ -425,9 +467,9 @@ class Attachment:
         self._requests.liveness.record_message(now)
         self._requests.liveness.record_connect()
         if self.machine.state is ClientState.READY:
-            text = "the server is gone, or was silent for too long"
-            at, request = self._stalled
-            if request is not None and now >= at - _POLL_SECONDS:
+            text = reason or "the server is gone, or was silent for too long"
+            stalled_at, request = self._stalled
+            if request is not None and now >= stalled_at - _POLL_SECONDS:
                 text = request.describe_stall(now)
             self.lose_lease(ServerLost(f"{self.address}: {text}"), now)
         assert self.client_blocks is not None
@@ -487,14 +529,14 @@ class Attachment:
 
 
 def _check_same_envs(
-    granted: Granted, before: ClientBlocks, previous_address: str
+    granted: Granted | ClientBlocks, previous: ClientBlocks, previous_address: str
 ) -> None:
     """Raise RemoteProtocolError if spaces or blocks differ from those of the rows.
 
-    docs/decisions.md: "A lane keeps its blocks when it moves to another server".
+    See the decision "A lane keeps its blocks when it moves to another server".
     """
-    different = list(before.spec.differences(granted.spec))
-    old, new = ([(b.start, b.split) for b in of.blocks] for of in (before, granted))
+    different = list(previous.spec.differences(granted.spec))
+    old, new = ([(b.start, b.split) for b in x.blocks] for x in (previous, granted))
     if old != new:
         text = f"{len(old)} before, {len(new)} with other rows now"
         different.append(f"blocks: {text}; start the server with as many --workers")

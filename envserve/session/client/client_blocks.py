@@ -8,7 +8,9 @@ Losses: `mark_lost` marks all blocks when their lease is lost. The first operati
 lost block sends a RESET. If the caller requested a step, the block's rows then contain
 the new episode's first observation, the old episode's last one as the final
 observation, and status SERVER_LOST. With autoreset "next_step", the rows contain the
-last observation, and the next step returns the first one without a request.
+last observation, and the next step returns the first one without a request. If all
+episodes of the block had ended, the step would have reset the envs anyway, so its rows
+contain the first observation, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -85,12 +87,12 @@ class _RowWriter:
             part = self.parts[tuple([outcome.block for outcome in outcomes])]
         if request.type is MessageType.STEP:
             part.unpack_results(message.body, message.payload)
-        elif request.is_step:
+        elif request.is_step and (outcomes[0].faults or outcomes[0].error):
             self._write_lost(outcomes[0], part, message)
         else:
             # If only some rows of a lost block are reset, the other rows keep their
             # last observation, because the message contains no observation for them.
-            blocks = [self._blocks[o.block] for o in outcomes if o.block in lost]
+            blocks = [self._blocks[out.block] for out in outcomes if out.block in lost]
             others = [
                 row for block in blocks for row in _rows_not_reset(request, block)
             ]
@@ -125,7 +127,7 @@ class ClientBlocks:
       max_result_bytes: Length of the longest result of all blocks.
       num_pieces: Maximum number of messages and 64 KiB chunks in such a result.
       in_flight: Requests without a reply, by block.
-      ended: Blocks whose reply has arrived, but was not collected yet.
+      ended: Blocks whose reply has arrived, but has not been collected yet.
       lost: Reason for the loss of each block that must be reset before it is used.
       absent: Blocks in flight whose envs were absent at the last `refresh_absent`.
       absent_is_stale: Whether `absent` may be outdated.
@@ -148,7 +150,7 @@ class ClientBlocks:
           spec: Spaces of every env.
           blocks: The granted blocks.
           liveness: Liveness of the server; it determines which blocks are absent.
-          autoreset: As requested from the server.
+          autoreset: Autoreset mode that was requested from the server.
         """
         self.spec = spec
         self.blocks = blocks
@@ -173,6 +175,10 @@ class ClientBlocks:
         self._is_next_step = autoreset == "next_step"
         #: First observations that the next step returns, by block.
         self._begun: dict[int, list[Array]] = {}
+        #: Lost blocks whose episodes had all ended, with autoreset "next_step".
+        self._lost_at_end: set[int] = set()
+        #: Whether results were discarded that the caller has possibly not received.
+        self._is_discarded = False
 
     # Submitting. A method that raises has changed nothing.
 
@@ -182,10 +188,10 @@ class ClientBlocks:
         in_flight, lost = self.in_flight, self.lost
         requests: list[Request] = []
         if self._begun:
-            begun = [block for block in blocks if block in self._begun]
-            for block in begun:
+            answered = [block for block in blocks if block in self._begun]
+            for block in answered:
                 self._begin_episode(block)
-            blocks = [block for block in blocks if block not in begun]
+            blocks = [block for block in blocks if block not in answered]
             if not blocks:
                 return requests
         if lost:
@@ -223,6 +229,7 @@ class ClientBlocks:
         self._check_idle([reset.block for reset in resets])
         for reset in resets:
             self._begun.pop(reset.block, None)
+            self._lost_at_end.discard(reset.block)
         if self.is_vacant:
             self._answers.append(([Outcome(r.block) for r in resets], None, None))
             self.ended.update([reset.block for reset in resets])
@@ -298,7 +305,7 @@ class ClientBlocks:
             reported = report.outcomes(
                 message.entries, self._block_of_row, self.address
             )
-            for note in [n for each in reported.values() for n in each.warnings]:
+            for note in [n for outcome in reported.values() for n in outcome.warnings]:
                 if len(self._warned) < _MAX_WARNED and note not in self._warned:
                     self._warned.add(note)
                     _LOGGER.warning("%s: %s", self.address, note)
@@ -334,8 +341,10 @@ class ClientBlocks:
         rows = range(block.start, block.stop)
         is_reset = request.type is MessageType.RESET
         if index in self.lost and is_reset and not _rows_not_reset(request, block):
-            text = self.lost.pop(index)
-            if request.is_step:
+            text, has_ended = self.lost.pop(index), index in self._lost_at_end
+            self._lost_at_end.discard(index)
+            is_whole = has_ended and not (reported and reported.faults)
+            if request.is_step and not is_whole:
                 status = Status.SERVER_LOST
                 faults = [Fault(row, status, text) for row in rows]
                 return Outcome(index, faults=faults)
@@ -390,7 +399,10 @@ class ClientBlocks:
         self._reported_absent.clear()
         self._begun.clear()
         for block in range(len(self.blocks)):
+            if block not in self.lost and self._is_at_end(block):
+                self._lost_at_end.add(block)
             self.lost.setdefault(block, text)
+        self._is_discarded = False
         for block, request in sorted(self.in_flight.items()):
             if request.type is MessageType.CALL:
                 if request.id:  # the call was sent
@@ -402,12 +414,23 @@ class ClientBlocks:
                 self._reset(resets)
         self.absent_is_stale = True
 
+    def _is_at_end(self, index: int) -> bool:
+        """Return whether the next or running step of a block only resets its envs."""
+        request, rows = self.in_flight.get(index), self.rows
+        if not self._is_next_step or self._is_discarded or index in self.ended:
+            return False  # the caller has not received the last result yet
+        part = self.blocks[index].row_slice
+        has_ended = (rows.terminated[part] | rows.truncated[part]).all()
+        return bool(has_ended) and (request is None or request.is_step)
+
     def discard_all(self) -> None:
         """Discard all operations in flight, and all results not yet collected."""
         self.in_flight.clear()
         self._answers.clear()
         self._reported_absent.clear()
         self._writer.finals_written.clear()
+        self._lost_at_end.clear()
+        self._is_discarded = True
         self.ended.clear()
         self.absent = frozenset()
 
@@ -439,7 +462,7 @@ class ClientBlocks:
 
     def _defer_first(self, outcome: Outcome, request: Request) -> None:
         """Replace first observations with the last ones, if a step was lost."""
-        if request.is_step and outcome.error is None:
+        if request.is_step and outcome.faults:
             part = self.blocks[outcome.block].row_slice
             first = [leaf[part].copy() for leaf in self.rows.observation]
             self._begun[outcome.block] = first
@@ -462,7 +485,7 @@ class ClientBlocks:
         observations, because its episode may be lost.
         """
         self.absent_is_stale = False
-        before, lost, reported = self.absent, self.lost, self._reported_absent
+        previous, lost, reported = self.absent, self.lost, self._reported_absent
         is_unreachable = self._liveness.is_unreachable
         absent = [
             b
@@ -470,15 +493,15 @@ class ClientBlocks:
             if is_unreachable or b in lost or b in reported or request.is_ignored
         ]
         self.absent = frozenset(absent)
-        for index in self.absent - before:
+        for index in self.absent - previous:
             if self.in_flight[index].is_step:
                 self._writer.write_final(index)
-        return not self.absent <= before
+        return not self.absent <= previous
 
 
 def _rows_not_reset(request: Request, block: Block) -> list[int]:
     """Return the rows of a block that a RESET does not reset."""
-    (chosen,) = [r.env_indices for r in request.resets if r.block == block.index]
-    if chosen is None:
+    (reset_rows,) = [r.env_indices for r in request.resets if r.block == block.index]
+    if reset_rows is None:
         return []
-    return [row for row in range(block.start, block.stop) if row not in chosen]
+    return [row for row in range(block.start, block.stop) if row not in reset_rows]

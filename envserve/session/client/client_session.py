@@ -122,7 +122,7 @@ class ClientSession:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of blocks with an operation that was not collected yet."""
+        """Number of blocks whose operation has not been collected yet."""
         client_blocks = self.attachment.client_blocks
         return (
             len(client_blocks.in_flight) + len(client_blocks.ended)
@@ -143,24 +143,26 @@ class ClientSession:
     def client_blocks(self) -> ClientBlocks:
         """The blocks; raise LocalProtocolError before the first lease is granted."""
         if self.attachment.client_blocks is None:
-            raise LocalProtocolError(f"{self.address}: the envs are not granted yet")
+            raise LocalProtocolError(
+                f"{self.address}: the envs have not been granted yet"
+            )
         return self.attachment.client_blocks
 
     # Calls by the user. A method that raises has changed nothing.
 
     def submit_step(self, blocks: Sequence[int], now: float) -> None:
         """Step blocks with the actions in `rows.action`."""
-        self._submit(self._usable().step(blocks), now)
+        self._submit(self._usable_blocks().step(blocks), now)
 
     def submit_reset(self, resets: Sequence[Reset], now: float) -> None:
         """Reset distinct blocks."""
-        self._submit(self._usable().reset(resets), now)
+        self._submit(self._usable_blocks().reset(resets), now)
 
     def submit_call(self, calls: Sequence[Call], now: float) -> None:
         """Call envs; raise CallError if the arguments are too long."""
-        self._submit(self._usable().call(calls), now)
+        self._submit(self._usable_blocks().call(calls), now)
 
-    def _usable(self) -> ClientBlocks:
+    def _usable_blocks(self) -> ClientBlocks:
         attachment, state = self.attachment, self._machine.state
         client_blocks = attachment.client_blocks
         if client_blocks is not None and (
@@ -237,6 +239,7 @@ class ClientSession:
         if liveness.is_unreachable or now - liveness.silent_since > PING_SECONDS:
             if liveness.is_unreachable and client_blocks is not None:
                 client_blocks.absent_is_stale = True
+                _LOGGER.warning("%s: the server answers again", self.address)
             liveness.record_message(now)
         else:  # the usual case, inlined because it runs at every step
             liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
@@ -254,7 +257,7 @@ class ClientSession:
             self.abort(error)
 
     def _count_unsolicited(
-        self, what: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
+        self, kind: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
     ) -> None:
         """Count a message that answers no request; abort if there are too many."""
         self.num_late_messages += num_late
@@ -262,7 +265,7 @@ class ClientSession:
             return
         num_pieces = getattr(self.attachment.client_blocks, "num_pieces", 0)
         try:
-            self._unsolicited.count(what, sum(map(len, frames)), num_pieces, now)
+            self._unsolicited.count(kind, sum(map(len, frames)), num_pieces, now)
         except RemoteProtocolError as error:
             self.abort(error)
 
@@ -281,12 +284,13 @@ class ClientSession:
                 self.requests.ping(now)
             if now >= liveness.unreachable_at:
                 liveness.is_unreachable = client_blocks.absent_is_stale = True
-                _LOGGER.warning("%s: no answer, or no connection", self.address)
+                problem = liveness.describe(now)
+                _LOGGER.warning("%s: %s; waiting for the server", self.address, problem)
         if now >= self.attachment.give_up_at:
             self.attachment.give_up(now)
 
     def next_deadline(self) -> float:
-        """Return when to call `advance` next; infinity if never."""
+        """Return the time of the next `advance`; infinity if there is none."""
         if self.state.is_over:
             return math.inf
         attachment = self.attachment

@@ -62,6 +62,7 @@ class LostLease:
         hold it.
       stalled_at: Address of the server, if it still answered PINGs. A new lease from
         this server does not clear `give_up_error`, only an answer does.
+      refusal: Latest refusal of a new lease; "" if there is none.
     """
 
     error: EnvserveError
@@ -71,10 +72,11 @@ class LostLease:
     busy_until: float = math.inf
     detach_frames: list[Buffer] = field(default_factory=list)
     stalled_at: str = ""
+    refusal: str = ""
 
 
 class Liveness:
-    """Measures how long the server has not answered. Times are monotonic seconds.
+    """Measures the silence of the server. Times are monotonic seconds.
 
     Attributes:
       silent_since: Time of the first unanswered message; infinity if there is none.
@@ -116,6 +118,13 @@ class Liveness:
     def record_connect(self) -> None:
         """Record that the connection is established."""
         self.disconnected_since = math.inf
+
+    def describe(self, now: float) -> str:
+        """Describe the lost connection or silence, with its duration; "" if none."""
+        if self.disconnected_since < math.inf:
+            return f"no connection for {now - self.disconnected_since:.0f} s"
+        silent_seconds = now - self.silent_since
+        return f"no answer for {silent_seconds:.0f} s" if silent_seconds > 1 else ""
 
     def detect_suspension(self, now: float) -> float:
         """Restart the measurements after a suspension; return its duration, or 0."""

@@ -5,8 +5,8 @@ reconnect. Copies differ only in their attempt number. The outbox contains at mo
 copy of a request, so it is bounded. Messages without a reply are sent once.
 
 A PING follows each of these copies. If its PONG lists no block of the request as
-running, the server has ignored the copy. docs/decisions.md: "A PONG shows which
-requests a server ignores".
+running, the server has ignored the copy; see the decision "A PONG shows which requests
+a server ignores".
 """
 
 from __future__ import annotations
@@ -99,18 +99,18 @@ class Request:
 
     @property
     def unanswered_blocks(self) -> list[int]:
-        """The blocks that were not answered yet; empty for a HELLO, for example."""
+        """The blocks without an answer; empty for a HELLO, for example."""
         answered = self.answered_blocks
         return [block for block, _ in self.entries if block not in answered]
 
     def describe_stall(self, now: float) -> str:
-        """Describe a request that the server neither answers nor refuses."""
-        what = f"{self.type.name} of block {self.unanswered_blocks[0]}"
+        """Return a description of a request that the server does not answer."""
+        operation = f"{self.type.name} of block {self.unanswered_blocks[0]}"
         seconds = now - self.sent_at
         if not self.num_ignored:
-            return f"the server has not finished {what} within {seconds:.0f} s"
-        tries = f"{self.attempt + 1} attempts in {seconds:.0f} s"
-        return f"the server answers, but ignores {what}: {tries}"
+            return f"the server has not finished {operation} within {seconds:.0f} s"
+        attempts = f"{self.attempt + 1} attempts in {seconds:.0f} s"
+        return f"the server answers, but ignores {operation}: {attempts}"
 
 
 class Requests:
@@ -195,7 +195,7 @@ class Requests:
 
     def resend_due(self, now: float) -> bool:
         """Send copies of requests whose `resend_at` has passed; return if any were."""
-        before = self.num_resends
+        previous = self.num_resends
         for request in self.unanswered.values():
             if now >= request.resend_at:
                 request.resend_delay = min(
@@ -203,7 +203,7 @@ class Requests:
                 )
                 self._send_again(request, now)
                 self.liveness.expect_answer(now)
-        return self.num_resends > before
+        return self.num_resends > previous
 
     def resend_all(self, now: float) -> None:
         """Resend all requests, because the last connection may have lost them."""
@@ -216,8 +216,8 @@ class Requests:
 
     def _send_again(self, request: Request, now: float) -> None:
         request.attempt += 1
-        head, *rest = request.frames
-        request.frames = [set_attempt(head, request.attempt), *rest]
+        head, *others = request.frames
+        request.frames = [set_attempt(head, request.attempt), *others]
         request.resend_at = now + request.resend_delay
         request.pong_after = self._last_id
         self.num_resends += 1
@@ -249,25 +249,25 @@ class Requests:
         request.num_ignored, request.ignored_since = 0, math.inf
 
     def skip(self, seconds: float) -> None:
-        """Do not count a time during which this client was suspended."""
+        """Exclude the time of this client's suspension from the age of all requests."""
         for request in self.unanswered.values():
             request.sent_at += seconds
             request.num_ignored, request.ignored_since = 0, math.inf
 
     def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
-        """Return when an operation first reaches a time limit, and which one does."""
+        """Return the time at which the next time limit expires, and its request."""
         first_at, first = math.inf, None
         ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():
-            at = request.sent_at + timeouts.operation_seconds
+            deadline = request.sent_at + timeouts.operation_seconds
             if request.num_ignored >= _LOST_IGNORED:
-                at = min(at, request.ignored_since + ignored_seconds)
-            if at < first_at:
-                first_at, first = at, request
+                deadline = min(deadline, request.ignored_since + ignored_seconds)
+            if deadline < first_at:
+                first_at, first = deadline, request
         return first_at, first
 
     def next_resend(self) -> float:
-        """Return when to call `resend_due` next; infinity if never."""
+        """Return the time of the next `resend_due`; infinity if there is none."""
         return min((r.resend_at for r in self.unanswered.values()), default=math.inf)
 
     def ping(self, now: float) -> None:
@@ -278,7 +278,7 @@ class Requests:
         self.liveness.record_ping(now)
 
     def pack(self, type_: MessageType, request: int = 0) -> list[Buffer]:
-        """Pack a message of the current lease, without a body."""
+        """Return the frames of a message of the current lease, without a body."""
         return pack(type_, (self.session, self.boot, self.epoch), request)
 
     def send_detach(self, frames: list[Buffer]) -> None:
@@ -291,6 +291,12 @@ class Requests:
         self.clear()
         self.session = (self.session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
         self.boot = self.epoch = 0
+
+    def adopt_session(self, other: Requests) -> None:
+        """Continue the session of another client object, which must not send again."""
+        self.clear()
+        self.session, self.boot, self.epoch = other.session, other.boot, other.epoch
+        self._last_id = max(self._last_id, other._last_id)
 
 
 def pack_calls(
@@ -306,7 +312,7 @@ def pack_calls(
     """
     longest = max(len(call.arguments) for call in calls)
     size = min(MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES // max(longest, 1)) or 1
-    chunks = [calls[at : at + size] for at in range(0, len(calls), size)]
+    chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
     try:
         return [(chunk, CallBody.from_calls(chunk).encode()) for chunk in chunks]
     except codec.CodecError as error:

@@ -28,7 +28,7 @@ _MAX_FREQUENT_COPIES: Final = 8
 
 @dataclass(slots=True)
 class ResendLimiter:
-    """Limits how often a reply is resent.
+    """Limits the rate at which a reply is resent.
 
     A client that reads its replies resends requests only if a message was lost, which
     is rare. Replies to a client that does not read them would fill up the memory.
@@ -44,12 +44,12 @@ class ResendLimiter:
         of copies is unlimited, because a client whose replies were all lost must not
         wait for ever.
         """
-        wait = (
+        interval = (
             _FREQUENT_SECONDS
             if self.num_copies < _MAX_FREQUENT_COPIES
             else _RARE_SECONDS
         )
-        if now < self.sent_at + wait:
+        if now < self.sent_at + interval:
             return False
         self.num_copies += 1
         self.sent_at = now

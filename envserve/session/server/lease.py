@@ -18,7 +18,7 @@ answered separately. CALL requests are always answered block by block.
 
 Rows of a reply are not stored. They are packed from the slab for each copy, because
 no request can change them before the client has received them and uses the next seq
-(docs/decisions.md: "The slab is the reply cache"). Each attempt is answered once ("A
+(see the decision "The slab is the reply cache"). Each attempt is answered once (see "A
 copy of a request is answered once per attempt").
 """
 
@@ -200,7 +200,7 @@ class Lease:
           RemoteProtocolError: The request is malformed. Nothing has been changed.
         """
         last_seq, states = self._last_seq, self._states
-        listed = []
+        indices = []
         is_next = True
         for block, seq in message.entries:
             if block >= len(states):
@@ -209,14 +209,14 @@ class Lease:
                 )
             if seq != last_seq[block] + 1 or states[block] in _BUSY:
                 is_next = False
-            listed.append(block)
-        if not listed or len(set(listed)) < len(listed):
+            indices.append(block)
+        if not indices or len(set(indices)) < len(indices):
             raise RemoteProtocolError(
                 "expected at least one block, and each block once"
             )
         if not is_next:
             return self._handle_repeat(message, now)
-        blocks = tuple(listed)
+        blocks = tuple(indices)
         resets: Sequence[Reset] = ()
         decision: Decision
         if message.type is MessageType.STEP:
@@ -333,7 +333,7 @@ class Lease:
         return replies
 
     def _notify_absent(self, absent: Collection[int]) -> list[Decision]:
-        """Notify the client of absent blocks that were not reported yet."""
+        """Notify the client of absent blocks that have not been reported."""
         running = BlockState.RUNNING
         new = [block for block in absent if self._states[block] is running]
         self._move(new, BlockState.ABSENT)
@@ -388,9 +388,9 @@ class Lease:
 
         Blocks that have a later request are omitted.
         """
-        held = [block for block in request.blocks if self._requests[block] is request]
-        absent = [block for block in held if self._states[block] is BlockState.ABSENT]
-        done = [block for block in held if self._states[block] is BlockState.DONE]
+        live = [block for block in request.blocks if self._requests[block] is request]
+        absent = [block for block in live if self._states[block] is BlockState.ABSENT]
+        done = [block for block in live if self._states[block] is BlockState.DONE]
         # If there are many replies, the last ones may be dropped, so each round starts
         # at a different block.
         first = _REPLIES_PER_ROUND * request.num_rounds % max(1, len(done))
@@ -462,18 +462,18 @@ def _entries_of(
 
 def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     """Return the resets of a RESET; raise RemoteProtocolError if it is malformed."""
-    listed = [blocks[index] for index, _ in message.entries]
-    num_rows = sum(block.stop - block.start for block in listed)
+    reset_blocks = [blocks[index] for index, _ in message.entries]
+    num_rows = sum(block.stop - block.start for block in reset_blocks)
     limit = RESET_BYTES + RESET_ROW_BYTES * num_rows
     body = ResetBody(resets=())
     if len(message.body) <= limit + MAX_OPTIONS_BYTES:
         body = ResetBody.decode(message.body)
     num_bytes = len(message.body) - len(body.options)
-    if num_bytes > limit or (body.options and len(listed) > MAX_ARGUMENT_BLOCKS):
+    if num_bytes > limit or (body.options and len(reset_blocks) > MAX_ARGUMENT_BLOCKS):
         raise RemoteProtocolError(
             f"expected at most {limit} bytes for {num_rows} rows, without the options, "
             f"and at most {MAX_ARGUMENT_BLOCKS} blocks if there are options; got "
-            f"{num_bytes} bytes and {len(listed)} blocks"
+            f"{num_bytes} bytes and {len(reset_blocks)} blocks"
         )
     if len(body.resets) != len(message.entries):
         raise RemoteProtocolError(
@@ -481,7 +481,7 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
             f"got {len(body.resets)}"
         )
     resets = []
-    for block, (rows, seeds) in zip(listed, body.resets, strict=True):
+    for block, (rows, seeds) in zip(reset_blocks, body.resets, strict=True):
         resets.append(Reset(block.index, rows, seeds, body.options))
         try:
             resets[-1].check(block)

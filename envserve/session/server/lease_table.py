@@ -1,10 +1,10 @@
 """A server's leases: admission, builds and ends.
 
 A lease is in the table from its ATTACH until its workers have exited, see `LeaseState`.
-Until then its envs count as leased (docs/decisions.md: "Envs are free once their
-workers are gone"). The table remembers why recent leases ended, so that a delayed
-ATTACH does not create a lease that its client no longer wants (docs/decisions.md: "The
-end of a session is remembered").
+Until then its envs count as leased. The table stores why recent leases ended, so that a
+delayed ATTACH does not create a lease that its client no longer wants. See the
+decisions "Envs are free once their workers are gone" and "Sessions are keyed by user
+and number, and their end is remembered".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from envserve.session.server.lease import Lease
 from envserve.session.server.policy import Refusal
 from envserve.session.server.quotas import KEYLESS_USERS, Quota, Quotas, Usage
 from envserve.session.server.replies import ReplyBuilder, lease_lost
-from envserve.session.states import LeaseState, Machine
+from envserve.session.states import LeaseState, StateMachine
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
 from envserve.spaces import codec
@@ -67,20 +67,20 @@ class LeaseRecord:
       session: User, and the session number that the client drew, which is secret.
       number: Sequence number of the lease since the server started; also its epoch.
       settings: Settings of the server, restricted to the user's grant.
-      usage: Number of its envs and processes.
-      attach: Arguments of its ATTACH.
+      usage: Number of envs and processes of the lease.
+      attach: Arguments of the ATTACH that requested the lease.
       attach_body: The encoded arguments, which identify copies of the ATTACH.
-      request: Its latest ATTACH or DETACH, with the peer of its latest message.
+      request: Latest ATTACH or DETACH, with the peer of the session's latest message.
       client: User and name of the client, printable.
       attached_at: Time of the first ATTACH.
       last_message_at: Time of the latest message.
       machine: State of the lease.
-      is_queued: Whether the build of its envs has not started yet.
-      lease: Operations on its envs; None unless GRANTED.
-      granted_body: Body of its GRANTED message; empty before it is granted.
-      row_mib: Memory of its rows in MiB.
-      reason: Reason why it is CLOSING; None after a DETACH.
-      grant_limiter: Limiter of copies of its GRANTED message.
+      is_queued: Whether the build of the envs has not started yet.
+      lease: Operations on the envs; None unless GRANTED.
+      granted_body: Body of the GRANTED message; empty before the lease is granted.
+      row_mib: Memory of the rows in MiB.
+      reason: Reason why the lease is CLOSING; None after a DETACH.
+      grant_limiter: Limiter of copies of the GRANTED message.
       unfinished_rows: Rows that have not ended an episode since the drain began; None
         unless the server is draining.
       statistics: Counters of its pool, once the pool is closed.
@@ -96,8 +96,8 @@ class LeaseRecord:
     client: str
     attached_at: float
     last_message_at: float
-    machine: Machine[LeaseState] = field(
-        default_factory=lambda: Machine(LeaseState.BUILDING)
+    machine: StateMachine[LeaseState] = field(
+        default_factory=lambda: StateMachine(LeaseState.BUILDING)
     )
     is_queued: bool = True
     lease: Lease | None = None
@@ -183,8 +183,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     Attributes:
       ended_sessions: Reasons why recent sessions ended; None after a DETACH.
       is_ending: Whether the server is draining or stopping.
-      unnotified: Sessions whose clients may not have been notified that their lease
-        ended.
+      unnotified: Sessions whose clients have possibly not been notified that their
+        lease ended.
     """
 
     def __init__(
@@ -215,15 +215,15 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def welcome_for(self, user: str) -> Welcome:
         """Return the WELCOME for a user; raise Refusal if its key is not valid."""
         quota = self._quotas.of(user)
-        names, most = quota.allowed_names(self._env_names), quota.limits.envs
+        names, max_envs = quota.allowed_names(self._env_names), quota.limits.envs
         used = sum(r.usage.envs for r in self.values() if r.user == user)
         return Welcome(
             max_message_bytes=self._settings.max_message_bytes,
             lease_seconds=self._settings.lease_seconds,
             env_names=names[:MAX_NAMES],
             num_names=len(names),
-            total_envs=most,
-            free_envs=max(0, min(self.num_free_envs, most - used)),
+            total_envs=max_envs,
+            free_envs=max(0, min(self.num_free_envs, max_envs - used)),
             is_draining=self.is_ending,
         )
 
@@ -239,8 +239,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
 
     def record_client_name(self, session: SessionId, name: str) -> None:
         """Store the name from a client's HELLO, in a printable form."""
-        shown = one_line(name, _MAX_LOGGED_NAME)
-        self._client_names.add(session, shown or "unnamed")
+        printable_name = one_line(name, _MAX_LOGGED_NAME)
+        self._client_names.add(session, printable_name or "unnamed")
 
     def audit_refusal(self, refusal: Refusal, user: str, now: float) -> Audit:
         """Log a refusal, and return its event for the audit log.
@@ -337,8 +337,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """
         free = self.num_free_envs
         if attach.num_hosted <= free:
-            held = [(r.user, r.usage) for r in self.values()]
-            quota.check_usage(Usage.requested_by(attach, quota.settings), held)
+            usages = [(r.user, r.usage) for r in self.values()]
+            quota.check_usage(Usage.requested_by(attach, quota.settings), usages)
             self._quotas.count_attach(quota, now)
             return
         spares = ", half of them spares" if attach.spare_envs else ""
@@ -363,8 +363,9 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             ErrorCode.ENVS_BUSY,
             f"{attach.num_hosted} envs requested{spares}, {free} of "
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
-            f"request fewer envs, close other leases, or start the server with "
-            f"larger --workers or --envs-per-worker",
+            f"request fewer envs, close other leases (a lease ends "
+            f"{self._settings.lease_seconds:g} s after its client's last message), or "
+            f"start the server with larger --workers or --envs-per-worker",
             holder=holder,
             held_ms=held_ms,
         )
@@ -455,12 +456,12 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         record = self.pop(session)
         record.machine.move(LeaseState.ENDED)
         self.ended_sessions.add(session, record.reason)
-        why = record.reason.text.partition("\n")[0] if record.reason else "detached"
-        fields = {"fields": {**record.log_fields, "why": why}}
+        reason = record.reason.text.partition("\n")[0] if record.reason else "detached"
+        fields = {"fields": {**record.log_fields, "why": reason}}
         text = "%s, ended%s (%s)"
-        _LOGGER.info(text, record, record.summary, why, extra=fields)
+        _LOGGER.info(text, record, record.summary, reason, extra=fields)
         return [
-            *([record.audit_event("ended", why)] if record.granted_body else []),
+            *([record.audit_event("ended", reason)] if record.granted_body else []),
             self._reply_builder.session_ended(record.request, record.reason),
             *self.start_builds(),
         ]

@@ -43,15 +43,15 @@ class ObserverRequests:
         self._quotas.of(user)  # raises unless the key is still valid
         if request.type is MessageType.STATUS:
             return [ReplyStatus(request)]
-        due = max(self._next_due.get(user, now), now)
-        if due >= now + 1.0:
+        due_at = max(self._next_due.get(user, now), now)
+        if due_at >= now + 1.0:
             return []
-        wanted = FrameRequest.decode(request.body)
-        self._next_due[user] = due + (
-            _RECORD_SECONDS if wanted.record else _FRAME_SECONDS
+        frame_request = FrameRequest.decode(request.body)
+        self._next_due[user] = due_at + (
+            _RECORD_SECONDS if frame_request.record else _FRAME_SECONDS
         )
         for record in self._leases.visible_to(user):
-            if record.number == wanted.lease:
-                return [ReplyFrame(request, record.session, wanted)]
-        text = f"lease {wanted.lease} does not exist, or belongs to another user"
+            if record.number == frame_request.lease:
+                return [ReplyFrame(request, record.session, frame_request)]
+        text = f"lease {frame_request.lease} does not exist, or belongs to another user"
         raise Refusal(ErrorCode.LEASE_LOST, text)

@@ -71,8 +71,8 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
         if name == "render_mode" and isinstance(value, str) and value == "rgb_array":
             continue
         value = value.item() if isinstance(value, np.generic) else value
-        named = (rule.partition(":") for rule in rules)
-        if any(known == name and _matches(rule, value) for known, _, rule in named):
+        parts = (rule.partition(":") for rule in rules)
+        if any(known == name and _matches(rule, value) for known, _, rule in parts):
             continue
         allowed = ", ".join(sorted(rules)) or "none"
         raise Refusal(
@@ -96,8 +96,8 @@ def _matches(rule: str, value: Any) -> bool:
         low, high = (bounds[:-1] or "-inf,inf").split(",")
         is_number = isinstance(value, types) and not isinstance(value, bool)
         return is_number and (not bounds or float(low) <= value <= float(high))
-    is_word = isinstance(value, str | int) and not isinstance(value, bool)
-    return kind != "bool" and is_word and str(value) in rule.split("|")
+    is_choice = isinstance(value, str | int) and not isinstance(value, bool)
+    return kind != "bool" and is_choice and str(value) in rule.split("|")
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
@@ -109,7 +109,7 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
       name: Name of the attribute.
       env_index: Row of the env, for the error.
     """
-    is_exposed = f"{kind}:{name}" in _with_kinds(host.exposed)
+    is_exposed = f"{kind}:{name}" in _expand_kinds(host.exposed)
     if _ATTRIBUTE_NAME.fullmatch(name) and (
         is_exposed or kind in _ALWAYS_EXPOSED.get(name, ())
     ):
@@ -124,10 +124,10 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     )
 
 
-def _with_kinds(rules: Collection[ExposeRule]) -> frozenset[ExposeRule]:
-    named = {rule for rule in rules if ":" not in rule}
-    both = {f"{kind}:{name}" for name in named for kind in ("get", "call")}
-    return frozenset(both | set(rules) - named)
+def _expand_kinds(rules: Collection[ExposeRule]) -> frozenset[ExposeRule]:
+    names = {rule for rule in rules if ":" not in rule}
+    expanded = {f"{kind}:{name}" for name in names for kind in ("get", "call")}
+    return frozenset(expanded | set(rules) - names)
 
 
 @lru_cache(maxsize=64)
@@ -135,8 +135,8 @@ def restrict(host: HostSettings, grant: Grant) -> HostSettings:
     """Return the host's settings, restricted to the grant of a key."""
     exposed = host.exposed
     if grant.exposed is not None:
-        exposed = _with_kinds(exposed) & _with_kinds(grant.exposed)
+        exposed = _expand_kinds(exposed) & _expand_kinds(grant.exposed)
     workers = min(host.num_workers, grant.max_processes or host.num_workers)
     limits = [m for m in (host.max_row_mib, grant.max_row_mib) if m is not None]
-    most = min(limits, default=None)
-    return replace(host, exposed=exposed, num_workers=workers, max_row_mib=most)
+    max_row_mib = min(limits, default=None)
+    return replace(host, exposed=exposed, num_workers=workers, max_row_mib=max_row_mib)

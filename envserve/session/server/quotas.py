@@ -41,9 +41,9 @@ class Usage(NamedTuple):
     @classmethod
     def requested_by(cls, attach: Attach, host: HostSettings) -> Usage:
         """Return the resources that an ATTACH message requests."""
-        most = attach.num_envs // min(attach.num_splits, attach.num_envs)
-        each = min(host.num_workers, attach.blocks_per_split or most, most)
-        return cls(attach.num_hosted, each, 1)
+        max_blocks = attach.num_envs // min(attach.num_splits, attach.num_envs)
+        count = min(host.num_workers, attach.blocks_per_split or max_blocks, max_blocks)
+        return cls(attach.num_hosted, count, 1)
 
     @classmethod
     def limit_of(cls, host: HostSettings) -> Usage:
@@ -74,13 +74,24 @@ class Quota:
     @property
     def limits(self) -> Usage:
         """Limits of the user; a quarter of all processes is reserved for other keys."""
-        most = Usage.limit_of(self.host)
+        limits = Usage.limit_of(self.host)
         if self.grant is None:
-            return most
-        processes = most.processes - most.processes // 4
-        most = most._replace(processes=max(processes, self.host.num_workers))
+            return limits
+        processes = limits.processes - limits.processes // 4
+        limits = limits._replace(processes=max(processes, self.host.num_workers))
         grant = (self.grant.max_envs, self.grant.max_processes, self.grant.max_leases)
-        return Usage(*(min(a, b or a) for a, b in zip(most, grant, strict=True)))
+        return Usage(*(min(a, b or a) for a, b in zip(limits, grant, strict=True)))
+
+    def _source_of(self, unit: str, limit: int) -> str:
+        """Return the source of a limit, so that an operator can raise it.
+
+        Args:
+          unit: A field of `Usage`.
+          limit: The user's limit for this unit.
+        """
+        if getattr(self.grant, f"max_{unit}", None) == limit:
+            return f"max-{unit}= of {self.user} in the server's clients file"
+        return f"{_option_of(unit)} of `envserve start`"
 
     def allowed_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of the envs that the user may use."""
@@ -95,8 +106,8 @@ class Quota:
                 f"{self.user} may use {' and '.join(grant.envs)}, but requested "
                 f"{attach.env_name}; the operator can add it to the clients file",
             )
-        given = attach.env_kwargs
-        for kwargs in [given] if isinstance(given, Mapping) else given:
+        maps = attach.env_kwargs
+        for kwargs in [maps] if isinstance(maps, Mapping) else maps:
             check_kwargs(self.host.allowed_kwargs, kwargs)
             if grant is not None and grant.allowed_kwargs is not None:
                 check_kwargs(grant.allowed_kwargs, kwargs)
@@ -121,26 +132,33 @@ class Quota:
             strict=True,
         )
         name = self.user or "the user without a key"
-        for unit, wanted, limit, used, used_by_others, total in columns:
-            if wanted > limit:
+        for unit, amount, limit, used, used_by_others, total in columns:
+            if amount > limit:
                 raise OverQuota(
                     ErrorCode.REFUSED,
-                    f"{name} may use {limit:,} {unit}, but requested {wanted:,}; the "
-                    f"operator can allow more in the clients file",
+                    f"{name} may use {limit:,} {unit}, but requested {amount:,}; the "
+                    f"operator can raise {self._source_of(unit, limit)}",
                 )
-            if used + wanted > limit:
+            if used + amount > limit:
                 raise OverQuota(
                     ErrorCode.ENVS_BUSY,
-                    f"{name} uses {used:,} of its {limit:,} {unit}; other users use "
-                    f"{used_by_others:,} of {total:,}",
+                    f"{name} uses {used:,} of its {limit:,} {unit} and requested "
+                    f"{amount:,} more; other users use {used_by_others:,} of "
+                    f"{total:,}; close other leases of {name} (`envserve status` lists "
+                    f"them); the operator can raise {self._source_of(unit, limit)}",
                 )
-            if used + used_by_others + wanted > total:
+            if used + used_by_others + amount > total:
                 raise OverQuota(
                     ErrorCode.ENVS_BUSY,
-                    f"{wanted:,} {unit} requested, {total - used - used_by_others:,} "
+                    f"{amount:,} {unit} requested, {total - used - used_by_others:,} "
                     f"of {total:,} free; close leases, or start the server with a "
-                    f"larger --max-processes",
+                    f"larger {_option_of(unit)}",
                 )
+
+
+def _option_of(unit: str) -> str:
+    """Return the option of `envserve start` that limits a field of `Usage`."""
+    return "--max-processes" if unit == "processes" else "--envs-per-worker"
 
 
 @lru_cache(maxsize=64)
@@ -186,7 +204,7 @@ class Quotas:
         return Quota(user, self._host, grant)
 
     def weight_of(self, user: str) -> float:
-        """Return the weight that sets the user's share of the event loop's time."""
+        """Return the weight of the user's share of the event loop's time."""
         try:
             grant = self.of(user).grant
         except Refusal:
@@ -198,11 +216,11 @@ class Quotas:
         if quota.grant is None:
             return
         interval = 1 / _ATTACHES_PER_SECOND
-        due = max(self._next_due.get(quota.user, now), now)
-        if due > now + (_MAX_ATTACH_BURST - 1) * interval:
+        due_at = max(self._next_due.get(quota.user, now), now)
+        if due_at > now + (_MAX_ATTACH_BURST - 1) * interval:
             raise RateLimited(
                 ErrorCode.ENVS_BUSY,
                 f"{quota.user} may attach {_ATTACHES_PER_SECOND} times per second, in "
                 f"bursts of up to {_MAX_ATTACH_BURST}; this request has to wait",
             )
-        self._next_due[quota.user] = due + interval
+        self._next_due[quota.user] = due_at + interval

@@ -86,7 +86,7 @@ class ReplyBuilder:
         return self.reply(request, MessageType.ERROR, error, version=request.version)
 
     def redacted(self, text: str) -> str:
-        """Return a text, without paths unless clients may see them."""
+        """Return the text without paths, unless clients may see paths."""
         return text if self._shows_paths else without_folders(text)
 
     def redacted_error(self, body: ErrorBody) -> ErrorBody:
@@ -104,14 +104,14 @@ class ReplyBuilder:
         executed = Executed.UNKNOWN if request.attempt else Executed.NO
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
 
-    def fenced(self, request: Message, what: str) -> Reply:
+    def fenced(self, request: Message, event: str) -> Reply:
         """Return an ERROR for a request with the boot or epoch of an earlier lease.
 
         Args:
           request: The request.
-          what: Event that the request precedes, such as "server was started".
+          event: Event that the request precedes, such as "server was started".
         """
-        text = f"this request was sent before the {what}; attach again"
+        text = f"this request was sent before the {event}; attach again"
         return self.refused(request, ErrorCode.FENCED, text)
 
     def session_ended(self, request: Message, reason: ErrorBody | None) -> Reply:
@@ -121,23 +121,23 @@ class ReplyBuilder:
           request: Request or notice header of the session.
           reason: Reason why the session has ended; None after a DETACH.
         """
-        is_about_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
+        concerns_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:
             # With any other code, only this request would appear to have failed.
-            if not is_about_session:
+            if not concerns_session:
                 reason = replace(reason, code=ErrorCode.LEASE_LOST)
             return self.error(request, reason)
-        if is_about_session:
+        if concerns_session:
             return self.reply(request, MessageType.DETACHED)
         body = ErrorBody(code=ErrorCode.LEASE_LOST, text="this session has detached")
         return self.error(request, body)
 
 
-def version_mismatch(theirs: object) -> Refusal:
+def version_mismatch(client: object) -> Refusal:
     """Return the refusal of a client that supports none of the server's versions."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
-        f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {theirs}; "
+        f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {client}; "
         f"install the same release",
     )
 

@@ -229,7 +229,9 @@ class ServerSession:
             return [self._reply_builder.session_ended(message, record.reason)]
         if record.lease is None:
             if kind is not MessageType.PING:
-                raise Refusal(ErrorCode.BAD_MESSAGE, "the lease is not granted yet")
+                raise Refusal(
+                    ErrorCode.BAD_MESSAGE, "the lease has not been granted yet"
+                )
             pong = Pong(running={})
         elif message.epoch != record.lease.epoch:
             return [self._reply_builder.fenced(message, "lease was granted")]
@@ -299,7 +301,7 @@ class ServerSession:
     ) -> list[Decision]:
         if message.body != record.attach_body:
             raise RemoteProtocolError(
-                "this session already attached with other arguments"
+                "this session has already attached with different arguments"
             )
         if record.state is LeaseState.CLOSING:
             return [self._reply_builder.session_ended(message, record.reason)]
@@ -341,9 +343,9 @@ class ServerSession:
             self.leases.grant(record, spec, blocks, rows)
         except Refusal as refusal:
             return self.leases.close(record, refusal.body)
-        waited, extra = now - record.attached_at, {"fields": record.log_fields}
+        seconds, extra = now - record.attached_at, {"fields": record.log_fields}
         text = "%s, granted to %s after %.1f s"
-        _LOGGER.info(text, record, record.client, waited, extra=extra)
+        _LOGGER.info(text, record, record.client, seconds, extra=extra)
         starts = self.leases.start_builds()
         return [record.audit_event("attached"), self._granted(record), *starts]
 
@@ -409,7 +411,7 @@ class ServerSession:
         return decisions
 
     def next_deadline(self) -> float:
-        """Return when to call `expire_leases` next; infinity if never."""
+        """Return the time of the next `expire_leases`; infinity if there is none."""
         leases = self.leases.values()
         times = (r.last_message_at for r in leases if r.state is not LeaseState.CLOSING)
         return min(times, default=math.inf) + self._settings.lease_seconds

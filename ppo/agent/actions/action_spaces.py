@@ -14,22 +14,18 @@ import numpy as np
 import tensorflow as tf
 
 from ppo.agent.actions.distributions import (
+    FORBIDDEN,
     Bernoulli,
     Categorical,
     DiagonalGaussian,
     MultiCategorical,
     SquashedGaussian,
     masked_logits,
+    masked_logits_in_numpy,
 )
 from ppo.config.config import Config
+from ppo.environments import MASK_KEY
 from ppo.errors import UnsupportedSpaceError
-
-MASK_KEY = "action_mask"
-"""Key of the action mask in the outermost Dict of an observation.
-
-As in PettingZoo, the mask has one flag per action, which is 1 if the action is allowed.
-For MultiDiscrete, the flags of all choices are concatenated, as in SB3-contrib, or are
-a Tuple with an array per choice, as for `MultiDiscrete.sample`."""
 
 _FLAGS = (
     gymnasium.spaces.Box,
@@ -53,6 +49,7 @@ class ActionAdapter:
         self._space = space
         self.output_size = self.noise_size = math.prod(space.shape)
         self._choice_sizes: list[int] = []  # empty: no mask is possible
+        self._start = np.asarray(getattr(space, "start", 0), space.dtype)
 
     def noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Return noise for sampling actions, `[num_rows, noise_size]`.
@@ -72,6 +69,15 @@ class ActionAdapter:
         """
         return self.distribution_type(*parameters)
 
+    def sample_in_numpy(
+        self, parameters: Sequence[np.ndarray], allowed: Any, noise: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """Return sampled actions, and the parameters of their distribution.
+
+        This is the NumPy form of `distribution`, followed by its `sample`.
+        """
+        raise NotImplementedError
+
     def spec(self, num_rows: int) -> tf.TensorSpec:
         """Return the shape and dtype of `num_rows` sampled actions."""
         return tf.TensorSpec([num_rows, math.prod(self._space.shape)], tf.int64)
@@ -79,10 +85,16 @@ class ActionAdapter:
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         """Map sampled actions, of any number of rows, to env actions."""
         dtype = self._space.dtype
-        return tf.reshape(tf.cast(action, dtype), [-1, *self._space.shape])
+        rows = tf.reshape(tf.cast(action, dtype), [-1, *self._space.shape])
+        return rows + self._start
+
+    def to_env_action_in_numpy(self, action: np.ndarray) -> np.ndarray:
+        """Return the result of `to_env_action` for a NumPy array."""
+        rows = action.astype(self._space.dtype)
+        return rows.reshape(-1, *self._space.shape) + self._start
 
     def check_mask(self, observation_space: gymnasium.Space[Any]) -> None:
-        """Check that the action mask, if there is one, has a flag for every action.
+        """Check that the action mask, if any, has one flag per action.
 
         Raises:
             UnsupportedSpaceError: The mask has the wrong shape, the action space does
@@ -103,10 +115,10 @@ class ActionAdapter:
                 "if this is not an action mask, rename the key."
             )
         is_split = isinstance(mask, gymnasium.spaces.Tuple)
-        parts, wanted = (mask.spaces, sizes) if is_split else ([mask], [sum(sizes)])
+        parts, expected = (mask.spaces, sizes) if is_split else ([mask], [sum(sizes)])
         got = [part.shape if isinstance(part, _FLAGS) else None for part in parts]
-        if got != [(size,) for size in wanted]:
-            shapes = ", ".join(f"[{size}]" for size in wanted)
+        if got != [(size,) for size in expected]:
+            shapes = ", ".join(f"[{size}]" for size in expected)
             raise UnsupportedSpaceError(
                 f"{where}: expected flags {shapes} (a MultiBinary, or a Box from 0 to "
                 f"1) for the actions {self._space}, got {mask}; declare one flag per "
@@ -157,6 +169,16 @@ class _BoxActions(ActionAdapter):
 
     def __init__(self, space: gymnasium.spaces.Box, config: Config | None) -> None:
         super().__init__(space)
+        is_bounded = np.isfinite(space.low) & np.isfinite(space.high)
+        # In float64, because the difference of two float32 bounds can overflow float32.
+        self._low = np.where(is_bounded, space.low, -1.0).astype(np.float64)
+        self._high = np.where(is_bounded, space.high, 1.0).astype(np.float64)
+        self._centre = (self._low + self._high) / 2
+        self._radius = (self._high - self._low) / 2
+        self._is_scaled = bool((self._centre != 0).any() or (self._radius != 1).any())
+        self._is_clipped = not (
+            np.isinf(space.low).all() and np.isinf(space.high).all()
+        )
         if space.dtype == bool or not self.output_size:
             raise UnsupportedSpaceError(
                 "Action space: expected a Box with at least one number, got "
@@ -177,27 +199,43 @@ class _BoxActions(ActionAdapter):
     def spec(self, num_rows: int) -> tf.TensorSpec:
         return tf.TensorSpec([num_rows, self.noise_size], tf.float32)
 
+    def sample_in_numpy(
+        self, parameters: Sequence[np.ndarray], allowed: Any, noise: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        mean, log_std = parameters
+        return mean + np.exp(log_std) * noise, (mean, log_std)
+
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
         space = self._space
         if self.distribution_type is SquashedGaussian:
             action = tf.tanh(action)
         if len(space.shape) != 1:
             action = tf.reshape(action, [-1, *space.shape])
-        bounded = np.isfinite(space.low) & np.isfinite(space.high)
-        # In float64, because the difference of two float32 bounds can overflow float32.
-        low = np.where(bounded, space.low, -1.0).astype(np.float64)
-        high = np.where(bounded, space.high, 1.0).astype(np.float64)
-        centre, radius = (low + high) / 2, (high - low) / 2
-        if (centre != 0.0).any() or (radius != 1.0).any():
-            action = centre + radius * tf.cast(action, tf.float64)
+        if self._is_scaled:
+            action = self._centre + self._radius * tf.cast(action, tf.float64)
         if space.dtype.kind in "iu":  # values outside the bounds would wrap around
             action = tf.round(tf.cast(action, tf.float64))
-            action = tf.clip_by_value(action, low, high)
+            action = tf.clip_by_value(action, self._low, self._high)
         action = tf.cast(action, space.dtype)
-        is_unlimited = np.isinf(space.low).all() and np.isinf(space.high).all()
-        if is_unlimited:
+        if not self._is_clipped:
             return action
         return tf.clip_by_value(action, space.low, space.high)
+
+    def to_env_action_in_numpy(self, action: np.ndarray) -> np.ndarray:
+        space = self._space
+        if self.distribution_type is SquashedGaussian:
+            action = np.tanh(action)
+        action = action.reshape(-1, *space.shape)
+        if self._is_scaled:
+            action = self._centre + self._radius * action
+        if space.dtype.kind in "iu":
+            action = np.rint(action, dtype=np.float64)
+            action = np.clip(action, self._low, self._high)
+        action = action.astype(space.dtype)
+        if self._is_clipped:
+            np.maximum(action, space.low, out=action)
+            np.minimum(action, space.high, out=action)
+        return action
 
 
 class _DiscreteActions(ActionAdapter):
@@ -218,12 +256,16 @@ class _DiscreteActions(ActionAdapter):
             logits if allowed is None else masked_logits(logits, allowed)
         )
 
+    def sample_in_numpy(
+        self, parameters: Sequence[np.ndarray], allowed: Any, noise: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        (logits,) = parameters
+        if allowed is not None:
+            logits = masked_logits_in_numpy(logits, allowed)
+        return np.argmax(logits + noise, axis=-1), (logits,)
+
     def spec(self, num_rows: int) -> tf.TensorSpec:
         return tf.TensorSpec([num_rows], tf.int64)
-
-    def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
-        dtype = self._space.dtype
-        return tf.cast(action, dtype) + np.asarray(self._space.start, dtype)
 
 
 class _MultiDiscreteActions(ActionAdapter):
@@ -236,6 +278,7 @@ class _MultiDiscreteActions(ActionAdapter):
         sizes = [int(size) for size in np.ravel(space.nvec)]
         self._choice_sizes = sizes
         self.output_size, self.noise_size = sum(sizes), len(sizes) * max(sizes)
+        self._exists = np.arange(max(sizes)) < np.c_[sizes]
 
     def distribution(
         self, parameters: Sequence[tf.Tensor], allowed: Any
@@ -243,12 +286,28 @@ class _MultiDiscreteActions(ActionAdapter):
         (logits,) = parameters
         return MultiCategorical.from_logits(logits, self._choice_sizes, allowed)
 
-    def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
-        start = np.asarray(self._space.start, self._space.dtype)
-        return super().to_env_action(action) + start
+    def sample_in_numpy(
+        self, parameters: Sequence[np.ndarray], allowed: Any, noise: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        (all_logits,) = parameters
+        exists = self._exists
+        logits = np.zeros((len(all_logits), *exists.shape), np.float32)
+        logits[:, exists] = all_logits
+        if allowed is not None:
+            mask = np.zeros(logits.shape, np.bool_)
+            mask[:, exists] = allowed
+            logits = masked_logits_in_numpy(logits, mask)
+        logits[:, ~exists] = FORBIDDEN
+        return np.argmax(logits + noise.reshape(logits.shape), axis=-1), (logits,)
 
 
 class _MultiBinaryActions(ActionAdapter):
-    """Bits, in the order of the flattened space."""
+    """Independent bits, in the order of the flattened space."""
 
     distribution_type = Bernoulli
+
+    def sample_in_numpy(
+        self, parameters: Sequence[np.ndarray], allowed: Any, noise: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        (logits,) = parameters
+        return (logits + noise > 0).astype(np.int64), (logits,)

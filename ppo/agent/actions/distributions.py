@@ -1,7 +1,7 @@
 """Action distributions: Gaussian, squashed Gaussian, (multi-)categorical, Bernoulli.
 
-A distribution consists of tensors `[N, ...]`, one distribution per row, and computes
-samples, mode, log-probability, entropy and KL divergence of each row in float32.
+A distribution object holds N distributions, one per row of its tensors `[N, ...]`. It
+computes samples, modes, log-probabilities, entropies and KL divergences in float32.
 
 Masked actions have a logit of -1e9, so their probability is 0 in float32. The logit is
 finite, because -inf would make entropy and gradients NaN.
@@ -15,13 +15,13 @@ from typing import Any, Protocol, Self
 import numpy as np
 import tensorflow as tf
 
-_FORBIDDEN = -1e9
+FORBIDDEN = -1e9
 _LOG_TWO_PI = math.log(2.0 * math.pi)
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)  # weight exp(-x^2 / 2)
 
 
 class Distribution(Protocol):
-    """Distributions of the actions of N rows."""
+    """The interface of all distributions: one distribution for each of N rows."""
 
     @staticmethod
     def noise(num_rows: int, size: int, seed: tf.Tensor) -> tf.Tensor:
@@ -168,9 +168,9 @@ class Categorical:
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
         """Return the log-probability of `action` (integer `[N]`) per row, `[N]`."""
-        # Not `tf.gather`, whose gradient is a slow scatter.
-        chosen = tf.one_hot(action, self.logits.shape[-1], dtype=self.logits.dtype)
-        return tf.reduce_sum(chosen * self.log_probs, axis=-1)
+        # `tf.gather` would be slower, because its gradient is a scatter.
+        one_hot = tf.one_hot(action, self.logits.shape[-1], dtype=self.logits.dtype)
+        return tf.reduce_sum(one_hot * self.log_probs, axis=-1)
 
     def entropy(self) -> tf.Tensor:
         """Return the entropy in nats per row, `[N]`."""
@@ -208,7 +208,7 @@ class MultiCategorical(Categorical):
             rows = masked_logits(rows, padded_choices(allowed, sizes))
         if min(sizes) < max(sizes):
             exists = np.arange(max(sizes)) < np.asarray(sizes)[:, None]
-            rows = tf.where(exists, rows, _FORBIDDEN)
+            rows = tf.where(exists, rows, FORBIDDEN)
         return cls(rows)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
@@ -295,25 +295,31 @@ def masked_logits(logits: tf.Tensor, allowed: tf.Tensor) -> tf.Tensor:
         allowed: bool `[..., K]`.
     """
     allowed |= ~tf.reduce_any(allowed, axis=-1, keepdims=True)
-    return tf.where(allowed, logits, _FORBIDDEN)
+    return tf.where(allowed, logits, FORBIDDEN)
 
 
-def padded_choices(joined: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
-    """Split concatenated choices, and pad each with 0 or False to the largest size.
+def masked_logits_in_numpy(logits: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """Return the result of `masked_logits` for NumPy arrays, float32 `[..., K]`."""
+    allowed = allowed | ~allowed.any(axis=-1, keepdims=True)
+    return np.where(allowed, logits, np.float32(FORBIDDEN))
+
+
+def padded_choices(values: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
+    """Split the values of concatenated choices, and pad them to the largest size.
 
     Args:
-        joined: Values of all D choices, `[N, sum(sizes)]`.
+        values: Concatenated values of all D choices, `[N, sum(sizes)]`.
         sizes: Number of options of each choice.
 
     Returns:
-        `[N, D, max(sizes)]`.
+        Values `[N, D, max(sizes)]`, padded with 0 or False.
     """
     longest = max(sizes)
     if min(sizes) == longest:
-        return tf.reshape(joined, [-1, len(sizes), longest])
-    # Not `tf.gather`, whose gradient is a slow scatter.
+        return tf.reshape(values, [-1, len(sizes), longest])
+    # `tf.gather` would be slower, because its gradient is a scatter.
     parts = [
         tf.pad(part, [[0, 0], [0, longest - size]])
-        for part, size in zip(tf.split(joined, sizes, axis=1), sizes, strict=True)
+        for part, size in zip(tf.split(values, sizes, axis=1), sizes, strict=True)
     ]
     return tf.stack(parts, axis=1)

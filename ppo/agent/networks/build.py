@@ -1,8 +1,8 @@
 """Create the networks of a config for an observation space and an action space.
 
-A torso turns preprocessed observations into features. The policy network and the value
-network follow it, with a recurrent core in between if the config has one. Both may
-share one torso.
+A torso turns preprocessed observations into features for the policy network and the
+value network, which may share a torso. If the config has a `recurrent_size`, each
+network has a recurrent core between its torso and its layers.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from ppo.agent.networks.recurrent import RecurrentCore
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
 from ppo.errors import UnsupportedSpaceError
-from ppo.images import can_convolve
+from ppo.images import is_image
 
 
 class Networks(NamedTuple):
@@ -87,7 +87,7 @@ def build_networks(
     torsos, input_size = _torsos(preprocess, config, other_seeds[:2])
     policy_layers, value_layers = _layers(config, (policy_seed, value_seed))
     cores: tuple[RecurrentCore, ...] = ()
-    if config.recurrent_size:  # the hidden layers then precede the GRU, in the core
+    if config.recurrent_size:  # the cores then contain the hidden layers
         cores = tuple(
             RecurrentCore(input_size, units=config.recurrent_size, **layers)
             for layers in _layers(config, other_seeds[2:])
@@ -115,7 +115,7 @@ def _torsos(
 ) -> tuple[tuple[Any, Any], int]:
     """Return the torsos of the policy and value networks, and their output size."""
     spaces = preprocess.leaf_spaces
-    has_image = any(map(can_convolve, spaces))
+    has_image = any(map(is_image, spaces))
     if config.network == "mlp" or (config.network == "auto" and not has_image):
         torso = IdentityTorso()
         return (torso, torso), preprocess.size

@@ -14,7 +14,7 @@ import tensorflow as tf
 from gymnasium.spaces import flatdim
 
 from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation
-from ppo.images import can_convolve, image_axes
+from ppo.images import image_axes, is_image
 
 _LARGE_SIDE = 36  # the smallest side for which Nature-CNN's last layer has an output
 _LARGE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # filters, kernel, stride
@@ -106,7 +106,7 @@ class ImageTorso(NetworkPart):
     def __init__(self, spaces: Sequence[gymnasium.Space[Any]], seed: int) -> None:
         self._networks = [
             convolution(tuple(space.shape or ()), seed=seed + 10 * index)
-            if can_convolve(space)
+            if is_image(space)
             else None
             for index, space in enumerate(spaces)
         ]

@@ -2,8 +2,8 @@
 
     def make(observation_space, action_size, config, seed): ...
 
-The function returns a model from observations to policy outputs and values; see
-`docs/networks.md`. The model is checked with a small batch before training starts.
+The function returns a model from observations to policy outputs and values. The model
+is checked with a small batch before training starts.
 """
 
 from typing import Any
@@ -35,8 +35,11 @@ class CustomModel:
         size: Expected number of policy outputs per row.
 
     Attributes:
+        model: The user's model.
         trackables: Objects that a checkpoint must store, by name.
         trainable_variables: Keras variables that the optimizer updates.
+        policy_variables: The trainable variables of the policy, if the model has an
+            attribute of this name; otherwise empty.
 
     Raises:
         ConfigError: The outputs or the variables are not as expected.
@@ -45,45 +48,52 @@ class CustomModel:
     def __init__(
         self, model: Any, name: str, input_space: gymnasium.Space[Any], size: int
     ) -> None:
-        self._model = model
+        self.model = model
         self._name = name
         zeros = create_empty_array(input_space, _TRIAL_ROWS, np.zeros)
         rows = tf.nest.map_structure(tf.constant, zeros)
         outputs = model(rows)
         shapes = [tuple(getattr(part, "shape", ())) for part in _items(outputs)]
-        flat = [(_TRIAL_ROWS, size), (_TRIAL_ROWS,)]
-        if shapes not in (flat, [(_TRIAL_ROWS, size), (_TRIAL_ROWS, 1)]):
+        expected = [(_TRIAL_ROWS, size), (_TRIAL_ROWS,)]
+        if shapes not in (expected, [(_TRIAL_ROWS, size), (_TRIAL_ROWS, 1)]):
             raise ConfigError(
                 f"network {name}: expected outputs of shapes [N, {size}], for the "
                 f"actions, and [N] or [N, 1], for the values; for N = {_TRIAL_ROWS} "
-                f"rows got {_described(outputs)}."
+                f"rows got {_describe(outputs)}."
             )
         if any(output.dtype != tf.float32 for output in outputs):
             raise ConfigError(
                 f"network {name}: expected float32 outputs, got "
-                f"{_described(outputs)}; cast them."
+                f"{_describe(outputs)}; cast them."
             )
         trackables = getattr(model, "trackables", None)
         self.trackables = {"model": model} if trackables is None else dict(trackables)
         self._check_variables()
         self.trainable_variables = list(model.trainable_variables)
+        self.policy_variables = list(getattr(model, "policy_variables", ()))
+        trainable = set(map(id, self.trainable_variables))
+        if not trainable.issuperset(map(id, self.policy_variables)):
+            raise ConfigError(
+                f"network {name}: expected policy_variables to be a part of "
+                f"trainable_variables, got {self.policy_variables!r:.200}."
+            )
         # Trace the model, as training does, to reject code that needs concrete values.
         # Tracing does not run the model again.
         tf.function(lambda rows: model(rows)).get_concrete_function(rows)
 
     def __call__(self, observation: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Return policy outputs `[N, size]` and values `[N]`."""
-        output, value = self._model(observation)
+        output, value = self.model(observation)
         return output, tf.reshape(value, [-1])
 
     def _check_variables(self) -> None:
-        variables = getattr(self._model, "trainable_variables", None)
-        is_keras = isinstance(self._model, keras.layers.Layer)
-        if not is_keras and not hasattr(self._model, "trackables"):
+        variables = getattr(self.model, "trainable_variables", None)
+        is_keras = isinstance(self.model, keras.layers.Layer)
+        if not is_keras and not hasattr(self.model, "trackables"):
             raise ConfigError(
                 f"network {self._name}: expected a keras.Model or keras.Layer, or an "
                 f"object with trackables (a dict for the checkpoint), got "
-                f"{self._model!r}."
+                f"{self.model!r}."
             )
         if not variables or not all(isinstance(v, keras.Variable) for v in variables):
             raise ConfigError(
@@ -147,7 +157,7 @@ def _items(outputs: Any) -> list[Any]:
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _described(outputs: Any) -> str:
+def _describe(outputs: Any) -> str:
     parts = [
         f"{getattr(output, 'dtype', type(output)).name}{list(output.shape)}"
         if hasattr(output, "shape")

@@ -4,16 +4,38 @@ A network maps the output of its torso to the parameters of an action distributi
 to values. Without a torso, its input is a preprocessed observation: a nest of float32
 arrays `[N, ...]`. To add a kind of network, subclass `NetworkPart` and implement
 `__call__`.
+
+The parts of small networks also have a NumPy form, `in_numpy`, because a TensorFlow
+function takes longer to call than such a network takes to run.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ppo.config.config import Config
+
+Read = Callable[[Any], np.ndarray]
+"""Returns the value of a Keras variable in a snapshot."""
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """Return 1 / (1 + exp(-x)), without overflow."""
+    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
+
+
+#: Activation functions that have a NumPy form. NumPy has no error function for gelu.
+_ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    "linear": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0, out=x),
+    "silu": lambda x: x * sigmoid(x),
+    "tanh": lambda x: np.tanh(x, out=x),
+}
 
 
 def flatten_observation(observation: Any) -> tf.Tensor:
@@ -56,6 +78,36 @@ def mlp(
     return keras.Sequential(layers)
 
 
+def mlp_in_numpy(
+    model: keras.Sequential, read: Read, activations: Sequence[str]
+) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return the NumPy form of a perceptron, float32 `[N, D]` to `[N, K]`.
+
+    Args:
+        model: Result of `mlp`.
+        read: Returns the value of a variable.
+        activations: Name of the activation function after each layer.
+
+    Returns:
+        The function, or None if an activation function has no NumPy form.
+    """
+    if not set(activations) <= set(_ACTIVATIONS):
+        return None
+    layers = [
+        (read(layer.kernel), read(layer.bias), _ACTIVATIONS[name])
+        for layer, name in zip(model.layers, activations, strict=True)
+    ]
+
+    def run(rows: np.ndarray) -> np.ndarray:
+        for kernel, bias, activation in layers:
+            rows = rows @ kernel
+            rows += bias
+            rows = activation(rows)
+        return rows
+
+    return run
+
+
 class NetworkPart:
     """Base class of torsos, recurrent cores, heads and networks."""
 
@@ -70,6 +122,13 @@ class NetworkPart:
             for trackable in self.trackables.values()
             for variable in getattr(trackable, "trainable_variables", [trackable])
         ]
+
+    def in_numpy(self, read: Read) -> Callable[..., Any] | None:
+        """Return the NumPy form of `__call__`, with the parameters that `read` returns.
+
+        Returns None if this part has no NumPy form.
+        """
+        return None
 
 
 class IdentityTorso(NetworkPart):
@@ -102,6 +161,19 @@ class GaussianHead(NetworkPart):
         mean, log_std = tf.split(outputs, 2, axis=1)
         return mean, tf.clip_by_value(self._initial + log_std, -20.0, 2.0)
 
+    def in_numpy(self, read: Read) -> Callable[..., Any]:
+        """Return the NumPy form of `__call__`."""
+        if self.trackables:
+            shared = read(self.trackables["log_std"])
+            return lambda outputs: (outputs, shared + np.zeros_like(outputs))
+        initial = np.float32(self._initial)
+
+        def split(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            mean, log_std = np.split(outputs, 2, axis=1)
+            return mean, np.clip(initial + log_std, np.float32(-20), np.float32(2))
+
+        return split
+
 
 class LogitsHead(NetworkPart):
     """Returns network outputs as logits of discrete or binary actions."""
@@ -109,6 +181,10 @@ class LogitsHead(NetworkPart):
     def __call__(self, outputs: Any) -> tuple[tf.Tensor]:
         """Return the logits, `[N, K]`."""
         return (outputs,)
+
+    def in_numpy(self, read: Read) -> Callable[..., Any]:
+        """Return the NumPy form of `__call__`."""
+        return self.__call__
 
 
 class ValueHead(NetworkPart):
@@ -124,8 +200,18 @@ class Perceptron(NetworkPart):
 
     def __init__(self, input_size: int, *, head: Any, **layers: Any) -> None:
         self._layers, self._head = mlp(input_size, **layers), head
+        hidden = [layers["activation"]] * len(layers["hidden_sizes"])
+        self._activations = [*hidden, "linear"]
         self.trackables = {"layers": self._layers, **head.trackables}
 
     def __call__(self, observation: Any) -> Any:
         """Return the outputs of the head, `[N, ...]`."""
         return self._head(self._layers(flatten_observation(observation)))
+
+    def in_numpy(self, read: Read) -> Callable[[np.ndarray], Any] | None:
+        """Return the NumPy form of `__call__`, for flattened observations `[N, D]`."""
+        layers = mlp_in_numpy(self._layers, read, self._activations)
+        head = self._head.in_numpy(read)
+        if layers is None or head is None:
+            return None
+        return lambda rows: head(layers(rows))

@@ -1,19 +1,28 @@
 """Recurrent cores: hidden layers and a GRU between the observations and the heads.
 
 The state of a row is the GRU's output at the previous step, `[N, units]`, and zero at
-the start of an episode. Acting and learning both use `next_state`, so the update
-computes the same states as the rollout, up to changes of the parameters.
+the start of an episode. `States.after_result`, for acting, and `next_state`, for
+learning, follow the same rules. The update therefore computes the same states as the
+rollout, except for the effect of changed parameters.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from envserve.client import Status
-from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation, mlp
+from ppo.agent.networks.perceptrons import (
+    NetworkPart,
+    Read,
+    flatten_observation,
+    mlp,
+    mlp_in_numpy,
+    sigmoid,
+)
 
 
 class RecurrentCore(NetworkPart):
@@ -80,6 +89,35 @@ class RecurrentCore(NetworkPart):
         output, _ = self._cell(embedding, [state])
         return output
 
+    def in_numpy(self, read: Read) -> Callable[..., np.ndarray] | None:
+        """Return the NumPy form of `embed` followed by `advance`.
+
+        The function maps flattened observations `[N, D]` and states `[N, units]` to
+        outputs `[N, units]`.
+        """
+        hidden = None
+        if self._hidden is not None:
+            names = [self._activation.__name__] * len(self._hidden.layers)
+            hidden = mlp_in_numpy(self._hidden, read, names)
+            if hidden is None:
+                return None
+        cell, units = self._cell, self.units
+        kernel, recurrent = read(cell.kernel), read(cell.recurrent_kernel)
+        input_bias, recurrent_bias = read(cell.bias)
+
+        def advance(rows: np.ndarray, state: np.ndarray) -> np.ndarray:
+            embedding = rows if hidden is None else hidden(rows)
+            from_input = embedding @ kernel + input_bias  # [N, 3 * units]
+            from_state = state @ recurrent + recurrent_bias
+            gates = sigmoid(from_input[:, : 2 * units] + from_state[:, : 2 * units])
+            update, reset = gates[:, :units], gates[:, units:]
+            candidate = np.tanh(
+                from_input[:, 2 * units :] + reset * from_state[:, 2 * units :]
+            )
+            return update * state + (1 - update) * candidate
+
+        return advance
+
     def unroll(
         self,
         embedding: tf.Tensor,
@@ -119,16 +157,16 @@ class RecurrentCore(NetworkPart):
 
 
 class States(NamedTuple):
-    """States of each recurrent core, before and after the current step, of some rows.
+    """States of the recurrent cores for n rows, before and after the current step.
 
-    Both are kept until the result of the step is received, because a row that was
-    padding continues from its state before the step.
+    Both are needed until the result of the step is received, because a padding row
+    continues from its state before the step.
     """
 
-    before: tuple[tf.Tensor, ...]
-    """For each core, `[n, units]`."""
-    after: tuple[tf.Tensor, ...]
-    """For each core, `[n, units]`."""
+    before: tuple[Any, ...]
+    """For each core, float32 `[n, units]`: NumPy arrays, or tensors in a graph."""
+    after: tuple[Any, ...]
+    """For each core, float32 `[n, units]`."""
 
     @classmethod
     def zero(cls, num_rows: int, sizes: Sequence[int]) -> Self:
@@ -138,20 +176,24 @@ class States(NamedTuple):
             num_rows: Number of rows.
             sizes: Units of each core.
         """
-        states = tuple(tf.zeros([num_rows, size]) for size in sizes)
+        states = tuple(np.zeros([num_rows, size], np.float32) for size in sizes)
         return cls(states, states)
 
-    def after_result(
-        self, terminated: tf.Tensor, truncated: tf.Tensor, status: tf.Tensor
-    ) -> Self:
+    def after_result(self, terminated: Any, truncated: Any, status: Any) -> Self:
         """Return the states for the next step, given this step's flags, `[n]` each."""
         if not self.after:
             return self
-        ended, pending = terminated | truncated, is_pending(status)
-        states = tuple(
-            next_state(before, after, ended, pending)
-            for before, after in zip(self.before, self.after, strict=True)
-        )
+        ended, pairs = terminated | truncated, zip(self.before, self.after, strict=True)
+        if isinstance(ended, np.ndarray):
+            ended, pending = ended[:, None], (status == Status.PENDING)[:, None]
+            states = tuple(
+                np.where(ended, np.float32(0), np.where(pending, before, after))
+                for before, after in pairs
+            )
+        else:
+            states = tuple(
+                next_state(*pair, ended, is_pending(status)) for pair in pairs
+            )
         return type(self)(states, states)
 
 
@@ -172,8 +214,8 @@ def next_state(
     Returns:
         Zero, `state` or `output` for each row, `[N, units]`.
     """
-    kept = tf.where(pending[:, None], state, output)
-    return tf.where(ended[:, None], tf.zeros_like(kept), kept)
+    following = tf.where(pending[:, None], state, output)
+    return tf.where(ended[:, None], tf.zeros_like(following), following)
 
 
 def is_pending(status: tf.Tensor) -> tf.Tensor:

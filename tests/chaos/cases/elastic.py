@@ -27,13 +27,17 @@ _MAX_DELAY_SECONDS: Final = 0.005
 
 @chaos_case(
     "four servers listed in a file: one is added, then one is killed or drained",
-    "one lost row per env that moves; rows of all other servers stay valid",
+    "at most one lost row per env that moves; rows of all other servers stay valid",
     seconds=4 * 3600.0,
 )
 def elastic(trial: Trial) -> None:
+    """Rows also move when the lanes are spread again, which costs one lost row too.
+
+    With autoreset mode `same_step`, the caller already has the first observation of the
+    episode that the move ends.
+    """
     list_file = trial.new_folder("source") / "servers"
     servers: list[ServerProcess] = []
-    num_moved = num_disturbed = 0
     with contextlib.ExitStack() as stack:
 
         def add() -> None:
@@ -49,29 +53,65 @@ def elastic(trial: Trial) -> None:
         driver = stack.enter_context(
             remote_driver(trial, addresses, num_envs, **options)
         )
+        moves = _Moves(driver)
         injector = stack.enter_context(FaultInjector())
         for _ in range(trial.count(500)):  # each iteration makes two changes
             add()
             leaving = servers.pop(trial.random.integers(len(servers)))
             if trial.random.random() < 0.5:  # otherwise it remains listed
                 list_file.write_text("\n".join(one.address for one in servers))
-            rows = _rows_at(driver, leaving)
+            rows = np.flatnonzero(moves.at(leaving))
             end = functools.partial(_end, leaving, driver, rows, trial.random.random())
             injector.inject(trial.random.uniform(0.0, _MAX_DELAY_SECONDS), end)
             trial.result.faults += 2
-            num_moved += rows.size
-            num_disturbed += _settle(driver, leaving, rows)
+            while moves.at(leaving).any() or moves.is_moving.any():
+                moves.step(leaving)
             for _ in range(trial.random.integers(1, 50)):
-                num_disturbed += int((~driver.step().valid).sum())
+                moves.step(leaving)
+        while moves.is_moving.any():
+            moves.step(leaving)
         lost = driver.ledger.losses[Status.SERVER_LOST]
-    trial.result.check("lost rows / rows that moved", lost / max(1, num_moved), 1, "==")
-    trial.result.check("invalid rows of other servers", num_disturbed, 0, "==")
+    # If the new server is lost at once, two moves cost one row.
+    ratio = lost / max(1, moves.num_moved)
+    trial.result.check("lost rows / rows that moved", ratio, 1, "<=")
+    trial.result.check("invalid rows of other servers", moves.num_disturbed, 0, "==")
 
 
-def _rows_at(driver: Driver, server: ServerProcess) -> Array:
-    names = [lane.name for lane in driver.batch.lanes]
-    is_at_server = np.repeat([name == server.address for name in names], _LANE_ENVS)
-    return np.flatnonzero(is_at_server)
+class _Moves:
+    """Counts the rows that get new envs, and invalid rows of all other envs.
+
+    Attributes:
+      is_moving: Rows of a server that ends, or with new envs, until they are valid.
+      num_moved: Number of rows that have received new envs.
+      num_disturbed: Number of invalid results of rows that do not move.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._num_leases = self._leases()
+        self.is_moving = np.zeros(driver.batch.num_envs, np.bool_)
+        self.num_moved = self.num_disturbed = 0
+
+    def _leases(self) -> Array:
+        lanes = self._driver.batch.lanes
+        num_leases = [lane.stats()["reattaches"] for lane in lanes]
+        return np.repeat(num_leases, [lane.num_envs for lane in lanes])
+
+    def at(self, server: ServerProcess) -> Array:
+        """Return which rows are on a server."""
+        lanes = self._driver.batch.lanes
+        is_there = [lane.name == server.address for lane in lanes]
+        return np.repeat(is_there, [lane.num_envs for lane in lanes])
+
+    def step(self, leaving: ServerProcess) -> None:
+        """Step all rows once, while a server ends or has ended."""
+        self.is_moving |= self.at(leaving)
+        valid = self._driver.step().valid
+        before, self._num_leases = self._num_leases, self._leases()
+        self.num_moved += int((self._num_leases - before).sum())
+        self.is_moving |= self._num_leases > before
+        self.num_disturbed += int((~valid & ~self.is_moving).sum())
+        self.is_moving &= ~valid
 
 
 def _end(server: ServerProcess, driver: Driver, rows: Array, chance: float) -> None:
@@ -81,13 +121,3 @@ def _end(server: ServerProcess, driver: Driver, rows: Array, chance: float) -> N
         return
     driver.recovery_times.start(rows, time.monotonic())
     server.kill()
-
-
-def _settle(driver: Driver, leaving: ServerProcess, rows: Array) -> int:
-    """Step until these rows have moved; return the number of other invalid rows."""
-    num_disturbed = 0
-    while True:
-        result = driver.step()
-        num_disturbed += int((~np.delete(result.valid, rows)).sum())
-        if not _rows_at(driver, leaving).size and result.valid.all():
-            return num_disturbed

@@ -19,18 +19,23 @@ from typing import Final
 
 import zmq
 
+from envserve.address import is_local_address
 from envserve.client.link.zmq_guards.resolver import resolve_host
 from envserve.errors import ConnectError
 from envserve.keys.formats import fingerprint
-from envserve.keys.key_folder import unknown_server_text
+from envserve.keys.key_folder import KeyFolder, unknown_server_text
 from envserve.keys.key_pair import CurveKeys
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 #: Time without a connection before the first diagnosis, and time between diagnoses.
 DELAY_SECONDS: Final = 1.0
 _MAX_DIAGNOSIS_SECONDS: Final = 1.5
+#: Time after which a refused connection is tried again. A server that closes all its
+#: connections refuses new ones for 0.1 s.
+_CONFIRM_SECONDS: Final = 0.5
 #: The first part of a ZMTP 3 greeting (signature and major version), after which the
-#: peer sends its whole greeting.
+#: peer sends its whole greeting. If it sends nothing, line breaks follow, because a web
+#: server answers only complete lines.
 _OUR_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
 #: The rest of the greeting, for the NULL mechanism (without keys). A peer with the same
 #: mechanism then sends its socket type.
@@ -42,6 +47,8 @@ _SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
 #: server that is closing fails one handshake, and an overloaded server fails a quarter
 #: of them. A server with another key fails every handshake, each within 0.2 s.
 _MIN_FAILURES: Final = 5
+#: Maximum number of joined addresses in an error.
+_MAX_SHOWN: Final = 8
 
 
 class Finding(enum.Enum):
@@ -83,7 +90,7 @@ def diagnose_connection(
 
     Args:
       address: Address of a server, at any IP address of its host. For ipc, only REFUSED
-        can be detected.
+        can be detected, also if there is no such file.
       keys: The server's public key and the client's key pair; None without keys.
       timeout_seconds: Maximum duration, excluding the lookup of the host's name.
     """
@@ -104,7 +111,7 @@ def _diagnose_ip(address: str, keys: CurveKeys | None, deadline: float) -> Findi
     """Diagnose connections to an address that contains no host name."""
     try:
         mechanism, kind = _read_greeting(address, deadline)
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, FileNotFoundError):
         return Finding.REFUSED
     except (OSError, ValueError):
         return Finding.UNKNOWN
@@ -142,7 +149,11 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
     left = max(0.01, deadline - time.monotonic())
     with socket.create_connection((host.strip("[]"), int(port)), left) as stream:
         stream.sendall(_OUR_GREETING)
-        if not (greeting := _receive(stream, _GREETING_BYTES, deadline)):
+        soon = (time.monotonic() + deadline) / 2
+        if not (greeting := _receive(stream, _GREETING_BYTES, soon)):
+            stream.sendall(b"\r\n\r\n")
+            greeting = _receive(stream, _GREETING_BYTES, deadline)
+        if not greeting:
             raise EOFError
         if len(greeting) < _GREETING_BYTES or not greeting[0] & greeting[9] & 1:
             return b"", b""
@@ -215,6 +226,8 @@ def connection_error(
     """Return the error for a finding; None if a connection may still succeed."""
     if finding is Finding.NEEDS_KEYS:
         return ConnectError(unknown_server_text(address))
+    if finding is Finding.REFUSED:
+        return ConnectError(f"{address}: {_refused_text(address)}")
     server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
     nothing = "nothing was sent; " if keys else ""
@@ -243,13 +256,62 @@ def connection_error(
     return None if text is None else ConnectError(f"{address}: {text}")
 
 
+def unknown_key_error(address: str, error: ConnectError) -> ConnectError:
+    """Complete the error for a server whose key is unknown, after a diagnosis.
+
+    The port may be wrong, or the address may be another name of a joined host.
+    Therefore the error also names the program that listens there, and the addresses
+    that this client has joined.
+    """
+    finding = diagnose_connection(address, None, _MAX_DIAGNOSIS_SECONDS)
+    if finding is Finding.OK:
+        finding = Finding.USES_NO_KEYS
+    text = str(error)
+    if finding is Finding.UNKNOWN:
+        text += "; no program answers at this address now"
+    elif finding is not Finding.NEEDS_KEYS:
+        text = str(connection_error(finding, address, None))
+    if joined := _joined_addresses(address):
+        text += f"; this client has joined {', '.join(joined)}"
+    return ConnectError(text)
+
+
+def _joined_addresses(address: str) -> list[str]:
+    """Return joined addresses of the same host, or any if there are none."""
+    joined = [each for each in KeyFolder().pinned_addresses if "*" not in each]
+    joined, ips = joined[:_MAX_SHOWN], _ips_of(address)
+    return [each for each in joined if ips & _ips_of(each)] or joined
+
+
+def _ips_of(address: str) -> set[str]:
+    """Return the name and the IP addresses of the host of an address."""
+    found = [address]
+    with contextlib.suppress(OSError, UnicodeError):
+        found += resolve_host(address)
+    return {each.rpartition(":")[0] for each in found}
+
+
+def _refused_text(address: str) -> str:
+    """Return the cause of a refused connection, and the remedy."""
+    tried, bind = "", address
+    with contextlib.suppress(OSError, UnicodeError):
+        if (found := resolve_host(address)) != [address]:
+            tried = f" at {', '.join(found)}"
+    if not is_local_address(address):
+        bind = f"tcp://0.0.0.0:{address.rpartition(':')[2]}"
+    return (
+        f"connection refused{tried}: no program is listening there; run "
+        f"`envserve start --bind {bind}` on that host"
+    )
+
+
 class Diagnosis:
     """Repeated diagnosis in a background thread, so that the caller never blocks.
 
     Attributes:
       is_final: Whether the last finding is permanent. Some findings are not: an unknown
-        client can still be invited, and an unknown host or an unresponsive server may
-        just be starting.
+        client can still be invited, and an unknown host or a server that refuses or
+        does not answer may just be starting.
     """
 
     def __init__(
@@ -278,6 +340,9 @@ class Diagnosis:
 
     def _run(self) -> None:
         finding = diagnose_connection(*self._about, self._timeout_seconds)
+        if finding is Finding.REFUSED:
+            time.sleep(_CONFIRM_SECONDS)
+            finding = diagnose_connection(*self._about, self._timeout_seconds)
         self._refusal = connection_error(finding, *self._about)
         may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
-        self.is_final = finding not in may_pass
+        self.is_final = finding not in (*may_pass, Finding.REFUSED)

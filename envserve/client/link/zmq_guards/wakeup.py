@@ -9,12 +9,14 @@ the kernel has received over the connection.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import socket
 import stat
 import struct
 import sys
+import time
 from typing import Final
 
 import zmq
@@ -35,7 +37,7 @@ class ByteCounter:
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
         self._port = int(port) if is_counted and port.isdigit() else 0
         self._num_messages = self._num_bytes = 0  # when counting began
-        self._is_connected = False
+        self._is_connected, self._since = False, math.inf
         #: Descriptor of the connection that delivered the last message; None if it has
         #: not been read from the message yet, -1 if there was no message.
         self._fd: int | None = -1
@@ -45,7 +47,7 @@ class ByteCounter:
         receiver = self._receiver
         if is_connected != self._is_connected or not self._port:
             self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
-            self._num_messages = receiver.num_messages
+            self._num_messages, self._since = receiver.num_messages, time.monotonic()
             return 0
         if not is_connected:
             return 0
@@ -60,25 +62,65 @@ class ByteCounter:
         # libzmq reveals the descriptor only with a message, and this connection has not
         # delivered one yet. Use the smallest count of all connections to this port, so
         # that the bytes of other connections do not count against this one.
-        descriptors = map(int, os.listdir("/proc/self/fd"))
-        counts = (_bytes_received(fd, self._port) for fd in descriptors)
-        return min(filter(None, counts), default=0)
+        return _FEWEST.to_port(self._port, self._since)
+
+
+class _FewestBytes:
+    """The fewest bytes received over any connection to each port.
+
+    All ports share one scan of the descriptors, and pauses limit scans to a tenth of
+    the time. Otherwise, the cost of attaching to many servers would grow with the
+    square of their number. With few descriptors, the pauses are short, because an
+    endless message would fill the memory during a long one.
+    """
+
+    def __init__(self) -> None:
+        self._found, self._found_at = dict[int, int](), -math.inf
+        self._next_at = -math.inf
+
+    def to_port(self, port: int, since: float) -> int:
+        """Return the fewest bytes at the latest scan; 0 if unknown.
+
+        They are unknown if the latest scan was before `since`: it may have shown only
+        older connections to the port, which have received more.
+        """
+        if (now := time.monotonic()) >= self._next_at:
+            self._next_at = now + 0.5  # first, because other threads call this too
+            found: dict[int, int] = {}
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                peer_port, num_bytes = _received(fd)
+                if num_bytes:
+                    found[peer_port] = min(num_bytes, found.get(peer_port, num_bytes))
+            self._found, self._found_at = found, now
+            self._next_at = now + 10 * (time.monotonic() - now)
+        return self._found.get(port, 0) if self._found_at >= since else 0
+
+
+_FEWEST: Final = _FewestBytes()
 
 
 def _bytes_received(fd: int, port: int) -> int:
     """Return the bytes received over a connection to a port; 0 for anything else."""
+    peer_port, num_bytes = _received(fd)
+    return num_bytes if peer_port == port else 0
+
+
+def _received(fd: int) -> tuple[int, int]:
+    """Return the peer's port of a TCP connection, and the bytes received over it.
+
+    Both are 0 for anything else.
+    """
     # libzmq owns the descriptor and may have closed it. Use a duplicate, which Python
     # may close: if an interrupt made it close the original, libzmq would abort.
     with contextlib.suppress(OSError, IndexError, struct.error):
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return 0
+            return 0, 0
         kind = socket.AF_INET, socket.SOCK_STREAM
         with socket.socket(*kind, fileno=os.dup(fd)) as duplicate:
-            if duplicate.getpeername()[1] == port:
-                size = _RECEIVED.size
-                info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-                return int(_RECEIVED.unpack(info)[0])
-    return 0
+            port, size = duplicate.getpeername()[1], _RECEIVED.size
+            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+            return int(port), int(_RECEIVED.unpack(info)[0])
+    return 0, 0
 
 
 class Waker:

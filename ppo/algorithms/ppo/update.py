@@ -9,18 +9,21 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
+from ppo.algorithms.ppo.schedules import Coefficients, Schedules
+from ppo.algorithms.ppo.trust_region import (
+    EpochRollback,
+    clip_by_network,
+    make_optimizer,
+)
 from ppo.config.config import Config
 from ppo.errors import DivergedError
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
 from ppo.learning.samples import SequenceSampler, StepSampler
-from ppo.learning.schedules import Coefficients, Schedules
-from ppo.learning.trust_region import EpochRollback, clip_by_network
 from ppo.rollout import Rollout
 
 METRICS = (
@@ -39,20 +42,18 @@ _POLICY_METRICS = tuple(name not in {"value_loss", "gradient_norm"} for name in 
 
 
 class Updater:
-    """Improve an agent with PPO.
+    """Trains an agent with PPO.
 
     Args:
-        agent: agent to train.
-        config: settings, in which `num_envs` and `minibatch_size` are this learner's
+        agent: Agent to train.
+        config: Settings, in which `num_envs` and `minibatch_size` are this learner's
             share. Without `jit_compile`, the same graph runs as plain TensorFlow, but
             shuffles with different random numbers.
-        policy_loss: loss function of the policy; see `ppo.learning.objective`.
-        learners: group of learners; each computes its share of every minibatch.
+        policy_loss: Loss function of the policy; see `ppo.algorithms.ppo.objective`.
+        learners: Group of learners; each computes its share of every minibatch.
 
     Attributes:
-        acting: with `overlap`, variables that hold the agent's snapshot for collecting
-            rollouts.
-        trackables: objects that a checkpoint must store, by name.
+        trackables: Objects that a checkpoint must store, by name.
     """
 
     def __init__(
@@ -68,9 +69,7 @@ class Updater:
         self._policy_loss = policy_loss
         self._sampler = (SequenceSampler if agent.cores else StepSampler)(agent, config)
         self._variables = agent.trainable_variables
-        self.optimizer = keras.optimizers.Adam(
-            config.learning_rate, epsilon=config.adam_epsilon
-        )
+        self.optimizer = make_optimizer(config)
         self.optimizer.build(self._variables)
         policy = agent.policy_variables
         self._rollback = EpochRollback(policy, self.optimizer)
@@ -78,24 +77,18 @@ class Updater:
         # Otherwise, the value function continues to learn.
         self._has_separate_value = len(policy) < len(self._variables)
         is_policy = [any(v is other for other in policy) for v in self._variables]
-        self._networks = [
-            [index for index, flag in enumerate(is_policy) if flag is of_policy]
-            for of_policy in (True, False)
-            if of_policy in is_policy
+        self._networks = [  # indices of the policy's variables, and of the others
+            [index for index, flag in enumerate(is_policy) if flag is wanted]
+            for wanted in (True, False)
+            if wanted in is_policy
         ]
         self._schedules = Schedules(config)
         self.trackables: dict[str, Any] = {
             "optimizer": self.optimizer,
             "schedules": tf.train.Checkpoint(**self._schedules.trackables),
         }
-        self.acting: Any = None
-        if config.overlap:
-            self.acting = tf.nest.map_structure(
-                lambda value: tf.Variable(value, trainable=False), agent.snapshot()
-            )
-            self.trackables["acting"] = tf.nest.flatten(self.acting)
-        is_whole = config.jit_compile and learners.num == 1
-        self._compiled = tf.function(self._update, jit_compile=is_whole)
+        can_compile = config.jit_compile and learners.num == 1  # see `_jit`
+        self._compiled = tf.function(self._update, jit_compile=can_compile)
 
     def update(
         self,
@@ -108,10 +101,10 @@ class Updater:
         """Train for up to `epochs` epochs on a rollout.
 
         Args:
-            rollout: rollout collected by the agent with its current parameters.
-            reward_scale: factor to multiply rewards by.
-            progress: fraction of the run that is complete, in [0, 1).
-            seed: seed of the shuffling.
+            rollout: Rollout collected by the agent with its current parameters.
+            reward_scale: Factor to multiply rewards by.
+            progress: Fraction of the run that is complete, in [0, 1).
+            seed: Seed of the shuffling.
 
         Returns:
             Metrics by name: `METRICS`; `ratio_deviation`, the largest distance of a
@@ -122,7 +115,7 @@ class Updater:
             With a KL penalty, also the `kl_penalty`.
 
         Raises:
-            DivergedError: a gradient was not finite; the parameters are now unusable.
+            DivergedError: A gradient was not finite; the parameters are now unusable.
         """
         config = self._config
         coefficients = self._schedules.at(progress)
@@ -137,8 +130,8 @@ class Updater:
         )
         metrics = {name: float(value) for name, value in values.items()}
         norm = metrics["gradient_norm"]
-        # Non-finite gradients poison all later steps, so checking the last epoch is
-        # enough.
+        # Non-finite gradients make all later ones non-finite, so checking the last
+        # epoch is sufficient.
         if not math.isfinite(norm):
             raise DivergedError(
                 f"Update: expected a finite gradient norm, got {norm}; training has "
@@ -157,11 +150,15 @@ class Updater:
         """Compile a part of the update that needs no communication between learners.
 
         XLA cannot compile all-reduce operations on CPUs. With a single learner, the
-        whole update is compiled instead.
+        whole update is compiled instead. AutoGraph, which takes seconds, converts these
+        parts only for a user's model, which may branch on tensors.
         """
+        converts = self._agent.custom_model is not None
         if self._learners.num == 1:
-            return function
-        return tf.function(function, jit_compile=self._config.jit_compile)
+            no_conversion = tf.autograph.experimental.do_not_convert
+            return function if converts else no_conversion(function)
+        jit_compile = self._config.jit_compile
+        return tf.function(function, autograph=converts, jit_compile=jit_compile)
 
     def _update(
         self,
@@ -214,7 +211,7 @@ class Updater:
 
         Returns:
             The samples; the arguments of `_advantages` that follow the rollout;
-            advantages and targets; and a pair of the samples' values and the largest
+            advantages and targets; and the values of the samples with the
             `ratio_deviation`.
         """
         features, final_features = [
@@ -319,10 +316,13 @@ class Updater:
                 clip_range=clip_range if config.clips_ratios else None,
                 **{"old": old, "new": distribution, "action": minibatch["action"]},
                 **{"value": value, "target": minibatch["target"]},
+                observation=self._agent.preprocess.inputs(minibatch["features"])[0],
+                model=self._agent.custom_model,
             )
             if config.penalizes_kl:
                 kl = losses.masked_mean(old.kl(distribution), weight)
-                if "kl" in minibatch:  # all learners' value, this one's gradient
+                if "kl" in minibatch:
+                    # The mean over all learners, with the gradient of this one.
                     kl += tf.stop_gradient(minibatch["kl"] - kl)
                 policy_loss += losses.kl_penalty_loss(
                     kl,

@@ -1,6 +1,6 @@
 """Select the policy loss: the built-in one, or a function that the config names.
 
-A user's loss is traced and compiled as part of the update; see `docs/research.md`.
+A user's loss is traced and compiled as part of the update.
 """
 
 import inspect
@@ -16,15 +16,17 @@ from ppo.learning import losses
 from ppo.user_code import load_user_code, source_location, user_code_errors
 
 
-def load_policy_loss(config: Config) -> Callable[..., tf.Tensor]:
+def load_policy_loss(
+    config: Config, *, is_tested: bool = True
+) -> Callable[..., tf.Tensor]:
     """Return the policy loss that the config names.
 
-    A user's loss is first called on a small example in which all ratios are 1. The
-    action space is not known yet, so the loss must accept either categorical or
-    Gaussian actions.
+    With `is_tested`, a user's loss is first called on a small example in which all
+    ratios are 1, unless it uses observations or the model. The action space is not
+    known yet, so it suffices that the loss accepts categorical or Gaussian actions.
 
     Raises:
-        ConfigError: the function does not exist, expects arguments that are not
+        ConfigError: The function does not exist, expects arguments that are not
             available, raises, or does not return a scalar with a non-zero gradient.
     """
     if ":" not in config.objective:
@@ -44,11 +46,16 @@ def load_policy_loss(config: Config) -> Callable[..., tf.Tensor]:
             )
         return loss
 
-    rows, choice = tf.reshape(tf.range(6.0), [3, 2]), tf.constant([0, 1, 1], tf.int64)
+    uses_network = {"observation", "model"} & set(
+        inspect.signature(function).parameters
+    )
+    if uses_network or not is_tested:
+        return policy_loss
+    rows, action = tf.reshape(tf.range(6.0), [3, 2]), tf.constant([0, 1, 1], tf.int64)
     test = tf.function(_loss_and_norm, autograph=False, jit_compile=config.jit_compile)
     with user_code_errors(label, function):
         try:
-            loss, norm = test(policy_loss, Categorical, [rows], choice)
+            loss, norm = test(policy_loss, Categorical, [rows], action)
         except ConfigError:
             loss, norm = test(policy_loss, DiagonalGaussian, [rows, -rows], rows)
     if not (abs(loss) < tf.float32.max and 0.0 < norm < tf.float32.max):
@@ -75,6 +82,7 @@ def _loss_and_norm(
             clip_range=tf.constant(0.2),
             **{"advantage": number, "value": number, "target": number},
             **{"old": old, "new": new, "action": action},
+            **{"observation": None, "model": None},
         )
     gradient = tape.gradient(loss, parameters, unconnected_gradients="zero")
     return loss, tf.linalg.global_norm(gradient)

@@ -6,11 +6,13 @@ coefficient is multiplied or divided by 1.5.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ppo.config.config import Config
+from ppo.user_code import load_user_code, user_code_errors
 
 
 class Coefficients(NamedTuple):
@@ -27,13 +29,13 @@ class AdaptiveCoefficient:
     """A positive coefficient that adapts to the KL divergence of each iteration.
 
     Args:
-        initial: initial value; clipped to the bounds.
+        initial: Initial value; clipped to the bounds.
         low_kl: KL divergence, in nats, below which the coefficient is divided by
             `factor`.
         high_kl: KL divergence above which it is multiplied by `factor`.
-        factor: above 1 if a larger coefficient slows policy changes (a penalty), below
+        factor: Above 1 if a larger coefficient slows policy changes (a penalty), below
             1 if it accelerates them (a learning rate).
-        bounds: minimum and maximum. The minimum must be positive, because
+        bounds: Minimum and maximum. The minimum must be positive, because
             multiplication cannot leave 0.
         idle_kl: KL divergence below which the coefficient does not change.
 
@@ -50,7 +52,7 @@ class AdaptiveCoefficient:
 
     def __post_init__(self) -> None:
         self.variable = tf.Variable(
-            self._bounded(self.initial), dtype=tf.float64, trainable=False
+            self._clip(self.initial), dtype=tf.float64, trainable=False
         )
 
     @property
@@ -61,25 +63,31 @@ class AdaptiveCoefficient:
     def update(self, kl: float) -> None:
         """Adapt to the mean KL divergence of an iteration, in nats."""
         if kl > self.high_kl:
-            self.variable.assign(self._bounded(self.value * self.factor))
+            self.variable.assign(self._clip(self.value * self.factor))
         elif self.idle_kl <= kl < self.low_kl:
-            self.variable.assign(self._bounded(self.value / self.factor))
+            self.variable.assign(self._clip(self.value / self.factor))
 
-    def _bounded(self, value: float) -> float:
+    def _clip(self, value: float) -> float:
         low, high = self.bounds
         return min(max(value, low), high)
 
 
 class Schedules:
-    """Compute the coefficients of each iteration according to the config.
+    """Computes the coefficients of each iteration according to the config.
 
     Attributes:
-        trackables: objects that a checkpoint must store, by name. They do not depend on
+        trackables: Objects that a checkpoint must store, by name. They do not depend on
             the config, because a run may be resumed with other settings.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        name = config.learning_rate_schedule
+        self._label = f"learning_rate_schedule {name}"
+        self._function = None
+        if ":" in name:
+            self._function = load_user_code("learning_rate_schedule", name)
+            self._custom_factor(0.0)  # reports errors before training starts
         # This is the rule of batch-ppo. The penalty can return from its minimum to 1
         # within 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(
@@ -90,9 +98,9 @@ class Schedules:
             bounds=(1e-3, 1e6),
         )
         # This is the rule of rl_games with two changes: the rate does not change if the
-        # policy hardly moved, and it never exceeds its initial value. Once a task is
-        # solved, the KL divergence is small, and a rate that then grew would destroy
-        # the policy.
+        # policy hardly changed, and it never exceeds its initial value. Once a task is
+        # solved, the KL divergence is small, and increasing the rate would destroy the
+        # policy.
         self._kl_learning_rate = AdaptiveCoefficient(
             initial=config.learning_rate,
             low_kl=0.5 * config.kl_target,
@@ -110,15 +118,18 @@ class Schedules:
         """Return the coefficients of the next iteration.
 
         Args:
-            progress: fraction of the run that is complete, in [0, 1].
+            progress: Fraction of the run that is complete, in [0, 1].
         """
         config = self._config
         remaining = 1.0 - progress
-        rate = {
-            "constant": config.learning_rate,
-            "linear": config.learning_rate * remaining,
-            "kl_adaptive": self._kl_learning_rate.value,
-        }[config.learning_rate_schedule]
+        if self._function is not None:
+            rate = config.learning_rate * self._custom_factor(progress)
+        else:
+            rate = {
+                "constant": config.learning_rate,
+                "linear": config.learning_rate * remaining,
+                "kl_adaptive": self._kl_learning_rate.value,
+            }[config.learning_rate_schedule]
         clip_share = remaining if config.decay_clip_range else 1.0
         entropy_share = remaining if config.decay_entropy_coefficient else 1.0
         return Coefficients(
@@ -127,6 +138,14 @@ class Schedules:
             entropy=config.entropy_coefficient * entropy_share,
             kl_penalty=self._kl_penalty.value,
         )
+
+    def _custom_factor(self, progress: float) -> float:
+        with user_code_errors(self._label, self._function):
+            assert self._function is not None
+            factor = float(self._function(progress))
+            if not 0.0 <= factor < math.inf:
+                raise ValueError(f"expected a finite factor >= 0, got {factor}")
+        return factor
 
     def update(self, kl: float) -> None:
         """Adapt the active coefficients to the mean KL of an iteration, in nats."""

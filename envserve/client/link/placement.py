@@ -1,0 +1,183 @@
+"""Decides which server each lane of a batch uses, without I/O.
+
+A lane that has lost its server gets another one with free envs, preferably one that no
+other lane of the batch uses. If several lanes are without a server, they wait a few
+seconds before two of them share one, because their own servers may come back. While
+the lanes are spread unevenly, they move one at a time to servers with fewer lanes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Final
+
+from envserve.client.link.connection import NO_ADDRESS
+
+#: Time for which a server is excluded after it rejected a lane or had different envs.
+EXCLUDE_SECONDS: Final = 60.0
+#: Time for which several lanes without a server do not share one, once one is found.
+SHARE_SECONDS: Final = 5.0
+#: Time for which no lane that has a server moves to one that a lane has left because it
+#: was silent or refused the lane. It doubles each time, so that a server that keeps
+#: doing this costs few episodes.
+AVOID_SECONDS: Final = 30.0
+_MAX_DOUBLINGS: Final = 6
+#: Pause between two moves that only spread the lanes.
+SPREAD_SECONDS: Final = 1.0
+
+
+class Placement:
+    """The servers of the lanes of a batch. Times are monotonic seconds.
+
+    Attributes:
+      locations: Current server of each lane.
+      num_free: Free envs of each server that is ready, as far as they are known.
+      targets: Servers to which lanes move once their episodes end.
+    """
+
+    def __init__(self) -> None:
+        self.locations: dict[object, str] = {}
+        self.num_free: dict[str, int] = {}
+        self.targets: dict[object, str] = {}
+        self._sizes: dict[object, int] = {}
+        #: Since when each lane without a server could have shared one.
+        self._searching: dict[object, float] = {}
+        self._lost_together: set[object] = set()
+        self._excluded_until: dict[str, float] = {}
+        #: Servers that were excluded once. Lanes that have a server do not move there.
+        self._unfit: set[str] = set()
+        self._avoided_until: dict[str, float] = {}
+        self._num_avoided: Counter[str] = Counter()
+        #: Where each lane has started. It stays there, because a server may be listed
+        #: several times.
+        self._homes: dict[object, str] = {}
+        self._next_spread_at = 0.0
+
+    def join(self, lane: object, address: str, num_envs: int) -> None:
+        """Add a lane that uses a server, or `NO_ADDRESS`."""
+        self.locations[lane] = self._homes[lane] = address
+        self._sizes[lane] = num_envs
+
+    def exclude(self, lane: object, now: float) -> None:
+        """Exclude a lane's server for a minute, and leave the lane without a server."""
+        self._excluded_until[self.locations[lane]] = now + EXCLUDE_SECONDS
+        self._unfit.add(self.locations[lane])
+        self.locations[lane] = NO_ADDRESS
+
+    def settle(self, lane: object) -> None:
+        """Record that a lane needs no other server."""
+        self._searching.pop(lane, None)
+        self._lost_together.discard(lane)
+
+    def leave(self, lane: object) -> None:
+        """Remove a lane."""
+        self.settle(lane)
+        for each in (self.locations, self.targets, self._sizes, self._homes):
+            each.pop(lane, None)
+
+    def take(
+        self,
+        lane: object,
+        now: float,
+        *,
+        may_recover: bool,
+        is_refused: bool = False,
+        is_urgent: bool = False,
+    ) -> str | None:
+        """Assign another server with enough free envs to a lane that needs one.
+
+        Args:
+          lane: The lane.
+          now: The current time.
+          may_recover: Whether the lane's server may still hold its envs.
+          is_refused: Whether the lane's server has never granted it envs.
+          is_urgent: Whether the lane cannot wait, because it is about to give up.
+
+        Returns:
+          The address of the server; None if there is none yet.
+        """
+        self.targets.pop(lane, None)
+        found, is_vacant = self._best(lane, now), self.locations[lane] == NO_ADDRESS
+        self._searching.setdefault(lane, now)
+        if found is None:
+            self._searching[lane] = now
+        lost = {n for n in self._searching if self.locations[n] != NO_ADDRESS}
+        if len(lost) > 1:
+            self._lost_together |= lost
+        if found is None:
+            return None
+        num_lanes, address = found
+        is_together = lane in self._lost_together
+        if may_recover or num_lanes > 0:
+            must_wait = (is_together or is_vacant) and not is_urgent
+            if must_wait and now < self._searching[lane] + SHARE_SECONDS:
+                return None
+        if may_recover or is_refused:
+            self._avoid(self.locations[lane], now)
+        self.num_free[address] -= self._sizes[lane]
+        self.locations[lane] = address
+        return address
+
+    def _avoid(self, address: str, now: float) -> None:
+        if now >= self._avoided_until.get(address, now):
+            seconds = AVOID_SECONDS * 2 ** min(
+                self._num_avoided[address], _MAX_DOUBLINGS
+            )
+            self._avoided_until[address] = now + seconds
+            self._num_avoided[address] += 1
+
+    def spread(self, now: float) -> None:
+        """Choose a lane to move, and its target, if lanes are spread unevenly."""
+        if now < self._next_spread_at:
+            return
+        self._next_spread_at = now + SPREAD_SECONDS
+        avoided = [at for at, until in self._avoided_until.items() if now < until]
+        counts = self.num_lanes()
+        taken = self._unfit.union(self.targets.values(), avoided)
+        for lane in sorted(
+            self.locations, key=lambda each: -counts[self.locations[each]]
+        ):
+            if counts[self.locations[lane]] < 2:
+                return
+            is_home = self.locations[lane] == self._homes[lane]
+            if is_home or lane in self.targets or lane in self._searching:
+                continue
+            found = self._best(lane, now, taken)
+            if found and found[0] + 2 <= counts[self.locations[lane]]:
+                self.targets[lane] = found[1]
+                self.num_free[found[1]] -= self._sizes[lane]
+                return
+
+    def refuse(self, lane: object, now: float) -> None:
+        """Record that a lane's target has not granted it envs; the lane stays."""
+        self._avoid(self.targets.pop(lane), now)
+
+    def move(self, lane: object) -> str:
+        """Record that a lane moves to its target now; return its address."""
+        self.locations[lane] = self.targets.pop(lane)
+        return self.locations[lane]
+
+    def num_lanes(self) -> Counter[str]:
+        """Return the number of lanes of each server, once all targets are reached."""
+        counts = Counter({**self.locations, **self.targets}.values())
+        del counts[NO_ADDRESS]
+        return counts
+
+    def _best(
+        self, lane: object, now: float, taken: Collection[str] = ()
+    ) -> tuple[int, str] | None:
+        """Return the best other server for a lane, after the number of its lanes."""
+        counts, at = self.num_lanes(), self.locations[lane]
+        fits = [
+            (counts[address], -num_free, address)
+            for address, num_free in self.num_free.items()
+            if num_free >= self._sizes[lane]
+            and address != at
+            and address not in taken
+            and now >= self._excluded_until.get(address, now)
+        ]
+        if not fits:
+            return None
+        num_lanes, _, address = min(fits)
+        return num_lanes, address

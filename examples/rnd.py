@@ -1,0 +1,48 @@
+"""A callback that rewards novelty: random network distillation (Burda et al. 2018).
+
+ppo train MountainCar-v0 --set callbacks=examples/rnd.py:Novelty
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+SCALE = 0.1  # of the bonus, in standard deviations of the prediction error
+
+
+class Novelty:
+    """Adds the prediction error of a random network's outputs to the rewards.
+
+    The error is large for observations that differ from all earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._target, self._predictor = (
+            keras.Sequential(
+                [keras.layers.Dense(64, activation="relu"), keras.layers.Dense(16)]
+            )
+            for _ in range(2)
+        )
+        self._predictor.compile(keras.optimizers.Adam(1e-3), "mse")
+
+    def before_update(self, run: Any, rollout: Any) -> dict[str, float]:
+        """Change the rewards of a rollout, and train the predictor."""
+        # The observations after the steps, rows [T * B, ...].
+        next_observation = tf.nest.map_structure(
+            lambda rows: rows[1:].reshape(-1, *rows.shape[2:]), rollout.observation
+        )
+        preprocess = run.agent.preprocess
+        inputs, _ = preprocess.inputs(preprocess(next_observation))
+        leaves = [tf.reshape(leaf, [len(leaf), -1]) for leaf in tf.nest.flatten(inputs)]
+        rows = tf.concat(leaves, axis=1)
+        target = self._target(rows)
+        error = np.mean((self._predictor(rows) - target) ** 2, axis=1)
+        bonus = SCALE * error / (error.std() + 1e-8)
+        rollout.reward[...] += bonus.reshape(rollout.reward.shape)
+        self._predictor.fit(rows, target, batch_size=256, epochs=1, verbose=0)
+        return {"novelty/error": float(error.mean())}
+
+    def __call__(self, run: Any, metrics: Any, rollout: Any) -> None:
+        """Do nothing after the update."""

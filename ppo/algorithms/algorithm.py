@@ -1,0 +1,125 @@
+"""The base class of all algorithms.
+
+An algorithm creates an agent from spaces and settings, and trains it on rollouts. The
+training loop, checkpoints, metrics, evaluations, videos and exports work with any
+algorithm.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import gymnasium
+import msgspec
+
+from ppo.agent.agent import Agent
+from ppo.config.config import Config
+from ppo.errors import ConfigError, suggestion
+from ppo.learners import SINGLE_LEARNER, Learners
+from ppo.rollout import Rollout
+
+__all__ = ["Algorithm"]
+
+
+class Algorithm:
+    """Base class of algorithms; subclasses implement `learn`.
+
+    Args:
+        agent: The agent to train, from `make_agent`.
+        config: The settings of the run. With several learners, `num_envs` and
+            `minibatch_size` are this learner's share.
+        learners: The group of learners.
+
+    Attributes:
+        agent: The agent to train.
+        config: The settings of the run.
+        learners: The group of learners.
+        settings: The algorithm-specific settings, an instance of `settings_type`.
+        trackables: Objects that a checkpoint must store in addition to the agent, by
+            name: optimizers, Keras models, variables or `tf.train.Checkpoint`s.
+    """
+
+    settings_type: ClassVar[type[Any] | None] = None
+    """Dataclass of the algorithm-specific settings. All fields must have defaults, and
+    must be annotated with `int`, `float`, `bool`, `str` or tuples of these, so that
+    JSON values can be converted to them."""
+
+    supports_several_learners: ClassVar[bool] = False
+    """Whether `learn` averages its gradients over `learners`."""
+
+    def __init__(
+        self, agent: Agent, config: Config, learners: Learners = SINGLE_LEARNER
+    ) -> None:
+        self.agent, self.config, self.learners = agent, config, learners
+        self.settings: Any = self.read_settings(config)
+        self.trackables: dict[str, Any] = {}
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Check a config before the envs start.
+
+        Raises:
+            ConfigError: A setting is unknown or invalid.
+        """
+        cls.read_settings(config)
+
+    @classmethod
+    def make_agent(
+        cls,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
+        config: Config,
+    ) -> Agent:
+        """Return a new agent for the spaces of one env.
+
+        Evaluations, videos and exports also call this method, and then load the agent's
+        `trackables` from a checkpoint.
+
+        Raises:
+            UnsupportedSpaceError: The algorithm does not support a space.
+        """
+        return Agent(observation_space, action_space, config)
+
+    def learn(
+        self, rollout: Rollout, *, progress: float, seed: tuple[int, int]
+    ) -> Mapping[str, float]:
+        """Train the agent on a rollout.
+
+        Args:
+            rollout: A rollout with at least one valid row. The next rollouts overwrite
+                its arrays, so copy rows that must be kept. Rows that are not `valid`
+                must not be used.
+            progress: Fraction of the run that is complete, in [0, 1).
+            seed: Seed for random numbers, which differs in every iteration.
+
+        Returns:
+            Metrics by name.
+        """
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, float]:
+        """Return metrics of the current state; reports contain their latest values."""
+        return self.agent.preprocess.statistics()
+
+    @classmethod
+    def read_settings(cls, config: Config) -> Any:
+        """Return the algorithm-specific settings of a config; None if it has none.
+
+        Raises:
+            ConfigError: A setting is unknown or invalid.
+        """
+        table, kind = dict(config.algorithm_settings), cls.settings_type
+        known = [field.name for field in dataclasses.fields(kind)] if kind else []
+        for name in table:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown key {name!r}.{suggestion(name, [*known, *vars(config)])} "
+                    f"The settings of {config.algorithm} are: "
+                    f"{', '.join(known) or 'none'}."
+                )
+        try:
+            return kind and msgspec.convert(table, kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"Invalid setting of {config.algorithm}: {error}; got {table}."
+            ) from error

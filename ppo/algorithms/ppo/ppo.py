@@ -1,0 +1,71 @@
+"""Proximal policy optimisation (Schulman et al. 2017) as an `Algorithm`."""
+
+import tensorflow as tf
+
+from ppo.agent.agent import Agent
+from ppo.agent.normalize import ReturnScale
+from ppo.algorithms.algorithm import Algorithm
+from ppo.algorithms.ppo.objective import load_policy_loss
+from ppo.algorithms.ppo.update import Updater
+from ppo.config.config import Config
+from ppo.errors import ConfigError
+from ppo.learners import SINGLE_LEARNER, Learners
+from ppo.rollout import Rollout
+
+__all__ = ["PPO"]
+
+
+class PPO(Algorithm):
+    """Proximal policy optimisation.
+
+    Attributes:
+        updater: The update of an iteration.
+        return_scale: Scales rewards by the standard deviation of the return.
+    """
+
+    supports_several_learners = True
+
+    def __init__(
+        self, agent: Agent, config: Config, learners: Learners = SINGLE_LEARNER
+    ) -> None:
+        super().__init__(agent, config, learners)
+        policy_loss = load_policy_loss(config, is_tested=False)
+        self.updater = Updater(agent, config, policy_loss, learners)
+        self.return_scale = ReturnScale(config.num_envs, config.discount)
+        self.trackables = {
+            "return_scale": tf.train.Checkpoint(**self.return_scale.trackables),
+            **self.updater.trackables,
+        }
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Check the settings, the minibatch size and a custom loss."""
+        super().check(config)
+        steps, size = config.steps_per_iteration, config.minibatch_size
+        if steps % size:
+            raise ConfigError(
+                "minibatch_size: expected a divisor of num_envs * horizon = "
+                f"{steps}, got {size}."
+            )
+        load_policy_loss(config)
+
+    def learn(
+        self, rollout: Rollout, *, progress: float, seed: tuple[int, int]
+    ) -> dict[str, float]:
+        """Update the reward scale, then train for several epochs on the rollout."""
+        # Updated first, because rewards are stored unscaled.
+        ends = rollout.done, rollout.valid
+        self.return_scale.update(rollout.reward, *ends, self.learners)
+        return self.updater.update(
+            rollout,
+            reward_scale=self.return_scale.factor,
+            progress=progress,
+            seed=seed,
+        )
+
+    def statistics(self) -> dict[str, float]:
+        """Return metrics of the observation normalisation and the reward scale."""
+        statistics = super().statistics()
+        if self.config.scale_rewards:
+            statistics["reward_scale"] = float(self.return_scale.factor)
+        return statistics

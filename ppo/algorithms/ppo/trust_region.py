@@ -1,0 +1,93 @@
+"""Keep the updated policy close to the policy that collected the rollout.
+
+Ratio clipping alone is not enough: once most ratios are outside the clip range, nothing
+pulls them back. Therefore the update measures the KL divergence after every epoch and
+rolls back an epoch that moved the policy too far. Gradients are clipped per network, so
+that a single large gradient does not cause a large step after many small ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ppo.config.config import Config
+from ppo.user_code import load_user_code, user_code_errors
+
+
+def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
+    """Return the optimizer that a config names.
+
+    Raises:
+        ConfigError: A custom function does not exist, raises, or does not return an
+            optimizer whose learning rate can be assigned.
+    """
+    if ":" not in config.optimizer:
+        kind = {
+            **{"adam": keras.optimizers.Adam, "adamw": keras.optimizers.AdamW},
+            **{"rmsprop": keras.optimizers.RMSprop, "sgd": keras.optimizers.SGD},
+        }[config.optimizer]
+        is_adam = config.optimizer.startswith("adam")
+        epsilon = {"epsilon": config.adam_epsilon} if is_adam else {}
+        return kind(config.learning_rate, **epsilon)
+    function = load_user_code("optimizer", config.optimizer)
+    with user_code_errors(f"optimizer {config.optimizer}", function):
+        optimizer = function(config)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(f"expected a keras Optimizer, got {optimizer!r}")
+        optimizer.learning_rate = config.learning_rate  # raises if it is a schedule
+    return optimizer
+
+
+class EpochRollback:
+    """Restores variables to their values before an epoch.
+
+    Adam's first moments are restored as well, because they would continue in the wrong
+    direction. Its second moments are kept, because they make the next steps smaller.
+    The momentum of other optimizers is restored too, if they have one.
+
+    Args:
+        variables: Variables to restore.
+        optimizer: Optimizer that was built with these variables, among others.
+    """
+
+    def __init__(self, variables: Sequence[Any], optimizer: keras.optimizers.Optimizer):
+        # Keras's SGD names its slots differently from the other optimizers.
+        slots = getattr(optimizer, "_momentums", getattr(optimizer, "momentums", []))
+        momentums = [
+            slots[optimizer._get_variable_index(variable)]
+            for variable in (variables if slots else ())
+        ]
+        self._variables = [variable.value for variable in (*variables, *momentums)]
+
+    def save(self) -> list[tf.Tensor]:
+        """Return the current values, for `restore`."""
+        return [variable.read_value() for variable in self._variables]
+
+    def restore(self, saved: Sequence[tf.Tensor], condition: tf.Tensor) -> None:
+        """Restore all values if `condition`, a bool scalar, is true."""
+        for variable, before in zip(self._variables, saved, strict=True):
+            variable.assign(tf.where(condition, before, variable))
+
+
+def clip_by_network(
+    gradients: Sequence[tf.Tensor], networks: Sequence[Sequence[int]], max_norm: float
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Clip the gradients of each network to a maximum norm.
+
+    Args:
+        gradients: Gradients of all variables.
+        networks: Indices of the gradients of each network.
+        max_norm: Maximum global norm of the gradients of one network.
+
+    Returns:
+        The clipped gradients, and the global norm of all gradients before clipping.
+    """
+    clipped, norms = list(gradients), []
+    for indices in networks:
+        scaled, norm = tf.clip_by_global_norm([gradients[i] for i in indices], max_norm)
+        norms.append(norm)
+        for index, gradient in zip(indices, scaled, strict=True):
+            clipped[index] = gradient
+    return clipped, tf.linalg.norm(tf.stack(norms))

@@ -1,0 +1,126 @@
+"""Create envs that render, and return their frames; does not need TensorFlow.
+
+If the env does not render, or a rendering library is missing on its host, the error
+explains what to install or change.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import numpy as np
+
+from envserve.client import BatchEnv
+from envserve.envs.user_envs import module_of
+from envserve.errors import CallError, EnvError, EnvStartError, VideoError
+from envserve.monitoring.video import find_ffmpeg
+from envserve.text import install_command
+from envserve.worker import rendering
+from ppo.config.config import Config
+from ppo.environments import MakeEnv, env_maker
+
+_DEFAULT_FRAMES_PER_SECOND = 30.0
+#: Modules of Gymnasium whose envs render with pygame.
+_PYGAME_MODULES = tuple(
+    f"gymnasium.envs.{name}" for name in ("box2d", "classic_control", "toy_text")
+)
+_REMEDIES = (
+    ("pygame", f"{install_command('video')} where the envs run"),
+    (
+        "mujoco|opengl|egl|osmesa|glfw",
+        "without a display, MuJoCo renders with EGL or OSMesa: install libegl1 or "
+        "libosmesa6 where the envs run, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa "
+        "there (for env servers, before they start)",
+    ),
+    ("", "the env must support render_mode='rgb_array'"),
+)
+
+
+def prepare_filming(config: Config, addresses: Sequence[str]) -> None:
+    """Check the packages that videos need; render off-screen if there is no display.
+
+    Raises:
+        VideoError: Ffmpeg or pygame is missing; the message contains the remedy.
+    """
+    find_ffmpeg()
+    uses_pygame = module_of(config.env_name).startswith(_PYGAME_MODULES)
+    if uses_pygame and not addresses and find_spec("pygame") is None:
+        raise VideoError(f"{config.env_name} renders with pygame; {_REMEDIES[0][1]}.")
+    os.environ.update(rendering.headless_variables(os.environ))  # workers inherit it
+
+
+def rendering_env_maker(
+    config: Config,
+    addresses: Sequence[str] | None = None,
+    import_modules: Sequence[str] | None = None,
+) -> MakeEnv:
+    """Return a function that creates envs for recording.
+
+    Unlike the envs of `env_maker`, they render, and they are not reset automatically,
+    because a reset would discard the last frame of an episode.
+    """
+    env_kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
+    # Spare envs reset in background threads, where rendering may not work.
+    config = config.replace(env_kwargs=env_kwargs, spare_envs=False, num_splits=1)
+    make_env = env_maker(config, addresses, 1, import_modules, autoreset="disabled")
+
+    def make_rendering_env(
+        *, num_envs: int, seed: int, is_training: bool = False
+    ) -> BatchEnv:
+        try:
+            return make_env(num_envs=num_envs, seed=seed)
+        except EnvStartError as error:
+            if not error.remote_traceback or "render_mode" not in _last_line(error):
+                raise
+            raise VideoError(
+                f"{config.env_name}: expected an env that accepts "
+                f"render_mode='rgb_array'; {_last_line(error)}."
+            ) from error
+
+    return make_rendering_env
+
+
+def render_frame(env: BatchEnv) -> np.ndarray:
+    """Render a frame of the first env of a batch, uint8 `[height, width, 3]`.
+
+    Raises:
+        VideoError: Rendering failed; the message contains the remedy.
+    """
+    try:
+        frame = env.render(0)
+    except CallError as error:
+        remedies = (
+            remedy
+            for pattern, remedy in _REMEDIES
+            if re.search(pattern, error.remote_traceback, re.IGNORECASE)
+        )
+        raise VideoError(
+            f"{env.spec.env_name}: expected render() to return a frame; "
+            f"{_last_line(error)}; {next(remedies)}."
+        ) from error
+    is_array = isinstance(frame, np.ndarray)
+    if not (is_array and frame.dtype == np.uint8 and frame.shape[2:] == (3,)):
+        got = f"{frame.dtype}{list(frame.shape)}" if is_array else type(frame).__name__
+        raise VideoError(
+            f"{env.spec.env_name}: expected render() to return a frame, uint8 [height, "
+            f"width, 3], got {got}; the env must support render_mode='rgb_array'."
+        )
+    return frame
+
+
+def frames_per_second(env: BatchEnv) -> float:
+    """Return the frame rate in the env's metadata, or 30 if there is none."""
+    try:
+        metadata = env.get_attr("metadata")[0]
+    except CallError:  # the metadata cannot be serialised
+        return _DEFAULT_FRAMES_PER_SECOND
+    rate = metadata.get("render_fps") if isinstance(metadata, dict) else None
+    if isinstance(rate, int | float | np.number) and 0.01 <= rate <= 1000.0:
+        return float(rate)
+    return _DEFAULT_FRAMES_PER_SECOND
+
+
+def _last_line(error: EnvError) -> str:
+    lines = (error.remote_traceback or error.message).strip().splitlines()
+    return lines[-1].rstrip(".")

@@ -1,0 +1,121 @@
+"""Rollouts whose policy acts on rows as they arrive (`act_on` below 1)."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from envserve.client import BatchEnv
+from ppo.agent.agent import Agent
+from ppo.config import Config
+from ppo.errors import ConfigError
+from ppo.in_graph_batch_env import InGraphBatchEnv
+from ppo.simulate import Simulation
+from tests.ppo.runs import agent_simulation, copy
+from tests.ppo.stalling_env import StallingEnv
+
+HORIZON = 40
+NUM_ENVS = 8
+SETTINGS: dict[str, Any] = {"env_name": "any", "horizon": HORIZON}
+
+
+def batch_of() -> BatchEnv:
+    return BatchEnv.local("CartPole-v1", NUM_ENVS, 4, seed=3)
+
+
+def collect(batch: BatchEnv, act_on: float, **settings: Any) -> list[Any]:
+    """Return three rollouts of an agent, each as a list of arrays."""
+    with batch:
+        config = Config(**SETTINGS, **settings)
+        agent = Agent(batch.observation_space, batch.action_space, config)
+        env = InGraphBatchEnv(batch, agent.actions)
+        simulation = agent_simulation(
+            agent, env, HORIZON, act_on=act_on, sequence_length=config.sequence_length
+        )
+        return [copy(simulation.run((1, seed))) for seed in range(3)]
+
+
+@pytest.mark.parametrize("act_on", [0.2, 0.5, 0.75])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"activation": "gelu"},  # exists only in TensorFlow
+        {"recurrent_size": 8, "sequence_length": 8},
+    ],
+    ids=["NumPy", "TensorFlow", "recurrent"],
+)
+def test_rollouts_are_the_same_as_in_lockstep(
+    act_on: float, settings: dict[str, Any]
+) -> None:
+    expected = collect(batch_of(), 1.0, **settings)
+    for ours, theirs in zip(
+        collect(batch_of(), act_on, **settings), expected, strict=True
+    ):
+        ended = theirs.terminated | theirs.truncated
+        assert ended.any()
+        np.testing.assert_array_equal(ours.action, theirs.action)
+        np.testing.assert_array_equal(ours.observation, theirs.observation)
+        np.testing.assert_array_equal(ours.reward, theirs.reward)
+        np.testing.assert_array_equal(ours.terminated, theirs.terminated)
+        np.testing.assert_array_equal(ours.status, theirs.status)
+        assert ours.valid.all()
+        final = [each.final_observation[ended] for each in (ours, theirs)]
+        np.testing.assert_array_equal(*final)
+        np.testing.assert_allclose(ours.log_prob, theirs.log_prob, rtol=1e-5)
+        for left, right in zip(ours.state, theirs.state, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_do_not_wait_for_a_row_that_stalls(tmp_path: Path) -> None:
+    """Row 0 stalls in its first step until all other rows have taken all steps."""
+    path = tmp_path / "others are done"
+
+    def on_step() -> None:
+        if batch.stats().rows == (NUM_ENVS - 1) * HORIZON:
+            path.touch()
+
+    settings = {"path": str(path)}
+    with BatchEnv.local(StallingEnv, NUM_ENVS, NUM_ENVS, env_kwargs=settings) as batch:
+        rollout = Simulation(
+            InGraphBatchEnv(batch),
+            lambda observation, noise: (noise, noise[:, 0]),
+            HORIZON,
+            on_step,
+            noise=lambda num_rows, seed: tf.zeros([num_rows, 1]),
+            act_on=1 / NUM_ENVS,
+        ).run((0, 0))
+    assert path.exists()
+    assert rollout.valid.all()
+
+
+def test_interrupted_rollout_is_repeated_from_a_reset() -> None:
+    calls: list[int] = []
+
+    def on_step() -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise InterruptedError("enough")
+
+    with batch_of() as batch:
+        agent = Agent(batch.observation_space, batch.action_space, Config(**SETTINGS))
+        simulation = agent_simulation(
+            agent, InGraphBatchEnv(batch), HORIZON, act_on=0.25, on_step=on_step
+        )
+        with pytest.raises(InterruptedError, match="enough"):
+            simulation.run((0, 0))
+        rollout = simulation.run((0, 1))
+        assert rollout.valid.all()
+        assert batch.num_in_flight == 0
+        # All envs began new episodes: CartPole starts close to upright.
+        assert (np.abs(rollout.observation[0]) <= 0.05).all()
+
+
+def test_noise_and_a_single_split_are_required() -> None:
+    with batch_of() as batch, pytest.raises(ValueError, match="act_on"):
+        Simulation(InGraphBatchEnv(batch), mock.Mock(), HORIZON, act_on=0.5)
+    with pytest.raises(ConfigError, match="act_on"):
+        Config(env_name="CartPole-v1", num_splits=2, act_on=0.5)

@@ -1,0 +1,219 @@
+"""The algorithm is a setting: built-in ones, and classes in a user's file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from ppo.algorithms.algorithm import Algorithm
+from ppo.algorithms.load import load_algorithm
+from ppo.config import Config
+from ppo.config.named_configs import CONFIGS, apply_settings, read_config
+from ppo.environments import env_maker
+from ppo.errors import ConfigError
+from ppo.learners import Learners
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import code_names
+from ppo.train import train
+from tests.ppo.film_env import NAME
+from tests.ppo.runs import SMALL, Maker, counters, ppo, rows_of, run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "a2c.py"
+A2C = SMALL.replace(
+    env_name=NAME,
+    import_modules=("tests.ppo.film_env",),
+    algorithm=f"{EXAMPLE}:A2C",
+    step_size=1e-2,
+)
+
+
+def test_the_docs_show_the_example() -> None:
+    page = EXAMPLE.parents[1] / "docs" / "own-algorithm.md"
+    code = EXAMPLE.read_text().partition('"""\n\n')[2]
+    assert f"```python\n{code}```" in page.read_text()
+
+
+class Killed(BaseException):
+    """Ends a run immediately, without a checkpoint, as SIGKILL does."""
+
+
+def test_all_commands_serve_an_algorithm_in_a_users_file(tmp_path: Path) -> None:
+    folder, steps = tmp_path / "run", iter(range(30))
+
+    def on_step() -> None:
+        if next(steps) == 26:
+            raise Killed
+
+    run_folder, make_env = RunFolder.create(folder, A2C), env_maker(A2C, num_workers=1)
+    with pytest.raises(Killed):
+        train(A2C, run_folder, make_env, on_step=on_step)
+    assert counters(folder).iteration == 2
+    code, output, error = ppo("train", "--resume", folder)
+    assert (code, "Evaluation after 64 steps" in output) == (0, True), error
+    rows = rows_of(folder)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert {"policy_loss", "value_loss", "entropy"} < rows[-1].keys()
+    assert ppo("evaluate", folder)[0] == 0
+    assert json.loads((folder / "evaluation.json").read_text())["episodes"] == 3
+    assert ppo("export", folder, tmp_path / "policy")[0] == 0
+    policy = tf.saved_model.load(str(tmp_path / "policy"))
+    assert policy.mode(tf.zeros([5, 2], tf.float64)).shape == (5, 1)
+    assert ppo("visualize", folder, "--episodes", 1)[0] == 0
+    assert len([*folder.rglob("*.mp4")]) == 1
+
+
+def test_settings_of_an_algorithm_are_read_from_tables_files_and_commands(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.toml").write_text(
+        'env_name = "X"\nalgorithm = "sac"\nseed = 3\n[sac]\ntau = 0.01\n'
+    )
+    config = apply_settings(read_config(tmp_path / "a.toml"), ["batch_size=32"])
+    assert config.algorithm_settings["tau"] == 0.01
+    assert config.algorithm_settings["batch_size"] == 32
+    assert (config.seed, config.horizon) == (3, 4)  # SAC has another default
+    settings = {"tau": 0.01, "batch_size": 32}
+    assert config == Config(
+        env_name="X", algorithm="sac", seed=3, algorithm_settings=settings
+    )
+    (tmp_path / "b.toml").write_text('env_name = "X"\n[ppo]\nepochs = 4\n')
+    assert read_config(tmp_path / "b.toml") == Config(env_name="X", epochs=4)
+    (tmp_path / "c.toml").write_text('env_name = "X"\nepochs = 3\n[ppo]\nepochs = 4\n')
+    with pytest.raises(ConfigError, match="epochs: set both in the table ppo and"):
+        read_config(tmp_path / "c.toml")
+    (tmp_path / "d.toml").write_text('env_name = "X"\nsac = 0\n')
+    with pytest.raises(ConfigError, match="sac: expected a table of settings"):
+        read_config(tmp_path / "d.toml")
+    config = apply_settings(A2C, ["layers=8,4"])
+    assert config.algorithm_settings["layers"] == [8, 4]
+    config = apply_settings(A2C, ["entropy_bonus=1e-2", "epochs=2"])
+    assert config.algorithm_settings == {"step_size": 1e-2, "entropy_bonus": 1e-2}
+    assert load_algorithm(config).read_settings(config).entropy_bonus == 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["algorithm=sac", "epochs=4"], "epochs is a setting of ppo; the algorithm is"),
+        (["tau=0.1"], "tau is a setting of sac; the algorithm is ppo"),
+        (["batch_size=8"], "Did you mean minibatch_size"),
+        (["algorithm=sac", "buffer_size=8"], "Did you mean replay_size"),
+        (["algorithm=sac", "batch_size=0"], "batch_size: expected an int >= 1; got 0"),
+        (["algorithm=sac", "ppo={}", "ppo={epochs = 1}"], "ppo: expected .* algorithm"),
+        (
+            ['algorithm_settings={"epochs": 3}'],
+            "write it outside of algorithm_settings",
+        ),
+        (["algorithm=dqn"], "algorithm: expected ppo, sac, .*; got 'dqn'|got 'dqn'"),
+    ],
+)
+def test_settings_of_another_algorithm_are_an_error(
+    settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_settings(Config(env_name="X"), settings)
+
+
+def test_another_algorithm_replaces_the_settings_tuned_for_the_first() -> None:
+    config = apply_settings(CONFIGS["pendulum"], ["algorithm=sac", "seed=2"])
+    assert config == CONFIGS["pendulum-sac"].replace(seed=2)
+    config = apply_settings(CONFIGS["swimmer"], ["algorithm=sac"])
+    assert config == Config(env_name="Swimmer-v5", algorithm="sac")
+    config = apply_settings(CONFIGS["pong"], ["algorithm=my.py:Mine"])
+    task = {"env_name", "import_modules", "wrappers", "evaluation_time_limit"}
+    assert config.non_defaults().keys() == task | {"algorithm"}
+    kept = Config(env_name="X", seed=5, discount=0.9)
+    assert apply_settings(kept, ["algorithm=sac"]) == Config(
+        env_name="X", seed=5, discount=0.9, algorithm="sac"
+    )
+
+
+def test_an_algorithm_in_a_file_is_code_that_must_be_trusted() -> None:
+    assert code_names(A2C)["algorithm"] == [f"{EXAMPLE}:A2C"]
+
+
+class Other(Algorithm):
+    """An algorithm without settings that cannot train with several learners."""
+
+
+def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> None:
+    maker = Maker()
+
+    def message(number: int, config: Config, learners: Learners) -> str:
+        folder = RunFolder.create(tmp_path / str(number), config)
+        with pytest.raises(ConfigError) as caught:
+            train(config, folder, maker, learners=learners)
+        return str(caught.value)
+
+    one, two = Learners(), Learners(["a:1", "b:1"], 0)
+    name = f"{__name__}:Other"
+    config = SMALL.replace(algorithm=name)
+    assert "one learner" in message(1, config, two)
+    assert "'bonus'" in message(2, config.replace(bonus=1), one)
+    assert "float" in message(3, A2C.replace(step_size="high"), one)
+    no_class = SMALL.replace(algorithm=f"{__name__}:NAME")
+    assert f"in {__name__}, found" in message(4, no_class, one)
+    no_algorithm = SMALL.replace(algorithm=f"{__name__}:Path")
+    assert "expected a subclass of" in message(5, no_algorithm, one)
+    sac = Config(env_name="X", algorithm="sac")
+    assert sac.per_learner(2) == sac  # so that the next error names the reason
+    assert "sac: expected one learner" in message(7, sac, two)
+    subclass = SMALL.replace(algorithm="ppo.algorithms.ppo.ppo:PPO")
+    assert "divisor" in message(6, subclass.replace(minibatch_size=12), one)
+    assert maker.made == []
+
+
+class Counter(Algorithm):
+    """An algorithm whose metrics have names of the training loop."""
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        return {"steps": 7, "invalid_steps": 16, "loss": 1}
+
+
+class Silent(Algorithm):
+    """An algorithm that returns no metrics."""
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        return None
+
+
+class Unbuilt(Counter):
+    """An algorithm whose optimizer would create its variables in the first update."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.trackables = {"optimizers": [keras.optimizers.Adam()]}
+
+
+def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="got Adam before build; build it in"):
+        run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Unbuilt"))
+
+
+def test_metrics_are_numbers_and_do_not_replace_those_of_the_loop(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Counter"))
+    rows = rows_of(tmp_path / "run")
+    assert [row["steps"] for row in rows] == [16, 32, 48, 64]
+    assert {(row["invalid_steps"], row["loss"]) for row in rows} == {(0.0, 1.0)}
+    with pytest.raises(ConfigError, match="learn to return numbers by name, got None"):
+        run(tmp_path / "silent", SMALL.replace(algorithm=f"{__name__}:Silent"))
+
+
+def test_subclass_of_ppo_can_change_the_rewards(tmp_path: Path) -> None:
+    source = (
+        "from ppo.algorithms.ppo.ppo import PPO\n\n\n"
+        "class Doubled(PPO):\n"
+        "    def learn(self, rollout, **named):\n"
+        "        rollout.reward[:] *= 2.0\n"
+        "        metrics = super().learn(rollout, **named)\n"
+        "        return metrics | {'reward': rollout.reward.mean()}\n"
+    )
+    (tmp_path / "doubled.py").write_text(source)
+    config = SMALL.replace(algorithm=f"{tmp_path / 'doubled.py'}:Doubled")
+    run(tmp_path / "run", config)
+    assert [row["reward"] for row in rows_of(tmp_path / "run")] == [2.0] * 4

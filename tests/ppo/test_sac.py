@@ -1,0 +1,142 @@
+"""SAC: replay buffer, targets, spaces, resume."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from ppo.agent.actions.distributions import SquashedGaussian
+from ppo.algorithms.sac.replay import Replay
+from ppo.algorithms.sac.sac import SAC
+from ppo.config import Config
+from ppo.errors import ConfigError, UnsupportedSpaceError
+from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv
+from tests.ppo.runs import Maker, rollout_of, rows_of, run
+
+CONFIG = Config(
+    env_name="fake",
+    algorithm="sac",
+    num_envs=2,
+    horizon=8,
+    total_steps=96,
+    report_every=0,
+    policy_layers=(8,),
+    value_layers=(8,),
+    evaluation_episodes=3,
+    jit_compile=False,
+).replace(batch_size=8, random_steps=24, updates_per_step=0.25)
+
+
+def test_replay_stores_valid_transitions_and_final_observations() -> None:
+    observation = np.arange(10.0).reshape(5, 1, 2)
+    done = np.array([[False], [True], [False], [False]])
+    rollout = rollout_of(
+        4,
+        observation=observation,
+        final_observation=np.full((4, 1, 2), -1.0),
+        reward=np.arange(4.0)[:, None],
+        truncated=done,
+        valid=np.array([[True], [True], [False], [True]]),
+    )
+    replay = Replay(capacity=4)
+    replay.add(rollout)
+    assert replay.size == 3
+    rows = replay.sample((20, 8), (1, 2))
+    assert rows["observation"].shape == (20, 8, 2)
+    following = {0.0: 2.0, 1.0: -1.0, 3.0: 8.0}  # by reward; 2.0 is invalid
+    assert set(rows["reward"].ravel()) == following.keys()
+    for reward, after in following.items():
+        where = rows["reward"] == reward
+        assert set(rows["observation"][where][:, 0]) == {2.0 * reward}
+        assert set(rows["next_observation"][where][:, 0]) == {after}
+    replay.add(rollout._replace(reward=rollout.reward + 10.0))
+    assert replay.size == 4  # the newest transitions replace the oldest
+    assert set(replay.sample((20, 8), (1, 2))["reward"].ravel()) == {3, 10, 11, 13}
+    np.testing.assert_array_equal(rollout.observation, observation)
+
+
+def test_replay_that_does_not_fit_into_memory_is_an_error_with_a_size_that_does() -> (
+    None
+):
+    with pytest.raises(ConfigError, match=r"replay_size: .* GiB .* set replay_size="):
+        Replay(10**12).add(rollout_of(1))
+
+
+@pytest.mark.parametrize(("terminated", "expected"), [(True, 1.0), (False, 2.0)])
+def test_value_ends_at_termination_and_continues_after_truncation(
+    terminated: bool, expected: float
+) -> None:
+    """Every step is rewarded with 1; with a discount of 0.5, the sum of all is 2."""
+    config = CONFIG.replace(
+        discount=0.5, tau=1.0, learning_rate=0.01, initial_temperature=1e-6
+    ).replace(updates_per_step=4, random_steps=0)
+    sac = SAC(SAC.make_agent(BOX, ACTIONS, config), config)
+    ends = np.ones((8, 2), np.bool_)
+    rollout = rollout_of(
+        8, 2, reward=np.ones((8, 2)), terminated=ends & terminated, truncated=ends
+    )
+    for seed in range(8):
+        metrics = sac.learn(rollout, progress=0.0, seed=(seed, 0))
+    assert metrics["value"] == pytest.approx(expected, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions", "message"),
+    [
+        (
+            BOX,
+            spaces.Discrete(3),
+            r"sac: expected a Box .*Discrete\(3\).*algorithm=ppo",
+        ),
+        (BOX, spaces.Box(-np.inf, np.inf, (1,)), "finite bounds"),
+        (spaces.Box(0, 255, (36, 36, 3), np.uint8), ACTIONS, "without images"),
+    ],
+)
+def test_unsupported_spaces_are_refused(
+    observations: Any, actions: Any, message: str
+) -> None:
+    with pytest.raises(UnsupportedSpaceError, match=message):
+        SAC.make_agent(observations, actions, CONFIG)
+
+
+class Mine(SAC):
+    """A subclass, whose config has the defaults of PPO."""
+
+
+def test_subclass_has_the_policy_of_sac() -> None:
+    config = Config(env_name="fake", algorithm=f"{__name__}:Mine")
+    Mine.check(config)
+    agent = Mine.make_agent(BOX, ACTIONS, config)
+    policy = agent.distribution(agent.preprocess(np.array([[0.0, 1.0], [2.0, 3.0]])))
+    assert isinstance(policy, SquashedGaussian)
+    assert policy.log_std.shape == (2, 1)  # depends on the observation
+    for changes in ({"recurrent_size": 8, "minibatch_size": 128}, {"network": "cnn"}):
+        with pytest.raises(ConfigError, match="expected the network mlp"):
+            Mine.check(config.replace(**changes))
+
+
+@pytest.mark.parametrize("limit", [{"replay_size": 23}, {"total_steps": 32}])
+def test_random_steps_that_prevent_all_training_are_an_error(
+    limit: dict[str, int],
+) -> None:
+    SAC.check(CONFIG)
+    with pytest.raises(ConfigError, match="random_steps: expected at most"):
+        SAC.check(CONFIG.replace(random_steps=33).replace(**limit))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_resumed_run_continues_with_the_temperature_and_an_empty_replay(
+    tmp_path: Path, overlap: bool
+) -> None:
+    config = CONFIG.replace(overlap=overlap, learning_rate=0.1)
+    maker = Maker(lambda num_envs: CountingBatchEnv([3] * num_envs))
+    run(tmp_path / "run", config.replace(total_steps=48), maker)
+    run(tmp_path / "run", config, maker, resume=True)
+    rows = rows_of(tmp_path / "run")
+    assert [row["replay_transitions"] for row in rows] == [16, 32, 48, 16, 32, 48]
+    assert "temperature" not in rows[0] | rows[3]
+    temperatures = [rows[index]["temperature"] for index in (1, 2, 4, 5)]
+    assert temperatures == sorted(temperatures, reverse=True)
+    assert 1.0 > temperatures[0] > temperatures[3]
