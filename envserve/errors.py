@@ -111,8 +111,8 @@ class EnvError(EnvserveError, RuntimeError):
         return partial(getattr(self, "_plain", type(self)), self.message, **fields), ()
 
 
-#: Built-in exceptions that an EnvError can be combined with. Others need more arguments
-#: than a message, or have a meaning for generators.
+#: Built-in exceptions from which a class can inherit together with EnvError. The others
+#: need more arguments than a message, or end generators, as StopIteration does.
 _BUILTINS: Final[dict[str, type[Exception]]] = {
     name: kind
     for name, kind in vars(builtins).items()

@@ -237,7 +237,7 @@ _HARMLESS: Final = "_envserve_harmless"
 
 
 def mark_harmless(error: BaseException) -> None:
-    """Mark an exception that interrupted a lane's method without losing anything."""
+    """Mark an exception that interrupted a lane's method but lost no step or result."""
     error.__dict__[_HARMLESS] = True
 
 

@@ -94,7 +94,7 @@ def build_commit() -> str:
 
 
 def restart_with_safe_path(module: str) -> None:
-    """Replace this process by one that runs a module's `main` with `-P`.
+    """Replace this process with one that runs a module's `main` with `-P`.
 
     multiprocessing passes `-P` on to the processes that it starts.
     """

@@ -28,7 +28,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _READY: Final = "envserve: ready on "
 #: Seconds after which servers that do not start yet are reported.
 _REPORT_SECONDS: Final = 20.0
-#: Interval at which a server asks whether its node is about to end.
+#: Interval at which a server asks whether its node is about to be shut down.
 _DRAIN_POLL_SECONDS: Final = 1.0
 
 
@@ -36,9 +36,9 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
     """Servers that run on the nodes of a Ray cluster until this process exits.
 
     If a server or its node fails, Ray restarts the server where it has capacity. A
-    server that was stopped is not restarted. If Ray drains a node that is about to end,
-    its servers drain too, and are restarted on other nodes. Keys are not sent through
-    Ray: each server uses the keys on its node.
+    server that was stopped is not restarted. If Ray drains a node that is about to be
+    shut down, its servers drain too, and are restarted on other nodes. Keys are not
+    sent through Ray: each server uses the keys on its node.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class _Server:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _drain_with_node(self) -> None:
-        """Drain the server once Ray drains its node, which is about to end."""
+        """Drain the server once Ray drains its node, before it shuts the node down."""
         import ray
 
         context = ray.get_runtime_context()

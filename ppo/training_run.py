@@ -85,8 +85,8 @@ class TrainingRun:
             if not getattr(part, "built", True):
                 raise ConfigError(
                     f"algorithm {config.algorithm}: expected trackables with "
-                    f"variables, got {type(part).__name__} before build; build it in "
-                    "__init__, so that a checkpoint can restore it."
+                    f"variables; got {type(part).__name__}, which is not built yet; "
+                    "build it in __init__, so that a checkpoint can restore it."
                 )
         self._snapshot: Any = None  # with `overlap`, a copy of the agent's variables
         if config.overlap:
@@ -117,7 +117,10 @@ class TrainingRun:
         return tf.reshape(parts[:, learners.index], [num_rows, *inner])
 
     def _seeds(self, iteration: int) -> list[tuple[int, int]]:
-        """Return the seeds for the action noise and for shuffling the rows."""
+        """Return the seed of the action noise and that of the shuffling of rows.
+
+        Each seed consists of two integers, as TensorFlow expects.
+        """
         seeds = np.random.SeedSequence(self.config.seed, spawn_key=(iteration,))
         act_0, act_1, shuffle_0, shuffle_1 = map(int, seeds.generate_state(4) >> 1)
         return [(act_0, act_1), (shuffle_0, shuffle_1)]

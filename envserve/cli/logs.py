@@ -151,10 +151,11 @@ class _BackgroundStream:
 
 @contextlib.contextmanager
 def nonblocking_output() -> Iterator[None]:
-    """Replace stdout and stderr by streams that never block.
+    """Replace stdout and stderr with streams that never block.
 
-    Files are not replaced. At the end, the remaining output is written, for at most a
-    second. A process must not fork inside the context.
+    A stream that is redirected to a file is left as it is. At the end, the remaining
+    output is written, for at most a second. The process must not fork inside the
+    context.
     """
     with contextlib.ExitStack() as stack:
         for stream, redirect in (

@@ -36,7 +36,7 @@ from envserve.errors import (
 )
 from envserve.settings import HostSettings
 
-#: Flags by field, for the fields whose options have a different name.
+#: Flags of the fields whose flag is not named after the field.
 _FLAGS: Final = {
     "num_workers": "--workers",
     "env_names": "--env",

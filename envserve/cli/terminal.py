@@ -1,4 +1,4 @@
-"""Terminal input and output of both programs: errors, colours and keys."""
+"""Terminal input and output of `envserve` and `ppo`: errors, colours, key presses."""
 
 from __future__ import annotations
 

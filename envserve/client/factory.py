@@ -223,7 +223,7 @@ def start_remote(
                 first, *_, last = (lane.name, *str(error).splitlines())
                 text = last.removeprefix(f"{first}: ")  # without a worker's traceback
                 _LOGGER.warning(
-                    "%s: %s; these rows are padding until a server is ready",
+                    "%s: %s; its rows are padding until a server is ready",
                     first,
                     text,
                 )

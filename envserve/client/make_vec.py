@@ -259,7 +259,7 @@ def _autoreset_of(mode: object) -> Autoreset:
 
 
 def _apply_gymnasium_options(settings: dict[str, Any]) -> None:
-    """Replace the options of Gymnasium's vector envs by those of envserve.
+    """Replace the options of Gymnasium's vector envs with those of envserve.
 
     Raises:
       TypeError: An option has no counterpart.

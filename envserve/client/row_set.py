@@ -196,7 +196,11 @@ class RowSetCache:
         return self._join(tuple(sorted(positions)))
 
     def rows_by(self, key: Callable[[BatchBlock], int]) -> tuple[Array, ...]:
-        """Group the rows by a key of their block; return int64 `[n]` for each key."""
+        """Group the rows by a key of their block.
+
+        Returns:
+          The rows of each key, int64 `[n]`, in ascending order of the keys.
+        """
         keys = [key(block) for block in self._blocks]
         return tuple(
             self.for_blocks(

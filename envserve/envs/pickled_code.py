@@ -68,7 +68,7 @@ class UserCode:
           TypeError: An element of a list is not a function.
           ValueError: The list is empty.
         """
-        # Those of Gymnasium are known to workers.
+        # Gymnasium's own specs are left out, because every worker has them.
         specs = {
             name: spec
             for name, spec in gymnasium.registry.items()

@@ -67,7 +67,7 @@ class ClientsFile:
 
     @property
     def is_current(self) -> bool:
-        """Whether the last attempt to read the file succeeded, and none is running."""
+        """Whether the last read of the file succeeded and no read is in progress."""
         return self._retry_at == math.inf and not self._is_refreshing
 
     def find(self, public: bytes, now: float) -> Grant | None:

@@ -103,7 +103,7 @@ def parse_words(words: Sequence[str]) -> Grant:
         keyword, _, value = option.partition("=")
         if keyword not in _FIELDS_BY_OPTION or not value or re.search(r"[\s#]", value):
             raise CodecError(
-                f"expected options among {', '.join(sorted(_FIELDS_BY_OPTION))}, each "
+                f"expected options of {', '.join(sorted(_FIELDS_BY_OPTION))}, each "
                 f"as OPTION=VALUE without spaces or #; got "
                 f"{keyword.partition('.')[0]!r:.40}"
             )

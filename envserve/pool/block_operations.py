@@ -516,7 +516,7 @@ class BlockOperations:
         self.outcomes, self.has_new_absent = [], False
 
     def log_suppressed_faults(self, now: float) -> None:
-        """Log the number of counted faults if none has been logged for a while."""
+        """Log how many equal faults were suppressed since the last line about them."""
         self._fault_log.log_suppressed(now)
 
     def release(self, now: float) -> None:

@@ -251,8 +251,9 @@ class Launcher:
             self._start_template()
         if len(self._channel.unsent) >= _MAX_UNSENT:
             raise WorkerError(
-                f"expected fewer than {_MAX_UNSENT} queued messages to the template "
-                f"process; got more from {self!r}; start fewer workers at once"
+                f"{self!r}: expected fewer than {_MAX_UNSENT} queued messages to the "
+                f"template process; got {len(self._channel.unsent)}; start fewer "
+                f"workers at the same time"
             )
         with self.reserve:
             own_end, worker_end = _socket_pair()
@@ -343,7 +344,7 @@ class Launcher:
             return False
 
     def close(self) -> None:
-        """Stop the template process, which kills all running workers."""
+        """Stop the template process; this also kills all running workers."""
         if os.getpid() != self._owner_pid:  # a forked child of the owner
             return
         self._is_closed = True

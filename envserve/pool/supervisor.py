@@ -332,7 +332,9 @@ class SupervisedWorker:
             return
         name, option, limit = "step", "step", self._config.step_timeout_seconds
         is_first = beat[1] == FIRST_STEP
-        # A first step may compile code. It hangs if it waits for a thread of an import.
+        # A first step may compile code, so it may take as long as a reset. If an import
+        # has started threads, it may not: it probably waits for one of these threads,
+        # which do not exist in a forked worker.
         if beat[1] and not (is_first and self._launcher.import_note):
             name, option = "first step" if is_first else "reset or call", "reset"
             limit = max(is_first * limit, self._config.reset_timeout_seconds)
@@ -374,7 +376,7 @@ class SupervisedWorker:
         return end
 
     def _release(self) -> None:
-        """Close the channel to the process, and drop the process."""
+        """Close the channel to the process, and forget the process."""
         process, self.process = self.process, None
         if process is not None:
             self.exit = process.exit

@@ -76,9 +76,9 @@ class FairShare:
         self._updated_at = 0.0
         # Time since which every turn has ended with unread messages.
         self._backlog_since = math.inf
-        # State of the current turn: the latest time, the time at which the turn is
-        # over, the sender of the latest message, and the first peer whose message was
-        # dropped.
+        # State of the current turn: the last reading of the clock, the time at which
+        # the turn ends, the sender of the latest message, and the first peer whose
+        # message was dropped.
         self._now = self._turn_ends_at = 0.0
         self._user = ""
         self._is_step = False

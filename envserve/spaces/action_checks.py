@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 _minimum: Final = np.minimum.reduce
 _maximum: Final = np.maximum.reduce
 
-#: Returns the start of an error about the action at a position.
+#: Returns the start of the error message about the action at an index.
 _Prefix = Callable[[int], str]
 
 #: Names of envs for which actions outside the action space were reported.
@@ -272,7 +272,7 @@ def _to_bounds(
 
 
 def _prefix(env_indices: Sequence[int] | Array | None, num_envs: int, row: int) -> str:
-    """Return the start of an error about an action; empty for a single env."""
+    """Return the start of the error message about an action; "" for a single env."""
     index = row if env_indices is None else int(np.ravel(env_indices)[row])
     return f"Env {index}: " if num_envs else ""
 

@@ -239,8 +239,8 @@ def _read_header(data: _Buffer, offset: int, kind: int) -> tuple[int, int]:
     if unit < 0:
         if length > _MAX_ITEMS:
             raise CodecError(
-                f"expected at most {_MAX_ITEMS} items; got {length}; send many numbers "
-                f"as an array"
+                f"expected at most {_MAX_ITEMS} items; got {length}; send numbers as a "
+                f"NumPy array"
             )
         return start, -unit * length
     if unit and (start >= len(data) or data[start] not in _COSTS):

@@ -162,7 +162,7 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
 def split_columns(
     infos: Mapping[int, Mapping[str, Any]],
 ) -> tuple[Sequence[InfoColumns], Mapping[int, Mapping[str, Any]]]:
-    """Return the columns of infos, and all other values."""
+    """Return the columns of infos, and the values that are not in columns."""
     return (infos.columns, infos.others) if isinstance(infos, RowInfos) else ((), infos)
 
 

@@ -31,8 +31,8 @@ MAX_DEPTH: Final = 8
 _DEFAULT_ROW_BYTES: Final = 4096
 #: Maximum row size in bytes of an encoded leaf.
 MAX_ROW_BYTES: Final = 1 << 20
-#: Number of items of a Sequence (the first number), or of nodes and edges of a Graph,
-#: that always fit into a row.
+#: Numbers of nodes and of edges of a Graph that always fit into a row. The first is
+#: also the number of items of a Sequence.
 _NUM_ITEMS: Final = (32, 128)
 #: Upper bound for the bytes that the encoding adds to a row, and to each array in it.
 _HEADER_BYTES: Final = 32

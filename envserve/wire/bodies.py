@@ -259,8 +259,8 @@ def pack_options(options: Mapping[str, Any] | None) -> bytes:
     """Encode the options of `reset(options=...)`; b"" for None.
 
     Raises:
-      CodecError: The options are not a dict of plain values with str keys, or too
-        large.
+      CodecError: The options are too large, or not a dict of plain values with str
+        keys.
     """
     if options is None:
         return b""

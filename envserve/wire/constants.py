@@ -98,8 +98,8 @@ class MessageType(enum.IntEnum):
 class ErrorCode(enum.IntEnum):
     """Reason why a request failed.
 
-    The set is fixed: a new code requires a new version, or a request that only newer
-    clients make.
+    The set is fixed within a protocol version: a new code requires a new version, or is
+    sent only in answer to requests that older clients never make.
     """
 
     BAD_MESSAGE = 1

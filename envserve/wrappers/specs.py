@@ -139,7 +139,7 @@ def convert_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
     for name, value in spec.arguments.items():
         if name not in registered.arguments:
             raise WrapperError(
-                f"{where}: expected arguments among {accepted}; got {name[:64]!r}"
+                f"{where}: unknown argument {name[:64]!r}; expected {accepted}"
             )
         argument = registered.arguments[name]
         try:

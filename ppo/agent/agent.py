@@ -81,11 +81,11 @@ class Agent:
         Args:
             observation: Raw observation, rows `[N, ...]`.
             seed: int32 pair; the same seed samples the same actions.
-            state: For a recurrent policy, the state of its core, or the states of both
-                cores, float32 `[N, units]`; zero at the start of an episode.
+            state: The state of each of `cores`, float32 `[N, units]`; zero at the start
+                of an episode.
 
         Returns:
-            Actions, float32 or int64 `[N, A]` or, if Discrete, int64 `[N]`;
+            Actions, int64 `[N]` for Discrete and otherwise float32 or int64 `[N, A]`;
             log-probabilities `[N]`; and the states after this observation.
         """
         rows = tf.nest.flatten(observation)[0]

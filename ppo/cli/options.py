@@ -77,7 +77,7 @@ _TRUST: Final = (
     "option only if you trust the author."
 )
 _CHECKPOINT: Final = (
-    "Checkpoint to use: its number of env steps, or best for the one with the best "
+    "Checkpoint to use: its number of env steps, or 'best' for the one with the best "
     "evaluation during training. By default, the newest."
 )
 _SAMPLED: Final = (
@@ -408,7 +408,7 @@ def parse_checkpoint(text: str | None) -> "CheckpointId":
         return int(text.replace(",", ""))
     except ValueError:
         raise BadInputError(
-            f"--checkpoint: expected a number of env steps, or best, got {text!r}."
+            f"--checkpoint: expected a number of env steps or 'best'; got {text!r}."
         ) from None
 
 

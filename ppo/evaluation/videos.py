@@ -47,7 +47,7 @@ def visualize_run(
     seed: int | None = None,
     on_episode: Callable[[Path, Episode], None] = lambda path, episode: None,
 ) -> Evaluation:
-    """Record complete episodes of the agent of a checkpoint.
+    """Record complete episodes of a checkpoint's agent.
 
     An episode with a lost step is played again. The first video is also added to
     TensorBoard.
@@ -55,7 +55,8 @@ def visualize_run(
     Args:
         config: Settings of the run.
         run_folder: Folder with the checkpoints of the run.
-        make_env: Creates the env, see `rendering_env_maker`; it is closed at the end.
+        make_env: Creates the env, which is closed at the end; see
+            `rendering_env_maker`.
         outdir: Folder for `step-STEPS-episode-K.mp4`, K from 1, and `step-STEPS.json`
             with returns, lengths and videos; created if it does not exist.
         episodes: Number of episodes.

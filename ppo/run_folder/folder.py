@@ -154,7 +154,8 @@ class RunFolder:
     def remove_if_unused(self) -> bool:
         """Remove the folder if it has no results; return whether it no longer exists.
 
-        Results are metrics, checkpoints, and any files that a run does not write.
+        Metrics and checkpoints count as results. Files that do not come from a run are
+        not removed either.
         """
         if not self.path.is_dir():
             return True

@@ -184,7 +184,7 @@ def test_an_invitation_in_clients_has_an_expiry_time() -> None:
         (f"ci {PUBLIC} envserve-secret-1.{KEY_43}", "got 'envserve-secret-1'"),
         (f"a/b {PUBLIC}", r"^name: expected up to 64 of .*; got 'a/b'$"),
         (f"{'a' * 65} {PUBLIC}", "name"),
-        (f"ci {PUBLIC} maxenvs=3", "expected options among .*max-envs.*got 'maxenvs'"),
+        (f"ci {PUBLIC} maxenvs=3", "expected options of .*max-envs.*got 'maxenvs'"),
         (f"ci {PUBLIC} name=x", "expected options"),
         (f"ci {PUBLIC} max-envs", "expected options"),
         (f"ci {PUBLIC} max-envs=0", "^max-envs: expected an int >= 1; got '0'$"),

@@ -104,9 +104,9 @@ def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() ->
         ([{"name": "ActionRepeat", "amount": True}], r"amount: .*got True"),
         (
             [{"name": "ActionRepeat", "times": 4}],
-            r"\(ActionRepeat\): expected arguments among amount; got 'times'",
+            r"\(ActionRepeat\): unknown argument 'times'",
         ),
-        ([{"name": "ClipAction", "low": 0}], r"expected arguments among none"),
+        ([{"name": "ClipAction", "low": 0}], "unknown argument .low.; expected none"),
         (
             [{"name": "ResizeObservation", "shape": [100_000, 100_000]}],
             r"shape: expected a list of 2 ints from 1 to 1024; got \[100000, 100000\]",
@@ -117,7 +117,7 @@ def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() ->
         ([{"name": "FrameHistory", "past_indices": [10**9]}], r"from 0 to 63"),
         ([{"name": "ClipReward", "min_reward": float("nan")}], r"a number from.*nan"),
         ([{"name": "DtypeObservation", "dtype": "object"}], r"one of float32, float64"),
-        ([{"name": "FlattenObservation", "x": np.zeros(3)}], r"got 'x'"),
+        ([{"name": "FlattenObservation", "x": np.zeros(3)}], "unknown argument 'x'"),
         (
             [{"name": "TimeAwareObservation", "flatten": np.zeros(3)}],
             r"flatten: expected true or false; got ndarray",

@@ -189,7 +189,7 @@ class Unbuilt(Counter):
 
 
 def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got Adam before build; build it in"):
+    with pytest.raises(ConfigError, match="got Adam, which is not built yet"):
         run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Unbuilt"))
 
 

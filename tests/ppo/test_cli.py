@@ -245,7 +245,7 @@ def test_the_checkpoint_option_accepts_steps_or_best(
     arguments = {"export": ["out"], "visualize": ["--outdir", "out"]}.get(command, [])
     code, _, error = ppo(command, "run", *arguments, "--checkpoint", "last")
     assert code == 2
-    assert "expected a number of env steps, or best, got 'last'" in error
+    assert "expected a number of env steps or 'best'; got 'last'" in error
     assert parse_checkpoint("best") == "best"
     assert parse_checkpoint("10,240") == 10240
     assert parse_checkpoint(None) is None

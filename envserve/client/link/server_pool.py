@@ -81,7 +81,8 @@ class ServerPool:
         """Return whether a poll that began after `since` found that a server is gone.
 
         A server is gone if its port refuses connections, or if its source no longer
-        lists it. This method starts a poll if one is due, so call it repeatedly.
+        lists it. This method also starts to poll all servers if that is due, so call it
+        repeatedly.
         """
         with self._lock:
             if time.monotonic() >= self._next_poll_at or self.polled_at < since:
@@ -127,7 +128,7 @@ class ServerPool:
     def spread(self) -> None:
         """Choose a lane to move if lanes are spread unevenly; see `Placement.spread`.
 
-        This method starts a poll if one is due.
+        This method also starts to poll the servers for their free envs if that is due.
         """
         now = time.monotonic()
         with self._lock:

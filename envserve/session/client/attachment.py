@@ -497,7 +497,7 @@ class Attachment:
             self.machine.move(ClientState.CLOSED)
 
     def close(self) -> None:
-        """Become CLOSED, because the envs were returned to the server."""
+        """Change to CLOSED, after the envs were returned to the server."""
         self._requests.clear()
         self.machine.move(ClientState.CLOSED)
 

@@ -114,7 +114,7 @@ class SAC(Algorithm):
         action_space: gymnasium.Space[Any],
         config: Config,
     ) -> Agent:
-        """Return an agent with a squashed Gaussian policy; its value is not used.
+        """Return an agent with a squashed Gaussian policy and an unused value function.
 
         Raises:
             UnsupportedSpaceError: The algorithm does not support a space.
