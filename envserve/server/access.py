@@ -162,7 +162,7 @@ def _try_unknown_key(address: str, server_public: bytes) -> str:
     )
     try:
         socket.connect(address)
-        with suppress(zmq.Again):  # the key may be refused already
+        with suppress(zmq.Again):  # the key may already have been refused
             socket.send(b"?", zmq.NOBLOCK)
         if not monitor.poll(int(1000 * _SELF_TEST_SECONDS)):
             return f"there was no answer within {_SELF_TEST_SECONDS:g} s"
