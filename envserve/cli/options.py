@@ -92,7 +92,7 @@ Timeout = Annotated[Seconds, Option("Seconds to wait for a server's answer.")]
 
 
 def address_of(reference: str) -> str:
-    """Return the first address that a word resolves to; exit if there is none."""
+    """Return the first address that a reference resolves to; exit if there is none."""
     from envserve.client.link.discovery import resolve
 
     try:
@@ -102,7 +102,7 @@ def address_of(reference: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Find modules in the working directory too; exit if other users can write to it.
+    """Allow imports from the working directory; exit if other users can write to it.
 
     Args:
       modules: Values of --import.

@@ -36,7 +36,7 @@ from envserve.errors import (
 )
 from envserve.settings import HostSettings
 
-#: Flags of the fields whose flag is not named after the field.
+#: Flags that are not named after their field.
 _FLAGS: Final = {
     "num_workers": "--workers",
     "env_names": "--env",
@@ -102,7 +102,7 @@ def start(
     config: Annotated[Path | None, Option(metavar="FILE.toml")] = None,
     given: GivenOptions,
 ) -> int:
-    """Serve envs until SIGINT (stop at once) or SIGTERM (let running episodes end).
+    """Serve envs until SIGINT (stop immediately) or SIGTERM (let running episodes end).
 
     Args:
       env: Env to offer: a registered name, FILE.py:CLASS or MODULE:NAME, or FILE.py for
@@ -187,7 +187,7 @@ def _serve(
             flush=True,
         )
 
-    # Not earlier, because --reload forks this process.
+    # Started only here, because --reload forks this process before.
     with nonblocking_output():
         try:
             asyncio.run(serve(host, on_ready))

@@ -1,8 +1,8 @@
 """The server's event loop, which connects a Router, a ServerSession and the pools.
 
 All code of this module runs in the thread of one asyncio loop, and no call blocks. The
-loop calls back on three events: messages have arrived (`_on_messages`), a pool has an
-event or its deadline has passed (`_on_pool_event`), or a lease expires
+loop runs a callback on three events: messages have arrived (`_on_messages`), a pool has
+an event or its deadline has passed (`_on_pool_event`), or a lease expires
 (`_expire_leases`). Each event is passed to the session, which does no I/O and returns
 decisions. `_carry_out` carries out each decision before the next callback runs; a
 decision can lead to others, which are appended to the same queue.
@@ -67,7 +67,7 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Time limit in seconds for the workers of an ended lease to exit while serving.
+#: Seconds for the workers of an ended lease to exit, unless the server is stopping.
 _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
@@ -79,7 +79,7 @@ class ServerLoop:
 
     Attributes:
       pools: The leases' pools, by session.
-      counters: Counts since the server started.
+      counters: Counts of messages, bytes and failures since the server started.
       dropped_replies: Number of replies that could not be sent.
       status: Summary of all counts, for STATUS requests and for metrics.
     """
@@ -148,9 +148,10 @@ class ServerLoop:
     async def stop(self, timeout_seconds: float, reason: str = "") -> None:
         """End all sessions and their workers, and notify the clients.
 
-        The socket must stay open until the clients have acknowledged, because messages
-        that a client has received but not read are lost with its connection
-        (see the decision "A stopping server waits for its clients' acknowledgement").
+        The socket must stay open until the clients have acknowledged the end of their
+        sessions, because messages that a client has received but not read are lost with
+        its connection (see the decision "A stopping server waits for its clients'
+        acknowledgement").
 
         Args:
           timeout_seconds: Time limit; workers are killed after half of it.
@@ -160,7 +161,7 @@ class ServerLoop:
         self._is_stopping = True
         self._close_seconds = timeout_seconds / 2
         self._carry_out(self._session.stop(reason))
-        for leased in self.pools.values():  # including those already closing
+        for leased in self.pools.values():  # including pools that are already closing
             leased.begin_close(self._close_seconds)
         self._schedule_read()
         try:

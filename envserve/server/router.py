@@ -18,8 +18,8 @@ from envserve.wire.message import Buffer, Peer
 from envserve.wire.sockets import NOBLOCK, Frames
 
 _MORE: Final = NOBLOCK | int(zmq.SNDMORE)
-#: Maximum number of discarded frames of one message; beyond it, all connections are
-#: closed, because other clients' messages cannot be received in the meantime.
+#: Maximum number of discarded frames of one message; after that, all connections are
+#: closed, because discarding delays the messages of other clients.
 _MAX_DISCARDED: Final = 50_000
 
 

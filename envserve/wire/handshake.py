@@ -89,7 +89,7 @@ class Body(Struct, frozen=True, kw_only=True):
 
 
 class Hello(Body, frozen=True, kw_only=True):
-    """Request for the server's versions and capacity (HELLO).
+    """Request for the server's protocol versions and capacity (HELLO).
 
     Attributes:
       min_version: Lowest protocol version that the client supports.
@@ -103,7 +103,7 @@ class Hello(Body, frozen=True, kw_only=True):
 
 
 class Welcome(Body, frozen=True, kw_only=True):
-    """Versions of a server, and its capacity for the client (WELCOME).
+    """Protocol versions of a server, and its capacity for the client (WELCOME).
 
     Attributes:
       min_version: Lowest protocol version that the server supports.
@@ -226,7 +226,7 @@ _EXCEPTIONS: Final[dict[ErrorCode, type[EnvserveError]]] = {
 
 
 def check_versions(welcome: Welcome, address: str) -> None:
-    """Raise ProtocolMismatch if client and server have no version in common."""
+    """Raise ProtocolMismatch if client and server have no protocol in common."""
     if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
         raise ProtocolMismatch(
             f"{address}: the server speaks protocol {welcome.min_version} to "
