@@ -52,7 +52,7 @@ _FLAGS: Final = {
 }
 #: Fields by help heading; the help lists all other fields under "Limits".
 _PANELS: Final[Mapping[str, Container[str]]] = {
-    "What is offered": (
+    "Offered envs": (
         *("env_names", "vector_envs", "import_modules", "preload"),
         *("exposed", "allowed_kwargs"),
     ),
@@ -90,7 +90,7 @@ _ON_RAY: Final = Option(panel="On Ray")
 def start(
     env: Annotated[list[str] | None, Option(values=env_names)] = None,
     *,
-    reload: Annotated[bool, Option(panel="What is offered")] = False,
+    reload: Annotated[bool, Option(panel="Offered envs")] = False,
     fields: Annotated[dict[str, Any], Fields(HostSettings, _describe_option)],
     address_file: Annotated[Path | None, _ADDRESS_FILE] = None,
     log_level: LogLevel = "info",

@@ -38,7 +38,8 @@ class MonitoredServer:
         old for STATUS, its `version` is empty and only the fields that WELCOME also has
         are set.
       error: The reason why the last poll got no answer; empty otherwise.
-      is_resolved: Whether the address could be resolved; if not, it is not polled.
+      is_resolved: Whether the address could be resolved; if not, the server is not
+        polled.
     """
 
     def __init__(self, address: str, insecure: bool, error: str = "") -> None:

@@ -256,7 +256,7 @@ class Requests:
             request.num_ignored, request.ignored_since = 0, math.inf
 
     def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
-        """Return the time at which the next request exceeds a limit, and the request."""
+        """Return the next time at which a request exceeds a limit, and the request."""
         first_at, first = math.inf, None
         ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():
