@@ -102,7 +102,7 @@ class BatchVecEnv(VecEnv):
 
         Args:
           batch: A batch with autoreset "same_step" and `infos="all"`.
-          info_keywords: Keys that the last infos of lost episodes contain too.
+          info_keywords: Keys to add to the last info of each lost episode.
         """
         self.batch = batch
         spec = gymnasium.registry.get(batch.spec.env_name)
@@ -118,11 +118,11 @@ class BatchVecEnv(VecEnv):
         """Reset all envs and return the observations; clear their seeds and options."""
         if self.batch.num_in_flight:
             self.batch.drain()
-        options = [each or None for each in self._options]  # some envs accept none
+        options = [each or None for each in self._options]  # some envs reject options
         self.batch.reset(seeds=self._seeds, options=options[0])
         infos = dict(self.batch.reset_infos)
-        # All envs of one reset get the same options, so those with others are reset
-        # once more.
+        # All envs of one reset get the same options, so envs with other options are
+        # reset separately.
         others = [row for row, each in enumerate(options) if each != options[0]]
         while others:
             rows = [row for row in others if options[row] == options[others[0]]]

@@ -192,7 +192,7 @@ def attached_again(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def fenced(c: ProbeClient) -> None:
-    """1: Answer a wrong boot id or epoch with FENCED, unknown sessions LEASE_LOST."""
+    """1: Answer a wrong boot id or epoch with FENCED; unknown sessions: LEASE_LOST."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)

@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: MetricsPort
 
     def setup(self) -> None:
-        """Receive the whole request by a deadline: socket timeouts apply per `recv`."""
+        """Receive the request before a deadline; socket timeouts apply per `recv`."""
         super().setup()
         head, deadline = b"", time.monotonic() + _TIMEOUT_SECONDS
         while b"\r\n\r\n" not in head and len(head) < _MAX_HEAD_BYTES:

@@ -101,7 +101,7 @@ class MonitoredServer:
 
 
 def _readable(value: Any, key: str = "") -> Any:
-    """Return a value with named tuple items, and long fields of maps at the end."""
+    """Return a value with dicts instead of tuples, and nested fields at the end."""
     if isinstance(value, Mapping):
         items = ((name, _readable(part, name)) for name, part in value.items())
         return dict(sorted(items, key=lambda item: isinstance(item[1], dict | list)))

@@ -87,9 +87,7 @@ def _listen(host: str, port: int) -> socket.socket:
                 f"the page cannot listen at {host}:{number}: {error.strerror}; pass an "
                 f"address of this host as --host, and a --port that you may use"
             ) from None
-        if hasattr(
-            socket, "TCP_USER_TIMEOUT"
-        ):  # accepted connections inherit the option
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit this
             option = socket.TCP_USER_TIMEOUT
             listening.setsockopt(socket.IPPROTO_TCP, option, _MAX_UNREAD_MS)
         return listening
