@@ -59,8 +59,8 @@ def make_vec_env(
       monitor_file: CSV file for the return, length and time of each episode; by
         default, no file is written.
       monitor_kwargs: Other arguments of `VecMonitor`: `info_keywords` is a tuple of
-        keys of the last info of each episode, which are added to `info["episode"]`
-        and to the file. In lost episodes, their values are None.
+        keys. Their values in the last info of each episode are added to
+        `info["episode"]` and to the file; in lost episodes, they are None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`. `wrapper_class` and `wrapper_kwargs` are accepted
         too; `vec_env_cls`, `vec_env_kwargs` and `start_index` have no effect.

@@ -450,8 +450,8 @@ class EnvOptions(TypedDict, total=False):
     num_splits: int
     """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    """Keyword arguments of the env's constructor, or a list with those of each env;
-    none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
+    """Keyword arguments of the env's constructor, or a list with the arguments of each
+    env; none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
     wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
     default. On this host also classes and functions; see "Wrappers" in the docs."""

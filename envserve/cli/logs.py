@@ -153,7 +153,7 @@ class _BackgroundStream:
 def nonblocking_output() -> Iterator[None]:
     """Replace stdout and stderr with streams that never block.
 
-    A stream that is redirected to a file is left as it is. At the end, the remaining
+    Streams that are redirected to files are not replaced. At the end, the remaining
     output is written, for at most a second. The process must not fork inside the
     context.
     """

@@ -265,7 +265,7 @@ class RowRecord:
         _, _, _, seed, seeded_at, generator_at, state, *_ = other._present.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
-        if self._options[1] == count:  # the other env was reset with them
+        if self._options[1] == count:  # the options of the other env's reset
             self._options = (0, _BEFORE_LAST_RESET)
         self._write(incarnation, count, None if generator_at < 0 else state)
 

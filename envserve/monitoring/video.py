@@ -94,7 +94,7 @@ class VideoWriter:
         """Append a frame, uint8 `[height, width, 3]`.
 
         Raises:
-          VideoError: The frame's shape differs from that of the first one, or ffmpeg
+          VideoError: The frame's shape differs from the first frame's, or ffmpeg
             failed.
         """
         if self._process is None:

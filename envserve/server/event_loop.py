@@ -179,7 +179,7 @@ class ServerLoop:
                     handle.cancel()
             for leased in self.pools.values():
                 leased.release()
-            if self.dropped_replies:  # clients that exit cause some
+            if self.dropped_replies:  # normal when clients exit
                 text = "replies to clients that had disconnected or read too slowly: %d"
                 _LOGGER.info(text, self.dropped_replies)
             for number, text in (
@@ -283,7 +283,7 @@ class ServerLoop:
     # Decisions.
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Carry out decisions, and those that follow from them."""
+        """Carry out decisions, and the decisions that follow from them."""
         queue = deque(decisions)
         while queue:
             decision = queue.popleft()
@@ -333,8 +333,8 @@ class ServerLoop:
                 body = result.encode()
             else:
                 assert self._access is not None, "a session without keys refuses JOIN"
-                # The event's address is that of the message, because several clients
-                # may be connected with the same invitation.
+                # Record the address that sent this message, because several clients may
+                # be connected with the same invitation.
                 address = self._router.sockets.by_number[request.peer[0]].sender_address
                 name, body = self._access.enrol(user, decision.public_key), b""
                 self._audit(Audit("joined", name, address=address))
@@ -401,7 +401,7 @@ class ServerLoop:
             return ()
         except EnvserveError as error:
             return self._session.pool_failed(session, error)
-        except OSError as error:  # out of descriptors, processes or memory
+        except OSError as error:  # no descriptors, processes or memory are left
             failure = EnvStartError(
                 f"cannot start workers now: {error}; end other sessions, or raise "
                 f"the server's limits (ulimit -n, ulimit -u)"

@@ -87,7 +87,8 @@ async def serve(
             )
         notifier = Notifier(loop)
         stack.callback(notifier.close)
-        # Started early, so that its imports run in parallel with those below.
+        # Start the launcher early, so that its imports run in parallel with the code
+        # below.
         launcher = Launcher(
             config.import_modules,
             (config.env_names or ()) if config.preload else None,

@@ -113,7 +113,7 @@ class Welcome(Body, frozen=True, kw_only=True):
       env_names: Names of the offered envs, at most 1,000.
       num_names: Total number of offered envs.
       total_envs: Number of envs that the client may lease in total.
-      free_envs: Number of envs that it may lease now.
+      free_envs: Number of envs that the client may lease now.
       is_starting: Whether workers cannot be started yet.
       is_draining: Whether no new leases are granted, because the server is about to
         stop.
@@ -154,8 +154,8 @@ class ErrorBody(Body, frozen=True, kw_only=True):
       executed: Whether envs have received the request.
       text: Error message.
       traceback: Traceback from a worker; empty if there is none.
-      env_index: Row of the lease that the error concerns; None if it concerns all rows
-        or none.
+      env_index: Row of the lease that the error concerns; None if the error does not
+        concern a single row.
       holder: In ENVS_BUSY, the client that has leased the most envs.
       held_ms: In ENVS_BUSY, the time since that client leased them.
       is_draining: In ENVS_BUSY, whether the server grants no more leases.

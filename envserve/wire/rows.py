@@ -49,7 +49,7 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
-    """Return the bytes for a message's body, and those for a separate frame.
+    """Return the bytes for a message's body, and the bytes for a separate frame.
 
     Short rows are placed in the body. If the rows are too long, the body contains only
     their first fields, and a separate frame contains the remaining fields. A single

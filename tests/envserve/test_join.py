@@ -210,7 +210,7 @@ def test_an_invitation_does_not_replace_the_key_of_another_server(
     prints = [formats.fingerprint(key.public) for key in keys if key]
     assert result.stderr == (
         f"Error: {server.address}: the key of another server ({prints[0]}) is recorded "
-        f"for this address in {file}; expected that of the invitation ({prints[1]}). "
+        f"for this address in {file}; expected the key in the invitation ({prints[1]}). "
         f"Nothing was changed, and the invitation is still valid. If the server was "
         f"set up again, run: envserve join --replace\n"
     )

@@ -145,7 +145,7 @@ class Attachment:
         self.attach_id = request.id
 
     def accept_grant(self, message: Message, now: float) -> None:
-        """Become READY, and send the requests that are in flight.
+        """Change to READY, and send the requests that are in flight.
 
         Raises:
           RemoteProtocolError: The rows are too large, or the envs differ from those of
@@ -185,7 +185,7 @@ class Attachment:
         self._use_lease(self.client_blocks, other.num_leases, now)
 
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
-        """Become READY, and send the requests that are in flight."""
+        """Change to READY, and send the requests that are in flight."""
         blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases

@@ -170,7 +170,7 @@ class ClientBlocks:
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
-        self._reported_absent: set[int] = set()  # reported by the server
+        self._reported_absent: set[int] = set()  # blocks that the server has reported
         self._warned: set[str] = set()
         self._is_next_step = autoreset == "next_step"
         #: First observations that the next step returns, by block.

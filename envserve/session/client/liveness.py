@@ -24,7 +24,7 @@ _DISCONNECTED_SECONDS: Final = 1.0
 _SUSPENDED_SECONDS: Final = 5.0
 #: Maximum number of unsolicited messages per second. The limit is increased by
 #: `_MAX_COPIES` for each piece of the longest reply, because a server that was
-#: suspended for a minute sends many copies at once.
+#: suspended for a minute sends many copies in a burst.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -163,7 +163,7 @@ class UnsolicitedLimit:
         """Count a message once, and once more for each 64 KiB of its length.
 
         Args:
-          message_type: Type of the message; a description if it is malformed.
+          message_type: Type of the message; a description if the message is malformed.
           num_bytes: Length of the message.
           num_pieces: See `ClientBlocks`.
           now: Time of arrival.

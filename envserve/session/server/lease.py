@@ -283,7 +283,7 @@ class Lease:
         candidates = dict.fromkeys(
             self._requests[block] for block, _ in message.entries
         )
-        for request in candidates:  # without duplicates: comparing entries is slow
+        for request in candidates:  # each request once: comparing entries is slow
             if (
                 request is not None
                 and request.message.request == message.request

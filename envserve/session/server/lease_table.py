@@ -373,7 +373,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def grant(
         self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
-        """Grant a lease whose envs are built; raise Refusal if they are too large.
+        """Grant a lease whose envs are built; raise Refusal if replies are too large.
 
         Args:
           record: The lease.
@@ -440,7 +440,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         )
         decisions: list[Decision] = []
         for record in self.values():
-            if record.user in users and record.reason != reason:  # not notified yet
+            if record.user in users and record.reason != reason:  # not yet notified
                 # Notify the client now, because its connection will be closed before
                 # the workers have exited.
                 decisions.append(

@@ -448,7 +448,7 @@ class ServerSession:
         leases, decisions = self.leases, list[Decision]()
         leases.is_ending = True
         for record in leases.values():
-            if record.reason is not None:  # already CLOSING
+            if record.reason is not None:  # the lease is already CLOSING
                 leases.unnotified.add(record.session)
             decisions += leases.close(record, lease_lost(text))
         return decisions
