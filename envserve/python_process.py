@@ -17,7 +17,7 @@ from typing import Final
 from envserve.envs.user_envs import writable_by_others
 from envserve.text import clone_folder
 
-#: Folder from which this process imports envserve; its children must do the same.
+#: Folder from which this process imports envserve; its children must use it, too.
 _ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 

@@ -58,7 +58,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
             "8"]. Each server listens on a free port of its node's address.
           resources: Ray resources to reserve for each server; by default {"CPU": 1}.
           address: Address ray://namespace/name at which clients find the servers. If
-            other servers have this address already, these servers are added.
+            servers with this address already exist, the new ones are added to them.
           start_timeout: Maximum seconds until all servers are ready.
 
         Raises:

@@ -334,8 +334,8 @@ class HostSettings(WorkerSettings):
     NAME:any allows all values, including paths. Repeatable."""
     max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
     """Maximum number of worker processes for all clients together, raised to --workers
-    if it is lower; by default, four per core. One key may use three quarters of them,
-    or --workers if that is more."""
+    if it is lower; by default, four per core. One key may use three quarters of these
+    processes, or --workers if that is more."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""

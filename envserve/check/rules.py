@@ -332,7 +332,8 @@ def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
     """Step until an episode ends; return its row and the next first observation.
 
     A lease with same_step provides the expected observations: in its results, an ended
-    row shows both the final observation of its episode and the first one of the next.
+    row shows both the final observation of its episode and the first observation of the
+    next one.
     """
     _ = c.subject.reference
     for client, mode in ((c.subject.client(), "same_step"), (c, autoreset)):

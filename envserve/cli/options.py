@@ -119,10 +119,11 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
 
     Args:
       references: Modules and files; see `import_from_here`.
-      always: Whether to add it even if all modules are found elsewhere.
+      always: Whether to add the directory even if all modules are found elsewhere.
 
     Raises:
-      EnvStartError: Others can write to it, and a module is not found elsewhere.
+      EnvStartError: Others can write to the directory, and a module is not found
+        elsewhere.
     """
     modules = [reference.partition(":")[0] for reference in references]
     missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]

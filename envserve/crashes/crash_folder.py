@@ -1,4 +1,4 @@
-"""A folder of repro files with limited size.
+"""A folder of limited size for repro files.
 
 Files are private to the user and written atomically. To make room for new files, the
 oldest file of the owner that uses the most space is deleted, so that one client's

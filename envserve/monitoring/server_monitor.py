@@ -34,7 +34,7 @@ class MonitoredServer:
     Attributes:
       address: Address of the server.
       name: The address without `tcp://`.
-      status: The answer to the last poll, None if there was none. If the server is too
+      status: The answer to the last poll; None if there was none. If the server is too
         old for STATUS, its `version` is empty and only the fields that WELCOME also has
         are set.
       error: The reason why the last poll got no answer; empty otherwise.

@@ -131,7 +131,7 @@ class Access:
     def forget_revoked(self) -> None:
         """Forget revoked users, so that they can connect with new keys.
 
-        Call it once their sessions have ended and their connections are closed.
+        Call this once their sessions have ended and their connections are closed.
         """
         self._admitted -= self._revoked
         self._revoked.clear()

@@ -104,7 +104,7 @@ class StatusReporter:
             self._refresh(now := self._loop.time())
             return self._status_for("local", now)
 
-        def get_status() -> ServerStatus:  # in the thread of the metrics port
+        def get_status() -> ServerStatus:  # runs in the metrics port's thread
             future = asyncio.run_coroutine_threadsafe(compute(), self._loop)
             return future.result(_METRICS_TIMEOUT_SECONDS)
 

@@ -59,7 +59,7 @@ class ServerSocket:
     Attributes:
       zmq: The socket.
       number: Sequence number of the socket since the server started.
-      user: The user of all its peers if it uses no keys.
+      user: The user of all peers, if the socket uses no keys.
       has_keys: Whether the socket uses keys, so that each message names its user.
       receiver: Receives the messages.
       receive: Method of `receiver` that returns the frames of the next message.
@@ -82,8 +82,8 @@ class ServerSocket:
     def sender(self) -> str:
         """The user who sent the latest message; "" on tcp without keys, or if unknown.
 
-        It is read for each message and not stored by route, because peers choose their
-        routes.
+        The user is read from each message and not stored by route, because peers choose
+        their routes.
         """
         return self._metadata("User-Id") if self.has_keys else self.user
 

@@ -114,7 +114,7 @@ class Zap:
         return user if count >= max(min_connections, admitted.total() * 0.6) else ""
 
     def _on_requests(self) -> None:
-        """Answer requests until the turn is over or none is left.
+        """Answer requests until the turn is over or no request is left.
 
         The descriptor is edge-triggered, so if requests may be left, schedule a call.
         """

@@ -149,7 +149,7 @@ class Liveness:
 class UnsolicitedLimit:
     """Limits the number of messages per second that answer no request.
 
-    These messages are signs of life, notices about the lease, and late replies. An
+    These messages are PONGs, notices (BUILDING, ABSENT, DRAIN), and late replies. An
     envserve server sends few of them.
     """
 

@@ -71,7 +71,7 @@ class LeaseRecord:
       attach: Arguments of the ATTACH that requested the lease.
       attach_body: The encoded arguments, which identify copies of the ATTACH.
       request: Latest ATTACH or DETACH, with the peer of the session's latest message.
-      client: User and name of the client, printable.
+      client: User and name of the client, as printable text.
       attached_at: Time of the first ATTACH.
       last_message_at: Time of the latest message.
       machine: State of the lease.
@@ -126,7 +126,7 @@ class LeaseRecord:
 
     @property
     def summary(self) -> str:
-        """Number of env steps, speed and faults, for the log; "" without statistics."""
+        """Log text with env steps, speed and faults; "" without statistics."""
         text = (
             " after {env_steps:,} env steps in {seconds:,.1f} s, "
             "{steps_per_second:,.0f}/s, faults: {num_faults}"
@@ -169,7 +169,7 @@ class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
         super().__init__(OrderedDict)
 
     def add(self, session: SessionId, value: Value) -> None:
-        """Store the value of a session; remove the user's oldest beyond the limit."""
+        """Store the value of a session; beyond the limit, remove the user's oldest."""
         sessions = self[session[0]]
         sessions[session[1]] = value
         sessions.move_to_end(session[1])
@@ -232,7 +232,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         return self[session].name if session in self else "a lease that has ended"
 
     def visible_to(self, user: str) -> list[LeaseRecord]:
-        """Return the granted leases of a user; all if the user has no key."""
+        """Return a user's granted leases, or all leases if the user has no key."""
         sees_all = user in KEYLESS_USERS
         granted = (record for record in self.values() if record.lease is not None)
         return [record for record in granted if sees_all or record.user == user]

@@ -104,7 +104,7 @@ class ReplyBuilder:
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
 
     def fenced(self, request: Message, event: str) -> Reply:
-        """Return an ERROR for a request with the boot or epoch of an earlier lease.
+        """Return the ERROR for a request with an outdated boot number or epoch.
 
         Args:
           request: The request.
