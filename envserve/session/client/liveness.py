@@ -20,7 +20,7 @@ _UNREACHABLE_SECONDS: Final = 3.5
 #: Seconds without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
 #: If more seconds pass between two calls of `advance`, the client was suspended,
-#: because it never waits for so long.
+#: because it never waits for longer.
 _SUSPENDED_SECONDS: Final = 5.0
 #: Maximum number of unsolicited messages per second. The limit is increased by
 #: `_MAX_COPIES` for each piece of the longest reply, because a server that was

@@ -81,8 +81,8 @@ class Audit(NamedTuple):
       env_name: Name of the envs concerned; "" if none.
       num_envs: Number of the envs concerned.
       reason: Reason for the event.
-      fingerprint: Fingerprint of the key; "" stands for the user's current key.
-      address: Address of the client; "" stands for the user's current address.
+      fingerprint: Fingerprint of the key; "" for the current key of `user`.
+      address: Address of the client; "" for the current address of `user`.
     """
 
     event: str
