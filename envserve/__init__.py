@@ -12,8 +12,8 @@ rows independently, and reports why a row is invalid.
 `envserve start` serves envs to other hosts; `envserve --help` lists all commands.
 """
 
-# The names below are imported on first use. Python runs this file before any other
-# module of the package, and worker processes must not import zmq or asyncio.
+# The names below are imported on first use, because Python runs this file before any
+# other module of the package, and worker processes must not import zmq or asyncio.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from envserve.client import BatchEnv

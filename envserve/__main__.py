@@ -13,18 +13,18 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the command given by the arguments."""
+    """Run the command in `sys.argv`."""
     try:
         if sys.argv[1:2] == ["health"]:
             _run_health_probe(sys.argv[2:])
-        if sys.argv[1:2] == ["bench"]:  # compares envs in processes of multiprocessing
+        if sys.argv[1:2] == ["bench"]:  # it starts processes with multiprocessing
             from envserve.python_process import restart_with_safe_path
 
             restart_with_safe_path("envserve.__main__")
         from envserve.cli.app import main as run
 
         run()
-    except KeyboardInterrupt:  # during the imports
+    except KeyboardInterrupt:  # Ctrl-C during the imports
         sys.exit(130)
 
 

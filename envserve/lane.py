@@ -2,8 +2,8 @@
 
 A lane provides the rows of some envs: a `Pool` in this process, or a `RemoteLane` to a
 server. Its rows are divided into blocks. A block is a contiguous range of rows that one
-worker steps together. Blocks are submitted, answered, numbered and lost as a whole. At
-most one operation (step, reset or call) runs on a block at a time.
+worker steps together. Operations, answers, sequence numbers and losses apply to whole
+blocks. At most one operation (step, reset or call) runs on a block at a time.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ class Outcome(NamedTuple):
 
     Attributes:
       block: Index of the block.
-      infos: Info dicts by row, as configured by `infos`.
+      infos: Info dicts by row; the batch's option `infos` determines which are
+        included.
       faults: Faults of this operation; for a `Call`, one per row without a value.
       result: For a `Call`, the encoded list of values of the first rows, as many as fit
         into one answer. The other rows were not called.
@@ -218,8 +219,8 @@ class Outcome(NamedTuple):
       warnings: Warnings about the envs, each reported once and logged by their host.
       packed_infos: The infos in the worker's encoding, so that a server can forward
         them. Empty for outcomes that come from a server.
-      retried: Faults of resets that succeeded after the env was rebuilt, with the
-        status OK, for the log of the envs' host.
+      retried: Faults of resets that succeeded after the env was rebuilt. Their status
+        is OK; the host of the envs logs them.
     """
 
     block: int
@@ -307,7 +308,8 @@ class Lane(Protocol):
           deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
 
         Raises:
-          EnvStartError: An env could not be built, or not in time; the lane is closed.
+          EnvStartError: An env could not be built before the deadline; the lane is
+            closed.
           ServerError: The server rejected the request or was lost; the lane is closed.
         """
 

@@ -2,7 +2,7 @@
 
 With `-c` or `-m`, Python searches the working directory for modules first, so the child
 would run a file there that has the name of a module. `-P` prevents this; processes that
-envs start do not inherit it.
+envs start do not inherit this option.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from envserve.envs.user_envs import writable_by_others
 from envserve.text import clone_folder
 
-#: Folder from which this process imports envserve; its children must do the same.
+#: Folder from which this process imports envserve; its children must use it, too.
 _ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -26,7 +26,8 @@ def python_command(
 ) -> list[str]:
     """Return a command line that runs Python statements in a new interpreter.
 
-    Its `sys.path` is `path`; by default, that of a new interpreter and this package.
+    Its `sys.path` is `path`; by default, the search path of a new interpreter, and this
+    package.
     """
     default = f"{_ROOT!r} in sys.path or sys.path.insert(0, {_ROOT!r})"
     set_path = default if path is None else f"sys.path[:] = {[*path]!r}"
@@ -79,9 +80,9 @@ def search_path() -> list[str]:
 def build_commit() -> str:
     """Return the short hash of the commit that this package is from; "" if unknown.
 
-    A clone gets it from git; other installations contain a file with it.
+    In a clone, git returns the hash; other installations contain a file with it.
     """
-    import subprocess  # not needed by a probe
+    import subprocess  # imported here because health probes do not need it
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (folder := clone_folder()) and (folder / ".git").exists():

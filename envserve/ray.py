@@ -26,9 +26,9 @@ __all__ = ["EnvServers"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _READY: Final = "envserve: ready on "
-#: Seconds after which servers that do not start yet are reported.
+#: Seconds until a warning reports servers that have not started.
 _REPORT_SECONDS: Final = 20.0
-#: Interval at which a server asks whether its node is about to be shut down.
+#: Seconds between two checks whether a server's node is about to be shut down.
 _DRAIN_POLL_SECONDS: Final = 1.0
 
 
@@ -58,7 +58,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
             "8"]. Each server listens on a free port of its node's address.
           resources: Ray resources to reserve for each server; by default {"CPU": 1}.
           address: Address ray://namespace/name at which clients find the servers. If
-            other servers have this address already, these servers are added.
+            servers with this address already exist, the new ones are added to them.
           start_timeout: Maximum seconds until all servers are ready.
 
         Raises:
@@ -164,14 +164,14 @@ class _Server:
     def _watch(self) -> None:
         import ray
 
-        while self._forward_output():  # again after a --reload
+        while self._forward_output():  # printed again after a --reload
             pass
         if self._process.wait() or self._is_draining:
             os._exit(1)  # Ray restarts the actor unless it was stopped
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _drain_with_node(self) -> None:
-        """Drain the server once Ray drains its node, before it shuts the node down."""
+        """Drain the server when Ray drains its node, before the node is shut down."""
         import ray
 
         context = ray.get_runtime_context()
@@ -245,7 +245,7 @@ def _find(namespace: str, name: str) -> list[str]:
 
 
 def _named_actors(ray: Any, namespace: str, name: str) -> list[dict[str, str]]:
-    """Return name and namespace of the actors ray://namespace/name, by number."""
+    """Return name and namespace of the actors ray://namespace/name, in order."""
     found = [
         actor
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -255,14 +255,14 @@ def _named_actors(ray: Any, namespace: str, name: str) -> list[dict[str, str]]:
 
 
 def scale_down(address: str, num_servers: int, timeout: float = 60.0) -> int:
-    """Stop the last of the servers at ray://namespace/name if there are too many.
+    """Stop surplus servers at ray://namespace/name, the last ones first.
 
     The servers let running episodes end, as after SIGTERM, and are not restarted.
 
     Args:
       address: Address ray://namespace/name.
       num_servers: Number of servers to keep.
-      timeout: Maximum seconds to wait until they have stopped.
+      timeout: Maximum seconds to wait until these servers have stopped.
 
     Returns:
       The number of servers that are left.
@@ -327,7 +327,7 @@ def last_line(error: object) -> str:
 
 
 def main() -> None:
-    """Print the addresses of the servers at a namespace and name, the arguments."""
+    """Print the addresses of the servers whose namespace and name are the arguments."""
     try:
         connect_to_cluster(log_to_driver=False)
         print(*_find(*sys.argv[1:]))

@@ -59,8 +59,8 @@ def make_vec_env(
       monitor_file: CSV file for the return, length and time of each episode; by
         default, no file is written.
       monitor_kwargs: Other arguments of `VecMonitor`: `info_keywords` is a tuple of
-        keys of the last info of each episode, which are added to `info["episode"]`
-        and to the file. In lost episodes, their values are None.
+        keys. Their values in the last info of each episode are added to
+        `info["episode"]` and to the file; in lost episodes, they are None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`. `wrapper_class` and `wrapper_kwargs` are accepted
         too; `vec_env_cls`, `vec_env_kwargs` and `start_index` have no effect.
@@ -102,7 +102,7 @@ class BatchVecEnv(VecEnv):
 
         Args:
           batch: A batch with autoreset "same_step" and `infos="all"`.
-          info_keywords: Keys that the last infos of lost episodes contain too.
+          info_keywords: Keys to add to the last info of each lost episode.
         """
         self.batch = batch
         spec = gymnasium.registry.get(batch.spec.env_name)
@@ -118,11 +118,11 @@ class BatchVecEnv(VecEnv):
         """Reset all envs and return the observations; clear their seeds and options."""
         if self.batch.num_in_flight:
             self.batch.drain()
-        options = [each or None for each in self._options]  # some envs accept none
+        options = [each or None for each in self._options]  # some envs reject options
         self.batch.reset(seeds=self._seeds, options=options[0])
         infos = dict(self.batch.reset_infos)
-        # All envs of one reset get the same options, so those with others are reset
-        # once more.
+        # All envs of one reset get the same options, so envs with other options are
+        # reset separately.
         others = [row for row, each in enumerate(options) if each != options[0]]
         while others:
             rows = [row for row in others if options[row] == options[others[0]]]

@@ -284,21 +284,21 @@ class WorkerSettings(_Validated):
     workers are forked. Workers start more slowly, but modules may start threads or use
     a GPU when they are imported; see "What forking means for envs" in the docs."""
     gpus: tuple[int | str, ...] = ()
-    """GPU for a worker, as in CUDA_VISIBLE_DEVICES; repeatable. Worker i uses the one
-    with index i modulo their number. By default, workers see all GPUs."""
+    """GPU for a worker, as in CUDA_VISIBLE_DEVICES; repeatable. Worker i uses the GPU
+    with index i modulo the number of GPUs. By default, workers see all GPUs."""
     step_timeout_seconds: _Seconds = 30.0
     """Step timeout of one env in seconds, after which its worker is killed."""
     reset_timeout_seconds: _Seconds = 120.0
-    """Timeout in seconds for building one env, for its first step, which may compile
-    code, and for a reset, after which its worker is killed."""
+    """Timeout in seconds for building an env, for its first step (which may compile
+    code) and for a reset. After that, the env's worker is killed."""
     max_restarts: Annotated[int, Meta(ge=0)] = 5
     """Maximum number of times in a row that a worker is restarted without a valid step
     of the failing env in between; after that, the env's error is raised."""
     max_row_mib: Annotated[int, Meta(ge=0)] | None = None
     """Maximum shared memory for all rows of one user in MiB; by default, unlimited."""
     max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
-    """Maximum size of a row's infos in KiB; if they are larger, their largest keys are
-    omitted."""
+    """Maximum size of a row's infos in KiB; if they are larger, the keys with the
+    largest values are omitted."""
     crash_dir: str | None = ""
     """Directory for crash repro files, or 'none' to disable them; by default, a
     directory of this user in the system's temporary directory."""
@@ -334,8 +334,8 @@ class HostSettings(WorkerSettings):
     NAME:any allows all values, including paths. Repeatable."""
     max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
     """Maximum number of worker processes for all clients together, raised to --workers
-    if it is lower; by default, four per core. One key may use three quarters of them,
-    or --workers if that is more."""
+    if it is lower; by default, four per core. One key may use three quarters of these
+    processes, or --workers if that is more."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""
@@ -396,7 +396,7 @@ class HostSettings(WorkerSettings):
                 is_local_address(address)
             except ValueError as error:
                 raise ValueError(f"binds: {error}") from None
-        home = os.path.expanduser(f"~{self.worker_user}")  # unchanged without the user
+        home = os.path.expanduser(f"~{self.worker_user}")  # unchanged if unknown
         if self.worker_user and (home.startswith("~") or os.geteuid() != 0):
             raise ValueError(
                 f"worker_user: expected a user of this host, and a server started by "
@@ -439,8 +439,8 @@ class EnvOptions(TypedDict, total=False):
     """Keyword arguments of `BatchEnv.connect` that are fields of `EnvRequest`."""
 
     seed: int | None
-    """Root seed from which each env's seed is derived. None, the default, draws a
-    random one."""
+    """Root seed from which each env's seed is derived. With None, the default, it is
+    drawn at random."""
     seeded: bool
     """Whether the first reset of each env uses the env's seed; True by default. If
     False, the seed is None, as in Gymnasium."""
@@ -450,8 +450,8 @@ class EnvOptions(TypedDict, total=False):
     num_splits: int
     """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    """Keyword arguments of the env's constructor, or a list with those of each env;
-    none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
+    """Keyword arguments of the env's constructor, or a list with the arguments of each
+    env; none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
     wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
     default. On this host also classes and functions; see "Wrappers" in the docs."""
@@ -476,11 +476,12 @@ class EnvOptions(TypedDict, total=False):
     actions: ActionMode
     """Handling of finite actions outside the action space: "pass" them to the env,
     "clip" them to the bounds of a Box, or "check" (default), which raises ActionError
-    unless the difference is a rounding error. NaN and infinity always raise it."""
+    unless the difference is a rounding error. NaN and infinity always raise
+    ActionError."""
     observation_mode: ObservationMode | tuple[Any, Any]
     """Whether the observation spaces of all envs must be equal ("same", the default) or
-    may have different bounds ("different"); the batch then has that of the first.
-    `make_vec` also takes a tuple of spaces."""
+    may have different bounds ("different"); the batch then has the space of the first
+    env. `make_vec` also takes a tuple of spaces."""
 
 
 class LocalOptions(EnvOptions, total=False):
@@ -493,21 +494,21 @@ class LocalOptions(EnvOptions, total=False):
     forked; True by default. If False, each worker imports them itself, so that they may
     start threads or use a GPU; see "What forking means for envs" in the docs."""
     gpus: Sequence[int | str]
-    """GPUs for the workers, as in CUDA_VISIBLE_DEVICES: worker i uses the one with
-    index i modulo their number. By default, workers see all GPUs."""
+    """GPUs for the workers, as in CUDA_VISIBLE_DEVICES: worker i uses the GPU with
+    index i modulo the number of GPUs. By default, workers see all GPUs."""
     step_timeout: float
     """Step timeout of one env in seconds, after which its worker is killed; 30 by
     default."""
     reset_timeout: float
-    """Timeout in seconds for building one env, for its first step and for a reset,
-    after which its worker is killed; 120 by default."""
+    """Timeout in seconds for building an env, for its first step and for a reset; 120
+    by default. After that, the env's worker is killed."""
     max_restarts: int
     """Maximum number of times in a row that a worker is restarted without a valid step
     of the failing env in between; 5 by default. After that, the env's error is
     raised."""
     max_infos_kib: int
-    """Maximum size of a row's infos in KiB; 64 by default. If they are larger, their
-    largest keys are omitted."""
+    """Maximum size of a row's infos in KiB; 64 by default. If they are larger, the keys
+    with the largest values are omitted."""
     crash_dir: str | None
     """Directory for crash repro files; by default, a directory of this user in the
     system's temporary directory. None disables the files."""

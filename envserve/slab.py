@@ -223,9 +223,9 @@ class Slab:
       rows: The rows, as views into the memory.
       heartbeats: int64 `[num_workers, 64]`, one row per worker. Column 0 changes with
         every env call and encodes the called row, see `row_of_beat`. Column 1 is 1
-        during a reset or call and `FIRST_STEP` during the first step of an env, which
-        have longer timeouts than other steps. Columns 8 and above are the cells of
-        `step_timings`.
+        during a reset or call, and `FIRST_STEP` during the first step of an env,
+        because these operations have longer timeouts than other steps. Columns 8 and
+        above are the cells of `step_timings`.
       flags: uint8 `[3, n]` with terminated, truncated and status. The columns after the
         rows are padding, which is zero unless an env writes outside its memory.
       plain_flags: The bytes of `flags` if no episode ended and all statuses are OK.

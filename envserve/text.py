@@ -34,7 +34,7 @@ _NUMBER: Final = re.compile(r"\d|^(nan|inf)$")
 _VERSION: Final = re.compile(r"-v\d+$")
 #: Separators between a module or namespace and the name of an env.
 _SEPARATOR: Final = re.compile(r"[:/]")
-#: Maximum number of known names for which all of them are shown.
+#: If there are at most this many known names, all of them are shown.
 _MAX_SHOWN_NAMES: Final = 5
 
 

@@ -127,7 +127,8 @@ class BatchVectorEnv(BaseVectorEnv):
         return observations
 
     def _stack(self, observation: Any, order: Array) -> Array:
-        if not isinstance(observation, np.ndarray):  # an array of dicts
+        # Tianshou expects nested observations as an array of dicts.
+        if not isinstance(observation, np.ndarray):
             space = batch_space(self.batch.observation_space, len(order))
             observation = np.array(list(iterate(space, observation)))
         return observation[order]

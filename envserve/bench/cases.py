@@ -1,4 +1,4 @@
-"""The ways to step envs: context managers that yield a `Measure` function."""
+"""The cases to compare: context managers that yield a `Measure` function."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _SYNC, _ASYNC = "gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv"
 
 REMEDIES: Final = {
     "client": "put more envs into the batch: most of this cost is per batch step",
-    "workers and wake-ups": "put more envs into each worker: each one costs a wake-up",
+    "workers and wake-ups": "use fewer workers with more envs each: wake-ups cost time",
     "server and transport": "put more envs into the batch, or run the envs in-process",
 }
 """Advice for each part of a batch step except the time of the envs."""
@@ -87,7 +87,7 @@ def _table(measured: Measurements) -> Table:
 
 
 def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
-    """Return sentences that describe where the time of a batch step goes."""
+    """Return sentences that describe which parts of a batch step take how long."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
         # Time that the bare loops need for this number of steps.

@@ -158,7 +158,9 @@ class ProbeClient:
         if (frames := self.link.receive(seconds)) is None:
             return None
         waited = time.monotonic() - self._sent_at
-        expect(waited < _MAX_WAIT_SECONDS, "an answer", f"others for {waited:.0f} s")
+        expect(
+            waited < _MAX_WAIT_SECONDS, "an answer", f"only others for {waited:.0f} s"
+        )
         message = decode(frames)
         expect(message.type >= 128, "a type from 128 on", message.type)
         is_same = message.session == self.session
@@ -169,7 +171,7 @@ class ProbeClient:
     def answer(self, *copies: Message) -> Message:
         """Return the answer to a message that was sent, or to one of its copies.
 
-        An operation may take long if PONG lists one of its blocks as running.
+        An operation may take a long time if PONG lists one of its blocks as running.
         """
         first, num_silent, num_waits = copies[0], 0, 0
         name = getattr(first.type, "name", first.type)
@@ -204,7 +206,9 @@ class ProbeClient:
         self.link.send(sent or encode(message))
         answer, names = self.answer(message), " or ".join(code.name for code in codes)
         expect(answer.type is MessageType.ERROR, f"ERROR {names}", describe(answer))
-        expect(answer.version == message.version, "its version", answer.version)
+        expect(
+            answer.version == message.version, "the request's version", answer.version
+        )
         body = ErrorBody.decode(answer.body)
         expect(body.code in codes, f"ERROR {names}", describe(answer))
         may_have_run = message.attempt or body.code is ErrorCode.LEASE_LOST
@@ -280,7 +284,9 @@ class ProbeClient:
     def read(self, answer: Message) -> ProbeResult:
         """Check the RESULT of the last operation, and return its bytes and rows."""
         expect(answer.type is MessageType.RESULT, "RESULT", describe(answer))
-        expect(answer.entries == self.last.entries, "the entries", answer.entries)
+        expect(
+            answer.entries == self.last.entries, "the request's entries", answer.entries
+        )
         expect(answer.epoch == self.epoch, f"epoch {self.epoch}", answer.epoch)
         blocks = tuple(block for block, _ in answer.entries)
         self._parts[blocks].unpack_results(answer.body, answer.payload)

@@ -48,8 +48,8 @@ class CheckResult(NamedTuple):
     """Reason for a failed or skipped rule."""
 
 
-#: Maps each rule to its check, and to whether the check runs while its client holds a
-#: lease, whose rows it must not affect.
+#: Maps each rule to its check and a flag. If the flag is True, the client of the check
+#: holds a lease, and the check must not affect the rows of the lease.
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 
@@ -114,7 +114,7 @@ def versions(c: ProbeClient) -> None:
 
 @rule("Types", with_lease=True)
 def types(c: ProbeClient) -> None:
-    """Answer unknown types with UNSUPPORTED; drop types that only servers send."""
+    """Answer unknown types with UNSUPPORTED; ignore types that only servers send."""
     c.expect_error(c.message(127), ErrorCode.UNSUPPORTED)
     for frames in ([b""], [b"x" * 99], [b"", b"", b""], [b"ENVS"]):
         c.link.send(frames)
@@ -182,7 +182,7 @@ def granted(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def attached_again(c: ProbeClient) -> None:
-    """2: Answer a copy of ATTACH identically; refuse a different one of the session."""
+    """2: Answer a copy of ATTACH identically; refuse a different ATTACH."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
     answer = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
     is_same = answer.body == c.granted or answer.type is MessageType.BUILDING
@@ -192,7 +192,7 @@ def attached_again(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def fenced(c: ProbeClient) -> None:
-    """1: Answer a wrong boot id or epoch with FENCED, unknown sessions LEASE_LOST."""
+    """1: Answer a wrong boot id or epoch with FENCED; unknown sessions: LEASE_LOST."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)
@@ -285,7 +285,7 @@ def bad_actions(c: ProbeClient) -> None:
 
 @rule("ATTACH")
 def equal_seeds(c: ProbeClient) -> None:
-    """Play equal episodes for equal seeds."""
+    """Produce equal episodes for equal seeds."""
     try:
         _ = c.subject.reference
     except SkipRule as error:
@@ -332,7 +332,8 @@ def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
     """Step until an episode ends; return its row and the next first observation.
 
     A lease with same_step provides the expected observations: in its results, an ended
-    row shows both the final observation of its episode and the first one of the next.
+    row shows both the final observation of its episode and the first observation of the
+    next one.
     """
     _ = c.subject.reference
     for client, mode in ((c.subject.client(), "same_step"), (c, autoreset)):

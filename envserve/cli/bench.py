@@ -35,7 +35,8 @@ def bench(
     from envserve.bench.command import bench as measure
     from envserve.bench.workload import Workload
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends the workers
+    # Raise KeyboardInterrupt, which also ends the workers.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers = min(num_workers, num_envs)
     import_from_here(import_, env)
     try:

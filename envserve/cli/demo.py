@@ -1,4 +1,4 @@
-"""`envserve demo`: train on two servers, and inject faults with buttons or keys."""
+"""`envserve demo`: train on two servers, and inject faults by button or keyboard."""
 
 from __future__ import annotations
 

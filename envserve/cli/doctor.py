@@ -182,7 +182,7 @@ def _port() -> _Finding:
             probe.bind(("127.0.0.1", DEFAULT_PORT))
         except OSError as error:
             remedy = (
-                "if your server does not use it, choose another: envserve start --bind"
+                "unless your server uses it, choose another port: envserve start --bind"
             )
             return _finding("port", f"{DEFAULT_PORT}: {error.strerror}", remedy)
     return _finding("port", f"{DEFAULT_PORT} is free")

@@ -46,7 +46,7 @@ def drain(
             boot = request(connection, hello, MessageType.WELCOME, seconds).boot
 
             def is_running() -> bool:
-                """Return whether the same server answers, and not another or none."""
+                """Return whether the same server still answers."""
                 with contextlib.suppress(ConnectError):
                     answer = request(connection, hello, MessageType.WELCOME, seconds)
                     return answer.boot == boot
@@ -54,7 +54,7 @@ def drain(
 
             try:
                 request(connection, drain, MessageType.DRAIN, seconds)
-            except ConnectError:  # the server may have exited before it had answered
+            except ConnectError:  # the server may have exited before it answered
                 if is_running():
                     raise
             else:

@@ -20,14 +20,14 @@ def join(
     replace: bool = False,
     home: Home = None,
 ) -> None:
-    """Register this client with a server, with the invitation printed on its host.
+    """Use an invitation from a server's operator to register this client.
 
     Reads the invitation from the terminal without echo, or from stdin.
 
     Args:
       timeout: Seconds to wait for the server's answer.
-      replace: Replace the keys of other servers that are recorded for the addresses of
-        the invitation, if the server was set up again.
+      replace: Replace the keys that are recorded for the invitation's addresses, for
+        example after the server was set up again.
     """
     with key_errors():
         if line:

@@ -80,7 +80,7 @@ def new(
     *,
     home: Home = None,
 ) -> None:
-    """Replace your server or client key; clients or servers must accept the new one.
+    """Replace your server key or client key; the other side must accept the new key.
 
     Args:
       role: Key to replace: server or client.
@@ -104,7 +104,7 @@ def new(
 
 @contextlib.contextmanager
 def key_errors() -> Iterator[None]:
-    """Print an error and exit: with 1 if a server caused it, otherwise with 2."""
+    """Print errors and exit, with code 1 if a server caused the error, otherwise 2."""
     try:
         yield
     except EnvserveError as error:

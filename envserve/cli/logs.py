@@ -34,7 +34,7 @@ class TextLines(logging.Formatter):
 
     Control characters are escaped. A message is one line, with "\n" for a newline,
     unless the record has the attribute `is_multiline`. Further lines are indented, so
-    that they cannot be taken for a record.
+    that they cannot be mistaken for a record.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -153,7 +153,7 @@ class _BackgroundStream:
 def nonblocking_output() -> Iterator[None]:
     """Replace stdout and stderr with streams that never block.
 
-    A stream that is redirected to a file is left as it is. At the end, the remaining
+    Streams that are redirected to files are not replaced. At the end, the remaining
     output is written, for at most a second. The process must not fork inside the
     context.
     """
@@ -172,5 +172,5 @@ def nonblocking_output() -> Iterator[None]:
 def _can_block(stream: TextIO) -> bool:
     try:
         return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):  # closed, or not a file of the system
+    except (OSError, ValueError):  # the stream is closed, or has no descriptor
         return False

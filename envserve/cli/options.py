@@ -92,7 +92,7 @@ Timeout = Annotated[Seconds, Option("Seconds to wait for a server's answer.")]
 
 
 def address_of(reference: str) -> str:
-    """Return the first address that a word resolves to; exit if there is none."""
+    """Return the first address that a reference resolves to; exit if there is none."""
     from envserve.client.link.discovery import resolve
 
     try:
@@ -102,7 +102,7 @@ def address_of(reference: str) -> str:
 
 
 def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Find modules in the working directory too; exit if other users can write to it.
+    """Allow imports from the working directory; exit if other users can write to it.
 
     Args:
       modules: Values of --import.
@@ -119,10 +119,11 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
 
     Args:
       references: Modules and files; see `import_from_here`.
-      always: Whether to add it even if all modules are found elsewhere.
+      always: Whether to add the directory even if all modules are found elsewhere.
 
     Raises:
-      EnvStartError: Others can write to it, and a module is not found elsewhere.
+      EnvStartError: Others can write to the directory, and a module is not found
+        elsewhere.
     """
     modules = [reference.partition(":")[0] for reference in references]
     missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]

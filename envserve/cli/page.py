@@ -68,14 +68,15 @@ def page(
 def _wait_for_parent(feed: DataFeed) -> None:
     """Wait until stdin is closed, which also happens if the parent process is killed.
 
-    If it has written that it is finished, wait until no browser shows the page, too.
+    If the parent has written to stdin, it has finished; then also wait until no browser
+    shows the page.
     """
     if sys.stdin.read() and feed.subscribers:
         feed.finish_run()
         seconds = f"up to {_VIEWING_SECONDS} s"
         print(f"The page stays open for {seconds}; Ctrl-C closes it.", flush=True)
         for _ in range(_VIEWING_SECONDS):
-            time.sleep(1.0)  # a browser that reloads the page reconnects within this
+            time.sleep(1.0)  # a browser that reloads the page reconnects in time
             if not feed.subscribers:
                 return
 

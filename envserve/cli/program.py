@@ -66,7 +66,8 @@ class Option:
     signature and the docstring; only the attributes up to `values` may be set there.
 
     Attributes:
-      help: Help text if the docstring has none; a parameter without one is hidden.
+      help: Help text if the docstring has none; a parameter without help text is
+        hidden.
       flag: Long option; by default, `--` and the name. Empty for an argument.
       metavar: Placeholder of the value; by default its type, or the argument's name.
       panel: Heading under which the help lists the option.
@@ -364,7 +365,8 @@ def _given_options(
 ) -> Iterator[tuple[Option, Any, str]]:
     """Yield the options that any source sets, with their values before conversion.
 
-    The third item is the start of errors about the value; "" for the command line.
+    The third item is a prefix that names the source in errors about the value; "" for
+    the command line.
 
     Args:
       parser: Parser of the command.
@@ -535,7 +537,7 @@ class Program:
         return parser
 
     def _completions(self, line: str) -> list[str]:
-        """Return the possible completions of the last word of a line."""
+        """Return the possible completions of a line's last word."""
         *words, last = re.split(" +", line)[1:]
         found = {*_PROGRAM_OPTIONS} if not words else set()
         for name in self.names:

@@ -36,7 +36,7 @@ from envserve.errors import (
 )
 from envserve.settings import HostSettings
 
-#: Flags of the fields whose flag is not named after the field.
+#: Flags that are not named after their field.
 _FLAGS: Final = {
     "num_workers": "--workers",
     "env_names": "--env",
@@ -52,7 +52,7 @@ _FLAGS: Final = {
 }
 #: Fields by help heading; the help lists all other fields under "Limits".
 _PANELS: Final[Mapping[str, Container[str]]] = {
-    "What is offered": (
+    "Offered envs": (
         *("env_names", "vector_envs", "import_modules", "preload"),
         *("exposed", "allowed_kwargs"),
     ),
@@ -90,7 +90,7 @@ _ON_RAY: Final = Option(panel="On Ray")
 def start(
     env: Annotated[list[str] | None, Option(values=env_names)] = None,
     *,
-    reload: Annotated[bool, Option(panel="What is offered")] = False,
+    reload: Annotated[bool, Option(panel="Offered envs")] = False,
     fields: Annotated[dict[str, Any], Fields(HostSettings, _describe_option)],
     address_file: Annotated[Path | None, _ADDRESS_FILE] = None,
     log_level: LogLevel = "info",
@@ -102,7 +102,7 @@ def start(
     config: Annotated[Path | None, Option(metavar="FILE.toml")] = None,
     given: GivenOptions,
 ) -> int:
-    """Serve envs until SIGINT (stop at once) or SIGTERM (let running episodes end).
+    """Serve envs until SIGINT (stop immediately) or SIGTERM (let running episodes end).
 
     Args:
       env: Env to offer: a registered name, FILE.py:CLASS or MODULE:NAME, or FILE.py for
@@ -187,7 +187,7 @@ def _serve(
             flush=True,
         )
 
-    # Not earlier, because --reload forks this process.
+    # Started only here, because --reload forks this process before.
     with nonblocking_output():
         try:
             asyncio.run(serve(host, on_ready))

@@ -29,8 +29,8 @@ def show_error(error: Exception | str) -> None:
 
     Args:
       error: Exception or text. If an exception contains a traceback from a worker, only
-        its last line and the place are printed, because the log contains the whole
-        traceback.
+        its last line and the source location are printed, because the log contains the
+        whole traceback.
     """
     text = str(error)
     if traceback := str(getattr(error, "remote_traceback", "")).strip():
@@ -51,11 +51,11 @@ def show_error(error: Exception | str) -> None:
 def prepare_streams() -> None:
     """Make stdout and stderr writable, even if they are closed or not UTF-8."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent process
+        if getattr(sys, name) is None:  # the parent process has closed the stream
             null = os.open(os.devnull, os.O_WRONLY)
             setattr(sys, name, os.fdopen(null, "w", closefd=False))
         stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):  # print "?" if a character is not encodable
+        if hasattr(stream, "reconfigure"):  # print "?" if a character cannot be encoded
             stream.reconfigure(errors="replace")
 
 

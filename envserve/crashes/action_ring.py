@@ -5,11 +5,11 @@ random generator before a reset. Repeating the actions since then leads to the e
 present state. Each row has a record of its start point, and the pool has a ring with
 the actions of the last steps.
 
-Each row has a step count. A record stores the count at each of its events, which
-locates the actions since the start point in the ring, so recording a step costs only a
-copy of its actions. Reading the state of a generator takes longer, so an autoreset
-keeps the start point (`reuse_start`) until an eighth of the ring has been written since
-then.
+Each row has a step count. A record stores the count at each event, such as a reset.
+These counts locate the actions since the start point in the ring, so recording a step
+costs only a copy of its actions. Reading the state of a generator takes longer, so an
+autoreset keeps the start point (`reuse_start`) until an eighth of the ring has been
+written since then.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class ActionHistory:
 class ActionRing:
     """The rings and records of all rows of a pool.
 
-    A row's worker writes its ring and record. Other processes read them only while this
-    worker is idle or dead.
+    The worker of a row writes the row's ring and record. Other processes read both only
+    while this worker is idle or dead.
 
     Attributes:
       num_steps: Number of steps kept per row; 0 if actions are too large.
@@ -124,7 +124,7 @@ class ActionRing:
           start: First row of the block.
           stop: Row after the last.
         """
-        count = self.counts[start]  # of all rows of the block
+        count = self.counts[start]  # the rows of a block have equal counts
         if self.num_steps:
             slot = count % self.num_steps
             for ring, array in zip(self._rings, actions, strict=True):
@@ -265,12 +265,12 @@ class RowRecord:
         _, _, _, seed, seeded_at, generator_at, state, *_ = other._present.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
-        if self._options[1] == count:  # options of the other env's reset
+        if self._options[1] == count:  # the options of the other env's reset
             self._options = (0, _BEFORE_LAST_RESET)
         self._write(incarnation, count, None if generator_at < 0 else state)
 
     def mark_touched(self) -> None:
-        """Record that the env was changed other than by actions."""
+        """Record that the env was changed by something other than actions."""
         self._is_touched = 1
         self._present["is_touched"] = 1
 

@@ -1,4 +1,4 @@
-"""A folder of repro files with limited size.
+"""A folder of limited size for repro files.
 
 Files are private to the user and written atomically. To make room for new files, the
 oldest file of the owner that uses the most space is deleted, so that one client's
@@ -26,7 +26,7 @@ SUFFIX: Final = ".repro"
 _PART: Final = f"{SUFFIX}.part"
 _MAX_FILES: Final = 50
 _MAX_BYTES: Final = 64 << 20
-#: Minimum time between two files, because thousands of envs may crash at once.
+#: Minimum time between two files, because thousands of envs may crash at the same time.
 _INTERVAL_SECONDS: Final = 1.0
 
 
@@ -42,8 +42,9 @@ class CrashFolder:
         """Set the folder, without creating it.
 
         Args:
-          folder: The folder, created if necessary. None: `default_folder`, which must
-            belong to this user and be inaccessible to others.
+          folder: The folder, which is created when it is first needed. None:
+            `default_folder`, which must belong to this user and be inaccessible to
+            others.
           owner: Owner of the envs; a digest of it is part of the file names.
         """
         self._owner = hashlib.sha256(owner.encode()).hexdigest()[:8]
@@ -105,7 +106,8 @@ class CrashFolder:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder:
             return folder
-        # Another user may have created it, because all users can write to its parent.
+        # Another user may have created the folder, because all users can write to its
+        # parent.
         stat_result = os.lstat(folder)
         if (
             not stat.S_ISDIR(stat_result.st_mode)

@@ -1,4 +1,4 @@
-"""The content of repro files: an env, the history of the env, and how it failed.
+"""The content of repro files: an env, its history, and its failure.
 
 A file is one value in `codec`'s encoding, so reading it never executes code. Its
 content is checked before it is used, because a file may come from another person.

@@ -99,7 +99,7 @@ class _Row:
         return self.find_incarnation(observation) and is_idle and truncated and is_last
 
     def _is_current(self, shown: bytes) -> bool:
-        """Return whether this is the last observation or follows the pending action."""
+        """Return whether this is the observation before or after the pending action."""
         return shown == self._last or shown == self._step_twin(self._pending)[0]
 
     def _step_twin(self, action: Any) -> _Step:

@@ -48,8 +48,9 @@ class Demo:
 
     Attributes:
       servers: The servers of the envs, in row order; each has an equal number of rows.
-      controls: Actions of the user by name: a label, and a function that acts and
-        returns a sentence. A fault's function waits for recovery.
+      controls: User actions by name: a label, and a function that performs the action
+        and returns a message. If the action is a fault, the function waits for
+        recovery.
       num_faults: Number of faults injected so far.
       row: The metrics in the last line of `metrics.jsonl`.
       has_ended: Set when the thread has ended or must end.

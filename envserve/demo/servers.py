@@ -96,7 +96,7 @@ class DemoServer:
 
 
 def _exit_with_parent() -> None:
-    os.read(0, 1)  # nothing is written to stdin: this returns once the demo has ended
+    os.read(0, 1)  # blocks until the demo ends, because nothing is written to stdin
     os._exit(1)  # the template process then ends the workers
 
 

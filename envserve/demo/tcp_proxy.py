@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a demo server, which can cut the network."""
+"""A TCP proxy in front of a demo server, which can simulate a network outage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TcpProxy:
                 ).start()
 
     def _connect(self, client: socket.socket) -> None:
-        with client, contextlib.suppress(ConnectionRefusedError):  # the server restarts
+        with client, contextlib.suppress(ConnectionRefusedError):  # the server is down
             self._is_connected.wait()
             with socket.create_connection((_HOST, self.port)) as server:
                 for end in (client, server):

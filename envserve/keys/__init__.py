@@ -1,1 +1,1 @@
-"""Keys of clients and servers, and the files that contain them. No networking."""
+"""The cryptographic keys of clients and servers, and the files that store them."""

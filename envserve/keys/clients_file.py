@@ -42,8 +42,8 @@ class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      run_refresh: Calls the function that reads a changed file, at once by default. A
-        server calls it in a thread and uses the old contents meanwhile.
+      run_refresh: Calls the function that reads a changed file, immediately by default.
+        A server sets it to read in a thread, and uses the old contents meanwhile.
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
@@ -59,7 +59,7 @@ class ClientsFile:
         # Replaced as a whole, because another thread may read the file.
         self._contents = _Contents([], {}, {})
         self._file_state: tuple[object, ...] = ()
-        self._retry_at = math.inf  # unless the last attempt to read the file failed
+        self._retry_at = math.inf  # finite after a failed attempt to read the file
         self._last_error = ""
         self._is_refreshing = False
         self._lock = threading.Lock()  # held while the file is read

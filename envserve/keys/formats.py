@@ -1,7 +1,7 @@
 """Keys as text: a prefix that identifies the kind of key, then base64url.
 
-Keys need no quoting in a shell. The prefix reveals a secret that is in the wrong place,
-so that errors do not repeat it.
+Keys need no quoting in a shell. The prefix identifies a secret that is in the wrong
+place, so that error messages do not repeat the secret.
 """
 
 from __future__ import annotations

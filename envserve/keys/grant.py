@@ -98,18 +98,18 @@ def parse_words(words: Sequence[str]) -> Grant:
     prefix = formats.INVITATION if is_invitation else formats.PUBLIC
     values: dict[str, Any] = {"name": name, "public": formats.decode(prefix, key)}
     if name in _RESERVED_NAMES or name.startswith("envserve-"):
-        raise CodecError("expected another name: not local, not server, and not a key")
+        raise CodecError("expected another name than local, server or a key")
     for option in options:
         keyword, _, value = option.partition("=")
         if keyword not in _FIELDS_BY_OPTION or not value or re.search(r"[\s#]", value):
             raise CodecError(
-                f"expected options of {', '.join(sorted(_FIELDS_BY_OPTION))}, each "
-                f"as OPTION=VALUE without spaces or #; got "
-                f"{keyword.partition('.')[0]!r:.40}"
+                f"unknown option or invalid value: {keyword.partition('.')[0]!r:.40}; "
+                f"expected OPTION=VALUE without spaces or #, with an OPTION of: "
+                f"{', '.join(sorted(_FIELDS_BY_OPTION))}"
             )
         values[_FIELDS_BY_OPTION[keyword].name] = _convert_option(keyword, value)
     if is_invitation != ("until" in values):
-        raise CodecError("expected until= with an invitation, and only there")
+        raise CodecError("expected until= for an invitation, and only for one")
     return Grant(**values | {"name": _convert_option("name", name)})
 
 
@@ -132,11 +132,12 @@ def _convert_option(option: str, text: str) -> Any:
             check_ranges(value)
         return value
     except ValueError as error:
-        # Drop the parts of msgspec's message that do not apply to a line of text.
+        # Remove the parts of msgspec's message that do not apply to a line of text.
         expected = re.sub(r"[,;] got .*| or None| - at .*", "", str(error))
         if option == "name":
             expected = (
-                "expected up to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
+                "expected up to 64 characters of A-Z a-z 0-9 . _ -, beginning with a "
+                "letter or digit"
             )
         safe_text = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)  # never show a secret
         raise CodecError(f"{option}: {expected}; got {safe_text!r:.200}") from None

@@ -195,10 +195,10 @@ class KeyFolder:
                 raise KeyFileError(
                     f"{address}: the key of another server "
                     f"({formats.fingerprint(pinned)}) is recorded for this address in "
-                    f"{display_path(self.path / 'servers')}; expected that of the "
-                    f"invitation ({formats.fingerprint(public)}). Nothing was changed, "
-                    f"and the invitation is still valid. If the server was set up "
-                    f"again, run: envserve join --replace"
+                    f"{display_path(self.path / 'servers')}; expected the key in "
+                    f"the invitation ({formats.fingerprint(public)}). Nothing was "
+                    f"changed, and the invitation is still valid. If the server was "
+                    f"set up again, run: envserve join --replace"
                 )
 
     def add_pin(

@@ -1,4 +1,4 @@
-"""Files that only their user can read, and that are replaced atomically."""
+"""Reads and atomically replaces files that only their owner can access."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def read_private(path: Path, remedy: str = "") -> str | None:
     Args:
       path: The file. The file and its folder must belong to this user, and other users
         must not have access to them.
-      remedy: Advice for errors, after chmod, if other users can read the file.
+      remedy: Advice to append to the error, after the chmod command, if other users can
+        read the file.
 
     Raises:
       KeyFileError: Other users own the file or folder or can read it, or the file
@@ -128,7 +129,7 @@ def write_private(path: Path, text: str) -> None:
     Raises:
       KeyFileError: The file cannot be written; the old file is kept.
     """
-    import tempfile  # imported lazily: a health probe does not need it
+    import tempfile  # imported here because health probes do not need it
 
     with _as_key_file_error(path, "written"), contextlib.ExitStack() as cleaning:
         fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600

@@ -50,7 +50,7 @@ class LocalStatusServer:
     """
 
     def __init__(self, batch: BatchEnv) -> None:
-        """Start the thread. It reports only local lanes; servers report their own."""
+        """Start the thread, which reports only the local lanes of the batch."""
         self._pools = [lane for lane in batch.lanes if isinstance(lane, Pool)]
         self._replies = ReplyBuilder(secrets.randbits(63) | 1, shows_paths=True)
         self._started_at, self._commit = time.monotonic(), build_commit()

@@ -26,7 +26,7 @@ from envserve.text import install_command
 _LOGGER: Final = logging.getLogger(__name__)
 _TIMEOUT_SECONDS: Final = 1.0
 _SHUTDOWN_POLL_SECONDS: Final = 0.05
-#: The pause after a response, as a multiple of the CPU time that it took.
+#: The pause after a response, as a multiple of the CPU time that the response took.
 _PAUSE_FACTOR: Final = 9
 _MAX_HEAD_BYTES: Final = 8192
 
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: MetricsPort
 
     def setup(self) -> None:
-        """Receive the whole request by a deadline: socket timeouts apply per `recv`."""
+        """Receive the request before a deadline; socket timeouts apply per `recv`."""
         super().setup()
         head, deadline = b"", time.monotonic() + _TIMEOUT_SECONDS
         while b"\r\n\r\n" not in head and len(head) < _MAX_HEAD_BYTES:

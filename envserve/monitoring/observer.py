@@ -47,15 +47,15 @@ class Observer:
         timeout_seconds: float = 2.0,
         after: Sequence[int] = (),
     ) -> list[RenderedFrame]:
-        """Return the frames rendered so far, and keep rendering enabled for 3 s.
+        """Return the latest frame of each row, and keep rendering enabled for 3 s.
 
         Args:
           lease: Number of the lease, from `LeaseStatus`.
           rows: Rows of the lease, at most 64.
           width: Width of the frames in pixels.
           timeout_seconds: Maximum time to wait for the answer.
-          after: Serial of the last received frame of each row; only newer frames are
-            returned. Empty to receive all.
+          after: Serial number of the last frame received for each row; only newer
+            frames are returned. By default, all latest frames are returned.
 
         Raises:
           LeaseLost: There is no such lease, or it belongs to another user.

@@ -34,11 +34,12 @@ class MonitoredServer:
     Attributes:
       address: Address of the server.
       name: The address without `tcp://`.
-      status: The answer to the last poll, None if there was none. If the server is too
+      status: The answer to the last poll; None if there was none. If the server is too
         old for STATUS, its `version` is empty and only the fields that WELCOME also has
         are set.
       error: The reason why the last poll got no answer; empty otherwise.
-      is_resolved: Whether the address could be resolved; if not, it is not polled.
+      is_resolved: Whether the address could be resolved; if not, the server is not
+        polled.
     """
 
     def __init__(self, address: str, insecure: bool, error: str = "") -> None:
@@ -100,7 +101,7 @@ class MonitoredServer:
 
 
 def _readable(value: Any, key: str = "") -> Any:
-    """Return a value with named tuple items, and long fields of maps at the end."""
+    """Return a value with dicts instead of tuples, and nested fields at the end."""
     if isinstance(value, Mapping):
         items = ((name, _readable(part, name)) for name, part in value.items())
         return dict(sorted(items, key=lambda item: isinstance(item[1], dict | list)))

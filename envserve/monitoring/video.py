@@ -47,7 +47,7 @@ def find_ffmpeg() -> str:
 
 
 class VideoWriter:
-    """Writes one video; a context manager. An exception in its body removes the file.
+    """Context manager that writes one video; an exception in its body removes the file.
 
     Attributes:
       frames_per_second: Frame rate of the video; fixed once the first frame is added.
@@ -94,7 +94,7 @@ class VideoWriter:
         """Append a frame, uint8 `[height, width, 3]`.
 
         Raises:
-          VideoError: The frame's shape differs from that of the first one, or ffmpeg
+          VideoError: The frame's shape differs from the first frame's, or ffmpeg
             failed.
         """
         if self._process is None:
@@ -103,7 +103,7 @@ class VideoWriter:
         if frame.shape != self._shape:
             raise VideoError(
                 f"{self._path}: expected a frame of shape {self._shape}, as before; "
-                f"got {frame.shape}; make the env render all frames at one size"
+                f"got {frame.shape}; make the env render all frames at the same size"
             )
         assert self._process.stdin is not None
         try:

@@ -131,7 +131,7 @@ class Access:
     def forget_revoked(self) -> None:
         """Forget revoked users, so that they can connect with new keys.
 
-        Call it once their sessions have ended and their connections are closed.
+        Call this once their sessions have ended and their connections are closed.
         """
         self._admitted -= self._revoked
         self._revoked.clear()
@@ -162,7 +162,7 @@ def _try_unknown_key(address: str, server_public: bytes) -> str:
     )
     try:
         socket.connect(address)
-        with suppress(zmq.Again):  # the key may be refused already
+        with suppress(zmq.Again):  # the key may already have been refused
             socket.send(b"?", zmq.NOBLOCK)
         if not monitor.poll(int(1000 * _SELF_TEST_SECONDS)):
             return f"there was no answer within {_SELF_TEST_SECONDS:g} s"

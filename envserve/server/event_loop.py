@@ -1,8 +1,8 @@
 """The server's event loop, which connects a Router, a ServerSession and the pools.
 
 All code of this module runs in the thread of one asyncio loop, and no call blocks. The
-loop calls back on three events: messages have arrived (`_on_messages`), a pool has an
-event or its deadline has passed (`_on_pool_event`), or a lease expires
+loop runs a callback on three events: messages have arrived (`_on_messages`), a pool has
+an event or its deadline has passed (`_on_pool_event`), or a lease expires
 (`_expire_leases`). Each event is passed to the session, which does no I/O and returns
 decisions. `_carry_out` carries out each decision before the next callback runs; a
 decision can lead to others, which are appended to the same queue.
@@ -67,7 +67,7 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Time limit in seconds for the workers of an ended lease to exit while serving.
+#: Seconds for the workers of an ended lease to exit, unless the server is stopping.
 _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
@@ -79,7 +79,7 @@ class ServerLoop:
 
     Attributes:
       pools: The leases' pools, by session.
-      counters: Counts since the server started.
+      counters: Counts of messages, bytes and failures since the server started.
       dropped_replies: Number of replies that could not be sent.
       status: Summary of all counts, for STATUS requests and for metrics.
     """
@@ -148,9 +148,10 @@ class ServerLoop:
     async def stop(self, timeout_seconds: float, reason: str = "") -> None:
         """End all sessions and their workers, and notify the clients.
 
-        The socket must stay open until the clients have acknowledged, because messages
-        that a client has received but not read are lost with its connection
-        (see the decision "A stopping server waits for its clients' acknowledgement").
+        The socket must stay open until the clients have acknowledged the end of their
+        sessions, because messages that a client has received but not read are lost with
+        its connection (see the decision "A stopping server waits for its clients'
+        acknowledgement").
 
         Args:
           timeout_seconds: Time limit; workers are killed after half of it.
@@ -160,7 +161,7 @@ class ServerLoop:
         self._is_stopping = True
         self._close_seconds = timeout_seconds / 2
         self._carry_out(self._session.stop(reason))
-        for leased in self.pools.values():  # including those already closing
+        for leased in self.pools.values():  # including pools that are already closing
             leased.begin_close(self._close_seconds)
         self._schedule_read()
         try:
@@ -178,7 +179,7 @@ class ServerLoop:
                     handle.cancel()
             for leased in self.pools.values():
                 leased.release()
-            if self.dropped_replies:  # clients that exit cause some
+            if self.dropped_replies:  # normal when clients exit
                 text = "replies to clients that had disconnected or read too slowly: %d"
                 _LOGGER.info(text, self.dropped_replies)
             for number, text in (
@@ -282,7 +283,7 @@ class ServerLoop:
     # Decisions.
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Carry out decisions, and those that follow from them."""
+        """Carry out decisions, and the decisions that follow from them."""
         queue = deque(decisions)
         while queue:
             decision = queue.popleft()
@@ -332,8 +333,8 @@ class ServerLoop:
                 body = result.encode()
             else:
                 assert self._access is not None, "a session without keys refuses JOIN"
-                # The event's address is that of the message, because several clients
-                # may be connected with the same invitation.
+                # Record the address that sent this message, because several clients may
+                # be connected with the same invitation.
                 address = self._router.sockets.by_number[request.peer[0]].sender_address
                 name, body = self._access.enrol(user, decision.public_key), b""
                 self._audit(Audit("joined", name, address=address))
@@ -400,7 +401,7 @@ class ServerLoop:
             return ()
         except EnvserveError as error:
             return self._session.pool_failed(session, error)
-        except OSError as error:  # out of descriptors, processes or memory
+        except OSError as error:  # no descriptors, processes or memory are left
             failure = EnvStartError(
                 f"cannot start workers now: {error}; end other sessions, or raise "
                 f"the server's limits (ulimit -n, ulimit -u)"

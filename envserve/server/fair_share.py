@@ -71,7 +71,7 @@ class FairShare:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._billed_time: defaultdict[str, float] = defaultdict(float)
         self._unread: defaultdict[str, float] = defaultdict(float)
-        # Dropped messages and bytes by user, as a fraction of a flood.
+        # Dropped messages and bytes by user, as a fraction of the limits of a flood.
         self._dropped: defaultdict[str, float] = defaultdict(float)
         self._updated_at = 0.0
         # Time since which every turn has ended with unread messages.
@@ -134,7 +134,7 @@ class FairShare:
         return now >= self._turn_ends_at
 
     def end_turn(self, is_drained: bool) -> float:
-        """End a turn, and update `throttled` and `flooder` if an update is due.
+        """End a turn; update `throttled` and `flooder` every `_UPDATE_SECONDS`.
 
         Args:
           is_drained: Whether no messages are left unread.

@@ -18,7 +18,8 @@ from envserve.slab import Status
 from envserve.wire.status import Histogram, ServerStatus
 
 _STATUSES: Final = tuple(s.name for s in Status if s <= Status.TIMEOUT)
-#: Label of each field that counts by key, and the keys that are always reported.
+#: For each field that is a dict of counts: the metric's label, and the values of the
+#: label that are always reported.
 _LABELLED_FIELDS: Final = {
     "rows": ("status", _STATUSES),
     "faults": ("kind", _STATUSES[1:]),
@@ -53,7 +54,7 @@ _METRICS: Final = {
     "starting": ("is_starting", "1 while workers cannot be started yet."),
     "draining": ("is_draining", "1 while no new leases are granted."),
 }
-#: Help text by metric, for socket counts, which `ServerStatus` does not contain.
+#: Help text of each metric about connections, which `ServerStatus` does not contain.
 _CONNECTION_METRICS: Final = {
     "refused_keys_total": "Connections rejected because of their key.",
     "reopened_total": "Number of times that all connections were closed.",

@@ -18,13 +18,13 @@ from envserve.wire.message import Buffer, Peer
 from envserve.wire.sockets import NOBLOCK, Frames
 
 _MORE: Final = NOBLOCK | int(zmq.SNDMORE)
-#: Maximum number of discarded frames of one message; beyond it, all connections are
-#: closed, because other clients' messages cannot be received in the meantime.
+#: Maximum number of discarded frames of one message; after that, all connections are
+#: closed, because discarding delays the messages of other clients.
 _MAX_DISCARDED: Final = 50_000
 
 
 class Router:
-    """Reads from a server's sockets in turn, and sends over the peer's socket."""
+    """Reads from a server's sockets in turn; sends messages over the peer's socket."""
 
     def __init__(self, sockets: ServerSockets, budget: SendBudget) -> None:
         self.sockets = sockets
@@ -50,7 +50,7 @@ class Router:
         """Pass a message to ZeroMQ.
 
         Returns:
-          Whether ZeroMQ accepted it; False if the peer is gone or too slow.
+          Whether ZeroMQ accepted the message; False if the peer is gone or too slow.
         """
         number, route, _ = peer
         socket = self.sockets.by_number.get(number)

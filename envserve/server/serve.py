@@ -45,8 +45,8 @@ _NO_KEYS_WARNING_SECONDS: Final = 60.0
 _REVOCATION_NOTICE_SECONDS: Final = 0.25
 #: Maximum number of copies of one reply in memory before it is sent.
 _MAX_REPLY_COPIES: Final = 4
-#: Maximum number of descriptors to reserve for workers; the limit is a quarter of all
-#: descriptors if that is less.
+#: Maximum number of file descriptors to reserve for workers; never more than a quarter
+#: of all descriptors are reserved.
 _MAX_RESERVED_DESCRIPTORS: Final = 1024
 _PR_SET_DUMPABLE: Final = 4
 #: Seconds for `stop` after a drain that was cut short: the process should exit within a
@@ -87,7 +87,8 @@ async def serve(
             )
         notifier = Notifier(loop)
         stack.callback(notifier.close)
-        # Started early, so that its imports run in parallel with those below.
+        # Start the launcher early, so that its imports run in parallel with the code
+        # below.
         launcher = Launcher(
             config.import_modules,
             (config.env_names or ()) if config.preload else None,
@@ -157,8 +158,8 @@ def _registry_of(config: HostSettings) -> Registry:
 def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
     """Return the maximum memory growth caused by buffers, in bytes.
 
-    The maximum is the setting plus legitimate growth: copies of replies, some of them
-    encrypted, and cached results.
+    The maximum is `max_buffered_mib` plus legitimate growth: copies of replies, some of
+    them encrypted, and cached results.
     """
     leases = [record.lease for record in session.leases.values() if record.lease]
     replies = sum(_MAX_REPLY_COPIES * lease.max_result_bytes for lease in leases)
@@ -222,7 +223,7 @@ def _ignore_event(event: Audit) -> None:
 
 
 def _connection_counts(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
-    """Return the numbers of refused keys and of closures of all connections."""
+    """Return how many keys were refused, and how often all connections were closed."""
     refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
     return {"refused_keys_total": refused, "reopened_total": sockets.num_reopened}
 

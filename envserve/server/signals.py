@@ -29,7 +29,7 @@ class ShutdownSignals:
         return self
 
     def install(self) -> None:
-        """Install the handlers, also a second time if they have been replaced."""
+        """Install the handlers, again if other code has replaced them."""
         self._loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))

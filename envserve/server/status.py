@@ -1,7 +1,8 @@
 """Sums up the counts of a server, for STATUS requests and for Prometheus.
 
 The totals are computed at most ten times a second. Each user gets a separate report,
-because users may only see their own leases; it is cached until the next totals.
+because users may only see their own leases. The report is cached until the totals are
+computed again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from envserve.settings import HostSettings
 from envserve.wire.handshake import Welcome
 from envserve.wire.status import ServerStatus
 
-#: Minimum seconds between two computations.
+#: Minimum seconds between two computations of the totals.
 _REFRESH_SECONDS: Final = 0.1
 #: Maximum seconds that a metrics scrape waits for the server's event loop.
 _METRICS_TIMEOUT_SECONDS: Final = 5.0
@@ -103,7 +104,7 @@ class StatusReporter:
             self._refresh(now := self._loop.time())
             return self._status_for("local", now)
 
-        def get_status() -> ServerStatus:  # in the thread of the metrics port
+        def get_status() -> ServerStatus:  # runs in the metrics port's thread
             future = asyncio.run_coroutine_threadsafe(compute(), self._loop)
             return future.result(_METRICS_TIMEOUT_SECONDS)
 

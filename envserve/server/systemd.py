@@ -59,7 +59,7 @@ class Notifier:
     def _send(self, text: str) -> None:
         if not self._address:
             return
-        try:  # creating the socket also fails if no descriptor is free
+        try:  # `socket.socket` raises OSError if no descriptor is free
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
                 datagrams.setblocking(False)
                 datagrams.sendto(text.encode(), self._address)

@@ -44,10 +44,10 @@ PING after a second without a message. It considers the server unreachable after
 seconds of silence, and lost after a minute. The server remembers how a session ended,
 so that a delayed message does not revive it.
 
-The sections below define the states of clients, leases and blocks, and the legal moves.
-Only `StateMachine.move` and, for the blocks of a lease, `Lease._move` change states. A
-client's blocks have no state machine: each is idle, in flight, or ended but not yet
-collected, see `ClientBlocks`.
+The sections below define the states of clients, leases and blocks, and the allowed
+transitions. Only `StateMachine.move` and, for the blocks of a lease, `Lease._move`
+change states. A client's blocks have no state machine: each is idle, in flight, or
+ended but not yet collected, see `ClientBlocks`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _Moves = Mapping[enum.Enum, Collection[enum.Enum]]
 
 
 class StateMachine(Generic[State]):
-    """A state machine that rejects illegal moves.
+    """A state machine that rejects transitions that are not allowed.
 
     Attributes:
       state: The current state, which only `move` changes.
@@ -75,13 +75,13 @@ class StateMachine(Generic[State]):
         self.state = start
 
     def move(self, state: State) -> None:
-        """Change the state; raise LocalProtocolError if the move is not legal."""
+        """Change the state; raise LocalProtocolError if that is not allowed."""
         moves = _MOVES[self.state]
         if state not in moves:
             legal = ", ".join(item.name for item in moves) or "none"
             raise LocalProtocolError(
-                f"{type(state).__name__}: expected a move from {self.state.name} to "
-                f"one of: {legal}; got {state.name}"
+                f"{type(state).__name__}: expected a transition from "
+                f"{self.state.name} to one of: {legal}; got {state.name}"
             )
         self.state = state
 
@@ -183,7 +183,7 @@ _MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_LEASE_MOVES}
 # Server side of a block.
 
 
-class BlockState(enum.IntEnum):  # hashed at every step, and hashing an int is faster
+class BlockState(enum.IntEnum):  # hashes faster than an Enum
     """State of a block's latest request."""
 
     IDLE = 0
@@ -196,7 +196,7 @@ class BlockState(enum.IntEnum):  # hashed at every step, and hashing an int is f
     """The rows contain the reply, until the next request."""
 
 
-#: Legal moves of blocks; `Lease._move` applies them to several blocks at once.
+#: Allowed transitions of blocks, which `Lease._move` checks.
 BLOCK_MOVES: Final[_Moves] = {
     BlockState.IDLE: (BlockState.RUNNING,),
     BlockState.RUNNING: (BlockState.ABSENT, BlockState.DONE),

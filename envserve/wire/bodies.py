@@ -87,7 +87,7 @@ def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> byte
         codec.check(body, max_values)
     except codec.CodecError as error:
         raise codec.CodecError(
-            f"{part}: {error}; send many numbers as one array"
+            f"{part}: {error}; send many numbers as one NumPy array"
         ) from None
     return body
 
@@ -219,7 +219,7 @@ class Pong(Body, frozen=True, kw_only=True):
 class Drain(Body, frozen=True, kw_only=True):
     """The server grants no more leases, and is about to stop (DRAIN).
 
-    A lease ends earlier, once each of its rows has completed an episode.
+    A lease ends before that if each of its rows has completed an episode.
 
     Attributes:
       grace_ms: Time until the server stops.
@@ -233,7 +233,7 @@ _Seeds = Annotated[tuple[U63 | None, ...], Meta(max_length=1 << 16)]
 
 
 class ResetBody(Body, frozen=True, kw_only=True):
-    """Rows of each listed block to reset, and their seeds (RESET).
+    """Request to reset rows of some blocks, with optional seeds (RESET).
 
     Attributes:
       resets: For each entry of the message, the rows of the lease (None: all rows of

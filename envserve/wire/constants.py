@@ -28,8 +28,8 @@ MAX_ATTACH_BYTES: Final = 4 << 10
 MAX_ATTACH_VALUES: Final = 256
 MAX_CALL_BYTES: Final = 64 << 10
 MAX_CALL_VALUES: Final = 4096
-#: A RESET without options may take this number of bytes, plus RESET_ROW_BYTES for each
-#: row of its blocks.
+#: The maximum size of a RESET without options is RESET_BYTES, plus RESET_ROW_BYTES for
+#: each row of its blocks.
 RESET_BYTES: Final = 64
 RESET_ROW_BYTES: Final = 24
 #: Limits of the options of a RESET, which do not count towards the limit above.

@@ -89,7 +89,7 @@ class Body(Struct, frozen=True, kw_only=True):
 
 
 class Hello(Body, frozen=True, kw_only=True):
-    """Request for the server's versions and capacity (HELLO).
+    """Request for the server's protocol versions and capacity (HELLO).
 
     Attributes:
       min_version: Lowest protocol version that the client supports.
@@ -103,7 +103,7 @@ class Hello(Body, frozen=True, kw_only=True):
 
 
 class Welcome(Body, frozen=True, kw_only=True):
-    """Versions of a server, and its capacity for the client (WELCOME).
+    """Protocol versions of a server, and its capacity for the client (WELCOME).
 
     Attributes:
       min_version: Lowest protocol version that the server supports.
@@ -113,7 +113,7 @@ class Welcome(Body, frozen=True, kw_only=True):
       env_names: Names of the offered envs, at most 1,000.
       num_names: Total number of offered envs.
       total_envs: Number of envs that the client may lease in total.
-      free_envs: Number of envs that it may lease now.
+      free_envs: Number of envs that the client may lease now.
       is_starting: Whether workers cannot be started yet.
       is_draining: Whether no new leases are granted, because the server is about to
         stop.
@@ -154,8 +154,8 @@ class ErrorBody(Body, frozen=True, kw_only=True):
       executed: Whether envs have received the request.
       text: Error message.
       traceback: Traceback from a worker; empty if there is none.
-      env_index: Row of the lease that the error concerns; None if it concerns all rows
-        or none.
+      env_index: Row of the lease that the error concerns; None if the error does not
+        concern a single row.
       holder: In ENVS_BUSY, the client that has leased the most envs.
       held_ms: In ENVS_BUSY, the time since that client leased them.
       is_draining: In ENVS_BUSY, whether the server grants no more leases.
@@ -226,7 +226,7 @@ _EXCEPTIONS: Final[dict[ErrorCode, type[EnvserveError]]] = {
 
 
 def check_versions(welcome: Welcome, address: str) -> None:
-    """Raise ProtocolMismatch if client and server have no version in common."""
+    """Raise ProtocolMismatch if client and server have no protocol in common."""
     if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
         raise ProtocolMismatch(
             f"{address}: the server speaks protocol {welcome.min_version} to "

@@ -1,9 +1,9 @@
 """Encode messages as frames, and decode them.
 
-Frame 0 is the prefix (little-endian, 44 bytes: magic 4s, version u8, type u8, flags
-u16, session u64, boot u64, epoch u32, request u64, attempt u16, entries u16, body
-length u32), then an entry (block u32, seq u64) for each block, then the body. Frames 1
-and 2 are the payload and the report.
+Frame 0 consists of the prefix (little-endian, 44 bytes: magic 4s, version u8, type u8,
+flags u16, session u64, boot u64, epoch u32, request u64, attempt u16, entries u16, body
+length u32), an entry (block u32, seq u64) for each block, and the body. Frames 1 and 2
+are the payload and the report.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TYPES: Final = {int(member): member for member in MessageType}
 _STABLE_TYPES: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
 
 
-@dataclass(slots=True)  # not frozen: that would triple the time to create one
+@dataclass(slots=True)  # not frozen, which would triple the time to create one
 class Message:
     """A message in either direction.
 
@@ -160,7 +160,7 @@ def peek(frames: Sequence[Buffer]) -> Message | None:
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
-    """Decode the frames of an untrusted peer.
+    """Decode frames from an untrusted peer.
 
     A message of an unknown type or version is returned without entries and body,
     because their format is unknown.

@@ -105,8 +105,8 @@ class ResultReport:
       faults: Faults of rows.
       errors: Errors by block, for operations that failed as a whole.
       notes: A few short messages about the envs, each to be logged once.
-      packed_infos: Encoded infos by row, without the values in columns, set by a
-        sender; used only if they include all rows of `infos`.
+      packed_infos: Encoded infos by row, without the values in columns. Only senders
+        set them; they are used only if they include all rows of `infos`.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

@@ -49,11 +49,11 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
-    """Return the bytes for a message's body, and those for a separate frame.
+    """Return the bytes for a message's body, and the bytes for a separate frame.
 
-    Short rows are placed in the body. If the rows are too long for the body, it
-    contains only their first fields, and a separate frame contains the remaining
-    fields. A single remaining field is sent without a copy.
+    Short rows are placed in the body. If the rows are too long, the body contains only
+    their first fields, and a separate frame contains the remaining fields. A single
+    remaining field is sent without a copy.
     """
     if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
         return b"".join(buffers), b""
@@ -283,7 +283,7 @@ def _write(
 
 
 class BlockParts(dict[tuple[int, ...], RowPart]):
-    """Cache of `RowPart`s, by the indices of their blocks in order.
+    """Cache of `RowPart`s, by tuples of block indices.
 
     The same sets of blocks are stepped repeatedly.
     """

@@ -72,7 +72,7 @@ def socket_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def event_fd(socket: zmq.Socket[bytes]) -> int:
-    """Return the descriptor that signals (edge-triggered) that EVENTS has changed."""
+    """Return the edge-triggered descriptor that signals a change of EVENTS."""
     return int(socket.getsockopt(zmq.FD))
 
 

@@ -1,8 +1,8 @@
 """The status of a server: counters, which never decrease, and gauges (STATUS_RESULT).
 
 The status of a lease is sent only to clients that may see the lease. The whole status
-is limited to 64 KiB: if there are many leases, fewer episodes are listed; if there are
-too many, the last leases are omitted.
+is limited to 64 KiB: if there are many leases, fewer episodes of each are listed, and
+the last leases may be omitted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields that leases and servers share; the protocol describes them."""
+    """Fields that the status of a lease and that of a server have in common."""
 
     steps: U63 = 0
     rows: _ByName = field(default_factory=dict)

@@ -210,9 +210,9 @@ def test_an_invitation_does_not_replace_the_key_of_another_server(
     prints = [formats.fingerprint(key.public) for key in keys if key]
     assert result.stderr == (
         f"Error: {server.address}: the key of another server ({prints[0]}) is recorded "
-        f"for this address in {file}; expected that of the invitation ({prints[1]}). "
-        f"Nothing was changed, and the invitation is still valid. If the server was "
-        f"set up again, run: envserve join --replace\n"
+        f"for this address in {file}; expected the key in the invitation "
+        f"({prints[1]}). Nothing was changed, and the invitation is still valid. If "
+        f"the server was set up again, run: envserve join --replace\n"
     )
     assert file.read_text() == before
     # Even with --replace, only an address that answers with the new key is replaced.

@@ -103,7 +103,7 @@ def test_a_socket_that_a_killed_server_left_is_replaced(
 
 def test_an_address_in_use_is_not_taken_over(serve: Serve, tmp_path: Path) -> None:
     server = serve("--drain-grace", "0", bind=(f"ipc://{tmp_path}/envs",))
-    assert "another server listens there" in refusal_at(tmp_path / "envs")
+    assert "another server listens at this path" in refusal_at(tmp_path / "envs")
     assert server.welcome().num_names > 0
     server.end(signal.SIGTERM)
 

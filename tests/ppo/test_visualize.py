@@ -185,7 +185,7 @@ def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
         ("pygame", re.escape(install_command("video")) + " where the envs run"),
         ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),
         ("none", "got NoneType; the env must support render_mode='rgb_array'"),
-        ("grows", "render all frames at one size"),
+        ("grows", "render all frames at the same size"),
     ],
 )
 def test_an_env_that_cannot_be_recorded_is_a_one_line_error(

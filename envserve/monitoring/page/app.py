@@ -119,8 +119,8 @@ class _AccessControl:
             return await self._app(scope, receive, send)
         request = Request(scope)
         host = request.headers.get("host", "")
-        # Browsers share cookies among all ports of a host, so the cookie's name has the
-        # port.
+        # Browsers share cookies among all ports of a host, so the cookie's name
+        # contains the port.
         cookie = f"envserve_page{''.join(filter(str.isdigit, host))}"
         in_url = request.query_params.get("token") if scope["path"] == "/" else None
         token = in_url or request.cookies.get(cookie, "")

@@ -42,7 +42,7 @@ _MAX_ROWS: Final = 64
 _MAX_EPISODES: Final = 64
 _MAX_POINTS: Final = 600
 _MAX_READ_BYTES: Final = 4 << 20
-#: Errors of reading a line that is not a JSON object with numbers.
+#: Errors raised by a line that is not a JSON object with numbers.
 _INVALID: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _CURVES: Final = ("mean_return", "evaluation_return")
 #: Names of the statuses of rows without a fault.
@@ -76,7 +76,7 @@ class Subscriber:
         self._has_unsent = asyncio.Event()
 
     def put(self, key: Key, event: bytes) -> None:
-        """Queue an event, in place of an unsent one of the same key."""
+        """Queue an event; replace an unsent event with the same key."""
         self._unsent[key] = event
         self._has_unsent.set()
 
@@ -89,7 +89,7 @@ class Subscriber:
 
 
 class DataFeed:
-    """Keeps all subscribers, and the latest event of each server, tile and run.
+    """Keeps all subscribers, and the latest events of the run, servers and tiles.
 
     Args:
       addresses: Addresses of servers or of `LocalStatusServer`s.
@@ -120,7 +120,7 @@ class DataFeed:
             self._threads.append(thread)
 
     def finish_run(self) -> None:
-        """Let browsers show that the run has ended; may be called in any thread."""
+        """Notify browsers that the run has ended; may be called in any thread."""
         event = encode_event("finished", {})
         self._loop.call_soon_threadsafe(self.publish, "finished", event)
 
@@ -134,7 +134,7 @@ class DataFeed:
             await asyncio.to_thread(thread.join)
 
     def subscribe(self) -> Subscriber:
-        """Return a new subscriber, with the latest events of servers and run queued."""
+        """Return a new subscriber; the latest events of servers and run are queued."""
         subscriber = Subscriber()
         self.subscribers[subscriber.name] = subscriber
         for key, event in self._latest.items():
@@ -202,7 +202,7 @@ class DataFeed:
 
 
 class _ServerPoller:
-    """Polls one server in a thread. The event loop sets the attributes and wakes it.
+    """Polls one server in a thread, which the event loop controls with the attributes.
 
     Attributes:
       observer: Function that returns an observer of the server.
@@ -294,7 +294,7 @@ class _ServerPoller:
             for start in range(0, len(group), _MAX_ROWS):
                 part = group[start : start + _MAX_ROWS]
                 rows, after = [t[2] for t in part], [latest[t] for t in part]
-                with contextlib.suppress(LeaseLost):  # the next status will not list it
+                with contextlib.suppress(LeaseLost):  # the lease has ended
                     for frame in observer.frames(
                         lease, rows, width, _TIMEOUT_SECONDS, after
                     ):
@@ -334,7 +334,7 @@ class _MetricsTail:
         except OSError as error:
             previous_error, self._error = self._error, f"{self._path}: {error.strerror}"
             return previous_error != self._error
-        if b"\n" in text or len(text) < _MAX_READ_BYTES:  # not inside an endless line
+        if b"\n" in text or len(text) < _MAX_READ_BYTES:  # else, skip a long line
             text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)
         for line in text.splitlines():
@@ -354,6 +354,6 @@ class _MetricsTail:
         return bool(text)
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's name, last row, and points `(steps, return)` by curve."""
+        """Return the run's name, latest row, and points `(steps, return)` by curve."""
         name, error = one_line(self._path.parent.name), one_line(self._error)
         return {"name": name, "row": self._row, "error": error, **self._points}

@@ -87,7 +87,7 @@ def _listen(host: str, port: int) -> socket.socket:
                 f"the page cannot listen at {host}:{number}: {error.strerror}; pass an "
                 f"address of this host as --host, and a --port that you may use"
             ) from None
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit this
             option = socket.TCP_USER_TIMEOUT
             listening.setsockopt(socket.IPPROTO_TCP, option, _MAX_UNREAD_MS)
         return listening
@@ -131,7 +131,7 @@ def finish_page(process: subprocess.Popen[str], show: Callable[[str], object]) -
 
     Args:
       process: Process that serves the page.
-      show: Function that prints a line, if browsers show the page.
+      show: Function to call with each line that the process prints.
     """
     assert process.stdin is not None
     assert process.stdout is not None

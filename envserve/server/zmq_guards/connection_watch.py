@@ -1,4 +1,4 @@
-"""Closes all connections of a server when they use too much memory or descriptors.
+"""Closes all connections of a server if they use too much memory or all descriptors.
 
 libzmq limits neither, and cannot close a single connection. Therefore all connections
 are closed, and clients reconnect (see `server_sockets`).
@@ -19,9 +19,9 @@ from envserve.server.zmq_guards.zap import Zap
 
 _STATM: Final = "/proc/self/statm"
 _CHECK_SECONDS: Final = 0.25
-#: Seconds without a free descriptor until connections are closed, because idle peers
-#: may disconnect by themselves. The time doubles with each closure in a row, because a
-#: closure affects all clients.
+#: Seconds without a free descriptor until connections are closed; before that, idle
+#: peers may disconnect by themselves. The time doubles with each closure in a row,
+#: because a closure affects all clients.
 _MIN_SHORTAGE_SECONDS: Final = 1.0
 _MAX_SHORTAGE_SECONDS: Final = 16.0
 

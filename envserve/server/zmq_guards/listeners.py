@@ -83,5 +83,5 @@ def _remove_stale_socket(path: Path) -> None:
         probe.setblocking(False)
         with contextlib.suppress(ConnectionRefusedError):
             probe.connect(str(path))
-            raise OSError("another server listens there")
+            raise OSError("another server listens at this path")
     path.unlink()

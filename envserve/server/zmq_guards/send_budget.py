@@ -17,7 +17,7 @@ from envserve.wire.message import Buffer, Peer, session_and_block
 
 #: Minimum size of a large frame, which is sent from the slab without a copy. Its rows
 #: may change before ZeroMQ has sent it, but only after the client has received another
-#: copy of the reply; the client then drops this frame.
+#: copy of the reply; the client then ignores this frame.
 LARGE_FRAME_BYTES: Final = 256 << 10
 
 

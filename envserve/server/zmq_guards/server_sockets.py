@@ -59,7 +59,7 @@ class ServerSocket:
     Attributes:
       zmq: The socket.
       number: Sequence number of the socket since the server started.
-      user: The user of all its peers if it uses no keys.
+      user: The user of all peers, if the socket uses no keys.
       has_keys: Whether the socket uses keys, so that each message names its user.
       receiver: Receives the messages.
       receive: Method of `receiver` that returns the frames of the next message.
@@ -75,15 +75,15 @@ class ServerSocket:
         self.has_keys = has_keys
         self.receiver = FrameReceiver(socket, MAX_FRAMES + 2, 2)
         self.receive = self.receiver.receive
-        # pyzmq's method in Cython, without the Python layer around it.
+        # Skip the Python layer around pyzmq's Cython method, for speed.
         self.send: Callable[..., object] = super(zmq.Socket, socket).send
 
     @property
     def sender(self) -> str:
         """The user who sent the latest message; "" on tcp without keys, or if unknown.
 
-        It is read for each message and not stored by route, because peers choose their
-        routes.
+        The user is read from each message and not stored by route, because peers choose
+        their routes.
         """
         return self._metadata("User-Id") if self.has_keys else self.user
 
@@ -139,7 +139,7 @@ class ServerSockets:
         self._reopen_timer: asyncio.TimerHandle | None = None
         self._listeners: list[socketlib.socket] = []
         self._num_created = self.num_reopened = 0
-        self._blamed: dict[str, list[float]] = {}  # times of closures by user
+        self._blamed: dict[str, list[float]] = {}  # closure times, by user
         self._create_sockets()
 
     def _create_sockets(self) -> None:
@@ -226,8 +226,8 @@ class ServerSockets:
     def is_shut_out(self, user: str) -> bool:
         """Return whether the user is rejected for causing `reopen` too often.
 
-        Each call of `reopen` closes the connections of all users; those that name this
-        user as the cause count for `_BLAMED_SECONDS`.
+        Each call of `reopen` closes the connections of all users; a call that names
+        this user as the cause counts for `_BLAMED_SECONDS`.
         """
         since = self._loop.time() - _BLAMED_SECONDS
         return sum(time > since for time in self._blamed.get(user, ())) >= _MAX_BLAMED
@@ -267,7 +267,7 @@ class ServerSockets:
             return
         if self._on_readable is not None:
             self.start_reading(self._on_readable)
-            self._loop.call_soon(self._on_readable)  # an edge may have been missed
+            self._loop.call_soon(self._on_readable)  # an event may have been missed
 
     def _close_sockets(self) -> None:
         for socket in self.by_number.values():

@@ -30,12 +30,12 @@ _LOGGER: Final = logging.getLogger(__name__)
 DOMAIN: Final = b"envserve"
 _ADDRESS: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
-#: Frames of a CURVE request; the last one is the raw public key.
+#: Number of frames of a CURVE request; the last frame is the raw public key.
 _NUM_FRAMES: Final = 7
 _KEY_BYTES: Final = 32
 #: Maximum seconds to answer requests before other callbacks of the loop get their turn.
 _TURN_SECONDS: Final = 0.002
-#: Interval at which to check whether requests can be answered.
+#: Seconds between two checks whether `find` uses the current grants.
 _WAIT_SECONDS: Final = 0.005
 
 
@@ -73,8 +73,8 @@ class Zap:
           loop: Event loop that reads the requests.
           is_shut_out: Returns whether to reject a user temporarily.
           audit: Callback that records an event in the audit log.
-          is_ready: Returns whether `find` knows all changes of grants; requests wait
-            until it does.
+          is_ready: Returns whether `find` uses the current grants; until it does,
+            requests wait.
         """
         self._audit = audit
         self._is_ready = is_ready
@@ -114,7 +114,7 @@ class Zap:
         return user if count >= max(min_connections, admitted.total() * 0.6) else ""
 
     def _on_requests(self) -> None:
-        """Answer requests until the turn is over or none is left.
+        """Answer requests until the turn is over or no request is left.
 
         The descriptor is edge-triggered, so if requests may be left, schedule a call.
         """

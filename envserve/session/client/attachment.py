@@ -1,13 +1,14 @@
 """Acquires a client's lease with HELLO and ATTACH, and a new one after each loss.
 
-A later lease must have the same spaces and blocks as the first, because the caller
-already has the rows; its envs get new seeds. After a loss, the client changes its
+Every later lease must have the spaces and blocks of the first one, because the caller
+already uses the rows. Its envs get new seeds. After a loss, the client changes its
 session number, sends HELLO and ATTACH again (to the same server, or to another one
 after `move_to`), and resets the lost blocks.
 
 `lost_lease` contains the reason for the loss and the time of the next attempt. It is
-cleared by the first reply under the new lease, or by the grant if nothing is in flight.
-If the lease is lost again before that, the time limit of the first loss still applies.
+cleared by the first reply under the new lease, or by the grant if no operation is in
+flight. If the lease is lost again before that, the time limit of the first loss still
+applies.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ _RETRY_SECONDS: Final = 0.5
 _BUSY_SECONDS: Final = 5.0
 #: Seconds without a connection until another server may take over.
 _DISCONNECTED_SECONDS: Final = 0.25
-#: Seconds of silence until another server may take over, if the lease is lost.
+#: Seconds of silence until another server may take over a lost lease.
 _ANSWER_SECONDS: Final = 1.0
-#: Seconds to find another server before a server that ignores a request counts as lost.
+#: Search for another server this many seconds before one that ignores a request counts
+#: as lost.
 _POLL_SECONDS: Final = 3.0
 
 
@@ -72,14 +74,14 @@ class Attachment:
       machine: State of the session, see `ClientState`.
       error: Reason why the session is LOST; None otherwise.
       connect_error: Reason why there is no connection, if the transport found one.
-      tried_text: Part of the error if no server answers, with the addresses of a host
-        name that the transport has tried.
+      tried_text: Addresses that the transport has tried for the host name; a part of
+        the error if no server answers.
       num_leases: Number of leases granted so far.
       attach_id: Request id of the latest ATTACH.
       client_blocks: The blocks and their operations; None until the first lease.
       lost_lease: The lost lease that is being replaced; None if there is none.
       granted_by: Address of the server that granted the latest lease; "" if none did.
-      is_rejected: Whether the current server refused to take over from another one.
+      is_rejected: Whether the current server has refused to replace the previous one.
       awaits_poll: Whether to wait until all servers have been polled for free envs.
     """
 
@@ -108,7 +110,7 @@ class Attachment:
     # Attaching.
 
     def send_hello(self, now: float) -> None:
-        """Begin the handshake: send a HELLO, and drop all earlier requests."""
+        """Begin the handshake: send a HELLO, and discard all earlier requests."""
         self._requests.clear()
         self._requests.boot = 0
         self.machine.move(ClientState.HELLO_SENT)
@@ -116,7 +118,7 @@ class Attachment:
         self._requests.send(Request(MessageType.HELLO, body=body), now)
 
     def accept_welcome(self, message: Message, now: float) -> None:
-        """Send an ATTACH after a WELCOME; abort if the versions are incompatible."""
+        """Send an ATTACH after a WELCOME; abort if the protocols are incompatible."""
         welcome = Welcome.decode(message.body)
         try:
             check_versions(welcome, self.address)
@@ -143,10 +145,11 @@ class Attachment:
         self.attach_id = request.id
 
     def accept_grant(self, message: Message, now: float) -> None:
-        """Become READY, and send the requests that are in flight.
+        """Change to READY, and send the requests that are in flight.
 
         Raises:
-          RemoteProtocolError: The envs are too large, or differ from the first lease's.
+          RemoteProtocolError: The rows are too large, or the envs differ from those of
+            the first lease.
         """
         granted = Granted.decode(message.body, self.attach.num_envs)
         self._check_usable(granted)
@@ -176,12 +179,13 @@ class Attachment:
         assert self.client_blocks is not None
         self._requests.adopt_session(other._requests)
         self._max_message_bytes = other._max_message_bytes
-        other.fail(LocalProtocolError(f"{self.address}: another session has its envs"))
+        text = f"{self.address}: another session has taken over the envs"
+        other.fail(LocalProtocolError(text))
         self.machine.move(ClientState.ATTACHING)
         self._use_lease(self.client_blocks, other.num_leases, now)
 
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
-        """Become READY, and send the requests that are in flight."""
+        """Change to READY, and send the requests that are in flight."""
         blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases
@@ -199,7 +203,7 @@ class Attachment:
             self._requests.send(request, now)
 
     def _create_blocks(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
-        """Create the blocks of the first lease; later leases must have the same."""
+        """Create the blocks of the first lease, which later leases must have, too."""
         per_split = sum(block.split == 0 for block in blocks)
         self.attach = replace(self.attach, blocks_per_split=per_split)
         liveness, autoreset = self._requests.liveness, self.attach.autoreset
@@ -218,7 +222,7 @@ class Attachment:
         if needed > limit << 20:
             raise RemoteProtocolError(
                 f"the rows of {num_envs} envs need {needed >> 20} MiB, but max_row_mib "
-                f"is {limit}; raise it if these are the envs that you expect"
+                f"is {limit}; raise max_row_mib if you expect such large envs"
             )
 
     # Losing a lease, and replacing it.
@@ -238,8 +242,8 @@ class Attachment:
         Args:
           error: Reason for the loss.
           now: Monotonic seconds.
-          may_hold_lease: Whether the server may still hold the old lease, so that it
-            needs a DETACH.
+          may_hold_lease: Whether the server may still hold the old lease. If so, a
+            DETACH is sent.
         """
         if self.client_blocks is None:
             raise LocalProtocolError(f"{self.address}: no lease has been granted yet")
@@ -253,7 +257,7 @@ class Attachment:
         requests.change_session()
         if previous is None:
             self.send_hello(now)
-        else:  # the previous lease is not replaced yet, so do not retry at once
+        else:  # the previous loss is not over, so do not retry immediately
             loss.lost_at, loss.give_up_error = previous.lost_at, previous.give_up_error
             loss.stalled_at = previous.stalled_at
             loss.retry_at = now + _RETRY_SECONDS
@@ -291,14 +295,14 @@ class Attachment:
         """Handle an ERROR that ends the session or refuses a lease.
 
         A lost lease is requested again. A refusal is fatal, unless the client is
-        recovering and the reason may be temporary.
+        replacing a lost lease and the reason may be temporary.
         """
         error = exception_of(body, self.address)
         if isinstance(error, UnknownEnv):
             hint = did_you_mean(self.attach.env_name, self._env_names)
             error = UnknownEnv(
-                f"{error}{hint}; to offer an env that a module of yours registers, "
-                f"start the server with `envserve start --import MODULE`"
+                f"{error}{hint}; if one of your modules registers the env, start the "
+                f"server with `envserve start --import MODULE`"
             )
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
@@ -351,7 +355,8 @@ class Attachment:
             return math.inf
         deadline = loss.lost_at + timeouts.lost_seconds
         if state is ClientState.ATTACHING and loss.retry_at == math.inf:
-            # Building envs may take long; wait as long as the server reports progress.
+            # Building envs may take a long time; wait as long as the server reports
+            # progress.
             min_silence = min(timeouts.connect_seconds, timeouts.lost_seconds)
             max_duration = max(timeouts.operation_seconds, timeouts.lost_seconds)
             return min(max(deadline, since + min_silence), loss.lost_at + max_duration)
@@ -359,10 +364,10 @@ class Attachment:
 
     @property
     def _stalled(self) -> tuple[float, Request | None]:
-        """The time from which an answering server counts as lost, and the reason.
+        """The time at which a server that answers PINGs counts as lost, and the reason.
 
-        The reason is the operation that is overdue at that time. Without unanswered
-        operations, the time is infinity and the operation None.
+        The reason is the request that is overdue at that time. Without unanswered
+        requests, the time is infinity and the reason None.
         """
         is_ready = self.machine.state is ClientState.READY
         return self._requests.stalled(self._timeouts) if is_ready else (math.inf, None)
@@ -414,7 +419,7 @@ class Attachment:
             self.lost_lease.give_up_error = error
             self.lost_lease.stalled_at = self.address if is_stalled else ""
 
-    # Other servers. Blocks, rows and operations in flight survive the change.
+    # Changing servers. Blocks, rows and operations in flight are kept.
 
     def start_vacant(self, like: Lane, now: float) -> None:
         """Start without a server; all envs count as lost.
@@ -432,7 +437,7 @@ class Attachment:
         self.lost_lease = LostLease(error, now, give_up_error=error)
 
     def needs_server_since(self, now: float) -> float | None:
-        """Return the time since which another server is needed; None if none is."""
+        """Return the time since which another server is needed; None if it is not."""
         liveness, loss = self._requests.liveness, self.lost_lease
         since = min(liveness.silent_since, liveness.disconnected_since)
         is_isolated = now > liveness.disconnected_since + _DISCONNECTED_SECONDS
@@ -453,7 +458,7 @@ class Attachment:
         Args:
           address: Address of the other server.
           now: Monotonic seconds.
-          reason: Reason if the previous server still has the envs; by default, it is
+          reason: Reason for the change; by default, that the previous server is
             unresponsive.
 
         Returns:
@@ -482,7 +487,7 @@ class Attachment:
             self.send_hello(now)
         return detach_frames
 
-    # The end.
+    # Ending the session.
 
     def detach(self, now: float) -> None:
         """Discard all operations, and return the envs to the server."""
@@ -502,7 +507,7 @@ class Attachment:
         self.machine.move(ClientState.CLOSED)
 
     def fail(self, error: EnvserveError) -> None:
-        """Become LOST; all operations in flight end with the error."""
+        """Change to LOST; all operations in flight end with the error."""
         self.machine.move(ClientState.LOST)
         self.error = error
         self.lost_lease = None
@@ -511,7 +516,7 @@ class Attachment:
             self.client_blocks.fail_all(error)
 
     def abort(self, error: EnvserveError) -> None:
-        """Become LOST, and send a DETACH, because the server may hold a lease.
+        """Change to LOST, and send a DETACH, because the server may hold a lease.
 
         If the session was moving to this server from another one, the session does not
         end: the server is only marked as rejected.
@@ -531,15 +536,16 @@ class Attachment:
 def _check_same_envs(
     granted: Granted | ClientBlocks, previous: ClientBlocks, previous_address: str
 ) -> None:
-    """Raise RemoteProtocolError if spaces or blocks differ from those of the rows.
+    """Raise RemoteProtocolError if spaces or blocks have changed.
 
     See the decision "A lane keeps its blocks when it moves to another server".
     """
     different = list(previous.spec.differences(granted.spec))
     old, new = ([(b.start, b.split) for b in x.blocks] for x in (previous, granted))
     if old != new:
-        text = f"{len(old)} before, {len(new)} with other rows now"
-        different.append(f"blocks: {text}; start the server with as many --workers")
+        text = f"{len(old)} before, {len(new)} with different rows now"
+        text += "; start the server with the same number of --workers"
+        different.append(f"blocks: {text}")
     if different:
         source = f" from {previous_address}" if previous_address else ""
         raise RemoteProtocolError(

@@ -46,7 +46,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum number of distinct warnings from a server that are logged, each once.
 _MAX_WARNED: Final = 16
 
-#: The outcomes of a reply and, if it contains rows, the request that it answers and the
+#: The outcomes in a reply. If the reply contains rows, also the request and the
 #: message.
 _Answer = tuple[list[Outcome], Request | None, Message | None]
 
@@ -56,8 +56,8 @@ class _RowWriter:
 
     Attributes:
       rows: The rows.
-      parts: Parts of the rows, by the indices of their blocks.
-      max_result_bytes: Length of the longest result of all blocks.
+      parts: Parts of the rows, by tuples of block indices.
+      max_result_bytes: Maximum length of a result for all blocks.
       finals_written: Blocks whose final observations were already written for the
         current operation.
     """
@@ -124,11 +124,11 @@ class ClientBlocks:
       spec: Spaces of every env.
       blocks: The blocks.
       rows: Arrays that actions are read from and results are written to.
-      max_result_bytes: Length of the longest result of all blocks.
+      max_result_bytes: Maximum length of a result for all blocks.
       num_pieces: Maximum number of messages and 64 KiB chunks in such a result.
       in_flight: Requests without a reply, by block.
       ended: Blocks whose reply has arrived, but has not been collected yet.
-      lost: Reason for the loss of each block that must be reset before it is used.
+      lost: Reasons for losses, by block; a lost block must be reset before it is used.
       absent: Blocks in flight whose envs were absent at the last `refresh_absent`.
       absent_is_stale: Whether `absent` may be outdated.
       is_vacant: Whether no server has granted a lease yet; resets then do nothing.
@@ -170,14 +170,14 @@ class ClientBlocks:
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
-        self._reported_absent: set[int] = set()  # reported by the server
+        self._reported_absent: set[int] = set()  # blocks that the server has reported
         self._warned: set[str] = set()
         self._is_next_step = autoreset == "next_step"
         #: First observations that the next step returns, by block.
         self._begun: dict[int, list[Array]] = {}
         #: Lost blocks whose episodes had all ended, with autoreset "next_step".
         self._lost_at_end: set[int] = set()
-        #: Whether results were discarded that the caller has possibly not received.
+        #: Whether results were discarded that the caller may not have received.
         self._is_discarded = False
 
     # Submitting. A method that raises has changed nothing.
@@ -282,7 +282,7 @@ class ClientBlocks:
         for block in blocks:
             if not 0 <= block < count:
                 raise LocalProtocolError(
-                    f"{self.address}: expected a block below {count}; got {block}"
+                    f"{self.address}: expected a block index below {count}; got {block}"
                 )
             if block in in_flight or block in self.ended:
                 raise LocalProtocolError(
@@ -296,8 +296,8 @@ class ClientBlocks:
         """Store a RESULT or CALL_RESULT, for all blocks of a request or one of them.
 
         Raises:
-          RemoteProtocolError: The report is malformed, or is about other rows.
-            Nothing has been changed.
+          RemoteProtocolError: The report is malformed, or refers to other rows. Nothing
+            has been changed.
         """
         reported: Mapping[int, Outcome] = {}
         if message.report:
@@ -461,7 +461,7 @@ class ClientBlocks:
         return collected
 
     def _defer_first(self, outcome: Outcome, request: Request) -> None:
-        """Replace first observations with the last ones, if a step was lost."""
+        """After a lost step, keep the first observations for the next step."""
         if request.is_step and outcome.faults:
             part = self.blocks[outcome.block].row_slice
             first = [leaf[part].copy() for leaf in self.rows.observation]

@@ -75,7 +75,8 @@ class ClientSession:
           address: Address of the server, for messages.
           attach: Arguments of the ATTACH.
           timeouts: Time and memory limits.
-          session: Random number in [1, 2**64); later sessions derive theirs from it.
+          session: Number of the first session, random in [1, 2**64); the numbers of
+            later sessions are derived from it.
           now: Monotonic seconds, as in all methods.
           client_name: Name of the client in the server's log.
         """
@@ -131,7 +132,7 @@ class ClientSession:
         )
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the session."""
+        """Return the session's counters by name."""
         return {
             "late_messages": self.num_late_messages,
             "resends": self.requests.num_resends,
@@ -199,7 +200,7 @@ class ClientSession:
             self.attachment.lose_lease(error, now)
 
     def begin_close(self, now: float) -> None:
-        """Return the envs to the server; become CLOSED when the server confirms."""
+        """Return the envs to the server; change to CLOSED when the server confirms."""
         if not self.state.is_over and self.state is not ClientState.CLOSING:
             self.attachment.detach(now)
 
@@ -290,7 +291,7 @@ class ClientSession:
             self.attachment.give_up(now)
 
     def next_deadline(self) -> float:
-        """Return the time of the next `advance`; infinity if there is none."""
+        """Return the time at which to call `advance`; infinity if never."""
         if self.state.is_over:
             return math.inf
         attachment = self.attachment
@@ -411,7 +412,7 @@ _HANDLERS: Final[
 ] = {
     MessageType.WELCOME: _on_welcome,
     MessageType.GRANTED: _on_granted,
-    MessageType.BUILDING: lambda *_: True,  # `receive` has recorded the sign of life
+    MessageType.BUILDING: lambda *_: True,  # `receive` has recorded the message
     MessageType.RESULT: _on_result,
     MessageType.CALL_RESULT: _on_result,
     MessageType.PONG: _on_pong,

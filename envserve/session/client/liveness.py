@@ -19,12 +19,12 @@ PING_SECONDS: Final = 1.0
 _UNREACHABLE_SECONDS: Final = 3.5
 #: Seconds without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
-#: Minimum gap between two calls of `advance` that shows that the client was suspended.
-#: The client never waits for this long.
+#: If more seconds pass between two calls of `advance`, the client was suspended,
+#: because it never waits for longer.
 _SUSPENDED_SECONDS: Final = 5.0
-#: Maximum number of unsolicited messages per second. It is increased by `_MAX_COPIES`
-#: for each piece of the longest reply, because a server that was suspended for a minute
-#: sends many copies at once.
+#: Maximum number of unsolicited messages per second. The limit is increased by
+#: `_MAX_COPIES` for each piece of the longest reply, because a server that was
+#: suspended for a minute sends many copies in a burst.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -57,12 +57,12 @@ class LostLease:
       lost_at: Time of the loss.
       give_up_error: Reason why callers should stop waiting; None before that.
       retry_at: Time of the next attempt; infinity if a request is in flight.
-      busy_until: Time to stop retrying if other clients have the envs.
+      busy_until: Time at which to stop retrying if other clients have the envs.
       detach_frames: DETACH that frees the lost lease; empty if the server does not
         hold it.
-      stalled_at: Address of the server, if it still answered PINGs. A new lease from
-        this server does not clear `give_up_error`, only an answer does.
-      refusal: Latest refusal of a new lease; "" if there is none.
+      stalled_at: Address of the server if it answered PINGs, but not requests. A new
+        lease from this server does not clear `give_up_error`; only a reply does.
+      refusal: Text of the latest refusal of a new lease; "" if there is none.
     """
 
     error: EnvserveError
@@ -83,7 +83,7 @@ class Liveness:
       disconnected_since: Time of the disconnection; infinity while connected.
       ping_at: Time of the next PING.
       is_unreachable: Whether callers should not wait for the server, because it was
-        silent or disconnected for too long. Its next message resets this.
+        silent or disconnected for too long. The server's next message clears it.
       silent_seconds: Total duration of all silences longer than a second.
     """
 
@@ -149,7 +149,7 @@ class Liveness:
 class UnsolicitedLimit:
     """Limits the number of messages per second that answer no request.
 
-    These messages are signs of life, notices about the lease, and late replies. An
+    These messages are PONGs, notices (BUILDING, ABSENT, DRAIN), and late replies. An
     envserve server sends few of them.
     """
 
@@ -163,7 +163,7 @@ class UnsolicitedLimit:
         """Count a message once, and once more for each 64 KiB of its length.
 
         Args:
-          message_type: Type of the message; a description if it is malformed.
+          message_type: Type of the message; a description if the message is malformed.
           num_bytes: Length of the message.
           num_pieces: See `ClientBlocks`.
           now: Time of arrival.

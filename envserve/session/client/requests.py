@@ -4,9 +4,9 @@ A request is resent after 1 s, then after 2 s, then every 4 s, and immediately a
 reconnect. Copies differ only in their attempt number. The outbox contains at most one
 copy of a request, so it is bounded. Messages without a reply are sent once.
 
-A PING follows each of these copies. If its PONG lists no block of the request as
-running, the server has ignored the copy; see the decision "A PONG shows which requests
-a server ignores".
+A PING follows each copy. If its PONG lists no block of the request as running, the
+server has ignored the copy; see the decision "A PONG shows which requests a server
+ignores".
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _MAX_RESEND_SECONDS: Final = 4.0
 #: after which the server can count as lost.
 _ABSENT_IGNORED: Final = 2
 _LOST_IGNORED: Final = 3
-#: Minimum time for which a server must ignore a request to count as lost. It is longer
-#: than `_LOST_IGNORED` copies take, so that there is time to find another server.
+#: Minimum time for which a server must ignore a request before it counts as lost. It is
+#: longer than `_LOST_IGNORED` copies take, so that there is time to find another
+#: server.
 _MIN_IGNORED_SECONDS: Final = 8.0
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
     MessageType.STEP: MessageType.RESULT,
@@ -68,8 +69,8 @@ class Request:
       resend_delay: Seconds between the latest copy and the next one.
       sent_at: Time at which it was first sent.
       num_ignored: Number of copies in a row that the server has ignored.
-      ignored_since: Time of the PONG that revealed the first of them; infinity if there
-        is none.
+      ignored_since: Time of the PONG that revealed the first of these copies; infinity
+        if there is none.
       pong_after: A PONG with a number above this one shows whether the latest copy was
         ignored; infinity if that is already known.
     """
@@ -194,7 +195,7 @@ class Requests:
         self.outbox.clear()
 
     def resend_due(self, now: float) -> bool:
-        """Send copies of requests whose `resend_at` has passed; return if any were."""
+        """Resend requests whose `resend_at` has passed; return whether any were."""
         previous = self.num_resends
         for request in self.unanswered.values():
             if now >= request.resend_at:
@@ -255,7 +256,7 @@ class Requests:
             request.num_ignored, request.ignored_since = 0, math.inf
 
     def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
-        """Return the time at which the next time limit expires, and its request."""
+        """Return the next time at which a request exceeds a limit, and the request."""
         first_at, first = math.inf, None
         ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():
@@ -267,7 +268,7 @@ class Requests:
         return first_at, first
 
     def next_resend(self) -> float:
-        """Return the time of the next `resend_due`; infinity if there is none."""
+        """Return the time at which to call `resend_due`; infinity if never."""
         return min((r.resend_at for r in self.unanswered.values()), default=math.inf)
 
     def ping(self, now: float) -> None:
@@ -282,7 +283,7 @@ class Requests:
         return pack(type_, (self.session, self.boot, self.epoch), request)
 
     def send_detach(self, frames: list[Buffer]) -> None:
-        """Send the DETACH of a former lease once; do nothing if it is empty."""
+        """Send the DETACH of a former lease once; do nothing without frames."""
         if frames:
             self.outbox[_DETACH_KEY] = frames
 

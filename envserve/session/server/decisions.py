@@ -16,8 +16,8 @@ from envserve.settings import PoolSettings
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.message import Buffer, Message, Peer
 
-#: A user and the session number that its client drew. The user is part of the key, so
-#: a client cannot reach the session of another user, even if it knows the number.
+#: A user and a session number, which the client draws at random. With the user in it, a
+#: client cannot reach the session of another user, even if it knows the number.
 SessionId = tuple[str, int]
 #: Minimum seconds between two copies of a reply. The longer interval applies after
 #: `_MAX_FREQUENT_COPIES` copies.
@@ -81,8 +81,8 @@ class Audit(NamedTuple):
       env_name: Name of the envs concerned; "" if none.
       num_envs: Number of the envs concerned.
       reason: Reason for the event.
-      fingerprint: Fingerprint of the key; "" for the user's key.
-      address: Address of the client; "" for the user's address.
+      fingerprint: Fingerprint of the key; "" for the current key of `user`.
+      address: Address of the client; "" for the current address of `user`.
     """
 
     event: str
@@ -98,8 +98,9 @@ class BeginDrain(NamedTuple):
     """Begin to drain the server, as SIGTERM does."""
 
 
-# Requests whose answer the event loop has to compute. It passes the result to
-# `ServerSession.answer`, or a Refusal or RemoteProtocolError to `ServerSession.refuse`.
+# Requests whose answer the event loop has to compute. The event loop passes the result
+# to `ServerSession.answer`, or a Refusal or RemoteProtocolError to
+# `ServerSession.refuse`.
 
 
 class ReplyWelcome(NamedTuple):

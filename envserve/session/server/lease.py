@@ -1,4 +1,4 @@
-"""Executes the operations of a granted lease at most once.
+"""Executes each operation of a granted lease at most once.
 
 Each operation of a block has a sequence number, the seq, which the client counts. A
 request runs if it has the next seq of each of its blocks, and none of these blocks is
@@ -16,7 +16,7 @@ A request is answered as a whole when all its blocks are done. If one of them be
 absent, the client gets an ABSENT message, and from then on each block of the request is
 answered separately. CALL requests are always answered block by block.
 
-Rows of a reply are not stored. They are packed from the slab for each copy, because
+The rows of a reply are not stored. They are packed from the slab for each copy, because
 no request can change them before the client has received them and uses the next seq
 (see the decision "The slab is the reply cache"). Each attempt is answered once (see "A
 copy of a request is answered once per attempt").
@@ -73,8 +73,8 @@ from envserve.wire.rows import BlockParts, RowCodec
 _BLOCK_OF: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 
-#: Number of separate replies that fit into a client's send queue even while the client
-#: is not reading. Each repetition of the replies starts this many blocks later.
+#: A client's send queue holds this many separate replies while the client is not
+#: reading, so each repetition of the replies starts this many blocks later.
 _REPLIES_PER_ROUND: Final = 32
 
 
@@ -90,7 +90,7 @@ class _BlockRequest:
       outcomes: Outcomes of its blocks that are done.
       is_split: Whether its blocks are answered separately.
       limiter: Limiter of copies of its reply; None before the first copy.
-      num_rounds: Number of times that its blocks were answered separately.
+      num_rounds: Number of times that its separate replies were sent.
     """
 
     message: Message
@@ -104,10 +104,10 @@ class _BlockRequest:
 
 
 class ResultCache:
-    """Limits the memory of call results, which are kept in case a reply is lost.
+    """Stores call results in case a reply is lost, up to a memory limit.
 
-    If they exceed the limit, the oldest results are replaced with errors. Results of
-    steps and resets need no cache, because the slab contains them.
+    Beyond the limit, the oldest results are replaced with errors. Results of steps and
+    resets need no cache, because the slab contains them.
 
     Attributes:
       num_bytes: Total length of the results.
@@ -120,10 +120,11 @@ class ResultCache:
         self.num_bytes = 0
 
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
-        """Add the result of a block, and drop the oldest results beyond the limit.
+        """Add the result of a block; discard the oldest results beyond the limit.
 
         Args:
-          outcomes: Outcomes of the block's request; a dropped one becomes an error.
+          outcomes: Outcomes of the block's request. If its result is discarded later,
+            its outcome becomes an error.
           block: Index of the block.
         """
         self._outcomes[block] = outcomes
@@ -134,13 +135,13 @@ class ResultCache:
             length = len(others[oldest].result)
             self.drop(oldest)
             error = CallError(
-                f"the call was executed, but the reply with its {length} bytes was "
-                f"lost, and the server no longer has the result"
+                f"the call was executed, but its reply of {length} bytes was lost, "
+                f"and the server no longer has the result"
             )
             others[oldest] = Outcome(oldest, error=error)
 
     def drop(self, block: int) -> None:
-        """Drop the result of a block, if there is one."""
+        """Discard the result of a block, if there is one."""
         outcomes = self._outcomes.pop(block, None)
         if outcomes is not None:
             self.num_bytes -= len(outcomes[block].result)
@@ -205,7 +206,7 @@ class Lease:
         for block, seq in message.entries:
             if block >= len(states):
                 raise RemoteProtocolError(
-                    f"expected a block below {len(states)}; got {block}"
+                    f"expected a block index below {len(states)}; got {block}"
                 )
             if seq != last_seq[block] + 1 or states[block] in _BUSY:
                 is_next = False
@@ -250,7 +251,8 @@ class Lease:
         if request is None:
             if all(seq > self._last_seq[block] for block, seq in message.entries):
                 raise self._gap_refusal(message)
-            # It is late, or it was refused and another request has since used its seq.
+            # The request is late, or was refused and another one has since used its
+            # seq.
             self.num_late_messages += 1
             return []
         if message.attempt <= request.message.attempt:
@@ -281,7 +283,7 @@ class Lease:
         candidates = dict.fromkeys(
             self._requests[block] for block, _ in message.entries
         )
-        for request in candidates:  # without duplicates: comparing entries is slow
+        for request in candidates:  # each request once: comparing entries is slow
             if (
                 request is not None
                 and request.message.request == message.request
@@ -349,7 +351,7 @@ class Lease:
         return replies
 
     def _move(self, blocks: Iterable[int], to: BlockState) -> None:
-        """Change the state of blocks; raise LocalProtocolError if that is not legal."""
+        """Change the state of blocks; raise LocalProtocolError if it is not allowed."""
         for block in blocks:
             if to not in BLOCK_MOVES[self._states[block]]:
                 raise LocalProtocolError(

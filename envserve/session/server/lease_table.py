@@ -1,4 +1,4 @@
-"""A server's leases: admission, builds and ends.
+"""Admits a server's leases, starts the builds of their envs, and ends them.
 
 A lease is in the table from its ATTACH until its workers have exited, see `LeaseState`.
 Until then its envs count as leased. The table stores why recent leases ended, so that a
@@ -49,8 +49,8 @@ from envserve.wrappers.specs import check_wrappers
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-#: Maximum number of sessions per user whose client name or end is remembered while they
-#: have no lease.
+#: Maximum number of sessions without a lease, per user, for which the client name or
+#: the reason for the end is stored.
 _MAX_RECENT_SESSIONS: Final = 256
 _MAX_LOGGED_NAME: Final = 64
 #: Maximum length of a refusal's text in the log.
@@ -64,18 +64,18 @@ class LeaseRecord:
     """A lease from its ATTACH until its envs are free. Times are monotonic seconds.
 
     Attributes:
-      session: User, and the session number that the client drew, which is secret.
+      session: User and session number; the number is secret.
       number: Sequence number of the lease since the server started; also its epoch.
       settings: Settings of the server, restricted to the user's grant.
       usage: Number of envs and processes of the lease.
       attach: Arguments of the ATTACH that requested the lease.
       attach_body: The encoded arguments, which identify copies of the ATTACH.
       request: Latest ATTACH or DETACH, with the peer of the session's latest message.
-      client: User and name of the client, printable.
+      client: User and name of the client, as printable text.
       attached_at: Time of the first ATTACH.
       last_message_at: Time of the latest message.
       machine: State of the lease.
-      is_queued: Whether the build of the envs has not started yet.
+      is_queued: Whether the build of the envs still waits to start.
       lease: Operations on the envs; None unless GRANTED.
       granted_body: Body of the GRANTED message; empty before the lease is granted.
       row_mib: Memory of the rows in MiB.
@@ -126,7 +126,7 @@ class LeaseRecord:
 
     @property
     def summary(self) -> str:
-        """Number of env steps, speed and faults, for the log; "" without statistics."""
+        """Log text with env steps, speed and faults; "" without statistics."""
         text = (
             " after {env_steps:,} env steps in {seconds:,.1f} s, "
             "{steps_per_second:,.0f}/s, faults: {num_faults}"
@@ -163,13 +163,13 @@ class LeaseRecord:
 
 
 class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
-    """Values of the latest sessions of each user, up to a limit per user."""
+    """A value for each recent session, by user; their number per user is limited."""
 
     def __init__(self) -> None:
         super().__init__(OrderedDict)
 
     def add(self, session: SessionId, value: Value) -> None:
-        """Add the value of a session; drop the user's oldest if there are too many."""
+        """Store the value of a session; beyond the limit, remove the user's oldest."""
         sessions = self[session[0]]
         sessions[session[1]] = value
         sessions.move_to_end(session[1])
@@ -183,8 +183,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     Attributes:
       ended_sessions: Reasons why recent sessions ended; None after a DETACH.
       is_ending: Whether the server is draining or stopping.
-      unnotified: Sessions whose clients have possibly not been notified that their
-        lease ended.
+      unnotified: Sessions whose clients may not have been notified yet that their lease
+        has ended.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         return self[session].name if session in self else "a lease that has ended"
 
     def visible_to(self, user: str) -> list[LeaseRecord]:
-        """Return a user's granted leases; those of all users if the user has no key."""
+        """Return a user's granted leases, or all leases if the user has no key."""
         sees_all = user in KEYLESS_USERS
         granted = (record for record in self.values() if record.lease is not None)
         return [record for record in granted if sees_all or record.user == user]
@@ -373,7 +373,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def grant(
         self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
-        """Grant a lease whose envs are built; raise Refusal if they are too large.
+        """Grant a lease whose envs are built; raise Refusal if replies are too large.
 
         Args:
           record: The lease.
@@ -411,7 +411,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         record.lease, record.row_mib = lease, rows_mib(spec, len(rows.reward))
         record.machine.move(LeaseState.GRANTED)
 
-    # Ends.
+    # Ending leases.
 
     def close(self, record: LeaseRecord, reason: ErrorBody | None) -> list[Decision]:
         """Start to close a lease; its client is notified when the workers have exited.
@@ -440,9 +440,9 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         )
         decisions: list[Decision] = []
         for record in self.values():
-            if record.user in users and record.reason != reason:  # not notified yet
-                # Notify it now, because its connection will be closed before the
-                # workers have exited.
+            if record.user in users and record.reason != reason:  # not yet notified
+                # Notify the client now, because its connection will be closed before
+                # the workers have exited.
                 decisions.append(
                     self._reply_builder.session_ended(record.request, reason)
                 )

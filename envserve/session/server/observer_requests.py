@@ -17,8 +17,8 @@ from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import Message
 
 OBSERVER_TYPES: Final = frozenset({MessageType.STATUS, MessageType.FRAME})
-#: Cost of a FRAME request in a leaky bucket of one second per user. It allows 32
-#: requests for rendered frames per second, or one request for a flight record.
+#: Cost of a FRAME request, in seconds, in a leaky bucket of one second per user: a user
+#: can request 32 rendered frames or one flight record per second.
 _FRAME_SECONDS: Final = 1 / 32
 _RECORD_SECONDS: Final = 1.0
 

@@ -101,7 +101,7 @@ def _matches(rule: str, value: Any) -> bool:
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
-    """Raise Refusal unless clients may use an attribute in this way.
+    """Raise Refusal unless clients may get, set or call this attribute.
 
     Args:
       host: Settings of the server, restricted to the client's key.

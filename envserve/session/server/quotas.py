@@ -1,8 +1,8 @@
-"""User quotas: allowed envs, and limits on envs, processes, leases and new leases.
+"""Quotas of users: allowed envs, limits on resources, and the rate of new leases.
 
 A user is the name of a key. Clients without a key are the user "local" or "", and only
-the host's limits apply to them. A key's grant can reduce these limits, but not exceed
-them.
+the host's limits apply to them. The grant of a key can lower these limits, but not
+raise them.
 """
 
 from __future__ import annotations

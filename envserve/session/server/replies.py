@@ -98,18 +98,17 @@ class ReplyBuilder:
         """Return an ERROR for a request that was not executed.
 
         If the request is a copy, an earlier copy may have been executed under a lease
-        that has since ended. In that case, the ERROR reports that it is unknown whether
-        the request was executed.
+        that has since ended, so the ERROR reports `Executed.UNKNOWN`.
         """
         executed = Executed.UNKNOWN if request.attempt else Executed.NO
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
 
     def fenced(self, request: Message, event: str) -> Reply:
-        """Return an ERROR for a request with the boot or epoch of an earlier lease.
+        """Return the ERROR for a request with an outdated boot number or epoch.
 
         Args:
           request: The request.
-          event: Event that the request precedes, such as "server was started".
+          event: Event before which the request was sent, such as "server was started".
         """
         text = f"this request was sent before the {event}; attach again"
         return self.refused(request, ErrorCode.FENCED, text)
@@ -134,7 +133,7 @@ class ReplyBuilder:
 
 
 def version_mismatch(client: object) -> Refusal:
-    """Return the refusal of a client that supports none of the server's versions."""
+    """Return the refusal of a client that supports none of the server's protocols."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
         f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {client}; "

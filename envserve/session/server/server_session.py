@@ -62,7 +62,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _FIRST_SERVER_TYPE: Final = 128
 #: Types of requests that the envs execute.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
-#: Types of the replies to the requests of a `RequestDecision`.
+#: Type of the reply to each request that a `RequestDecision` answers.
 _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
     MessageType.HELLO: MessageType.WELCOME,
     MessageType.STATUS: MessageType.STATUS_RESULT,
@@ -77,7 +77,7 @@ class ServerSession:
     The caller must carry out the decisions that a method returns, in order.
 
     Attributes:
-      boot: Boot number, drawn at each start of the server to detect restarts.
+      boot: Boot number, drawn at random when the server starts, to detect restarts.
       leases: The leases, from ATTACH until their envs are free.
       quotas: User quotas.
       num_dropped_messages: Number of messages that could not be answered.
@@ -396,7 +396,7 @@ class ServerSession:
         """Free the envs of a session whose workers have exited; notify its client."""
         return self.leases.remove(session_id)
 
-    # Ends of leases, and of the server.
+    # Ending leases and the server.
 
     def expire_leases(self, now: float) -> list[Decision]:
         """End the leases of clients that were silent for too long."""
@@ -411,7 +411,7 @@ class ServerSession:
         return decisions
 
     def next_deadline(self) -> float:
-        """Return the time of the next `expire_leases`; infinity if there is none."""
+        """Return the time at which to call `expire_leases`; infinity if never."""
         leases = self.leases.values()
         times = (r.last_message_at for r in leases if r.state is not LeaseState.CLOSING)
         return min(times, default=math.inf) + self._settings.lease_seconds
@@ -448,7 +448,7 @@ class ServerSession:
         leases, decisions = self.leases, list[Decision]()
         leases.is_ending = True
         for record in leases.values():
-            if record.reason is not None:  # already CLOSING
+            if record.reason is not None:  # the lease is already CLOSING
                 leases.unnotified.add(record.session)
             decisions += leases.close(record, lease_lost(text))
         return decisions
