@@ -19,7 +19,7 @@ __all__ = ["Rollout"]
 
 #: Maximum number of metrics from infos.
 _MAX_NAMES = 32
-#: Last words of a worker's description of a fault that NaN or infinity caused.
+#: End of the text with which a worker reports a fault that NaN or infinity caused.
 _NON_FINITE = "end the episode before it diverges"
 #: Fraction of valid steps below which an iteration counts as poor.
 _FEW_VALID = 0.1

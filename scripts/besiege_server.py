@@ -67,7 +67,7 @@ class UnknownKeyClient:
 
 
 def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
-    """Keep connections open; `counts` are clients of each kind, as in `main`."""
+    """Keep connections open: `counts` has the clients of each kind, as in `main`."""
     raise_file_limit()
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     peers: list[Stranger | UnknownKeyClient | None] = [None] * len(kinds)
@@ -174,7 +174,7 @@ def main(
     seconds: Annotated[
         float, typer.Option(help="Duration of each of the two attacks.")
     ] = 30.0,
-    silent: int = 500,
+    silent: Annotated[int, typer.Option(help="Clients that send nothing.")] = 500,
     greeters: Annotated[int, typer.Option(help="Clients that begin a greeting.")] = 100,
     dawdlers: Annotated[
         int, typer.Option(help="Clients that begin a handshake.")

@@ -99,7 +99,7 @@ class Cluster:
         return (self.folder / f"{host}.log").read_text()
 
     def kill_host(self, host: str) -> None:
-        """Kill the process of a host, so that it sends nothing before it ends."""
+        """Kill the process of a host, so that it sends nothing before it exits."""
         process = self.processes.pop(host)
         process.kill()
         process.wait()
@@ -177,7 +177,7 @@ def rehearse(cluster: Cluster) -> None:
         return len(rows_of(run)) >= num_rows
 
     def has_moved(before: int) -> bool:
-        """Return whether rows have been lost since `before`, and all are valid now."""
+        """Return whether env steps were lost after row `before`, and none are now."""
         fractions = [row["valid_fraction"] for row in rows_of(run)[before:]]
         return min(fractions, default=1.0) < 1.0 == fractions[-1]
 

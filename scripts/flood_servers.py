@@ -4,7 +4,7 @@
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
 A client steps 8 CartPole envs: without a flood, while another server on the same CPUs
-is flooded, and while its server is flooded. The goals are the ratio of the last two
+is flooded, and while its own server is flooded. The goals are the ratio of the last two
 speeds, and the longest step. The flood `strangers` consists of 500 handshakes a second
 with unknown keys; the file `clients` has 5,000 lines. Exits with 1 if a goal is missed.
 """
@@ -118,7 +118,7 @@ class _Peer:
         )
 
     def request(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Resend a request until it is answered, because a flood can drop messages."""
+        """Resend a request until the server, which drops messages, answers it."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):

@@ -1,6 +1,7 @@
 """Cases of other projects' vectorised envs, with the defaults of each project.
 
-All use the same actions. A project that is not installed, or lacks the env, is skipped.
+All cases use the same actions. A project that is not installed, or does not have the
+env, is skipped.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ _ONE, _TWO = "1 split", "2 splits"
 _CALIBRATION_LAYERS = (32, 96)
 
 _NOTE = (
-    "best: computed from the parts measured alone. With 2 splits, it is the maximum of "
-    "all work divided by the cores, the envs of a worker, the policy of both splits, "
-    "and the policy of a split followed by its envs in a worker. With 1 split, it is "
-    "the policy followed by the envs."
+    "best: computed from the parts measured alone. With 2 splits, it is the longest of "
+    "four times: all work divided by the number of cores; the envs of one worker; the "
+    "policy of both splits; the policy of one split, followed by this split's envs in "
+    "one worker. With 1 split, it is the time of the policy plus the time of the envs."
 )
 
 

@@ -1,7 +1,7 @@
 """Running statistics for observation normalisation and reward scaling, in float64.
 
-The statistics are updated between iterations, so a rollout and the update from it use
-the same statistics. Invalid rows are ignored.
+The statistics are updated between iterations, so a rollout and the update that is
+computed from it use the same statistics. Invalid rows are ignored.
 """
 
 from collections.abc import Callable
@@ -137,7 +137,7 @@ class ReturnScale:
 
     @property
     def factor(self) -> tf.Tensor:
-        """Factor to multiply rewards by, a float32 scalar; 1 before the first row."""
+        """Factor to multiply rewards by, float32 scalar; 1 before the first update."""
         return tf.cast(tf.math.rsqrt(self._moments.variance + 1e-8), tf.float32)
 
     def update(

@@ -99,7 +99,7 @@ class ObservationPreprocessor:
         return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
 
     def scales(self) -> list[tuple[tf.Tensor, ...]]:
-        """Return each leaf's `RunningMoments.scale`, or () if it is not normalised."""
+        """Return each leaf's `RunningMoments.scale`; () for an unnormalised leaf."""
         moments = [leaf.moments for leaf in self._leaves]
         return [() if part is None else part.scale for part in moments]
 
@@ -120,7 +120,9 @@ class ObservationPreprocessor:
         features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
         if self._has_mask:
-            flags = tf.nest.flatten(observation[MASK_KEY])  # one, or one per choice
+            flags = tf.nest.flatten(
+                observation[MASK_KEY]
+            )  # one array, or one per choice
             flags = [tf.cast(part, tf.bool) for part in flags]
             packed[MASK_KEY] = tf.concat(flags, axis=1)
         return packed
@@ -283,7 +285,7 @@ def _as_space(nest: Any) -> gymnasium.Space[Any]:
 
 
 def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
-    """Return how a leaf is preprocessed; None if its space is not supported."""
+    """Return the name of a leaf's preprocessing; None if its space is unsupported."""
     if isinstance(space, gymnasium.spaces.Box):
         return "image" if is_image(space) else "box"
     if isinstance(space, gymnasium.spaces.Discrete):

@@ -98,7 +98,7 @@ class Algorithm:
         raise NotImplementedError
 
     def statistics(self) -> dict[str, float]:
-        """Return metrics of the current state; reports contain their latest values."""
+        """Return metrics of the current state, which reports do not average."""
         return self.agent.preprocess.statistics()
 
     @classmethod

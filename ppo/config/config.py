@@ -79,7 +79,8 @@ _Type = TypeVar("_Type", bound=type)
 def _accept_algorithm_settings(kind: _Type) -> _Type:
     """Let the constructor of `Config` accept algorithm-specific settings as arguments.
 
-    It also applies the algorithm's defaults of settings that all algorithms have.
+    The constructor then also applies the algorithm's own defaults for settings that all
+    algorithms have.
     """
     untyped: Any = kind
     create, known = untyped.__init__, untyped.__dataclass_fields__
@@ -111,8 +112,8 @@ def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
     """Return the settings in a table `[name]` of a config file."""
     if not isinstance(table, Mapping) or (table and name != algorithm):
         raise ConfigError(
-            f"{name}: expected a table of settings, and algorithm {name}, got the "
-            f"algorithm {algorithm} and {table!r:.200}."
+            f"{name}: expected a table of settings for the algorithm {name}; got "
+            f"{table!r:.200} for the algorithm {algorithm}."
         )
     return table
 

@@ -30,8 +30,8 @@ class SACSettings:
     per iteration, and to at least one."""
 
     tau: Annotated[float, Meta(ge=1e-9, le=1.0)] = 0.005
-    """Fraction by which the weights of the target networks move to those of the critics
-    in each gradient step."""
+    """Fraction by which the weights of the target networks move towards the critics'
+    weights in each gradient step."""
 
     target_entropy: Annotated[float, Meta(ge=-1e6, le=1e6)] = -1.0
     """Target entropy per dimension of the action, in nats, for actions that are scaled

@@ -123,7 +123,7 @@ def _truncate_events(folder: Path, step: int) -> None:
 
     TensorBoard reads event files in the order of their names, which begin with the
     time. It ignores the first session start that it reads; each later one discards the
-    events from its step on. Therefore this file contains two.
+    events from its step on. Therefore this file contains two session starts.
     """
     folder.mkdir(exist_ok=True)
     path = folder / f"events.out.tfevents.{int(time.time()):010d}.0.restart"
@@ -137,7 +137,7 @@ def _truncate_events(folder: Path, step: int) -> None:
 
 
 def is_due(every: int, before: int, after: int) -> bool:
-    """Return whether (before, after] contains a multiple of `every`; 0 disables it."""
+    """Return whether (before, after] has a multiple of `every`; False if it is 0."""
     return every > 0 and before // every < after // every
 
 

@@ -121,8 +121,8 @@ def _torsos(
         return (torso, torso), preprocess.size
     if not has_image:
         raise UnsupportedSpaceError(
-            "network cnn: expected observations with an image, a Box of uint8 from 0 "
-            "to 255 with shape [H, W], [H, W, C] or [C, H, W] and at least 8x8 pixels, "
+            "network cnn: expected observations with an image (a uint8 Box from 0 to "
+            "255 with shape [H, W], [H, W, C] or [C, H, W] and at least 8x8 pixels), "
             f"got {', '.join(map(str, spaces))}; choose the network mlp."
         )
     count = 1 if config.shared_torso else 2

@@ -86,8 +86,9 @@ def _allocate(capacity: int, transitions: Any) -> Any:
     if capacity > max_size:
         raise ConfigError(
             f"replay_size: {capacity:,} transitions need "
-            f"{capacity * row_bytes / 2**30:.1f} GiB of memory, but this host has "
-            f"{min(available) / 2**30:.1f} GiB; set replay_size={max_size} or less."
+            f"{capacity * row_bytes / 2**30:.1f} GiB of memory, but only "
+            f"{min(available) / 2**30:.1f} GiB are available; set "
+            f"replay_size={max_size} or less."
         )
     return tf.nest.map_structure(
         lambda rows: np.zeros((capacity, *rows.shape[1:]), rows.dtype), transitions
