@@ -41,13 +41,13 @@ def wait_for_learners(
             cannot be opened.
     """
     deadline = time.monotonic() + timeout_seconds
-    reason = "it did not connect"
+    reason = "no connection"
     if index:
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 if _wait_for_chief(addresses, index, deadline):
                     return
-                reason = "another program uses its port, or it has exited"
+                reason = "the learner has exited, or another program uses its port"
             except OSError as error:
                 reason = error.strerror or str(error)
             time.sleep(min(_RETRY_SECONDS, remaining))
@@ -56,9 +56,9 @@ def wait_for_learners(
         return
     names = ", ".join(f"learner {number} ({addresses[number]})" for number in missing)
     raise LearnerLostError(
-        f"Learner {index}: expected {names} within {timeout_seconds:g} s, but "
-        f"{reason}; start all learners, each with its own index in TF_CONFIG, on ports "
-        "that are free and reachable, or raise --rendezvous-timeout."
+        f"Learner {index}: expected to connect to {names} within {timeout_seconds:g} s "
+        f"({reason}); start all learners, each with its own index in TF_CONFIG, on "
+        "ports that are free and reachable, or raise --rendezvous-timeout."
     )
 
 

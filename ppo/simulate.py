@@ -288,7 +288,7 @@ class Simulation:
     def _start(self) -> None:
         """Reset all envs, after receiving steps that an interrupted rollout sent."""
         batch = self._env.env
-        # `reset` discards an interrupted `step`.
+        # `reset` discards the result of an interrupted `step`, but not of `send`.
         uses_send = len(self._splits) > 1 or not self._is_synchronous
         while uses_send and (num_in_flight := batch.num_in_flight):
             try:
@@ -434,7 +434,7 @@ class Simulation:
         before = [rows.copy() for rows in states.after]
         after = [rows.copy() for rows in states.after]
         outputs: list[np.ndarray] = []  # leaves of `_Outputs`, [T, B, ...] each
-        steps = np.zeros(batch.num_envs, np.int64)  # number per row
+        steps = np.zeros(batch.num_envs, np.int64)  # taken by each row
         rows = np.arange(batch.num_envs)
         while rows.size or batch.num_in_flight:
             if rows.size:

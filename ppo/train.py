@@ -45,7 +45,7 @@ class Progress(NamedTuple):
     steps: int
     """Env steps of the run so far."""
     steps_per_second: float
-    """Env steps per second of the time spent in rollouts and updates."""
+    """Env steps per second, counting only the time of rollouts and updates."""
     mean_return: float
     """Mean return of the last 100 training episodes; NaN before the first one ends."""
     lost_steps: int

@@ -199,7 +199,7 @@ def rehearse(cluster: Cluster) -> None:
     before = len(rows_of(run))
     cluster.kill_host(lost)
     wait_for(f"training continues without {lost}", lambda: trains_on(before + 3))
-    wait_for("its rows have moved to another server", lambda: has_moved(before))
+    wait_for(f"the rows of {lost} have moved", lambda: has_moved(before))
     wait_for("the page still works", is_watched)
     wait_for("metrics still work", lambda: is_measured(cluster.servers[0], "envserve_"))
     cluster.start("sim", lost)

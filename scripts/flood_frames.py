@@ -237,7 +237,7 @@ def as_attacker(home: Path, cores: Cores, run: Callable[..., Any], *args: Any) -
 
 def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
     """Return the secrets that must not be found anywhere, by name."""
-    secrets = {"variable of the environment": _PLANTED.encode()}
+    secrets = {"environment variable": _PLANTED.encode()}
     pairs = {"server": folder.key("server"), "client": folder.key("client")}
     for name, pair in pairs.items():
         assert pair is not None

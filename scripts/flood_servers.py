@@ -118,7 +118,7 @@ class _Peer:
         )
 
     def request(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Resend a request until the server, which drops messages, answers it."""
+        """Resend a request until it is answered; a flooded server drops messages."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):

@@ -1,4 +1,4 @@
-"""Measure a trainer's costs of a batch on many servers, for docs/scaling.md.
+"""Measure a trainer's costs per batch step on many servers, for docs/scaling.md.
 
     python scripts/scaling.py fit          1 to 16 simulated servers, on loopback
     python scripts/scaling.py check        64 simulated servers, and real servers

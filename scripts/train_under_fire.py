@@ -86,7 +86,7 @@ def swap(
 ) -> contextlib.AbstractContextManager[Counter[str]]:
     """Kill one server, drain one and add one; yield the counts.
 
-    The addresses of the killed and the drained server are added to `left` before.
+    The address of a server is added to `left` before it is killed or drained.
     """
 
     def change(is_over: threading.Event, done: Counter[str]) -> None:

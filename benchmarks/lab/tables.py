@@ -34,7 +34,7 @@ def as_table(
 
 
 def replace_marked(path: Path, name: str, text: str) -> None:
-    """Replace the text of a document between its begin and end marks of a name.
+    """Replace the text between the begin and end marks of this name in a document.
 
     Raises:
       ValueError: The marks are missing.

@@ -137,7 +137,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return the number of layers with which a call of the policy takes this time."""
+    """Return the number of layers for which a call of the policy takes this time."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})

@@ -28,7 +28,7 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
         MultiDiscrete spaces.
 
     Raises:
-        UnsupportedSpaceError: A leaf is a different kind of space.
+        UnsupportedSpaceError: A leaf is any other kind of space.
     """
     if isinstance(space, gymnasium.spaces.Dict):
         return {

@@ -98,7 +98,7 @@ class Algorithm:
         raise NotImplementedError
 
     def statistics(self) -> dict[str, float]:
-        """Return metrics of the current state, which reports do not average."""
+        """Return metrics of the current state; reports contain their latest values."""
         return self.agent.preprocess.statistics()
 
     @classmethod

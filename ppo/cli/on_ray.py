@@ -24,8 +24,8 @@ from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
 _CLUSTER: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
-#: Environment variable that tells the first learner which command resumes training on
-#: Ray, so that the learner can print the command.
+#: Environment variable with the command that resumes training on Ray; the first learner
+#: prints this command.
 RESUME_COMMAND: Final = "PPO_TRAIN_AGAIN"
 _PLACEMENT_SECONDS, _STOP_SECONDS, _MAX_FAILURES = 60, 10, 3
 

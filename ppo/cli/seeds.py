@@ -1,4 +1,4 @@
-"""Train several seeds of one config, and summarise their returns (a study).
+"""Train a study: several seeds of one config, with a summary of their returns.
 
 The folder of a study contains a run folder per seed: `seed-0`, `seed-1`, ... Each run
 is a process, `ppo train --resume`, so it can fail, stop and resume like any other run.

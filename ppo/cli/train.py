@@ -298,7 +298,9 @@ def _train(
         screen.phase("compiling")
         return env
 
-    announcement = "Stopping after this iteration; press Ctrl-C again to stop now"
+    announcement = (
+        "Stopping after this iteration; press Ctrl-C again to stop immediately"
+    )
     screen.total_steps = config.planned_steps
     with StopSignals(lambda: screen.print(announcement)) as stop:
         result = run_training(

@@ -228,7 +228,7 @@ class Config:
     act_on: Annotated[float, Meta(ge=0.001, le=1.0)] = 1.0
     """Fraction of the batch that the policy waits for before it computes the next
     actions of the environments that have finished their step. Lower it, to 0.25 for
-    example, if single steps sometimes take much longer than others; see 'Train' in the
+    example, if single steps sometimes take much longer than others; see "Train" in the
     docs. Each environment still takes horizon steps per iteration. Requires
     num_splits = 1."""
 
@@ -619,7 +619,9 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
         ConfigError: The value contains something that JSON cannot represent.
     """
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"{where:.200}: expected at most {_MAX_DEPTH} nested lists.")
+        raise ConfigError(
+            f"{where:.200}: expected at most {_MAX_DEPTH} levels of nesting."
+        )
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
             key: _as_json_types(item, f"{where}[{key!r}]", depth + 1)

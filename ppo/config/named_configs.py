@@ -1,7 +1,7 @@
 """Load configs by name, from files or for an env, and apply `--set KEY=VALUE`.
 
 A named config contains the settings of a task that differ from the defaults, which suit
-continuous control. Comments give the reasons. Similar tasks share settings.
+continuous control. Comments explain these settings. Similar tasks share settings.
 """
 
 import contextlib
@@ -177,8 +177,8 @@ CONFIGS: dict[str, Config] = {
     ),
     "pong": _atari("PongNoFrameskip-v4"),
     "breakout": _atari("BreakoutNoFrameskip-v4"),
-    # Four envs give 16 gradient steps per iteration, so the policy changes little while
-    # it acts. Small networks suffice for three numbers.
+    # Four envs give 16 gradient steps per iteration, so the policy changes little from
+    # rollout to rollout. Small networks suffice for observations of three numbers.
     "pendulum-sac": Config(
         env_name="Pendulum-v1",
         algorithm="sac",
@@ -301,7 +301,7 @@ def recommended_settings(observation_space: Any, action_space: Any) -> dict[str,
 
 
 def _are_images(space: Any, excluded: str = "") -> Iterator[bool]:
-    """Yield for each leaf of a space whether it is an image for convolutions.
+    """Yield for each leaf of a space whether it is an image.
 
     Args:
         space: The space.

@@ -151,7 +151,7 @@ class PeriodicEvaluator:
     ) -> None:
         self._agent, self._config = agent, config
         self._episodes = config.curve_episodes
-        # Use the smallest number of envs that needs the same number of rounds.
+        # Use the fewest envs that play all episodes in the same number of rounds.
         rounds = math.ceil(self._episodes / config.num_envs)
         self._num_envs = math.ceil(self._episodes / rounds)
         # The final evaluation uses another seed: the best checkpoint is selected by its
@@ -294,7 +294,7 @@ def _simulation(
         log_prob=agent.log_prob,
         # Without noise, a sample is the mode.
         noise=agent.actions.noise if actions == "sample" else zeros,
-        state_sizes=agent.state_sizes[:1],  # acting does not need the value function's
+        state_sizes=agent.state_sizes[:1],  # acting needs no value function
     )
 
 

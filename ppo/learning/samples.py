@@ -126,7 +126,7 @@ class SequenceSampler(StepSampler):
 
         Returns:
             `state`: initial state of each recurrent network, `[S, units]`; `ended` and
-            `pending`: bool `[S * L]`.
+            `pending`: bool `[S * L]`; see `RecurrentCore.unroll`.
         """
         pending = is_pending(rollout.status)
         return {

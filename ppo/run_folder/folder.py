@@ -271,7 +271,7 @@ def _reason(error: OSError) -> str:
 
 
 def _open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file, but no link, because other users may have created the run folder."""
+    """Open a file, but not a symbolic link, which another user may have created."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

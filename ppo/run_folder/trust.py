@@ -136,7 +136,7 @@ def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path
 
 
 def _resolve(name: str, folder: Path | None) -> str:
-    """Return a name of code with its file: an absolute path, or `./...` in the run.
+    """Return a code name with the path of its file: absolute, or `./...` in the run.
 
     Names of modules that are not in the working directory are returned unchanged.
     """

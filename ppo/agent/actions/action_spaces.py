@@ -194,7 +194,7 @@ class _BoxActions(ActionAdapter):
             if not space.is_bounded():
                 raise UnsupportedSpaceError(
                     "action_distribution squashed_gaussian: expected a Box with finite "
-                    f"bounds, got {space}; choose gaussian."
+                    f"bounds, got {space}; set action_distribution=gaussian."
                 )
 
     def spec(self, num_rows: int) -> tf.TensorSpec:

@@ -87,7 +87,7 @@ class Schedules:
         self._function = None
         if ":" in name:
             self._function = load_user_code("learning_rate_schedule", name)
-            self._custom_factor(0.0)  # reports errors before training starts
+            self._custom_factor(0.0)  # raises errors before training starts
         # This is the rule of batch-ppo. The penalty can return from its minimum to 1
         # within 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(

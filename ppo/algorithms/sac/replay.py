@@ -35,7 +35,7 @@ class Replay:
         """Add the valid transitions of a rollout.
 
         The next observation of a step that ended an episode is the final observation of
-        that episode, not the first one of the next.
+        this episode, not the first observation of the next episode.
 
         Raises:
             ConfigError: This host does not have enough memory for the buffer.

@@ -104,7 +104,7 @@ class SAC(Algorithm):
             raise ConfigError(
                 f"random_steps: expected at most {limit:,}, which is the smaller of "
                 f"replay_size and the steps of the run, got {settings.random_steps:,}; "
-                "the policy would never be trained."
+                "otherwise, the policy is never trained."
             )
 
     @classmethod
