@@ -65,13 +65,13 @@ class Simulation:
     Args:
         env: The envs. They are reset when the first rollout starts. Each later rollout
             continues where the previous one ended.
-        policy: Function `(observation, seed) -> (action, log_prob)` of tensors. It gets
-            the observations of one split, `[n, ...]`, and an int32 pair, which differs
-            in every step. It returns policy actions, see `InGraphBatchEnv`, and their
-            log-probabilities `[n]`. It is traced into a graph once per split. With
-            `noise`, it gets noise `[n, ...]` instead of a seed. A recurrent policy
-            takes its states `[n, units]` as further arguments, and also returns the
-            states after the observation.
+        policy: Function `(observation, seed) -> (action, log_prob)` of tensors. Its
+            arguments are the observations of one split, `[n, ...]`, and an int32 pair,
+            which differs in every step. It returns policy actions, see
+            `InGraphBatchEnv`, and their log-probabilities `[n]`. It is traced into a
+            graph once per split. With `noise`, noise `[n, ...]` replaces the seed. A
+            recurrent policy takes its states `[n, units]` as further arguments, and
+            also returns the states after the observation.
         horizon: T, the number of batch steps per rollout.
         on_step: Called after every batch step, or, with `act_on` below 1, whenever rows
             have arrived. An exception ends the rollout.
@@ -206,7 +206,7 @@ class Simulation:
             lambda rows: tf.TensorSpec(rows.shape, rows.dtype), self._rollout
         )
         # TensorFlow cannot detect that the operation reads the policy's variables. The
-        # reads before and after it keep it in order with assignments to the variables.
+        # reads before and after the operation order it relative to assignments.
         variables = self._policy_variables(snapshot)
         with tf.control_dependencies([variable.read_value() for variable in variables]):
             tensors = list(map(tf.convert_to_tensor, tf.nest.flatten(inputs)))
@@ -219,7 +219,7 @@ class Simulation:
         return tf.nest.pack_sequence_as(specs, outputs)
 
     def _policy_variables(self, snapshot: Any) -> Sequence[tf.Variable]:
-        """Return all variables that the policy reads, except those of the snapshot."""
+        """Return all variables that the policy reads, without the snapshot's."""
         seed = tf.TensorSpec([2], tf.int32)
         noise = self._draw_noise.get_concrete_function(seed).structured_outputs
         split, sizes = self._splits[0], self._state_sizes
@@ -374,7 +374,7 @@ class Simulation:
         observations = list(map(first_observation, splits))
         outputs = []
         for rows, split_noise, state in zip(observations, noise, states, strict=True):
-            # Called only for the shapes; TensorFlow prunes these operations.
+            # This call only determines shapes; TensorFlow prunes its operations.
             _, chosen, _ = act(rows, split_noise[0], state.after)
             outputs.append(tf.nest.map_structure(self._tensor_array, chosen))
 

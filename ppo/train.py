@@ -60,7 +60,7 @@ class TrainResult(NamedTuple):
     agent: Agent
     """The trained agent."""
     steps: int
-    """Env steps of the run, including those before a resume."""
+    """Env steps of the run, including steps before a resume."""
     is_finished: bool
     """False if `should_stop` ended training early; true if a callback ended it."""
     lost_steps: int
@@ -69,8 +69,8 @@ class TrainResult(NamedTuple):
     """Mean return of the last 100 training episodes since `train` was called; NaN if
     none has ended."""
     curve: tuple[tuple[int, float], ...]
-    """Env steps and mean return of each evaluation during the run, including those
-    before a resume. Empty for learners other than the chief."""
+    """Env steps and mean return of each evaluation during the run, also from before a
+    resume. Empty for learners other than the chief."""
 
 
 def train(

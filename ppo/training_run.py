@@ -46,7 +46,7 @@ class TrainingRun:
         algorithm: The algorithm that trains the agent.
         env: The training envs. Callbacks may use `set_attr`, `get_attr` and
             `call_each`, but must not step or reset the envs.
-        counters: Iterations and env steps so far, including those before a resume.
+        counters: Iterations and env steps of the run, also from before a resume.
         rollout: The last rollout.
     """
 
@@ -120,7 +120,7 @@ class TrainingRun:
         return tf.reshape(parts[:, learners.index], [num_rows, *inner])
 
     def _seeds(self, iteration: int) -> list[tuple[int, int]]:
-        """Return the seed of the action noise and that of the shuffling of rows.
+        """Return a seed for the action noise, and a seed for shuffling the rows.
 
         Each seed consists of two integers, as TensorFlow expects.
         """

@@ -136,7 +136,7 @@ class _Peer:
         return answer.type is MessageType.GRANTED
 
     def record_request(self) -> tuple[MessageType, bytes]:
-        """Attach and reset envs; return a request for the flight record of one."""
+        """Attach and reset envs; return a request for the flight record of one env."""
         # The leases of an earlier flood expire some seconds after it.
         while not self.attach("CartPole-v1", _NUM_ENVS):
             time.sleep(0.1)

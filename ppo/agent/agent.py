@@ -27,7 +27,7 @@ class Agent:
 
     With `recurrent_size`, the policy and the value function each have a recurrent core,
     whose output replaces the features. The caller stores the state of the policy's
-    core, `[N, units]`, and, if it needs values, that of the value function's core.
+    core, `[N, units]`, and, if it needs values, the state of the value function's core.
 
     Args:
         observation_space: Observation space of one env.

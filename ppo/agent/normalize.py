@@ -60,7 +60,7 @@ class RunningMoments:
     def _merge_rows(
         self, values: tf.Tensor, mask: tf.Tensor, learners: Learners
     ) -> None:
-        """Merge the moments of rows into the running ones (Chan et al. 1979)."""
+        """Merge the moments of rows into the running moments (Chan et al. 1979)."""
         mask = tf.reshape(mask, [-1] + [1] * (len(values.shape) - 1))
         zero = tf.zeros_like(values)
         count = tf.reduce_sum(tf.cast(mask, tf.float64))

@@ -2,7 +2,7 @@
 
 Box leaves are normalised with running statistics, images are scaled to [0, 1], and
 discrete leaves are one-hot encoded. The structure (dict, tuple) of the observation
-space is kept. Images stay uint8 until a network needs them, and the action mask is
+space is preserved. Images stay uint8 until a network needs them, and the action mask is
 separated from the inputs.
 """
 

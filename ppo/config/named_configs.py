@@ -309,7 +309,7 @@ def _are_images(space: Any, excluded: str = "") -> Iterator[bool]:
     """
     parts = getattr(space, "spaces", None)
     if parts is None:
-        # Imported lazily, so that configs can be read without Gymnasium.
+        # Import lazily, so that configs can be read without Gymnasium.
         from ppo.images import is_image
 
         yield is_image(space)

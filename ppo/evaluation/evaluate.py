@@ -250,7 +250,7 @@ def evaluate_run(
 
 
 def mode_remark(evaluation: Evaluation, config: Config, run_folder: RunFolder) -> str:
-    """Return a remark if the evaluation's return is much lower than that of training.
+    """Return a remark if the return is much lower than during training.
 
     Training samples its actions; the evaluation took the most likely actions. Returns
     an empty string if the difference is small, or if the two returns are not

@@ -1,8 +1,8 @@
 """Write the metrics of a run: one JSON object per line, and TensorBoard events.
 
-A report aggregates all iterations since the previous report: counts and durations are
-summed, settings and running statistics are those of the last iteration, divergences are
-maxima, and other metrics are means over iterations.
+A report aggregates all iterations since the previous report. Counts and durations are
+summed. Settings and running statistics are taken from the last iteration. For
+divergences, the maximum is reported, and for other metrics the mean over iterations.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class MetricsWriter:
             if not iteration:
                 with self._events.as_default(step=0):
                     _write_config(config)
-            # Unbuffered, so that closing the file does not retry a failed write.
+            # Do not buffer, so that closing the file does not retry a failed write.
             self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ def _truncate_events(folder: Path, step: int) -> None:
     """Make TensorBoard discard the events from `step` on.
 
     TensorBoard reads event files in the order of their names, which begin with the
-    time. It ignores the first session start that it reads; each later one discards the
+    time. It ignores the first session start; each later session start discards the
     events from its step on. Therefore this file contains two session starts.
     """
     folder.mkdir(exist_ok=True)

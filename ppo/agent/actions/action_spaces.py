@@ -171,7 +171,7 @@ class _BoxActions(ActionAdapter):
     def __init__(self, space: gymnasium.spaces.Box, config: Config | None) -> None:
         super().__init__(space)
         is_bounded = np.isfinite(space.low) & np.isfinite(space.high)
-        # In float64, because the difference of two float32 bounds can overflow float32.
+        # Use float64, because the difference of two float32 bounds can overflow.
         self._low = np.where(is_bounded, space.low, -1.0).astype(np.float64)
         self._high = np.where(is_bounded, space.high, 1.0).astype(np.float64)
         self._centre = (self._low + self._high) / 2

@@ -76,8 +76,8 @@ class Schedules:
     """Computes the coefficients of each iteration according to the config.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name. They do not depend on
-            the config, because a run may be resumed with other settings.
+        trackables: Objects that a checkpoint must store, by name. The names do not
+            depend on the config, because a run may be resumed with other settings.
     """
 
     def __init__(self, config: Config) -> None:

@@ -130,7 +130,7 @@ class Updater:
         )
         metrics = {name: float(value) for name, value in values.items()}
         norm = metrics["gradient_norm"]
-        # Non-finite gradients make all later ones non-finite, so checking the last
+        # Non-finite gradients make all later gradients non-finite, so checking the last
         # epoch is sufficient.
         if not math.isfinite(norm):
             raise DivergedError(

@@ -19,7 +19,7 @@ class Replay:
     memory only as the buffer fills.
 
     Args:
-        capacity: Maximum number of transitions; older ones are overwritten.
+        capacity: Maximum number of transitions; the oldest are overwritten.
 
     Attributes:
         size: Number of transitions in the buffer.
