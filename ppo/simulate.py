@@ -219,7 +219,7 @@ class Simulation:
         return tf.nest.pack_sequence_as(specs, outputs)
 
     def _policy_variables(self, snapshot: Any) -> Sequence[tf.Variable]:
-        """Return all variables that the policy reads, without the snapshot's."""
+        """Return all variables that the policy reads, except the snapshot's."""
         seed = tf.TensorSpec([2], tf.int32)
         noise = self._draw_noise.get_concrete_function(seed).structured_outputs
         split, sizes = self._splits[0], self._state_sizes

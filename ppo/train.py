@@ -101,7 +101,7 @@ def train(
         learners: The connected learners of the run. Only the chief evaluates and saves.
 
     Returns:
-        The agent and the results of the run. Its final checkpoint has been written.
+        The agent and the results of the run; a final checkpoint has been written.
 
     Raises:
         BadInputError: The config does not match the envs, the checkpoint or the user

@@ -120,9 +120,8 @@ class ObservationPreprocessor:
         features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
         if self._has_mask:
-            flags = tf.nest.flatten(
-                observation[MASK_KEY]
-            )  # one array, or one per choice
+            # The mask is one array, or one array per choice.
+            flags = tf.nest.flatten(observation[MASK_KEY])
             flags = [tf.cast(part, tf.bool) for part in flags]
             packed[MASK_KEY] = tf.concat(flags, axis=1)
         return packed

@@ -1,4 +1,4 @@
-"""Record which code and servers of runs and configs the user trusts.
+"""Record the code and servers of runs and configs that the user trusts.
 
 A run folder or config file looks like data, but it names code: an env's file, modules,
 an algorithm, a network, a loss, callbacks. This code is loaded without confirmation
@@ -140,10 +140,8 @@ def _resolve(name: str, folder: Path | None) -> str:
 
     Names of modules that are not in the working directory are returned unchanged.
     """
-    ends = (
-        name.partition(":")[0],
-        name.rpartition(":")[0],
-    )  # file of an env, of a function
+    # The file of an env ends at the first colon, the file of a function at the last.
+    ends = name.partition(":")[0], name.rpartition(":")[0]
     files = [source for source in ends if source.endswith(".py")]
     top = ends[0].partition(".")[0]
     found = next(filter(os.path.exists, (*files, top, f"{top}.py")), "")

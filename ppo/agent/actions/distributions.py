@@ -100,8 +100,8 @@ class DiagonalGaussian:
 class SquashedGaussian(DiagonalGaussian):
     """Distributions of the tanh of independent normal variables over the last axis.
 
-    Actions are stored before tanh is applied, because float32 cannot invert tanh close
-    to -1 and 1. Log-densities and entropies refer to the values after tanh; KL
+    Actions are stored before tanh is applied, because tanh cannot be inverted close to
+    -1 and 1 in float32. Log-densities and entropies refer to the values after tanh; KL
     divergences are the same before and after tanh.
     """
 

@@ -29,7 +29,7 @@ from ppo.images import is_image
 
 
 class Networks(NamedTuple):
-    """The networks of an agent. Both torso fields contain a shared torso."""
+    """The networks of an agent. A shared torso is stored in both torso fields."""
 
     policy_torso: Any
     value_torso: Any
