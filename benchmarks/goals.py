@@ -1,4 +1,4 @@
-"""Goals for the results of the suite on two cores, and a table of the goals met.
+"""Goals for the results of the suite on two cores, and a table of goals and results.
 
 Most goals are ratios of cases that were measured alternately. Quantities that users
 notice directly, such as the time to start, have absolute limits.

@@ -101,7 +101,7 @@ class _CaseProcess:
         context = multiprocessing.get_context("spawn")
         self.name = case.name
         self._connection, child_end = context.Pipe()
-        # The process is no daemon, because daemons cannot start child processes.
+        # The process is not a daemon, because daemons cannot start child processes.
         self._process = context.Process(target=_serve, args=(case, child_end))
         self._process.start()
         child_end.close()

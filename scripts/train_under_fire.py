@@ -68,7 +68,9 @@ def kill_repeatedly(
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
         while not is_over.wait(WORKER_SECONDS):
             if workers := random.choice(servers).worker_pids:
-                with contextlib.suppress(ProcessLookupError):  # it has just exited
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # the worker has just exited
                     os.kill(random.choice(workers), signal.SIGKILL)
                     killed["workers killed"] += 1
             if time.monotonic() >= next_server:
