@@ -1,4 +1,4 @@
-"""The benchmark command and its sub-commands; importing it loads no TensorFlow."""
+"""The benchmark command and its sub-commands; the import does not load TensorFlow."""
 
 from __future__ import annotations
 

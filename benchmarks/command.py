@@ -51,7 +51,7 @@ class Run:
         """
         measured = self.measure(cases, repetitions)
         if len(measured.by_case) < len(cases):
-            reasons = "; ".join(measured.skipped.values()) or "leave out --only"
+            reasons = "; ".join(measured.skipped.values()) or "omit --only"
             raise BenchmarkError(f"{self.name} needs all of its cases: {reasons}")
         return measured
 

@@ -1,4 +1,4 @@
-"""Goals for the results of the suite on two cores, and the table of their results.
+"""Goals for the results of the suite on two cores, and a table of goals and results.
 
 Most goals are ratios of cases that were measured alternately. Quantities that users
 notice directly, such as the time to start, have absolute limits.
@@ -88,7 +88,7 @@ def _gigabytes(case: str) -> Value:
 
 
 def _growth(result: Result) -> float | None:
-    """Return the largest growth of the time per env step between sizes."""
+    """Return the largest growth factor of the time per env step from size to size."""
     measured = _measurements(result)
     sizes = itertools.pairwise(measured.by_case)
     growths = (measured.median(a, SPEED) / measured.median(b, SPEED) for a, b in sizes)
@@ -96,7 +96,7 @@ def _growth(result: Result) -> float | None:
 
 
 def _megabytes(result: Result) -> float | None:
-    """Return the memory of 1,024 envs in MB, without that of the imports."""
+    """Return the memory of 1,024 envs in MB, without the memory of imports."""
     memory = result["results"]["proportional_set_bytes"]
     total, base = memory.get("1024 envs"), memory[result["results"]["base"]]
     return None if total is None else float(total - base) / 1e6

@@ -22,7 +22,7 @@ from envserve.bench import interleaved
 from envserve.bench.interleaved import Measure, Measurements
 from envserve.errors import EnvserveError
 
-#: Timeout in seconds; other projects may take long to close 64 processes.
+#: Timeout for closing a case; other projects may take long to close 64 processes.
 _CLOSE_SECONDS: Final = 30.0
 _REMEDY: Final = "exclude it by selecting other cases with --only"
 
@@ -59,7 +59,8 @@ def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
     for word in only:
         if not any(word.lower() in name.lower() for name in names):
             raise BenchmarkError(
-                f"--only: expected part of one of {', '.join(names)}; got {word!r}"
+                f"--only: expected a part of a case name ({', '.join(names)}); got "
+                f"{word!r}"
             )
     words = [word.lower() for word in only] or [""]
     return [case for case in cases if any(w in case.name.lower() for w in words)]
@@ -100,7 +101,7 @@ class _CaseProcess:
         context = multiprocessing.get_context("spawn")
         self.name = case.name
         self._connection, child_end = context.Pipe()
-        # Not a daemon, because daemonic processes cannot start child processes.
+        # The process is not a daemon, because daemons cannot start child processes.
         self._process = context.Process(target=_serve, args=(case, child_end))
         self._process.start()
         child_end.close()
@@ -132,7 +133,7 @@ class _CaseProcess:
         except EOFError:
             self._process.join(_CLOSE_SECONDS)
             raise BenchmarkError(
-                f"{self.name}: its process ended with exit code "
+                f"{self.name}: the process of this case exited with code "
                 f"{self._process.exitcode}; {_REMEDY}"
             ) from None
         if kind == "failed":
@@ -145,8 +146,8 @@ class _CaseProcess:
 
 def _serve(case: Case, connection: Connection) -> None:
     """Measure a case on each request, until the other end of the pipe is closed."""
-    # All processes of the group receive Ctrl-C. The parent ends this process, which
-    # then ends its child processes.
+    # Ctrl-C signals all processes of the group. Ignore it here: the parent ends this
+    # process, which then ends its child processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     # Some projects load TensorFlow, although no case uses it.

@@ -40,9 +40,9 @@ def spread(number: Metric, form: str = ",.0f") -> Column:
 
 
 def ratio(base: str | Callable[[str], str], number: Metric) -> Column:
-    """Return a column of ratios to a base case; a dash if that was not measured.
+    """Return a column of ratios to a base case; a dash if the base was not measured.
 
-    `base` is the name of the base case, or a function from a case to it.
+    `base` is the name of the base case, or a function that maps a case to this name.
     """
 
     def cell(measured: Measurements, case: str) -> str:

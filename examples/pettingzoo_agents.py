@@ -36,7 +36,9 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         self.agents = first.possible_agents
         if num_envs % len(self.agents):
             count = len(self.agents)
-            raise ValueError(f"expected a multiple of {count} agents; got {num_envs}")
+            raise ValueError(
+                f"num_envs: expected a multiple of {count}; got {num_envs}"
+            )
         self.num_envs = num_envs
         others = [make(**options) for _ in range(num_envs // len(self.agents) - 1)]
         self.games = [first, *others]

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-SCALE = 0.1  # of the bonus, in standard deviations of the prediction error
+SCALE = 0.1  # standard deviation of the bonus
 
 
 class Novelty:
-    """Adds the prediction error of a random network's outputs to the rewards.
+    """Adds a bonus to the rewards: the error in predicting a random network's outputs.
 
     The error is large for observations that differ from all earlier ones.
     """

@@ -17,8 +17,8 @@ def loss(
 ) -> tf.Tensor:
     """Return the loss of a minibatch of N rows; docs/research.md lists the arguments.
 
-    A parabola in the ratio replaces clipping. Its maximum is where PPO clips, so it
-    pulls ratios outside the clip range back.
+    A parabola in the ratio replaces clipping. The maximum of the parabola is where PPO
+    clips, so the loss pulls ratios outside the clip range back.
     """
     ratio = tf.exp(log_ratio)
     penalty = tf.abs(advantage) / (2.0 * clip_range) * tf.square(ratio - 1.0)

@@ -60,7 +60,7 @@ def env_maker(
             envs run in worker processes on this host.
         num_workers: Number of local worker processes; one per core by default.
         import_modules: Modules that register envs or wrappers, for local workers.
-        autoreset: When an env is reset after its episode; rollouts need "same_step".
+        autoreset: When an env is reset after an episode; rollouts need "same_step".
         first_env_index: Index of the first training env among the envs of all learners.
             The seeds of the envs depend on it.
 

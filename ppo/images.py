@@ -12,7 +12,7 @@ def is_image(space: gymnasium.Space[Any]) -> bool:
     """Return whether a leaf is an image, which convolutions can process.
 
     An image is a uint8 Box [0, 255] with 2 to 4 axes and at least 8x8 pixels. Smaller
-    grids of bytes are numbers like those of any other Box.
+    uint8 Boxes are treated like any other Box.
     """
     if not (
         isinstance(space, gymnasium.spaces.Box)
@@ -29,8 +29,8 @@ def image_axes(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
     """Return the axes of height, width and channels of an image.
 
     With three axes, the channel axis is the first or the last, whichever is shorter, or
-    the last if both are equal. With four axes, the first is a stack of frames, which
-    count as channels.
+    the last if both are equal. With four axes, the first axis is a stack of frames, and
+    the frames count as channels.
     """
     if len(shape) == 2:
         return 0, 1, ()

@@ -72,7 +72,7 @@ class InGraphBatchEnv:
         return observation
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
-        """Map policy actions, of any number of rows, to env actions."""
+        """Map policy actions, one per row, to env actions."""
         return self._actions.to_env_action(action)
 
     def step(self, action: tf.Tensor) -> StepResult:
@@ -167,7 +167,7 @@ def check_finite(
         env: The envs, for the error message.
         observation: Nest of rows `[n, ...]`.
         reward: Rewards `[n]`.
-        env_indices: Indices of the envs of the rows; all envs by default.
+        env_indices: Env index of each row, `[n]`; by default, 0 to n - 1.
     """
     arrays = [("reward", reward)]
     for index, leaf in enumerate(tf.nest.flatten(observation)):

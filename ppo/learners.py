@@ -23,8 +23,8 @@ import tensorflow as tf
 from ppo.errors import LearnerLostError
 from ppo.rendezvous import wait_for_learners
 
-#: Seconds after which the process ends if TensorFlow does not connect the learners,
-#: although all have started.
+#: Seconds after which the process exits if TensorFlow does not connect the learners,
+#: although all learners have started.
 _CONNECT_SECONDS = 120
 #: Seconds without a heartbeat after which a host is considered lost. The exit of a
 #: process is detected immediately.
@@ -54,7 +54,8 @@ class Learners:
     def __init__(self, addresses: Sequence[str] = ("here",), index: int = 0) -> None:
         self.num, self.index, self.is_chief = len(addresses), index, index == 0
         self._addresses = addresses
-        # All learners trace the same graphs in the same order, so their keys are equal.
+        # Keys identify collectives. All learners trace the same graphs in the same
+        # order, so a collective has the same key in all of them.
         self._keys = itertools.count(1)
         self._sum = tf.function(self.sum)
         self.wait_seconds, self._timer = 3600.0, threading.Timer(0.0, int)
@@ -84,11 +85,13 @@ class Learners:
             raise LearnerLostError(
                 f"Learner {self.index}: expected to connect to "
                 f"{', '.join(self._addresses)}, got {error.message.splitlines()[0]}; "
-                "another learner has exited: check its output, then restart all."
+                "another learner has exited: check its output, then restart all "
+                "learners."
             ) from error
         finally:
             faulthandler.cancel_dump_traceback_later()
-            # TensorFlow has replaced this handler with one that only records SIGTERM.
+            # Install Python's handler again: TensorFlow has replaced it with a handler
+            # that only records SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def sum(self, nest: Any) -> Any:

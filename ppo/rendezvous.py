@@ -1,10 +1,10 @@
 """Wait until all learners of a run have started, before TensorFlow connects them.
 
 TensorFlow holds Python's interpreter lock while it waits for other learners, so no
-signal and no thread could end the wait. Therefore, learners meet over plain TCP first:
-the chief listens on its address, every other learner sends one line of JSON with its
-index and its list of addresses, and the chief answers each with a line once all have
-connected. TensorFlow then listens on the same ports.
+signal and no thread could end the wait. Therefore, learners first connect over plain
+TCP: the chief listens on its address, every other learner sends one line of JSON with
+its index and its list of addresses, and the chief answers each of them with a line once
+all learners have connected. TensorFlow then listens on the same ports.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Final
 
 from ppo.errors import ConfigError, LearnerLostError
 
-#: Timeout of an attempt to connect, and of waiting until a learner disconnects.
+#: Timeout of a connection attempt, and of the wait until a learner disconnects.
 _CONNECT_SECONDS: Final = 5.0
 #: Pause between two attempts to connect.
 _RETRY_SECONDS: Final = 0.25
@@ -41,13 +41,13 @@ def wait_for_learners(
             cannot be opened.
     """
     deadline = time.monotonic() + timeout_seconds
-    reason = "it did not connect"
+    reason = "no connection"
     if index:
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 if _wait_for_chief(addresses, index, deadline):
                     return
-                reason = "another program uses its port, or it has exited"
+                reason = "the learner has exited, or another program uses its port"
             except OSError as error:
                 reason = error.strerror or str(error)
             time.sleep(min(_RETRY_SECONDS, remaining))
@@ -56,14 +56,14 @@ def wait_for_learners(
         return
     names = ", ".join(f"learner {number} ({addresses[number]})" for number in missing)
     raise LearnerLostError(
-        f"Learner {index}: expected {names} within {timeout_seconds:g} s, but "
-        f"{reason}; start all learners, each with its own index in TF_CONFIG, on ports "
-        "that are free and reachable, or raise --rendezvous-timeout."
+        f"Learner {index}: expected to connect to {names} within {timeout_seconds:g} s "
+        f"({reason}); start all learners, each with its own index in TF_CONFIG, on "
+        "ports that are free and reachable, or raise --rendezvous-timeout."
     )
 
 
 def _wait_for_chief(addresses: Sequence[str], index: int, deadline: float) -> bool:
-    """Connect to the chief; return whether it has reported that all are connected."""
+    """Connect to the chief; return whether it reports that all have connected."""
     host, _, port = addresses[0].rpartition(":")
     address = host.strip("[]"), int(port)
     with socket.create_connection(address, _CONNECT_SECONDS) as chief:
@@ -81,7 +81,7 @@ def _wait_for_chief(addresses: Sequence[str], index: int, deadline: float) -> bo
 
 
 def _accept_learners(addresses: Sequence[str], deadline: float) -> list[int]:
-    """Accept the other learners as the chief; return the indices of missing ones."""
+    """Accept all other learners (chief only); return the indices of missing ones."""
     port = addresses[0].rpartition(":")[2]
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
@@ -92,7 +92,7 @@ def _accept_learners(addresses: Sequence[str], deadline: float) -> list[int]:
     except (OSError, OverflowError) as error:
         raise LearnerLostError(
             f"Learner 0: cannot listen on port {port}, which TF_CONFIG lists: {error}; "
-            "end the program that uses it, or choose another port."
+            "stop the program that uses it, or choose another port."
         ) from None
     with contextlib.ExitStack() as stack:
         stack.enter_context(server)
@@ -162,7 +162,7 @@ def _describe_difference(
     """Return the error text for two learners whose lists of addresses differ."""
     return (
         f"Learner {index}: TF_CONFIG lists {len(ours)} workers ({', '.join(ours)}), "
-        f"but that of learner {number} lists {len(theirs)} "
+        f"but the TF_CONFIG of learner {number} lists {len(theirs)} "
         f"({', '.join(theirs)!s:.500}); give all learners the same list, in the same "
         "order."
     )

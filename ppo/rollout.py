@@ -19,7 +19,7 @@ __all__ = ["Rollout"]
 
 #: Maximum number of metrics from infos.
 _MAX_NAMES = 32
-#: Last words of a worker's description of a fault that NaN or infinity caused.
+#: End of the text with which a worker reports a fault that NaN or infinity caused.
 _NON_FINITE = "end the episode before it diverges"
 #: Fraction of valid steps below which an iteration counts as poor.
 _FEW_VALID = 0.1
@@ -46,14 +46,15 @@ class Rollout(NamedTuple):
     reward: np.ndarray
     """Rewards, float64 `[T, B]`."""
     terminated: np.ndarray
-    """Bool `[T, B]`."""
+    """Whether the episode terminated, bool `[T, B]`."""
     truncated: np.ndarray
-    """Bool `[T, B]`."""
+    """Whether the episode was truncated, bool `[T, B]`."""
     valid: np.ndarray
     """Bool `[T, B]`; false where the reward and the flags do not come from the env,
     because it failed or was not available."""
     final_observation: Any
-    """Nest of `[T, B, ...]`; only meaningful where an episode ended."""
+    """Last observation of an episode, nest of arrays `[T, B, ...]`; only meaningful in
+    the step that ended the episode."""
     status: np.ndarray
     """`envserve.slab.Status` of each row, uint8 `[T, B]`."""
     state: Any = ()
@@ -311,12 +312,13 @@ class LostSteps:
         Args:
             lost: Number of steps lost in the iteration.
             steps: Total number of steps in the iteration.
-            lost_in_a_row: Number of episodes that every env has lost since the last one
-                that any of them completed.
+            lost_in_a_row: Number of consecutive episodes that every env has lost, that
+                is, the minimum over envs.
 
         Raises:
             EnvsLostError: All steps of the iteration were lost, or more than 90 % in
-                each of the last 10 iterations; or no env completes its episodes.
+                each of the last 10 iterations; or every env has lost its last 50
+                episodes.
         """
         self.total += lost
         is_poor = steps - lost < _FEW_VALID * steps

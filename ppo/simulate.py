@@ -2,9 +2,9 @@
 
 The envs write their rows directly into the rollout's arrays `[T, B, ...]`. The policy
 of a rollout is a snapshot, so its noise and log-probabilities are computed once per
-rollout, for all steps. A small policy runs in NumPy, in a loop in Python, because
-calling TensorFlow takes longer than such a policy takes to run. Other policies run in
-a `tf.while_loop`, which calls Python once per split and step, in the calling thread.
+rollout, for all steps. A small policy runs in NumPy, in a Python loop, because calling
+TensorFlow takes longer than running such a policy. Other policies run in a
+`tf.while_loop`, which calls Python once per split and step, in the calling thread.
 
 With several splits, the envs of one split step while the policy computes the actions of
 another. The loop sends the actions of a split without waiting for the result. It then
@@ -13,9 +13,11 @@ ends, the last step of all splits except the first is still in flight, and `run`
 receives it.
 
 With `act_on` below 1, rows do not wait for each other. The policy acts on the rows that
-have arrived, as soon as they are that fraction of the batch, and each row stops after T
-steps. A rollout has the same contents in all modes, because the policy is a snapshot,
-and noise belongs to a step and a row.
+have arrived as soon as they make up this fraction of the batch, and each row stops
+after T steps.
+
+A rollout has the same contents in all modes, because the policy is a snapshot, and the
+noise depends only on the step and the row.
 """
 
 import collections
@@ -42,7 +44,8 @@ Policy = Callable[..., tuple[tf.Tensor, ...]]
 
 Act = Callable[..., tuple[Any, ...]]
 """Maps the leaves of an observation, noise and states, NumPy arrays `[n, ...]`, to env
-actions, actions, the second output of the policy, and the states after it."""
+actions, policy actions, the second output of the policy, and the states after the
+observation."""
 
 
 class _Outputs(NamedTuple):
@@ -62,13 +65,13 @@ class Simulation:
     Args:
         env: The envs. They are reset when the first rollout starts. Each later rollout
             continues where the previous one ended.
-        policy: Function `(observation, seed) -> (action, log_prob)` of tensors. It gets
-            the observations of one split, `[n, ...]`, and an int32 pair, which differs
-            in every step. It returns policy actions, see `InGraphBatchEnv`, and their
-            log-probabilities `[n]`. It is traced into a graph once per split. With
-            `noise`, it gets noise `[n, ...]` instead of a seed. A recurrent policy
-            takes its states `[n, units]` as further arguments, and also returns the
-            states after the observation.
+        policy: Function `(observation, seed) -> (action, log_prob)` of tensors. Its
+            arguments are the observations of one split, `[n, ...]`, and an int32 pair,
+            which differs in every step. It returns policy actions, see
+            `InGraphBatchEnv`, and their log-probabilities `[n]`. It is traced into a
+            graph once per split. With `noise`, noise `[n, ...]` replaces the seed. A
+            recurrent policy takes its states `[n, units]` as further arguments, and
+            also returns the states after the observation.
         horizon: T, the number of batch steps per rollout.
         on_step: Called after every batch step, or, with `act_on` below 1, whenever rows
             have arrived. An exception ends the rollout.
@@ -89,8 +92,7 @@ class Simulation:
             stores; must divide the horizon. The default is the horizon.
         act_on: Fraction of the rows that must have arrived before the policy acts on
             them. Below 1, it requires `noise`, a policy for any number of rows, and
-            envs with a single split. Only whole blocks of the batch arrive, that is,
-            the rows of a worker.
+            envs with a single split. The rows of a worker arrive together.
         num_rollouts: Number of rollouts with separate arrays, which are reused
             cyclically. A rollout is overwritten by the `num_rollouts`-th call of `run`
             after it.
@@ -197,14 +199,14 @@ class Simulation:
             tensors = list(map(tf.constant, arrays))
             seed, snapshot = tf.nest.pack_sequence_as(inputs, tensors)
             rollout = self._collect(seed, snapshot, reset=reset)
-            # Copies, because the tensors would share the memory that is reused.
+            # Copy the arrays: the tensors would share their memory, which is reused.
             return list(map(np.array, tf.nest.flatten(rollout)))
 
         specs = tf.nest.map_structure(
             lambda rows: tf.TensorSpec(rows.shape, rows.dtype), self._rollout
         )
         # TensorFlow cannot detect that the operation reads the policy's variables. The
-        # reads before and after it keep it in order with assignments to the variables.
+        # reads before and after the operation order it relative to assignments.
         variables = self._policy_variables(snapshot)
         with tf.control_dependencies([variable.read_value() for variable in variables]):
             tensors = list(map(tf.convert_to_tensor, tf.nest.flatten(inputs)))
@@ -217,7 +219,7 @@ class Simulation:
         return tf.nest.pack_sequence_as(specs, outputs)
 
     def _policy_variables(self, snapshot: Any) -> Sequence[tf.Variable]:
-        """Return all variables that the policy reads, except those of the snapshot."""
+        """Return all variables that the policy reads, except the snapshot's."""
         seed = tf.TensorSpec([2], tf.int32)
         noise = self._draw_noise.get_concrete_function(seed).structured_outputs
         split, sizes = self._splits[0], self._state_sizes
@@ -253,7 +255,7 @@ class Simulation:
                 for split in self._splits
             ]
             self._start()
-        self._is_started = False  # after an exception, the next call resets
+        self._is_started = False  # after an exception, the next call resets envs
         with (
             tf.experimental.function_executor_type(self._executor),
             self._blas.limit(limits=1),
@@ -286,7 +288,7 @@ class Simulation:
     def _start(self) -> None:
         """Reset all envs, after receiving steps that an interrupted rollout sent."""
         batch = self._env.env
-        # `reset` discards an interrupted `step`.
+        # `reset` discards the result of an interrupted `step`, but not of `send`.
         uses_send = len(self._splits) > 1 or not self._is_synchronous
         while uses_send and (num_in_flight := batch.num_in_flight):
             try:
@@ -341,7 +343,7 @@ class Simulation:
     def _run_graph_loop(
         self, snapshot: Any, noise: list[tf.Tensor], states: list[States]
     ) -> tuple[list[_Outputs], list[States]]:
-        """Run the policy in TensorFlow; see `_run_loop`. Noise may also be seeds."""
+        """Run the policy in TensorFlow; see `_run_loop`. Seeds can replace noise."""
         splits = self._splits
         num_leaves = len(tf.nest.flatten(self._env.observation_spec))
 
@@ -372,7 +374,7 @@ class Simulation:
         observations = list(map(first_observation, splits))
         outputs = []
         for rows, split_noise, state in zip(observations, noise, states, strict=True):
-            # Only for the shapes: TensorFlow prunes these operations from the graph.
+            # This call only determines shapes; TensorFlow prunes its operations.
             _, chosen, _ = act(rows, split_noise[0], state.after)
             outputs.append(tf.nest.map_structure(self._tensor_array, chosen))
 
@@ -410,7 +412,7 @@ class Simulation:
         return tf.nest.map_structure(lambda array: array.stack(), outputs), states
 
     def _tensor_array(self, rows: tf.Tensor) -> tf.TensorArray:
-        """Return an array for rows of this shape, one per step."""
+        """Return a tensor array for one tensor like `rows` per step."""
         return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
 
     def _run_as_rows_arrive(
@@ -432,7 +434,7 @@ class Simulation:
         before = [rows.copy() for rows in states.after]
         after = [rows.copy() for rows in states.after]
         outputs: list[np.ndarray] = []  # leaves of `_Outputs`, [T, B, ...] each
-        steps = np.zeros(batch.num_envs, np.int64)  # of each row
+        steps = np.zeros(batch.num_envs, np.int64)  # taken by each row
         rows = np.arange(batch.num_envs)
         while rows.size or batch.num_in_flight:
             if rows.size:

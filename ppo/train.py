@@ -45,13 +45,13 @@ class Progress(NamedTuple):
     steps: int
     """Env steps of the run so far."""
     steps_per_second: float
-    """Env steps per second of the time spent in rollouts and updates."""
+    """Env steps per second, counting only the time of rollouts and updates."""
     mean_return: float
     """Mean return of the last 100 training episodes; NaN before the first one ends."""
     lost_steps: int
     """Env steps lost by failed envs since `train` was called."""
     metrics: Mapping[str, float]
-    """Metrics of the iteration and of an evaluation after it."""
+    """Metrics of the iteration, and of the evaluation after it if there was one."""
 
 
 class TrainResult(NamedTuple):
@@ -60,7 +60,7 @@ class TrainResult(NamedTuple):
     agent: Agent
     """The trained agent."""
     steps: int
-    """Env steps of the run, including those before a resume."""
+    """Env steps of the run, including steps before a resume."""
     is_finished: bool
     """False if `should_stop` ended training early; true if a callback ended it."""
     lost_steps: int
@@ -69,8 +69,8 @@ class TrainResult(NamedTuple):
     """Mean return of the last 100 training episodes since `train` was called; NaN if
     none has ended."""
     curve: tuple[tuple[int, float], ...]
-    """Env steps and mean return of each evaluation during the run, including those
-    before a resume. Empty for learners other than the chief."""
+    """Env steps and mean return of each evaluation during the run, also from before a
+    resume. Empty for learners other than the chief."""
 
 
 def train(
@@ -101,7 +101,7 @@ def train(
         learners: The connected learners of the run. Only the chief evaluates and saves.
 
     Returns:
-        The agent and the final counters. A checkpoint of them has been written.
+        The agent and the results of the run; a final checkpoint has been written.
 
     Raises:
         BadInputError: The config does not match the envs, the checkpoint or the user
@@ -201,7 +201,7 @@ class _Loop:
                 raise
             ends = self._learners.gather((self._run.is_finished, should_stop()))
             if any(is_finished for is_finished, _ in ends):
-                self._run.stop()  # a callback of another learner may have stopped it
+                self._run.stop()  # another learner's callback may have stopped it
             is_last = any(map(any, ends))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
@@ -218,7 +218,7 @@ class _Loop:
             )
 
     def _iterate(self) -> dict[str, float]:
-        """Collect and update once, and return the metrics of this iteration."""
+        """Collect a rollout, update the agent, and return the iteration's metrics."""
         before = self._run.counters.steps
         metrics = self._run.iterate()
         iteration_window = ReportWindow()

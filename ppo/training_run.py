@@ -43,10 +43,10 @@ class TrainingRun:
     Attributes:
         config: The settings.
         agent: The agent being trained.
-        algorithm: The algorithm that trains it.
+        algorithm: The algorithm that trains the agent.
         env: The training envs. Callbacks may use `set_attr`, `get_attr` and
             `call_each`, but must not step or reset the envs.
-        counters: Iterations and env steps so far, including those before a resume.
+        counters: Iterations and env steps of the run, also from before a resume.
         rollout: The last rollout.
     """
 
@@ -107,7 +107,10 @@ class TrainingRun:
         self.is_stopped = True
 
     def _noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw noise for the rows of all learners, and return this learner's part."""
+        """Draw noise for the rows of all learners, and return this learner's part.
+
+        The noise of an env therefore does not depend on the number of learners.
+        """
         learners = self.learners
         noise = self.agent.actions.noise(num_rows * learners.num, seed)
         if learners.num == 1:
@@ -117,7 +120,7 @@ class TrainingRun:
         return tf.reshape(parts[:, learners.index], [num_rows, *inner])
 
     def _seeds(self, iteration: int) -> list[tuple[int, int]]:
-        """Return the seed of the action noise and that of the shuffling of rows.
+        """Return a seed for the action noise, and a seed for shuffling the rows.
 
         Each seed consists of two integers, as TensorFlow expects.
         """
@@ -196,8 +199,8 @@ class TrainingRun:
         callback_metrics = self.before_update(self)  # may change rewards
         learn = self._learn_and_collect if config.overlap else self._learn
         learned = learn(rollout, after)
-        # Updated after the learning step, because the stored log-probabilities depend
-        # on the previous statistics.
+        # Update the statistics after learning, because the log-probabilities in the
+        # rollout depend on the previous statistics.
         observation = tf.nest.map_structure(
             lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
         )  # [T + 1, B, ...] -> [T * B, ...]
@@ -220,7 +223,7 @@ class TrainingRun:
         }
 
     def statistics(self) -> dict[str, float]:
-        """Return the algorithm's metrics of the current state."""
+        """Return the algorithm's metrics that describe its current state."""
         return self.algorithm.statistics()
 
     @property

@@ -168,7 +168,7 @@ class Callbacks:
                 if env.stats().rows != rows or env.reset_infos is not resets:
                     raise ValueError(
                         "a callback must not step or reset run.env, "
-                        "because the next rollout continues the episodes of this one; "
+                        "because the next rollout continues this rollout's episodes; "
                         "create a separate BatchEnv instead"
                     )
                 if invalid := [key for key in numbers if not isinstance(key, str)]:

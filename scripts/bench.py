@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Not at module level, because case processes also load this file.
+    # Import here, because the processes of the cases also load this file.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from benchmarks.cli import main
     from envserve.python_process import restart_with_safe_path

@@ -1,6 +1,6 @@
 """Train the named configs on several seeds, and compare with published scores.
 
-    python scripts/benchmark_scores.py                       all missing runs: hours
+    python scripts/benchmark_scores.py                       all missing runs (hours)
     python scripts/benchmark_scores.py cheetah-1M --seeds 1  one run
     python scripts/benchmark_scores.py --document docs/scores.md
     python scripts/benchmark_scores.py --no-train --document docs/scores.md

@@ -67,7 +67,7 @@ class UnknownKeyClient:
 
 
 def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
-    """Keep connections open; `counts` are clients of each kind, as in `main`."""
+    """Keep connections open: `counts` clients of each kind, in the order of `main`."""
     raise_file_limit()
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     peers: list[Stranger | UnknownKeyClient | None] = [None] * len(kinds)
@@ -174,14 +174,15 @@ def main(
     seconds: Annotated[
         float, typer.Option(help="Duration of each of the two attacks.")
     ] = 30.0,
-    silent: int = 500,
+    silent: Annotated[int, typer.Option(help="Clients that send nothing.")] = 500,
     greeters: Annotated[int, typer.Option(help="Clients that begin a greeting.")] = 100,
     dawdlers: Annotated[
         int, typer.Option(help="Clients that begin a handshake.")
     ] = 500,
     knockers: Annotated[int, typer.Option(help="Clients with unknown keys.")] = 100,
     descriptors: Annotated[
-        int, typer.Option(help="Descriptors of the server in the second attack.")
+        int,
+        typer.Option(help="Limit on the server's descriptors in the second attack."),
     ] = 400,
 ) -> None:
     """Attack a server with connections of unauthorised clients."""

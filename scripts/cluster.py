@@ -99,7 +99,7 @@ class Cluster:
         return (self.folder / f"{host}.log").read_text()
 
     def kill_host(self, host: str) -> None:
-        """Kill the process of a host, so that it sends nothing before it ends."""
+        """Kill the process of a host, so that it sends nothing before it exits."""
         process = self.processes.pop(host)
         process.kill()
         process.wait()
@@ -177,7 +177,7 @@ def rehearse(cluster: Cluster) -> None:
         return len(rows_of(run)) >= num_rows
 
     def has_moved(before: int) -> bool:
-        """Return whether rows have been lost since `before`, and all are valid now."""
+        """Return whether env steps were lost after row `before`, and none are now."""
         fractions = [row["valid_fraction"] for row in rows_of(run)[before:]]
         return min(fractions, default=1.0) < 1.0 == fractions[-1]
 
@@ -199,7 +199,7 @@ def rehearse(cluster: Cluster) -> None:
     before = len(rows_of(run))
     cluster.kill_host(lost)
     wait_for(f"training continues without {lost}", lambda: trains_on(before + 3))
-    wait_for("its rows have moved to another server", lambda: has_moved(before))
+    wait_for(f"the rows of {lost} have moved", lambda: has_moved(before))
     wait_for("the page still works", is_watched)
     wait_for("metrics still work", lambda: is_measured(cluster.servers[0], "envserve_"))
     cluster.start("sim", lost)

@@ -64,7 +64,7 @@ def let_in(home: Path, address: str) -> CurveKeys:
 
 
 def send_with_one_id(address: str, home: Path) -> None:
-    """Send endlessly over four connections with one id; the server reads the first."""
+    """Send endlessly over four connections with one id; the server reads only one."""
     with zmq.Context() as context:
         peers = [context.socket(zmq.DEALER) for _ in range(4)]
         for peer in peers:
@@ -98,7 +98,8 @@ def announce(address: str, keys: CurveKeys, count: int) -> int:
             for routing_id in (*ids, *[b""] * _CLIENTS_WITHOUT_ID):
                 peer = KeyedStranger(address, *keys, HELLO, routing_id)
                 num_rejected += not stack.enter_context(peer).is_admitted()
-        zmq.Context.instance().term()  # wait for close: sockets are limited
+        # Wait until the sockets are closed, because their number is limited.
+        zmq.Context.instance().term()
     return num_rejected
 
 
@@ -166,14 +167,14 @@ def main(
                 peak, after = fill(server, send, home, seconds, cores)
             num_closed = server.log.count("connections are closed") - num_closed
             steps, longest = len(client.seconds), 1e3 * max(client.seconds)
-            print(f"{name}: {num_closed} times closed, {steps:,} correct honest steps")
+            print(f"{name}: closed {num_closed} times, {steps:,} correct honest steps")
             goals.at_least(f"{name}: largest growth (MiB)", peak - before, 100)
             goals.at_most(
                 f"{name}: growth at the end (MiB)", after - before, MAX_GROWTH_MIB
             )
             goals.at_most(f"{name}: longest honest step (ms)", longest, MAX_STEP_MS)
         has_ended = server.process.poll() is not None or not server.welcome().num_names
-        goals.at_most("servers that have ended", has_ended, 0)
+        goals.at_most("servers that have exited", has_ended, 0)
     sys.exit(goals.report())
 
 

@@ -4,9 +4,9 @@
 
 The script first sends malformed messages: mutated messages of the attacker's lease,
 messages with chosen routing ids, and messages over connections that break. It then
-sends messages with the ids of another client's lease. Finally, it searches for the
-server's keys in all places where they must not be. Exits with 1 if a goal is missed, or
-if a row is wrong or lost. Linux only.
+sends messages with the ids of another client's lease. Finally, it searches for secret
+keys in all data that others can read. Exits with 1 if a goal is missed, or if a row is
+wrong or lost. Linux only.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ _STEP_EVERY, _PEER_EVERY = 32, 1000
 #: Seconds after which an answer is considered lost.
 _STEP_SECONDS: Final = 2.0
 _STRANGERS: Final = 50
-#: Maximum number of unread answers; beyond twice this number, the server drops them.
+#: Maximum number of unread answers; the server drops answers beyond twice this number.
 _MAX_UNREAD: Final = 24
 _SETTLE_SECONDS: Final = 10.0
 _PLANTED: Final = "planted-3f1c0a7be94d"
@@ -82,7 +82,7 @@ class Peer(Attacker):
         self._renew()
 
     def _renew(self) -> None:
-        """Create the next operation of the lease, which is also mutated."""
+        """Create the next operation of the lease, which is also sent mutated."""
         self._seq += 1
         kind, body = MessageType.STEP, bytes(8)
         if self._seq == 1:
@@ -168,7 +168,7 @@ def announce(address: str, routing_id: bytes) -> None:
 def send_as_another(
     address: str, count: int, numbers: tuple[int, int], attach: bytes
 ) -> tuple[int, list[Any], list[Any]]:
-    """Alternate between the ids of another key's lease and ids of an unknown session.
+    """Send messages with the ids of another key's lease and of an unknown session.
 
     Returns:
       The number of answers, and the kinds of answers for each of the two sessions.
@@ -237,7 +237,7 @@ def as_attacker(home: Path, cores: Cores, run: Callable[..., Any], *args: Any) -
 
 def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
     """Return the secrets that must not be found anywhere, by name."""
-    secrets = {"variable of the environment": _PLANTED.encode()}
+    secrets = {"environment variable": _PLANTED.encode()}
     pairs = {"server": folder.key("server"), "client": folder.key("client")}
     for name, pair in pairs.items():
         assert pair is not None
@@ -260,7 +260,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield data that others can read: argv, workers' memory, the log, crash files."""
+    """Yield data that others can read, by place: argv, memory, the log, crash files."""
     pid, *started = with_descendants(server.process.pid)
     yield "argv of the server", Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:

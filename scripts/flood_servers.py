@@ -4,7 +4,7 @@
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
 A client steps 8 CartPole envs: without a flood, while another server on the same CPUs
-is flooded, and while its server is flooded. The goals are the ratio of the last two
+is flooded, and while its own server is flooded. The goals are the ratio of the last two
 speeds, and the longest step. The flood `strangers` consists of 500 handshakes a second
 with unknown keys; the file `clients` has 5,000 lines. Exits with 1 if a goal is missed.
 """
@@ -118,7 +118,7 @@ class _Peer:
         )
 
     def request(self, kind: MessageType, body: bytes = b"") -> Message:
-        """Resend a request until it is answered, because a flood can drop messages."""
+        """Resend a request until it is answered; a flooded server drops messages."""
         while True:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):
@@ -136,7 +136,7 @@ class _Peer:
         return answer.type is MessageType.GRANTED
 
     def record_request(self) -> tuple[MessageType, bytes]:
-        """Attach and reset envs; return a request for the flight record of one."""
+        """Attach and reset envs; return a request for the flight record of one env."""
         # The leases of an earlier flood expire some seconds after it.
         while not self.attach("CartPole-v1", _NUM_ENVS):
             time.sleep(0.1)

@@ -1,8 +1,8 @@
 """Pass malformed messages to every decoder.
 
-    python scripts/fuzz_decoders.py                       1 million bodies
-    python scripts/fuzz_decoders.py --bodies 10000000     10 million
-    python scripts/fuzz_decoders.py --seed 7              1 million different bodies
+    python scripts/fuzz_decoders.py                       1 million message bodies
+    python scripts/fuzz_decoders.py --bodies 10000000     10 million bodies
+    python scripts/fuzz_decoders.py --seed 7              1 million other bodies
     python scripts/fuzz_decoders.py --guided 300          each decoder for 5 minutes
 
 `--guided` requires Atheris, which chooses bytes by code coverage instead of at random.

@@ -52,7 +52,7 @@ OPTIONS: Final = (
 )
 MAX_GROWTH_MIB: Final = 32.0
 MIN_RESULTS: Final = 0.03
-#: Longer than the lifetime of the leases that malformed messages have acquired.
+#: Timeout, longer than the lifetime of leases that malformed messages acquired.
 _TIMEOUT_SECONDS: Final = 150.0
 
 

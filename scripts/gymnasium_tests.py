@@ -2,10 +2,10 @@
 
     python scripts/gymnasium_tests.py --source DIR [--tcp] [ARGUMENTS of pytest]
 
-DIR is a checkout of the installed release. In tests/vector, `envserve.make_vec`
-replaces `AsyncVectorEnv`, and only tests that use it count; in tests/wrappers/vector it
-replaces `SyncVectorEnv` too. gymnasium_tests.txt lists the expected failures, with
-reasons. The exit code is 1 if any other test fails, or if one of these passes.
+DIR is a checkout of the installed release of Gymnasium. `envserve.make_vec` replaces
+`AsyncVectorEnv` and, in tests/wrappers/vector, also `SyncVectorEnv`; only tests that
+use a replaced class are counted. gymnasium_tests.txt lists the expected failures, with
+reasons. The exit code is 1 if any other test fails, or if a listed test passes.
 RecordVideo needs moviepy; without OpenGL, `-k "not Ant-v4"` excludes the tests that
 render with it.
 
@@ -122,7 +122,7 @@ def start_server() -> str:
     for line in server.stdout:
         if found := re.search(r"tcp://\S+", line):
             return found[0]
-    raise RuntimeError("the server has ended")
+    raise RuntimeError("expected a server address; the server has exited")
 
 
 def run_part(part: str, over_tcp: bool, arguments: Sequence[str]) -> int:
@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("--tcp", action="store_true", help="run the envs on a server")
     options, arguments = parser.parse_known_args()
     if sum("tests/vector" in name for name in expected_failures()) > MAX_EXPECTED:
-        parser.error(f"more than {MAX_EXPECTED} of tests/vector may fail")
+        parser.error(f"{SELF}.txt: expected at most {MAX_EXPECTED} in tests/vector")
     source = options.source.resolve()
     path = [str(HERE), str(HERE.parent), str(source), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -89,8 +89,8 @@ def main(
     config: Annotated[
         str, typer.Argument(help="Config, as for `ppo train`.")
     ] = "cartpole",
-    kills: Annotated[int, typer.Option(min=1)] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the times of the kills.")] = 0,
+    kills: Annotated[int, typer.Option(min=1, help="Number of kills.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of the kill times.")] = 0,
     longest: Annotated[
         float, typer.Option(help="Maximum seconds before a kill.")
     ] = 3.0,

@@ -61,7 +61,11 @@ def without_keys(address: str, mechanism: str) -> Stranger:
 
 
 def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ...]]:
-    """Connect three clients, then invalidate their keys; return their arguments."""
+    """Connect three clients, then invalidate their keys.
+
+    Returns:
+      The arguments of `KeyedStranger` for each client, by kind of key.
+    """
     clients, now = KeyFolder().clients, time.time()
     arguments: dict[str, tuple[Any, ...]] = {}
     for name in ("revoked", "expired", "used"):
@@ -91,7 +95,8 @@ def count_accepted(make: Callable[..., Stranger | KeyedStranger], tries: int) ->
         for peer in peers:
             with peer:
                 count += peer.is_admitted()
-        zmq.Context.instance().term()  # wait for close: sockets are limited
+        # Wait until the sockets are closed, because their number is limited.
+        zmq.Context.instance().term()
     return count
 
 

@@ -23,7 +23,7 @@ OPTIONS = ("--no-compile", "--progress-bar", "off")
 
 
 def normalised(name: str) -> str:
-    """Return the form in which names of packages can be compared."""
+    """Return a package name in a form that can be compared."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,7 +1,7 @@
 """Create the images of docs/demo.md from the page of `envserve demo`.
 
 demo.gif and demo.png show the agent while it learns, while a worker is killed, and
-while the network is cut; demo-phone.png shows the latter on a phone. Requires the
+while the network is cut; demo-phone.png shows the cut network on a phone. Requires the
 extras browser and demo, and Chromium (/usr/bin/chromium, or the path in CHROMIUM).
 """
 

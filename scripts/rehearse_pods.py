@@ -58,7 +58,7 @@ def check(run, metrics, rollout):
 
 
 class Cluster:
-    """The actions of a cluster's controllers, step by step.
+    """Starts and removes pods, as the controllers of a cluster do.
 
     Attributes:
       servers: The pods of the Deployment, by name.
@@ -107,8 +107,8 @@ class Cluster:
     def has_rows(self, num_rows: int, is_complete: bool | None = None) -> bool:
         """Return whether there are `num_rows` metrics rows, the last one as expected.
 
-        With `is_complete` True, all steps of the last row must be valid; with False,
-        some must not be.
+        With `is_complete` True, all steps of the last row must be valid; with False, at
+        least one step must be invalid.
         """
         if self.trainer.process.poll() is not None:
             raise ChildProcessError(self.trainer.log()[-3000:])

@@ -1,12 +1,13 @@
-"""Measure the costs of a batch on many servers for its trainer, for docs/scaling.md.
+"""Measure a trainer's costs per batch step on many servers, for docs/scaling.md.
 
     python scripts/scaling.py fit          1 to 16 simulated servers, on loopback
     python scripts/scaling.py check        64 simulated servers, and real servers
     python scripts/scaling.py namespaces   64 real servers, each a host; Linux, root
-    python scripts/scaling.py attach       replace a server by another, 100 times
+    python scripts/scaling.py attach       replace one server with another, 100 times
     python scripts/scaling.py document     write the tables of the page
 
-All except `document` replace their part of docs/scaling.json, within four minutes.
+Each command except `document` replaces its part of docs/scaling.json, and takes at most
+four minutes.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
         make = ("keys", "make", folder, "server", "trainer", "--at", "tcp://*:5555")
         command = main_command("envserve.__main__", *map(str, make))
         subprocess.run(command, check=True, stdout=sys.stderr)
-        # One key folder for the server and the trainer: the relay is on loopback.
+        # The trainer uses the server's key folder, because its relay is on loopback.
         home = {"ENVSERVE_HOME": str(folder / "server")}
         stack.callback(hosts.remove)
         hosts.create()

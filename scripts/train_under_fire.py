@@ -68,7 +68,9 @@ def kill_repeatedly(
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
         while not is_over.wait(WORKER_SECONDS):
             if workers := random.choice(servers).worker_pids:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # the worker has just exited
                     os.kill(random.choice(workers), signal.SIGKILL)
                     killed["workers killed"] += 1
             if time.monotonic() >= next_server:
@@ -86,7 +88,7 @@ def swap(
 ) -> contextlib.AbstractContextManager[Counter[str]]:
     """Kill one server, drain one and add one; yield the counts.
 
-    The addresses of servers that are about to leave are added to `left`.
+    The address of a server is added to `left` before it is killed or drained.
     """
 
     def change(is_over: threading.Event, done: Counter[str]) -> None:
@@ -107,8 +109,8 @@ def swap(
 class RowCheck:
     """Counts rows that are not valid although their server is running.
 
-    A row whose server has left may be invalid until the row has moved to another
-    server, including the lost row that reports the move.
+    If a row's server has left, the row may be invalid until it has moved to another
+    server; the result that reports the move may be invalid, too.
     """
 
     def __init__(self) -> None:
@@ -175,7 +177,7 @@ def train_once(
         evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     console.print(
         f"seed {config.seed}: {dict(counts)} in {seconds:.0f} s; "
-        f"{result.steps:,} valid steps, {result.lost_steps:,} masked; "
+        f"{result.steps:,} valid steps, {result.lost_steps:,} lost; "
         f"return {evaluation.mean_return:.1f} over {len(evaluation.returns)} episodes"
     )
     if leave:

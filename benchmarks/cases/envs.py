@@ -1,6 +1,6 @@
 """Envs with known costs: they sleep, compute, return images, or echo requests.
 
-Importing this module registers them; workers that build them must import it.
+Importing this module registers the envs, so workers that build them must import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`images`: throughput of observations in bytes per second, from envs without work."""
+"""`images`: throughput of image observations, from envs that do no other work."""
 
 from __future__ import annotations
 

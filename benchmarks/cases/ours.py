@@ -25,7 +25,7 @@ _BINDS_BY_CASE = {
 
 
 def our_cases(load: Workload) -> list[Case]:
-    """Return a case for each transport, one without keys, and one of `make_vec`."""
+    """Return one case per transport, one without keys, and one for `make_vec`."""
     return [
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
         for name, binds in _BINDS_BY_CASE.items()

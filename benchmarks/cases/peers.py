@@ -1,6 +1,7 @@
 """Cases of other projects' vectorised envs, with the defaults of each project.
 
-All use the same actions. A project that is not installed, or lacks the env, is skipped.
+All cases use the same actions. A project that is not installed, or does not have the
+env, is skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def import_peer(module: str) -> Any:
 def sb3_vec_env(load: Workload, kind: str) -> Any:
     """Return Stable-Baselines3's "SubprocVecEnv" or "DummyVecEnv"."""
     module = import_peer("stable_baselines3.common.vec_env")
-    # Forked workers run the same loop as spawned ones, but do not import torch.
+    # Forked workers run the same loop as spawned workers, but need not import torch.
     is_forked = kind == "SubprocVecEnv" and sys.platform == "linux"
     options = {"start_method": "fork"} if is_forked else {}
     return getattr(module, kind)(load.env_functions(), **options)

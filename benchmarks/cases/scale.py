@@ -70,10 +70,10 @@ def scale(
             f"MB beyond {base}": beyond_base,
         },
         notes=[
-            "MB (1e6 bytes) of proportional set size of the stepping process and its "
-            "descendants, measured in new processes for each size, minus the size with "
-            f"one env per worker ({base}), which is mostly imports: "
-            f"{_in_megabytes(memory[base])}."
+            "MB (1e6 bytes): proportional set size of the stepping process and its "
+            "descendants, in new processes for each number of envs, minus the "
+            f"{_in_megabytes(memory[base])} MB with one env per worker ({base}), which "
+            "are mostly imports."
         ],
         results={_MEMORY: memory, "base": base},
     )
@@ -97,7 +97,7 @@ def _measure_memory(name: str, load: Workload) -> float | None:
     """Return the memory in bytes, or None if the system does not report it."""
     if sys.platform != "linux":
         return None
-    # Measured separately, because processes of other cases would share its pages.
+    # Measure each case alone: other cases would share memory pages with its processes.
     case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
     return measure_cases([case], 1).median(name, _MEMORY)
 

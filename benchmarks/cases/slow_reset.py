@@ -36,7 +36,7 @@ def slow_reset(
     ] = 200,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes per measurement.")] = 3,
     staggered: Annotated[
-        bool, typer.Option(help="End the episodes of each env at different steps.")
+        bool, typer.Option(help="End the episodes of the envs at different steps.")
     ] = False,
     repetitions: Repetitions = 3,
 ) -> None:

@@ -43,7 +43,7 @@ def start(
     workers: Workers = 16,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure the time to a first observation, of imports, and of a server start."""
+    """Measure the times of imports, the first observation, and a server start."""
     values = {"env": env, "num_envs": num_envs, "workers": workers}
     scripts = {
         "envserve, first observation": (_OURS.format(**values), "batch.close()"),

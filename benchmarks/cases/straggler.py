@@ -73,7 +73,7 @@ def straggler(
             ),
         },
         notes=[
-            f"One worker per env; recv waits for at least {min_envs or 1}. Each reply "
+            f"One worker per env; recv(min_envs={min_envs or 1}). Each reply "
             f"was compared with its request: {replies:,.0f} replies, none wrong."
         ],
     )
@@ -158,7 +158,7 @@ class _Requests:
         if wrong.size:
             index = wrong[0]
             raise BenchmarkError(
-                f"row {rows[index]}: expected the reply to request and step "
+                f"row {rows[index]}: expected a reply with [request, step] = "
                 f"{expected[index].tolist()}; got {observation[index].tolist()}"
             )
         self._count += len(rows)

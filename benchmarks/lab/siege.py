@@ -31,7 +31,8 @@ class Cores:
     def __str__(self) -> str:
         if not self._assigned:
             return (
-                f"all on the same cores, because there are not {sum(_CORES.values())}"
+                "all processes on the same cores, because there are fewer than "
+                f"{sum(_CORES.values())}"
             )
         return "; ".join(
             f"{side} on cores {cores}" for side, cores in self._assigned.items()

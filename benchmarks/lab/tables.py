@@ -34,7 +34,7 @@ def as_table(
 
 
 def replace_marked(path: Path, name: str, text: str) -> None:
-    """Replace the text between the two marks in a document that have a given name.
+    """Replace the text between the begin and end marks of this name in a document.
 
     Raises:
       ValueError: The marks are missing.

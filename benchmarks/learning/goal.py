@@ -1,10 +1,10 @@
 """`goal`: how long PPO takes to reach a score, compared with Stable-Baselines3.
 
-Each trainer has the settings that its project recommends for the task: ppo the named
-config, Stable-Baselines3 those of RL Baselines3 Zoo. The score is the mean return of
-training episodes, with sampled actions, which both trainers record. Each repetition
-trains a new policy with a different seed; its time includes everything except loading
-libraries.
+Each trainer has the settings that its project recommends for the task: ppo uses the
+named config, and Stable-Baselines3 the settings of RL Baselines3 Zoo. The score is the
+mean return of training episodes, with sampled actions, which both trainers record. Each
+repetition trains a new policy with a different seed; its time includes everything
+except loading libraries.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from ppo.config.named_configs import CONFIGS
 from ppo.run_folder.folder import RunFolder
 
 GOALS = {"cartpole": 475.0, "cheetah": 3000.0}
-"""Mean return of the last training episodes, at most 100."""
+"""Goals by task: the mean return of the last training episodes (at most 100)."""
 
 SECONDS, STEPS, RETURN = "seconds", "steps", "mean_return"
 """Measured numbers: time, env steps and mean return at the goal or the step limit."""
@@ -112,7 +112,8 @@ def learning_ours(
                 RunFolder.create(Path(folder, "run"), config),
                 env_maker(config, num_workers=workers),
                 on_progress=last.append,
-                # Called before `on_progress`, so training ends one iteration later.
+                # `should_stop` is called before `on_progress`, so training ends one
+                # iteration later.
                 should_stop=lambda: bool(last) and last[-1].mean_return >= goal,
             )
         seconds = time.perf_counter() - started

@@ -36,10 +36,10 @@ _ONE, _TWO = "1 split", "2 splits"
 _CALIBRATION_LAYERS = (32, 96)
 
 _NOTE = (
-    "best: computed from the parts measured alone. With 2 splits, it is the maximum of "
-    "all work divided by the cores, the envs of a worker, the policy of both splits, "
-    "and the policy of a split followed by its envs in a worker. With 1 split, it is "
-    "the policy followed by the envs."
+    "best: computed from the parts measured alone. With 2 splits, it is the longest of "
+    "four times: all work divided by the number of cores; the envs of one worker; the "
+    "policy of both splits; the policy of one split, followed by this split's envs in "
+    "one worker. With 1 split, it is the time of the policy plus the time of the envs."
 )
 
 
@@ -137,7 +137,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return the number of layers with which a call of the policy takes this time."""
+    """Return the number of layers for which a call of the policy takes this time."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
@@ -202,7 +202,7 @@ def busy_policy(layers: int) -> Any:
         features = tf.reshape(tf.repeat(observation[:, :1], 8 * _WIDTH), [-1, _WIDTH])
         for _ in range(layers):
             features = tf.tanh(features @ weights + 0.1)
-        # Never true, but TensorFlow cannot derive this without computing the products.
+        # Always false, but TensorFlow cannot infer it without computing the products.
         is_large = tf.reduce_max(features) > 2.0
         action = tf.fill([rows], tf.cast(is_large, tf.int64))
         return action, tf.zeros([rows])

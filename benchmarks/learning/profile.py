@@ -1,4 +1,4 @@
-"""`profile`: the parts of the duration of a batch step, and how to reduce them."""
+"""`profile`: the duration of each part of a batch step, and how to reduce it."""
 
 import contextlib
 import itertools

@@ -1,7 +1,7 @@
 """Cases that measure a complete rollout, or its policy alone.
 
-They measure microseconds per batch step. The process of a case loads TensorFlow when
-the case is opened.
+The cases measure microseconds per batch step. The process of a case loads TensorFlow
+when the case is opened.
 """
 
 import contextlib

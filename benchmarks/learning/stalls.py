@@ -1,4 +1,4 @@
-"""`stalls`: rollouts on many servers, some of whose steps take much longer."""
+"""`stalls`: rollouts on many servers, where some steps take much longer."""
 
 import contextlib
 import itertools
@@ -64,7 +64,7 @@ def stalls(
     ]
     run.publish(
         title=f"{servers} servers with {envs_per_server} envs each, a step takes "
-        f"{milliseconds:g} ms, {stall_percent:g} % of them {stall_milliseconds:g} ms: "
+        f"{milliseconds:g} ms, {stall_percent:g} % of steps {stall_milliseconds:g} ms: "
         "env steps per second",
         measured=run.measure(cases, repetitions),
         columns={

@@ -116,7 +116,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
     from ppo.environments import env_maker
     from ppo.train import train
 
-    # Only the first checkpoint is written, because the other trainer writes none.
+    # Write only the first checkpoint, because SB3 writes none.
     config = config.replace(
         total_steps=_ENDLESS,
         checkpoint_seconds=float(_ENDLESS),

@@ -1,4 +1,4 @@
-"""The command: train the missing runs in parallel, and write their scores."""
+"""The command, which trains the missing runs in parallel and writes their scores."""
 
 import concurrent.futures
 import json
@@ -39,7 +39,7 @@ def main(
     document: Annotated[
         Path | None,
         typer.Option(
-            help="Document for the tables; plot and JSON file are next to it."
+            help="Document for the tables, with a plot and a JSON file next to it."
         ),
     ] = None,
     processes: Annotated[

@@ -20,13 +20,13 @@ class Score(NamedTuple):
     Attributes:
       env_name: Registered name of the env, with its version.
       final: Mean return of the episodes of the final evaluation.
-      final_std: Standard deviation of their returns.
+      final_std: Standard deviation of the returns in the final evaluation.
       best: Best mean return of the evaluations during training.
       curve: Env steps and mean return of each evaluation during training.
       train_return: Mean return of the last 100 training episodes, with sampled actions.
       seconds: Duration of training, without evaluations.
       versions: Versions of the libraries that influence the numbers.
-      settings: `Task.settings` when the run was made; None if they were not recorded.
+      settings: `Task.settings` at the time of the run; None if they were not recorded.
       max_kl: Largest KL divergence of an iteration, in nats; None if not recorded.
     """
 
@@ -54,7 +54,7 @@ def read_score(folder: Path) -> Score | None:
 
 
 def run_one(task: Task, seed: int, folder: Path) -> Score:
-    """Train, evaluate and save the score; restart an interrupted run.
+    """Train, evaluate and save the score; an interrupted run starts from scratch.
 
     TensorFlow uses one thread, because several runs share the cores.
     """

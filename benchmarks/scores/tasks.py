@@ -29,9 +29,9 @@ class Task:
 
     Attributes:
       measure: Measure of the goal. "E" is the mean return of episodes at the end. "B"
-        is the best of 20 evaluations during training, averaged over seeds. "M" is the
-        maximum of the mean of these curves over seeds. All use the most likely actions,
-        and envs with seeds that training never used.
+        is the best of 20 evaluations during training, averaged over seeds. For "M",
+        each evaluation is averaged over seeds, and the best average counts. All
+        measures use the most likely actions, and env seeds that training never used.
       num_seeds: Number of seeds, which are 0, 1, ...
       goal: Score to reach.
       anchors: Published scores by measure, starting with the goal's measure.
@@ -71,7 +71,7 @@ class Task:
         """Return whether the recorded settings of a run equal the current ones.
 
         A setting that is not recorded did not exist at that time. It is assumed to have
-        its current value if that is a text, and to be off otherwise.
+        its current value if that is a string, and to be off otherwise.
         """
         texts = {k: v for k, v in self.settings.items() if isinstance(v, str)}
         return settings is not None and texts | dict(settings) == self.settings

@@ -27,7 +27,7 @@ class Agent:
 
     With `recurrent_size`, the policy and the value function each have a recurrent core,
     whose output replaces the features. The caller stores the state of the policy's
-    core, `[N, units]`, and, if it needs values, that of the value function's core.
+    core, `[N, units]`, and, if it needs values, the state of the value function's core.
 
     Args:
         observation_space: Observation space of one env.
@@ -105,13 +105,13 @@ class Agent:
     ) -> tuple[Any, ...]:
         """Sample actions with the parameters of a snapshot.
 
-        Log-probabilities are computed later by `log_prob`, because it is faster for
-        many steps at once than for each step.
+        Log-probabilities are not computed here, because one call of `log_prob` for many
+        steps is faster than one call per step.
 
         Args:
             snapshot: Result of `snapshot`.
             observation: Raw observation, rows `[N, ...]`.
-            noise: N rows of `actions.noise`.
+            noise: Result of `actions.noise` for N rows.
             state: State of the core; see `act`.
 
         Returns:
@@ -125,14 +125,14 @@ class Agent:
         return distribution.sample(noise), distribution.parameters, *state
 
     def in_numpy(self, snapshot: Any) -> Callable[..., tuple[Any, ...]] | None:
-        """Return `act_from` with this snapshot as a function of NumPy arrays.
+        """Return the NumPy form of `act_from` with this snapshot.
 
-        The function takes a list of the leaves of the observation, in the order of
-        `tf.nest.flatten`, noise and states. It returns env actions, followed by the
-        results of `act_from`.
+        The function takes the leaves of the observation (a list in the order of
+        `tf.nest.flatten`), the noise and the states. It returns the env actions,
+        followed by the results of `act_from`.
 
         Returns:
-            The function, or None if a network exists only in TensorFlow.
+            The function, or None if a network has no NumPy form.
         """
         values, scales = snapshot
         networks = self._networks

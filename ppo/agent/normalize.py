@@ -1,7 +1,7 @@
 """Running statistics for observation normalisation and reward scaling, in float64.
 
-The statistics are updated between iterations, so a rollout and the update from it use
-the same statistics. Invalid rows are ignored.
+The statistics are updated between iterations, so a rollout and the update that is
+computed from it use the same statistics. Invalid rows are ignored.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class RunningMoments:
     def _merge_rows(
         self, values: tf.Tensor, mask: tf.Tensor, learners: Learners
     ) -> None:
-        """Merge the moments of rows into the running ones (Chan et al. 1979)."""
+        """Merge the moments of rows into the running moments (Chan et al. 1979)."""
         mask = tf.reshape(mask, [-1] + [1] * (len(values.shape) - 1))
         zero = tf.zeros_like(values)
         count = tf.reduce_sum(tf.cast(mask, tf.float64))
@@ -137,7 +137,7 @@ class ReturnScale:
 
     @property
     def factor(self) -> tf.Tensor:
-        """Factor to multiply rewards by, a float32 scalar; 1 before the first row."""
+        """Factor to multiply rewards by, float32 scalar; 1 before the first update."""
         return tf.cast(tf.math.rsqrt(self._moments.variance + 1e-8), tf.float32)
 
     def update(

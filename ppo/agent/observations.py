@@ -2,7 +2,7 @@
 
 Box leaves are normalised with running statistics, images are scaled to [0, 1], and
 discrete leaves are one-hot encoded. The structure (dict, tuple) of the observation
-space is kept. Images stay uint8 until a network needs them, and the action mask is
+space is preserved. Images stay uint8 until a network needs them, and the action mask is
 separated from the inputs.
 """
 
@@ -28,7 +28,7 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
         MultiDiscrete spaces.
 
     Raises:
-        UnsupportedSpaceError: A leaf is a different kind of space.
+        UnsupportedSpaceError: A leaf is any other kind of space.
     """
     if isinstance(space, gymnasium.spaces.Dict):
         return {
@@ -99,7 +99,7 @@ class ObservationPreprocessor:
         return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
 
     def scales(self) -> list[tuple[tf.Tensor, ...]]:
-        """Return each leaf's `RunningMoments.scale`, or () if it is not normalised."""
+        """Return each leaf's `RunningMoments.scale`; () for an unnormalised leaf."""
         moments = [leaf.moments for leaf in self._leaves]
         return [() if part is None else part.scale for part in moments]
 
@@ -120,7 +120,8 @@ class ObservationPreprocessor:
         features = list(map(_Leaf.preprocess, self._leaves, arrays, scales))
         packed = tf.nest.pack_sequence_as(self._spaces, features)
         if self._has_mask:
-            flags = tf.nest.flatten(observation[MASK_KEY])  # one, or one per choice
+            # The mask is one array, or one array per choice.
+            flags = tf.nest.flatten(observation[MASK_KEY])
             flags = [tf.cast(part, tf.bool) for part in flags]
             packed[MASK_KEY] = tf.concat(flags, axis=1)
         return packed
@@ -283,7 +284,7 @@ def _as_space(nest: Any) -> gymnasium.Space[Any]:
 
 
 def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
-    """Return how a leaf is preprocessed; None if its space is not supported."""
+    """Return the name of a leaf's preprocessing; None if its space is unsupported."""
     if isinstance(space, gymnasium.spaces.Box):
         return "image" if is_image(space) else "box"
     if isinstance(space, gymnasium.spaces.Discrete):

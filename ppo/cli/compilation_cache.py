@@ -25,7 +25,8 @@ def enable_compilation_cache(tensorflow_version: str) -> None:
     Does nothing if the user has set a cache folder, or if no folder is usable.
     """
     flags = os.environ.get("TF_XLA_FLAGS", "").strip()
-    if _FLAG in flags or not (flags + "--").startswith("--"):  # name of a flags file
+    # Instead of flags, the variable may contain the name of a file with flags.
+    if _FLAG in flags or not (flags + "--").startswith("--"):
         return
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder
         default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"

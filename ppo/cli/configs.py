@@ -57,7 +57,7 @@ def configs(
         table.add_row(name, config.env_name, steps, expected or "-", duration or "-")
     console().print(table)
     print(
-        "Return: expected mean of 100 episodes (lowest to highest seed). "
+        "Return: expected mean over 100 episodes (range over seeds). "
         "Time: training on one core.\n"
         "Settings of a config: `ppo configs NAME`.\n"
         "Other envs: `ppo train my_env.py:Walk`, `ppo train Taxi-v4`."

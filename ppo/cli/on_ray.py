@@ -24,8 +24,8 @@ from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
 _CLUSTER: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
-#: Environment variable with the command that resumes training on Ray, which the first
-#: learner prints.
+#: Environment variable with the command that resumes training on Ray; the first learner
+#: prints this command.
 RESUME_COMMAND: Final = "PPO_TRAIN_AGAIN"
 _PLACEMENT_SECONDS, _STOP_SECONDS, _MAX_FAILURES = 60, 10, 3
 
@@ -48,9 +48,9 @@ def train_on_ray(given: GivenOptions) -> int:
     excluded = {"seeds", "resume", "distribute", "page"}
     if not needed <= values.keys() or excluded & values.keys():
         raise ConfigError(
-            "--on ray: expected CONFIG and --learners N, and --run-dir DIR if "
-            "--restartable; cannot be combined with --seeds, --resume, --distribute or "
-            "--page."
+            "--on ray: expected CONFIG, --learners N and, with --restartable, "
+            "--run-dir DIR. --on ray cannot be combined with --seeds, --resume, "
+            "--distribute or --page."
         )
     existing = run_dir if run_dir and RunFolder(run_dir).config_path.exists() else None
     changes = values.get("set_", [])
@@ -89,7 +89,7 @@ def train_on_ray(given: GivenOptions) -> int:
 def _train_once(
     ray: Any, resources: list[dict[str, float]], words: list[str], resume: list[str]
 ) -> int:
-    """Start all learners, and return the exit code of the first one.
+    """Start all learners, and return the exit code of the first learner.
 
     Raises:
         LearnerLostError: The first learner failed, and a restart may help.
@@ -103,8 +103,9 @@ def _train_once(
         if not group.wait(_PLACEMENT_SECONDS):
             free = {k: ray.available_resources().get(k, 0) for k in resources[0]}
             raise PpoError(  # not a ConfigError: resources may become free later
-                f"--learners {num}: expected {resources[0]} per learner, the first on "
-                f"this host; {free} is free in the cluster (ray status, --resources)."
+                f"--learners {num}: each learner needs {resources[0]}, and the first "
+                f"must run on this host, but the cluster has only {free} free; see "
+                "`ray status`, or change --resources."
             )
         at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         gpus = resources[0].get("GPU", 0)

@@ -57,7 +57,7 @@ _BAD_INPUT = (
     *(AddressError, VideoError),
 )
 
-#: Names of timeouts in errors of envserve; in ppo, they end with `_seconds`.
+#: Names of timeouts in error messages of envserve; the settings of ppo add `_seconds`.
 _SECONDS: Final = re.findall(
     r"(\w+_(?:after|timeout))_seconds", " ".join(Config.__dataclass_fields__)
 )
@@ -105,12 +105,12 @@ def config_names() -> list[str]:
 
 
 def setting_keys() -> list[str]:
-    """Return the start of each possible value of --set, for completion."""
+    """Return `KEY=` for each setting, for shell completion of --set."""
     return [f"{name}=" for name in Config.__dataclass_fields__]
 
 
 def run_folders() -> list[str]:
-    """Return the run folders in the working directory and in runs/, for completion."""
+    """Return run folders in the working directory and in runs/, for completion."""
     return [
         str(path.parent)
         for folder in (".", "runs")
@@ -131,7 +131,7 @@ Run = Annotated[Path, Option("Run folder of `ppo train`.", values=run_folders)]
 
 
 class EnvOptions(NamedTuple):
-    """The options that select the envs of a command; None for options not given."""
+    """The options that select the envs of a command; an omitted option is None."""
 
     connect: list[str] | None = None
     import_modules: list[str] | None = None
@@ -147,7 +147,7 @@ class EnvOptions(NamedTuple):
         return EnvSource(addresses=addresses, import_modules=modules)
 
     def with_moved_files(self, config: Config) -> Config:
-        """Return a config whose files are replaced by those of --import by name."""
+        """Replace each file in a config with the file of the same name in --import."""
         modules = self.applied_to(EnvSource()).import_modules
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
 
@@ -179,10 +179,10 @@ def sigterm_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
-    """Re-raise an interrupt at the end of the block if its code suppressed it.
+    """Raise an interrupt again at the end of the block if code in it suppressed it.
 
     Args:
-        is_deferred: Whether to raise interrupts only at the end.
+        is_deferred: Whether to raise interrupts only at the end of the block.
     """
     raised: list[KeyboardInterrupt] = []
 
@@ -216,7 +216,7 @@ def deferred_stderr() -> Iterator[None]:
         os.dup2(buffer.fileno(), 2)
         try:
             yield
-        except Exception:  # not for interrupts
+        except Exception:  # an interrupt discards the output
             buffer.seek(0)
             os.write(before, buffer.read())
             raise
@@ -274,13 +274,13 @@ def open_run(
     inter_op_threads: int = 1,
     check: Callable[[Config, Sequence[str]], None] = lambda config, addresses: None,
 ) -> Iterator[tuple[RunFolder, Config, "CheckpointId", EnvSource, Screen]]:
-    """Open an existing run for a command, and start TensorFlow; report errors.
+    """Open an existing run and start TensorFlow; report errors of the `with` block.
 
-    `check` is called with the config and the servers of the run before TensorFlow
-    starts, which takes seconds.
+    `check` is called with the run's config and server addresses before TensorFlow
+    starts, because starting TensorFlow takes seconds.
 
     Yields:
-        The run folder, its config without the minimum number of servers, the
+        The run folder, its config (with `min_servers` and `num_servers` set to 0), the
         checkpoint, the source of the envs, and a screen.
     """
     with report_errors():
@@ -307,7 +307,9 @@ def open_run(
 def check_trust(
     name: str | None, resume: Path | None, changes: list[str], options: EnvOptions
 ) -> None:
-    """Ask the user before using code or servers that are neither typed nor trusted.
+    """Ask the user before using code or servers that are not trusted.
+
+    Code and servers that the user named in the command need no confirmation.
 
     Args:
         name: Argument CONFIG; if it is a file and no run is used, the file is checked.
@@ -342,12 +344,12 @@ def check_trust(
         raise UntrustedCodeError(
             f"{text}. If you trust its author, repeat the command with --trust."
         )
-    if code == describe_code(stored, source):  # the user has agreed to all of it
+    if code == describe_code(stored, source):  # the user has agreed to all code
         trust_code(stored, source, resume)
 
 
 def _is_confirmed(question: str) -> bool:
-    """Ask a question on the terminal; return False if there is none."""
+    """Ask a question on the terminal; return False if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     print(question, end="", file=sys.stderr, flush=True)
@@ -439,9 +441,9 @@ def report_errors(
 
     Args:
         log_format: With "text", warnings about envs are plain lines.
-        is_restartable: Whether a supervisor repeats the command. If so, an unknown
+        is_restartable: Whether a supervisor restarts the command. If so, an unknown
             address is not an input error, because the servers may start later, and
-            the loss of all servers has the exit code of a stopped run.
+            the exit code after the loss of all servers is 3, as for a stopped run.
     """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TRAINING = "training"
 _MIN_WIDTH, _MAX_WIDTH, _GAP = 8, 40, 2  # of bars and sparklines, in columns
-#: Training is shown as stalled after three usual iterations plus this time.
+#: Training is shown as stalled after the time of three iterations plus these seconds.
 _STALLED_SECONDS = 10.0
 _METRICS = ("value_loss", "policy_loss", "entropy")
 
@@ -172,9 +172,10 @@ class Screen:
         return ", ".join((*timing, *results, time_left))
 
     def _cells(self, progress: "Progress") -> tuple[list[str], list[str]]:
-        """Return texts about time and steps, and about results, most important first.
+        """Return a list of texts about time and steps, and one about results.
 
-        The first text is the time left, and the second is the number of env steps.
+        The most important texts come first. The first list begins with the time left
+        and the number of env steps.
         """
         (start, first), (last, steps) = self._first, self._last
         time_left, speed = "? left", progress.steps_per_second

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     run_folder: RunFolder
     config: Config
     origin: str
-    """Source of the config in messages, such as "of cartpole"."""
+    """Text that names the source of the settings in messages, such as "of cartpole"."""
     env_source: EnvSource
     earlier_config: Config | None = None
     """Config before the changes of this command, if the run is resumed."""
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
 
 def _has_no_time_limit(config: Config) -> bool:
-    """Return whether Gymnasium registers the env without a time limit."""
+    """Return whether neither the registered env nor a wrapper has a time limit."""
     import gymnasium
 
     spec = gymnasium.registry.get(config.env_name)
@@ -148,7 +148,7 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
 def plan_resumed_run(
     path: Path, name: str | None, changes: list[str], options: EnvOptions
 ) -> Plan:
-    """Plan the continuation of a run, after a call of `check_trust`."""
+    """Plan the continuation of a run; call `check_trust` first."""
     run_folder, earlier = RunFolder.read(path)
     env_name = env_name_of(earlier.env_name)
     if name is not None and env_name_of(load_config(name).env_name) != env_name:
@@ -163,7 +163,7 @@ def plan_resumed_run(
 
 
 def save_env_source(plan: Plan, earlier: Config) -> None:
-    """Save the env source of a resumed run, after the user has agreed to its code.
+    """Save the env source of a resumed run, after the user has agreed to use its code.
 
     The changed config is not saved until it has been checked against the checkpoint.
     """
@@ -220,7 +220,7 @@ def plan_new_run(
             origin = "suited to its spaces"
             base = base.replace(**recommended_settings(*spaces))
             config = with_absolute_paths(apply_settings(base, changes))
-    with preserved_interrupts(is_deferred=True):  # so that `runs` has every new folder
+    with preserved_interrupts(is_deferred=True):  # `runs` must contain the new folder
         path = run_dir or create_folder(name)
         runs.append(RunFolder.create(path, config, source))
     return Plan(runs[-1], config, origin, source)

@@ -1,4 +1,4 @@
-"""Train several seeds of one config, and summarise their returns (a study).
+"""Train a study: several seeds of one config, with a summary of their returns.
 
 The folder of a study contains a run folder per seed: `seed-0`, `seed-1`, ... Each run
 is a process, `ppo train --resume`, so it can fail, stop and resume like any other run.
@@ -64,7 +64,7 @@ def train_seeds(
             f"std {scores.std(ddof=min(1, len(scores) - 1)):.1f}, 95 % interval "
             f"{low:.1f} to {high:.1f}, lowest {scores.min():.1f}"
         )
-        if len(scores) >= 4:  # otherwise, it equals the mean
+        if len(scores) >= 4:  # with fewer scores, it equals the mean
             low, high = bootstrap_interval(scores, statistic=interquartile_mean)
             screen.print(
                 f"Interquartile mean {interquartile_mean(scores):.1f}, 95 % interval "
@@ -127,7 +127,8 @@ def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
 def start_training(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a `ppo train` process that stops if this process ends.
 
-    It runs in a new session, so Ctrl-C does not reach it; the caller forwards signals.
+    The process runs in a new session, so Ctrl-C does not reach it; the caller forwards
+    signals.
     """
     command = main_command("ppo.cli.app", "train", *words, ends_with_parent=True)
     options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}

@@ -163,7 +163,7 @@ def train(
         Screen(console(), logger) as screen,
         Monitors(screen, page, metrics_port, metrics_host) as monitors,
     ):
-        if index:  # only the first learner keeps its run folder
+        if index:  # only the run folder of the first learner is kept
             folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
             run_dir = Path(monitors.enter_context(folder))
         try:
@@ -217,7 +217,8 @@ def _folder_to_resume(
     """Check the options that select a run; return the folder to resume, or None."""
     if can_restart and (run_dir is None or (resume, seeds) != (None, None)):
         raise ConfigError(
-            "--restartable requires --run-dir, and excludes --resume and --seeds."
+            "--restartable requires --run-dir, and cannot be combined with --resume or "
+            "--seeds."
         )
     if can_restart and run_dir and RunFolder(run_dir).config_path.exists():
         return run_dir
@@ -297,7 +298,9 @@ def _train(
         screen.phase("compiling")
         return env
 
-    announcement = "Stopping after this iteration; press Ctrl-C again to stop at once"
+    announcement = (
+        "Stopping after this iteration; press Ctrl-C again to stop immediately"
+    )
     screen.total_steps = config.planned_steps
     with StopSignals(lambda: screen.print(announcement)) as stop:
         result = run_training(
@@ -365,7 +368,7 @@ class Monitors(contextlib.ExitStack):
                     f"--page: {error}; {install_command('page')}."
                 ) from error
 
-            os.environ.update(headless_variables(os.environ))  # workers inherit it
+            os.environ.update(headless_variables(os.environ))  # inherited by workers
         if port is not None:
             from ppo.metrics_port import TrainerMetrics
 
@@ -431,7 +434,7 @@ def _finish(screen: Screen, plan: Plan, is_filmed: bool) -> None:
 
 @contextlib.contextmanager
 def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
-    """Print or add to the error how to resume the run if it ends early.
+    """If the run ends early, print how to resume it, or add this hint to the error.
 
     Args:
         terminated_code: Exit code after SIGTERM.
@@ -451,10 +454,10 @@ def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
         text = "Stopped before the first checkpoint; the run cannot be resumed."
         if runs and runs[0].has_checkpoint():
             newest = max(runs[0].checkpoints.glob("[0-9]" * 8))
-            text = f"Stopped at once; the newest checkpoint is {newest}. "
+            text = f"Stopped immediately; the newest checkpoint is {newest}. "
             text += _resume_hint(runs[0])
         elif runs and any(runs[0].path.glob("seed-*")):
-            text = f"Stopped at once. {_resume_hint(runs[0])}"
+            text = f"Stopped immediately. {_resume_hint(runs[0])}"
         print(text, file=sys.stderr)
         is_sigterm = isinstance(interrupt, Terminated)
         raise SystemExit(terminated_code if is_sigterm else 130) from None

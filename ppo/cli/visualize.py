@@ -69,7 +69,7 @@ def film(
     outdir: Path | None = None,
     **options: Any,
 ) -> None:
-    """Record episodes with `visualize_run`, which gets `options`; print the results."""
+    """Record episodes with `visualize_run(..., **options)`, and print the results."""
     from ppo.evaluation.rendering import rendering_env_maker
     from ppo.evaluation.videos import visualize_run
 

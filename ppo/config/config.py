@@ -79,7 +79,8 @@ _Type = TypeVar("_Type", bound=type)
 def _accept_algorithm_settings(kind: _Type) -> _Type:
     """Let the constructor of `Config` accept algorithm-specific settings as arguments.
 
-    It also applies the algorithm's defaults of settings that all algorithms have.
+    The constructor then also applies the algorithm's own defaults for settings that all
+    algorithms have.
     """
     untyped: Any = kind
     create, known = untyped.__init__, untyped.__dataclass_fields__
@@ -111,8 +112,8 @@ def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
     """Return the settings in a table `[name]` of a config file."""
     if not isinstance(table, Mapping) or (table and name != algorithm):
         raise ConfigError(
-            f"{name}: expected a table of settings, and algorithm {name}, got the "
-            f"algorithm {algorithm} and {table!r:.200}."
+            f"{name}: expected a table of settings for the algorithm {name}; got "
+            f"{table!r:.200} for the algorithm {algorithm}."
         )
     return table
 
@@ -227,7 +228,7 @@ class Config:
     act_on: Annotated[float, Meta(ge=0.001, le=1.0)] = 1.0
     """Fraction of the batch that the policy waits for before it computes the next
     actions of the environments that have finished their step. Lower it, to 0.25 for
-    example, if single steps sometimes take much longer than others; see 'Train' in the
+    example, if single steps sometimes take much longer than others; see "Train" in the
     docs. Each environment still takes horizon steps per iteration. Requires
     num_splits = 1."""
 
@@ -618,7 +619,9 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
         ConfigError: The value contains something that JSON cannot represent.
     """
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"{where:.200}: expected at most {_MAX_DEPTH} nested lists.")
+        raise ConfigError(
+            f"{where:.200}: expected at most {_MAX_DEPTH} levels of nesting."
+        )
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
             key: _as_json_types(item, f"{where}[{key!r}]", depth + 1)

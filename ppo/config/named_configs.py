@@ -1,7 +1,7 @@
 """Load configs by name, from files or for an env, and apply `--set KEY=VALUE`.
 
 A named config contains the settings of a task that differ from the defaults, which suit
-continuous control. Comments give the reasons. Similar tasks share settings.
+continuous control. Comments explain these settings. Similar tasks share settings.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ __all__ = ["CONFIGS"]
 # With a lambda of 0.95, advantages are noisier, and the return of some seeds stays far
 # below that of the others. Gradient norms differ by a factor of 100 between a steady
 # gait and falls. The small maximum norm makes all gradient steps equally large; with a
-# larger one, no gradients are clipped.
+# larger maximum, no gradients are clipped.
 _MUJOCO: dict[str, Any] = {
     "gae_lambda": 0.9,
     "max_gradient_norm": 0.02,
@@ -45,7 +45,7 @@ def _variant(family: Mapping[str, Any], env_name: str, **changes: Any) -> Config
 
 
 def _atari(env_name: str) -> Config:
-    """Return the config of an Atari game; frames and network as in Mnih et al. 2015.
+    """Return the config of an Atari game, with frames and network of Mnih et al. 2015.
 
     The settings are those of Schulman et al. 2017, with two exceptions: rewards are
     scaled instead of clipped, and the loss of a life does not end an episode, so
@@ -143,9 +143,9 @@ CONFIGS: dict[str, Config] = {
     "walker": Config(env_name="Walker2d-v5", gae_lambda=0.9, entropy_coefficient=3e-4),
     "ant": _variant(_MUJOCO, "Ant-v5", total_steps=3_000_000),
     "humanoid": _variant(_MUJOCO, "Humanoid-v5", total_steps=10_000_000),
-    # Only the goal is rewarded, after hundreds of steps. Noise as large as the action
-    # range sometimes reaches it, and a high discount propagates the reward to all
-    # preceding steps.
+    # Only the goal is rewarded, after hundreds of steps. With noise as large as the
+    # action range, some episodes reach the goal, and a high discount propagates the
+    # reward to all preceding steps.
     "mountain_car_continuous": Config(
         env_name="MountainCarContinuous-v0",
         total_steps=100_000,
@@ -177,8 +177,8 @@ CONFIGS: dict[str, Config] = {
     ),
     "pong": _atari("PongNoFrameskip-v4"),
     "breakout": _atari("BreakoutNoFrameskip-v4"),
-    # Four envs give 16 gradient steps per iteration, so the policy changes little while
-    # it acts. Small networks suffice for three numbers.
+    # Four envs give 16 gradient steps per iteration, so the policy changes little from
+    # rollout to rollout. Small networks suffice for observations of three numbers.
     "pendulum-sac": Config(
         env_name="Pendulum-v1",
         algorithm="sac",
@@ -220,10 +220,10 @@ EXPECTED_RESULTS: dict[str, tuple[str, int]] = {
     "lunar_lander_continuous": ("278 (265 to 284)", 138),
     "bipedal_walker": ("280 (279 to 282)", 2409),
 }
-"""Typical results of the named configs that were measured: mean return of 100 episodes
-with the most likely actions, averaged over seeds, with the lowest and the highest mean
-of a seed; and seconds of training on one core (median over seeds); see "Scores" in the
-docs."""
+"""Typical results of the named configs that were measured: the return, and the training
+time in seconds on one core (median over seeds). The return is the mean over 100
+episodes with the most likely actions, averaged over seeds, followed by the lowest and
+the highest mean of a seed; see "Scores" in the docs."""
 
 
 def expected_result(config: Config) -> tuple[str, str]:
@@ -280,10 +280,11 @@ def recommended_settings(observation_space: Any, action_space: Any) -> dict[str,
     """Return settings for an env without a named config, by name.
 
     Envs with images get the Atari settings, without the entropy bonus if actions are
-    continuous. If the observations also contain other parts than images, they get
-    hidden layers: otherwise, policy and value would be linear in these parts. Other
-    envs with discrete actions get normalised advantages and an entropy bonus. Other
-    envs with continuous actions get lambda 0.9, like most MuJoCo tasks.
+    continuous. If the observations also contain other parts than images, the networks
+    get hidden layers: otherwise, policy and value would be linear in these parts.
+
+    Envs without images get normalised advantages and an entropy bonus if actions are
+    discrete, and lambda 0.9, like most MuJoCo tasks, if actions are continuous.
     """
     is_continuous = action_space.dtype is not None and action_space.dtype.kind == "f"
     are_images = list(_are_images(observation_space, excluded="action_mask"))
@@ -300,7 +301,7 @@ def recommended_settings(observation_space: Any, action_space: Any) -> dict[str,
 
 
 def _are_images(space: Any, excluded: str = "") -> Iterator[bool]:
-    """Yield for each leaf of a space whether it is an image for convolutions.
+    """Yield for each leaf of a space whether it is an image.
 
     Args:
         space: The space.
@@ -308,7 +309,7 @@ def _are_images(space: Any, excluded: str = "") -> Iterator[bool]:
     """
     parts = getattr(space, "spaces", None)
     if parts is None:
-        # Imported lazily, so that configs can be read without Gymnasium.
+        # Import lazily, so that configs can be read without Gymnasium.
         from ppo.images import is_image
 
         yield is_image(space)
@@ -428,13 +429,13 @@ def _run_config(path: Path) -> Config:
         found = "no such variable" if config is None else f"a {type(config).__name__}"
         raise ConfigError(
             f"{path}: expected `config = ppo.config.Config(...)`, found {found}. If "
-            f"the file contains an env, name it as {path}:NAME."
+            f"the file contains an env, use {path}:NAME."
         )
     return config
 
 
 def _parse_value(text: str, kind: type[Any] | None) -> Any:
-    """Parse the text of a setting; return it or a part of it unparsed if it is invalid.
+    """Parse the text of a setting; return invalid text, or its invalid parts, unparsed.
 
     `Config` then rejects the value with an error that names the expected type.
 

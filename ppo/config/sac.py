@@ -22,7 +22,7 @@ class SACSettings:
     random_steps: Annotated[int, Meta(ge=0, le=2**53)] = 1_000
     """Number of environment steps before the first gradient step. Until then, actions
     are almost uniformly distributed. A resumed run also waits for this number of steps,
-    because checkpoints do not contain the replay buffer. At most replay_size and
+    because checkpoints do not contain the replay buffer. Must not exceed replay_size or
     total_steps."""
 
     updates_per_step: Annotated[float, Meta(ge=1e-6, le=1_000.0)] = 1.0
@@ -30,8 +30,8 @@ class SACSettings:
     per iteration, and to at least one."""
 
     tau: Annotated[float, Meta(ge=1e-9, le=1.0)] = 0.005
-    """Fraction by which the weights of the target networks move to those of the critics
-    in each gradient step."""
+    """Fraction by which the weights of the target networks move towards the critics'
+    weights in each gradient step."""
 
     target_entropy: Annotated[float, Meta(ge=-1e6, le=1e6)] = -1.0
     """Target entropy per dimension of the action, in nats, for actions that are scaled

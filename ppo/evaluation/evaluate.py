@@ -151,11 +151,11 @@ class PeriodicEvaluator:
     ) -> None:
         self._agent, self._config = agent, config
         self._episodes = config.curve_episodes
-        # Use the smallest number of envs that needs the same number of rounds.
+        # Use the fewest envs that play all episodes in the same number of rounds.
         rounds = math.ceil(self._episodes / config.num_envs)
         self._num_envs = math.ceil(self._episodes / rounds)
-        # The final evaluation uses another seed, because these episodes select the best
-        # checkpoint, so its return on them is a biased score.
+        # The final evaluation uses another seed: the best checkpoint is selected by its
+        # return on these episodes, so this return is a biased score.
         self._seed = derived_seed(config.seed, 0, 3)
         self._make_env = make_env
         self._on_step = on_step
@@ -186,7 +186,7 @@ class PeriodicEvaluator:
             return _play(simulation, env, self._episodes, limit, self._seed)
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
-        """Return a simulation that uses these envs; reuse the previous one's graph."""
+        """Return a simulation of these envs; reuse the previous graph if it matches."""
         if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
             self._graph_env = InGraphBatchEnv(env, self._agent.actions)
             self._simulation = _simulation(
@@ -250,11 +250,11 @@ def evaluate_run(
 
 
 def mode_remark(evaluation: Evaluation, config: Config, run_folder: RunFolder) -> str:
-    """Return a line if the most likely actions earn much less than sampled ones did.
+    """Return a remark if the return is much lower than during training.
 
-    Compares with the training return in the run's metrics. Returns an empty string if
-    there is no large difference, or if the two returns are not comparable, because
-    training episodes had another time limit.
+    Training samples its actions; the evaluation took the most likely actions. Returns
+    an empty string if the difference is small, or if the two returns are not
+    comparable, because training episodes had another time limit.
     """
     if evaluation.actions != "mode" or config.training_time_limit:
         return ""
@@ -268,9 +268,9 @@ def mode_remark(evaluation: Evaluation, config: Config, run_folder: RunFolder) -
         error = float(np.std(evaluation.returns)) / math.sqrt(len(evaluation.returns))
         if trained is not None and trained - mean > max(0.2 * abs(trained), 2 * error):
             return (
-                f"The most likely actions return {mean:.4g}, but the sampled actions "
-                f"of training returned {trained:.4g}: try `ppo evaluate --sampled`, "
-                'and evaluation_actions = "sample" for the next run.'
+                f"The mean return was {mean:.4g} with the most likely actions, but "
+                f"{trained:.4g} with sampled actions in training; try `ppo evaluate "
+                '--sampled`, and evaluation_actions = "sample" for the next run.'
             )
     return ""
 
@@ -294,7 +294,7 @@ def _simulation(
         log_prob=agent.log_prob,
         # Without noise, a sample is the mode.
         noise=agent.actions.noise if actions == "sample" else zeros,
-        state_sizes=agent.state_sizes[:1],  # acting does not need the value's state
+        state_sizes=agent.state_sizes[:1],  # acting needs no value function
     )
 
 
@@ -306,8 +306,8 @@ def _play(
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]
     num_cut = 0
-    # A single env cannot be reset. After its episode has been cut off, its steps are
-    # ignored until the episode ends or all envs are reset.
+    # An env cannot be reset separately from the others. After its episode has been cut
+    # off, its steps are ignored until the episode ends or all envs are reset.
     is_waiting = np.ones(env.num_envs, np.bool_)
     for number in itertools.count():
         unfinished = np.array(list(map(len, played))) < quotas
@@ -334,7 +334,7 @@ def _play(
         if idle_steps >= time_limit + _MAX_IDLE_STEPS:
             raise EnvsLostError(
                 f"{env!r}: expected {episodes} episodes, but {unfinished.sum()} envs "
-                f"have not completed theirs, and each episode in the last "
+                f"have not completed their episodes: every episode in the last "
                 f"{idle_steps:,} steps lost a step; see the log for the reasons."
             )
     all_episodes = itertools.chain.from_iterable(played)

@@ -123,7 +123,7 @@ def _labels(groups: Sequence[_Group]) -> list[str]:
 def _names(groups: Sequence[Sequence[Path]]) -> list[str]:
     """Return the name of each group's folder, with parents if names are not unique.
 
-    The folder of a group is that of its first run or, for a study, the study's folder.
+    The folder of a group is its first run's folder or, for a study, the study's.
     """
     folders = [paths[0].resolve() for paths in groups]
     for number, paths in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Create envs that render, and return their frames; does not need TensorFlow.
+"""Create envs that render, and return their frames, without TensorFlow.
 
 If the env does not render, or a rendering library is missing on its host, the error
 explains what to install or change.
@@ -47,7 +47,7 @@ def prepare_filming(config: Config, addresses: Sequence[str]) -> None:
     uses_pygame = module_of(config.env_name).startswith(_PYGAME_MODULES)
     if uses_pygame and not addresses and find_spec("pygame") is None:
         raise VideoError(f"{config.env_name} renders with pygame; {_REMEDIES[0][1]}.")
-    os.environ.update(rendering.headless_variables(os.environ))  # workers inherit it
+    os.environ.update(rendering.headless_variables(os.environ))  # inherited by workers
 
 
 def rendering_env_maker(
@@ -57,7 +57,7 @@ def rendering_env_maker(
 ) -> MakeEnv:
     """Return a function that creates envs for recording.
 
-    Unlike the envs of `env_maker`, they render, and they are not reset automatically,
+    Unlike the envs of `env_maker`, these envs render, and are not reset automatically,
     because a reset would discard the last frame of an episode.
     """
     env_kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}

@@ -1,7 +1,7 @@
 """Record one video per episode of an agent.
 
-A video contains exactly one episode: the first frame shows the reset, the last frame
-the final state.
+A video contains exactly one episode: the first frame shows the state after the reset,
+the last frame the final state.
 """
 
 import itertools
@@ -61,8 +61,8 @@ def visualize_run(
             with returns, lengths and videos; created if it does not exist.
         episodes: Number of episodes.
         which: The checkpoint to load; by default, the newest.
-        seed: Seed of the env; by default, that of the run's final evaluation, so that
-            the videos show the episodes of its first env.
+        seed: Seed of the env; by default, the seed of the run's final evaluation, so
+            that the videos show the episodes of that evaluation's first env.
         on_episode: Called with the path and the episode of each complete video.
 
     Raises:
@@ -179,10 +179,10 @@ def _record(
 def _make_actor(
     agent: Agent, env: BatchEnv, actions: str, seed: int
 ) -> Callable[[], Callable[[Any], np.ndarray]]:
-    """Return a function that is called at the start of each episode.
+    """Return a function `start_episode`, to be called at the start of each episode.
 
-    It returns a function that maps the observations of the episode to env actions, and
-    stores the agent's recurrent state.
+    `start_episode` returns a function that maps the observations of this episode to env
+    actions, and stores the agent's recurrent state.
 
     Args:
         agent: The agent.

@@ -63,7 +63,7 @@ def policy_loss(
         return -masked_mean(ratio * advantage, weight)
     clipped = tf.clip_by_value(ratio, 1.0 - clip_range, 1.0 + clip_range)
     objective = tf.minimum(ratio * advantage, clipped * advantage)
-    # Otherwise, a bad action that has become likely would dominate the minibatch.
+    # Without this bound, a bad action that has become likely could dominate the mean.
     objective = tf.maximum(objective, -_DUAL_CLIP * tf.abs(advantage))
     return -masked_mean(objective, weight)
 

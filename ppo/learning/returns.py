@@ -34,14 +34,14 @@ def advantages_and_targets(
     discount: float,
     gae_lambda: float,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute generalised advantage estimates (Schulman et al. 2016, equation 16).
+    """Return generalised advantage estimates (Schulman et al. 2016, equation 16).
 
     With `delta_t = r_t + discount * V(next_t) * (1 - terminated_t) - V(o_t)`,
 
         A_t = delta_t + discount * lambda * (1 - done_t) * A_{t+1},
 
-    and `A_t = 0` where row t is not valid. The observation of an invalid row is still
-    real: the preceding row bootstraps from its value, and the sum ends there.
+    and `A_t = 0` where row t is not valid. The row before an invalid row bootstraps
+    from the value of the invalid row's observation, and the sum ends there.
 
     Args:
         reward: float32 `[T, B]`.

@@ -1,9 +1,10 @@
 """Arrange a rollout as samples: single steps, or sequences if the agent is recurrent.
 
 A sequence contains consecutive steps of one env. The recurrent states at its start are
-those that the rollout stored; within the sequence, the current parameters compute the
-states. Rows `[T, B]` are reordered to `[S * L]`: sequence k * B + b contains steps
-k * L to (k + 1) * L - 1 of env b.
+stored in the rollout; the later states are computed with the current parameters.
+
+Rows `[T, B]` are reordered to `[S * L]`: sequence k * B + b contains steps k * L to
+(k + 1) * L - 1 of env b.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ class StepSampler:
         return rollout.valid
 
     def recurrent_inputs(self, rollout: Rollout) -> dict[str, Any]:
-        """Return no inputs, because only recurrent networks have additional inputs."""
+        """Return an empty dict; only recurrent networks have additional inputs."""
         return {}
 
     def minibatches(self, samples: Any, count: int, seed: tf.Tensor) -> Any:
@@ -52,7 +53,7 @@ class StepSampler:
         Returns:
             Leaves `[count, T * B / count, ...]` or `[count, S / count, ...]`.
         """
-        # Not stateless_shuffle: XLA cannot compile it.
+        # Sort random numbers, because XLA cannot compile `stateless_shuffle`.
         order = tf.argsort(tf.random.stateless_uniform([self.num_samples], seed))
 
         def split(rows: tf.Tensor) -> tf.Tensor:
@@ -125,7 +126,7 @@ class SequenceSampler(StepSampler):
 
         Returns:
             `state`: initial state of each recurrent network, `[S, units]`; `ended` and
-            `pending`: bool `[S * L]`.
+            `pending`: bool `[S * L]`; see `RecurrentCore.unroll`.
         """
         pending = is_pending(rollout.status)
         return {

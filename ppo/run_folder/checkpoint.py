@@ -222,7 +222,7 @@ def _load_state(
         if is_complete:
             status.assert_consumed()
         status.expect_partial()  # suppresses TensorFlow's warning about unread values
-    except Exception as error:  # a damaged file can raise almost any
+    except Exception as error:  # a damaged file can raise almost any error
         reason = one_line(str(error).strip().partition("\n")[0], 300)
         raise CheckpointError(
             f"{path}: expected a checkpoint of the networks that the config "

@@ -134,9 +134,9 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> tuple["RunFolder", Config]:
-        """Open a run folder without a check of trust, and read its config.
+        """Open a run folder without checking trust, and read its config.
 
-        Using the config can load the code that it names.
+        The config may name code, which is loaded when the config is used.
 
         Raises:
             RunFolderError: The path is not a run folder.
@@ -245,7 +245,7 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            tf = sys.modules.get("tensorflow")  # if it is not loaded, it did not raise
+            tf = sys.modules.get("tensorflow")  # None: the error is not TensorFlow's
             if isinstance(error, OSError):
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 reason = _reason(error)
@@ -271,7 +271,7 @@ def _reason(error: OSError) -> str:
 
 
 def _open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file unless it is a link, because a run folder may be from other users."""
+    """Open a file, but not a symbolic link, which another user may have created."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

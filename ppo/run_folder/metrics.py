@@ -1,8 +1,8 @@
 """Write the metrics of a run: one JSON object per line, and TensorBoard events.
 
-A report aggregates all iterations since the previous report: counts and durations are
-summed, settings and running statistics are those of the last iteration, divergences are
-maxima, and other metrics are means over iterations.
+A report aggregates all iterations since the previous report. Counts and durations are
+summed. Settings and running statistics are taken from the last iteration. For
+divergences, the maximum is reported, and for other metrics the mean over iterations.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class MetricsWriter:
             if not iteration:
                 with self._events.as_default(step=0):
                     _write_config(config)
-            # Unbuffered, so that closing the file does not retry a failed write.
+            # Do not buffer, so that closing the file does not retry a failed write.
             self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
 
     def __enter__(self) -> Self:
@@ -122,8 +122,8 @@ def _truncate_events(folder: Path, step: int) -> None:
     """Make TensorBoard discard the events from `step` on.
 
     TensorBoard reads event files in the order of their names, which begin with the
-    time. It ignores the first session start that it reads; each later one discards the
-    events from its step on. Therefore this file contains two.
+    time. It ignores the first session start; each later session start discards the
+    events from its step on. Therefore this file contains two session starts.
     """
     folder.mkdir(exist_ok=True)
     path = folder / f"events.out.tfevents.{int(time.time()):010d}.0.restart"
@@ -137,7 +137,7 @@ def _truncate_events(folder: Path, step: int) -> None:
 
 
 def is_due(every: int, before: int, after: int) -> bool:
-    """Return whether (before, after] contains a multiple of `every`; 0 disables it."""
+    """Return whether (before, after] has a multiple of `every`; False if it is 0."""
     return every > 0 and before // every < after // every
 
 

@@ -1,13 +1,14 @@
-"""Record which code and servers, named by runs and configs, the user trusts.
+"""Record the code and servers of runs and configs that the user trusts.
 
 A run folder or config file looks like data, but it names code: an env's file, modules,
 an algorithm, a network, a loss, callbacks. This code is loaded without confirmation
 only if the user has typed its name, has trained with it, or has agreed to it before.
+
 Trust is recorded as a file in the user's key folder, where other users cannot write.
 The name of the file is a digest of the settings that name code. The digest does not
-depend on the path of the run, so a run can be copied. It includes absolute paths,
-because a file of the same name in another folder is different code, and the contents of
-code files in the run folder, because they are copied with it.
+depend on the path of the run, so a run can be copied. The digest includes absolute
+paths, because a file of the same name in another folder is different code. It also
+includes the contents of code files in the run folder, which are copied with the run.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ LOCAL = EnvSource()
 
 
 def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]]:
-    """Return the code that a run would load, and its servers, by setting or option."""
+    """Return the names of a run's code, and its servers, by setting or option."""
     modules = [*config.import_modules, *source.import_modules]
     names = {
         "env_name": [config.env_name] if is_user_env(config.env_name) else [],
@@ -96,7 +97,7 @@ def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) ->
 
 
 def trust_code(config: Config, source: EnvSource, folder: Path | None = None) -> None:
-    """Record that the user trusts this code; warn if it cannot be recorded."""
+    """Record that the user trusts this code; log a warning if that fails."""
     if not code_names(config, source):
         return
     try:
@@ -106,8 +107,8 @@ def trust_code(config: Config, source: EnvSource, folder: Path | None = None) ->
         private_files.write_private(path, f"{describe_code(config, source)}\n")
     except (KeyFileError, OSError) as error:
         _warn_once(
-            f"cannot record that this code is trusted, so later commands will ask or "
-            f"need --trust: {error}"
+            f"cannot record that this code is trusted, so later commands will ask "
+            f"again or need --trust: {error}"
         )
 
 
@@ -135,11 +136,12 @@ def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path
 
 
 def _resolve(name: str, folder: Path | None) -> str:
-    """Return a name of code with its path, absolute or, in the run folder, `./...`.
+    """Return a code name with the path of its file: absolute, or `./...` in the run.
 
     Names of modules that are not in the working directory are returned unchanged.
     """
-    ends = name.partition(":")[0], name.rpartition(":")[0]  # of an env, a function
+    # The file of an env ends at the first colon, the file of a function at the last.
+    ends = name.partition(":")[0], name.rpartition(":")[0]
     files = [source for source in ends if source.endswith(".py")]
     top = ends[0].partition(".")[0]
     found = next(filter(os.path.exists, (*files, top, f"{top}.py")), "")

@@ -155,7 +155,9 @@ def test_an_unknown_case_is_an_error_of_one_line(
     with pytest.raises(SystemExit) as caught:
         main(["step", "--only", "udp"])
     assert caught.value.code == 1
-    assert capsys.readouterr().err.startswith("scripts/bench.py: --only: expected part")
+    assert capsys.readouterr().err.startswith(
+        "scripts/bench.py: --only: expected a part"
+    )
 
 
 @pytest.mark.parametrize(

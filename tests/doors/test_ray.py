@@ -424,6 +424,8 @@ def test_the_error_about_missing_capacity_lists_the_free_resources(
     with Training(tmp_path / "run", *args, '{"CPU": 2, "licence": 1}') as training:
         assert training.process.wait(LONG) == 1
     (error,) = (x for x in training.log().splitlines() if x.startswith("Error: "))
-    assert error.startswith("Error: --learners 2: expected {'CPU': 2.0, 'licence': 1.0")
-    assert "{'CPU': 6.0, 'licence': 0} is free in the cluster" in error
+    assert error.startswith(
+        "Error: --learners 2: each learner needs {'CPU': 2.0, 'licence': 1.0"
+    )
+    assert "the cluster has only {'CPU': 6.0, 'licence': 0} free" in error
     assert not (tmp_path / "run").exists()

@@ -112,7 +112,11 @@ def test_nested_key_action_mask_is_an_ordinary_observation() -> None:
             r"expected flags \[2\], \[3\] ",
         ),
         (spaces.MultiBinary(3), X, "expected a Discrete or MultiDiscrete action"),
-        (spaces.MultiBinary(3), spaces.MultiBinary(3), "a MultiDiscrete of twos"),
+        (
+            spaces.MultiBinary(3),
+            spaces.MultiBinary(3),
+            r"with MultiDiscrete\(\[2\] \* n\)",
+        ),
     ],
 )
 def test_mask_of_another_shape_than_the_actions_is_an_error(

@@ -62,7 +62,10 @@ from tests.ppo.runs import ppo, save_run
         ),
         (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable requires --run-dir"),
-        (["--resume", "b", "--run-dir", "b", "--restartable"], "excludes --resume"),
+        (
+            ["--resume", "b", "--run-dir", "b", "--restartable"],
+            "combined with --resume",
+        ),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
         (["missing.toml"], "missing.toml: cannot read the config file"),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),

@@ -119,7 +119,7 @@ def test_images_are_convolved_unless_the_config_selects_an_mlp() -> None:
     assert convolutions(flat) == 0
     rows = tf.cast(tf.fill([2, 8, 8], 255), tf.uint8)
     assert flat.value(flat.preprocess(rows)).shape == (2,)
-    with pytest.raises(UnsupportedSpaceError, match=r"got Box.*choose the network mlp"):
+    with pytest.raises(UnsupportedSpaceError, match=r"got Box.*set network=mlp"):
         Agent(image(7, 7), actions, CONFIG.replace(network="cnn"))
 
 

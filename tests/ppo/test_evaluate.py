@@ -152,7 +152,7 @@ def test_ppo_evaluate_samples_actions_and_compares_modes_with_training(
     for option, actions in (((), "mode"), (("--sampled",), "sample")):
         code, output, error = ppo(*arguments, *option)
         assert code == 0, error
-        assert ("training returned 400: try" in output) is (actions == "mode")
+        assert ("400 with sampled actions in" in output) is (actions == "mode")
         assert (" with sampled actions (" in output) is (actions == "sample")
         saved = json.loads((tmp_path / "evaluation.json").read_text())
         assert saved["actions"] == actions
@@ -179,8 +179,11 @@ def test_a_line_names_the_option_if_modes_earn_much_less_than_samples(
     remark = mode_remark(evaluation, CONFIG.replace(**settings), folder)
     assert bool(remark) is is_worse
     if is_worse:
-        assert "return 0.1," in remark
-        assert "returned 0.9: try `ppo evaluate --sampled`" in remark
+        assert "0.1 with the most likely actions" in remark
+        assert (
+            "0.9 with sampled actions in training; try `ppo evaluate --sampled`"
+            in remark
+        )
     assert not mode_remark(evaluation._replace(actions="sample"), CONFIG, folder)
 
 

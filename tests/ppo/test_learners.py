@@ -256,13 +256,13 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (ON_RAY[:3], "--on ray: expected CONFIG and --learners N"),
-        (ON_RAY[1:], "--on ray: expected CONFIG and --learners N"),
-        ([*ON_RAY[:1], *ON_RAY[3:]], "--on ray: expected CONFIG and --learners N"),
+        (ON_RAY[:3], "--on ray: expected CONFIG, --learners N"),
+        (ON_RAY[1:], "--on ray: expected CONFIG, --learners N"),
+        ([*ON_RAY[:1], *ON_RAY[3:]], "--on ray: expected CONFIG, --learners N"),
         ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--on ray: expected CONFIG"),
         (
             [*ON_RAY, "--restartable"],
-            "--run-dir DIR if --restartable",
+            "with --restartable, --run-dir DIR",
         ),
         ([*ON_RAY, "--seeds", "3"], "combined with --seeds, --resume, --distribute"),
         ([*ON_RAY, "--page"], "combined with --seeds, --resume, --distribute"),
@@ -349,8 +349,10 @@ def test_learner_without_the_others_ends_with_one_line_or_at_a_signal(
     errors = [line for line in output.splitlines() if line.startswith("Error")]
     if number is None:
         (error,) = errors
-        assert error.startswith("Error: Learner 0: expected learner 1 (127.0.0.1:")
-        assert "within 0.5 s, but it did not connect; start all learners" in error
+        assert error.startswith(
+            "Error: Learner 0: expected to connect to learner 1 (127"
+        )
+        assert "within 0.5 s (no connection); start all learners" in error
     assert (code, len(errors)) == ((1, 1) if number is None else (130, 0))
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()

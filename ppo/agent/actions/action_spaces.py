@@ -48,7 +48,7 @@ class ActionAdapter:
     def __init__(self, space: Any) -> None:
         self._space = space
         self.output_size = self.noise_size = math.prod(space.shape)
-        self._choice_sizes: list[int] = []  # empty: no mask is possible
+        self._choice_sizes: list[int] = []  # empty if masks are not supported
         self._start = np.asarray(getattr(space, "start", 0), space.dtype)
 
     def noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
@@ -83,7 +83,7 @@ class ActionAdapter:
         return tf.TensorSpec([num_rows, math.prod(self._space.shape)], tf.int64)
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
-        """Map sampled actions, of any number of rows, to env actions."""
+        """Map sampled actions, one per row, to env actions."""
         dtype = self._space.dtype
         rows = tf.reshape(tf.cast(action, dtype), [-1, *self._space.shape])
         return rows + self._start
@@ -111,8 +111,8 @@ class ActionAdapter:
         if not sizes:
             raise UnsupportedSpaceError(
                 f"{where}: expected a Discrete or MultiDiscrete action space, got "
-                f"{self._space}; replace MultiBinary with a MultiDiscrete of twos, or, "
-                "if this is not an action mask, rename the key."
+                f"{self._space}; replace MultiBinary(n) with MultiDiscrete([2] * n), "
+                "or, if this is not an action mask, rename the key."
             )
         is_split = isinstance(mask, gymnasium.spaces.Tuple)
         parts, expected = (mask.spaces, sizes) if is_split else ([mask], [sum(sizes)])
@@ -160,9 +160,10 @@ def make_action_adapter(
 
 
 class _BoxActions(ActionAdapter):
-    """Real or integer vectors; if the bounds are finite, [-1, 1] is mapped to them.
+    """Adapter for real or integer vectors.
 
-    Values outside the bounds are clipped. A squashed Gaussian never produces them.
+    If the bounds are finite, [-1, 1] is mapped to the range between the bounds. Values
+    outside the bounds are clipped; a squashed Gaussian never produces such values.
     """
 
     distribution_type = DiagonalGaussian
@@ -170,7 +171,7 @@ class _BoxActions(ActionAdapter):
     def __init__(self, space: gymnasium.spaces.Box, config: Config | None) -> None:
         super().__init__(space)
         is_bounded = np.isfinite(space.low) & np.isfinite(space.high)
-        # In float64, because the difference of two float32 bounds can overflow float32.
+        # Use float64, because the difference of two float32 bounds can overflow.
         self._low = np.where(is_bounded, space.low, -1.0).astype(np.float64)
         self._high = np.where(is_bounded, space.high, 1.0).astype(np.float64)
         self._centre = (self._low + self._high) / 2
@@ -193,7 +194,7 @@ class _BoxActions(ActionAdapter):
             if not space.is_bounded():
                 raise UnsupportedSpaceError(
                     "action_distribution squashed_gaussian: expected a Box with finite "
-                    f"bounds, got {space}; choose gaussian."
+                    f"bounds, got {space}; set action_distribution=gaussian."
                 )
 
     def spec(self, num_rows: int) -> tf.TensorSpec:
@@ -239,7 +240,7 @@ class _BoxActions(ActionAdapter):
 
 
 class _DiscreteActions(ActionAdapter):
-    """One choice, numbered from 0."""
+    """Adapter for one choice, whose options are numbered from 0."""
 
     distribution_type = Categorical
 
@@ -269,7 +270,10 @@ class _DiscreteActions(ActionAdapter):
 
 
 class _MultiDiscreteActions(ActionAdapter):
-    """Several choices, each numbered from 0, in the order of the flattened space."""
+    """Adapter for several choices, in the order of the flattened space.
+
+    The options of each choice are numbered from 0.
+    """
 
     distribution_type = MultiCategorical
 
@@ -302,7 +306,7 @@ class _MultiDiscreteActions(ActionAdapter):
 
 
 class _MultiBinaryActions(ActionAdapter):
-    """Independent bits, in the order of the flattened space."""
+    """Adapter for independent bits, in the order of the flattened space."""
 
     distribution_type = Bernoulli
 

@@ -100,13 +100,13 @@ class DiagonalGaussian:
 class SquashedGaussian(DiagonalGaussian):
     """Distributions of the tanh of independent normal variables over the last axis.
 
-    Actions are stored before tanh, because values close to -1 and 1 after tanh cannot
-    be inverted in float32. Log-densities and entropies are those after tanh. KL
-    divergences are the same before and after it.
+    Actions are stored before tanh is applied, because tanh cannot be inverted close to
+    -1 and 1 in float32. Log-densities and entropies refer to the values after tanh; KL
+    divergences are the same before and after tanh.
     """
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
-        """Return the log-density of tanh(`action`), `[N, A]`, per row, `[N]`."""
+        """Return the log-density of tanh(`action` `[N, A]`) per row, `[N]`."""
         return super().log_prob(action) - tf.reduce_sum(_log_slope(action), axis=-1)
 
     def entropy(self) -> tf.Tensor:

@@ -29,7 +29,7 @@ from ppo.images import is_image
 
 
 class Networks(NamedTuple):
-    """The networks of an agent. A shared torso is the same object in both fields."""
+    """The networks of an agent. A shared torso is stored in both torso fields."""
 
     policy_torso: Any
     value_torso: Any
@@ -121,9 +121,9 @@ def _torsos(
         return (torso, torso), preprocess.size
     if not has_image:
         raise UnsupportedSpaceError(
-            "network cnn: expected observations with an image, a Box of uint8 from 0 "
-            "to 255 with shape [H, W], [H, W, C] or [C, H, W] and at least 8x8 pixels, "
-            f"got {', '.join(map(str, spaces))}; choose the network mlp."
+            "network cnn: expected observations with an image (a uint8 Box from 0 to "
+            "255 with shape [H, W], [H, W, C] or [C, H, W] and at least 8x8 pixels), "
+            f"got {', '.join(map(str, spaces))}; set network=mlp."
         )
     count = 1 if config.shared_torso else 2
     torsos = [ImageTorso(spaces, seed) for seed in seeds[:count]]

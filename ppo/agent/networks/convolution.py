@@ -24,7 +24,7 @@ _SMALL_FEATURES = 128
 
 
 def channels_last(images: tf.Tensor) -> tf.Tensor:
-    """Transpose and reshape images to the layout of convolutions.
+    """Transpose and reshape images to the layout that convolutional layers expect.
 
     `image_axes` determines the channel axis. Stacked frames become channels.
 

@@ -58,8 +58,8 @@ class CustomModel:
         if shapes not in (expected, [(_TRIAL_ROWS, size), (_TRIAL_ROWS, 1)]):
             raise ConfigError(
                 f"network {name}: expected outputs of shapes [N, {size}], for the "
-                f"actions, and [N] or [N, 1], for the values; for N = {_TRIAL_ROWS} "
-                f"rows got {_describe(outputs)}."
+                f"actions, and [N] or [N, 1], for the values; got "
+                f"{_describe(outputs)} for N = {_TRIAL_ROWS} rows."
             )
         if any(output.dtype != tf.float32 for output in outputs):
             raise ConfigError(
@@ -74,8 +74,8 @@ class CustomModel:
         trainable = set(map(id, self.trainable_variables))
         if not trainable.issuperset(map(id, self.policy_variables)):
             raise ConfigError(
-                f"network {name}: expected policy_variables to be a part of "
-                f"trainable_variables, got {self.policy_variables!r:.200}."
+                f"network {name}: expected policy_variables to be a subset "
+                f"of trainable_variables, got {self.policy_variables!r:.200}."
             )
         # Trace the model, as training does, to reject code that needs concrete values.
         # Tracing does not run the model again.
@@ -147,8 +147,8 @@ def make_custom_model(
         model = make(input_space, size, config, seed)
         if not callable(model):
             raise ConfigError(
-                f"network {config.network}: expected it to return a model, got "
-                f"{model!r}."
+                f"network {config.network}: expected the function to return a model, "
+                f"got {model!r}."
             )
         return CustomModel(model, config.network, input_space, size)
 

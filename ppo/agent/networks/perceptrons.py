@@ -5,8 +5,8 @@ to values. Without a torso, its input is a preprocessed observation: a nest of f
 arrays `[N, ...]`. To add a kind of network, subclass `NetworkPart` and implement
 `__call__`.
 
-The parts of small networks also have a NumPy form, `in_numpy`, because a TensorFlow
-function takes longer to call than such a network takes to run.
+The parts of small networks also have a NumPy form, `in_numpy`, because calling a
+TensorFlow function takes longer than running such a network.
 """
 
 import math
@@ -28,7 +28,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
 
 
-#: Activation functions that have a NumPy form. NumPy has no error function for gelu.
+#: Activation functions that have a NumPy form. `gelu` has none: NumPy has no erf.
 _ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
     "linear": lambda x: x,
@@ -59,8 +59,8 @@ def mlp(
 ) -> keras.Sequential:
     """Create a perceptron with orthogonal weights and zero biases.
 
-    The weights of hidden layers have gain sqrt(2). Those of the output layer, which has
-    no activation function, have `output_gain`.
+    The weights of hidden layers have gain sqrt(2). The weights of the output layer,
+    which has no activation function, have gain `output_gain`.
     """
     layers: list[Any] = [keras.Input((input_size,), dtype="float32")]
     for index, size in enumerate([*hidden_sizes, output_size]):

@@ -131,7 +131,8 @@ class RecurrentCore(NetworkPart):
             embedding: Results of `embed`, float32 `[L, N, D]`.
             state: States before the first step, float32 `[N, units]`.
             ended: bool `[L, N]`; whether an episode ended in the step.
-            pending: bool `[L, N]`; whether the row was padding, see `is_pending`.
+            pending: bool `[L, N]`; whether the row was padding in the step; see
+                `is_pending`.
 
         Returns:
             The outputs of all steps, `[L, N, units]`, and the states after the last
@@ -180,7 +181,7 @@ class States(NamedTuple):
         return cls(states, states)
 
     def after_result(self, terminated: Any, truncated: Any, status: Any) -> Self:
-        """Return the states for the next step, given this step's flags, `[n]` each."""
+        """Return the states for the next step, given results of this step, `[n]`."""
         if not self.after:
             return self
         ended, pairs = terminated | truncated, zip(self.before, self.after, strict=True)
@@ -202,14 +203,14 @@ def next_state(
 ) -> tf.Tensor:
     """Return the states before the next observation.
 
-    The state of a padding row does not change, because the row returns the same
-    observation again in the next step, which would otherwise be processed twice.
+    The state of a padding row does not change, because the next step returns the same
+    observation again, and the core must not process an observation twice.
 
     Args:
         state: States before the step, `[N, units]`.
         output: Outputs of the core in the step, `[N, units]`.
         ended: bool `[N]`; whether the step ended an episode, for any reason.
-        pending: bool `[N]`; whether the row was padding, see `is_pending`.
+        pending: bool `[N]`; whether the row was padding in the step; see `is_pending`.
 
     Returns:
         Zero, `state` or `output` for each row, `[N, units]`.

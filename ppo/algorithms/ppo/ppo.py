@@ -19,7 +19,7 @@ class PPO(Algorithm):
     """Proximal policy optimisation.
 
     Attributes:
-        updater: The update of an iteration.
+        updater: Trains the agent on the rollout of an iteration.
         return_scale: Scales rewards by the standard deviation of the return.
     """
 
@@ -53,7 +53,7 @@ class PPO(Algorithm):
         self, rollout: Rollout, *, progress: float, seed: tuple[int, int]
     ) -> dict[str, float]:
         """Update the reward scale, then train for several epochs on the rollout."""
-        # Updated first, because rewards are stored unscaled.
+        # Update the scale first, because `updater` uses it to scale these rewards.
         ends = rollout.done, rollout.valid
         self.return_scale.update(rollout.reward, *ends, self.learners)
         return self.updater.update(

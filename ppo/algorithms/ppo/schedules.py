@@ -76,8 +76,8 @@ class Schedules:
     """Computes the coefficients of each iteration according to the config.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name. They do not depend on
-            the config, because a run may be resumed with other settings.
+        trackables: Objects that a checkpoint must store, by name. The names do not
+            depend on the config, because a run may be resumed with other settings.
     """
 
     def __init__(self, config: Config) -> None:
@@ -87,7 +87,7 @@ class Schedules:
         self._function = None
         if ":" in name:
             self._function = load_user_code("learning_rate_schedule", name)
-            self._custom_factor(0.0)  # reports errors before training starts
+            self._custom_factor(0.0)  # raises errors before training starts
         # This is the rule of batch-ppo. The penalty can return from its minimum to 1
         # within 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(

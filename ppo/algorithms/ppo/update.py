@@ -130,7 +130,7 @@ class Updater:
         )
         metrics = {name: float(value) for name, value in values.items()}
         norm = metrics["gradient_norm"]
-        # Non-finite gradients make all later ones non-finite, so checking the last
+        # Non-finite gradients make all later gradients non-finite, so checking the last
         # epoch is sufficient.
         if not math.isfinite(norm):
             raise DivergedError(
@@ -150,7 +150,7 @@ class Updater:
         """Compile a part of the update that needs no communication between learners.
 
         XLA cannot compile all-reduce operations on CPUs. With a single learner, the
-        whole update is compiled instead. AutoGraph, which takes seconds, converts these
+        whole update is compiled instead. AutoGraph takes seconds, so it converts these
         parts only for a user's model, which may branch on tensors.
         """
         converts = self._agent.custom_model is not None
@@ -210,8 +210,8 @@ class Updater:
         """Prepare the rollout for learning.
 
         Returns:
-            The samples; the arguments of `_advantages` that follow the rollout;
-            advantages and targets; and the values of the samples with the
+            The samples; the arguments of `_advantages` after `rollout`; the advantages
+            and targets; and a pair of the values of the samples and the
             `ratio_deviation`.
         """
         features, final_features = [
@@ -322,7 +322,7 @@ class Updater:
             if config.penalizes_kl:
                 kl = losses.masked_mean(old.kl(distribution), weight)
                 if "kl" in minibatch:
-                    # The mean over all learners, with the gradient of this one.
+                    # Use the mean over all learners, but the gradient of this learner.
                     kl += tf.stop_gradient(minibatch["kl"] - kl)
                 policy_loss += losses.kl_penalty_loss(
                     kl,

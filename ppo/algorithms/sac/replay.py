@@ -19,7 +19,7 @@ class Replay:
     memory only as the buffer fills.
 
     Args:
-        capacity: Maximum number of transitions; older ones are overwritten.
+        capacity: Maximum number of transitions; the oldest are overwritten.
 
     Attributes:
         size: Number of transitions in the buffer.
@@ -35,7 +35,7 @@ class Replay:
         """Add the valid transitions of a rollout.
 
         The next observation of a step that ended an episode is the final observation of
-        that episode, not the first one of the next.
+        this episode, not the first observation of the next episode.
 
         Raises:
             ConfigError: This host does not have enough memory for the buffer.
@@ -86,8 +86,9 @@ def _allocate(capacity: int, transitions: Any) -> Any:
     if capacity > max_size:
         raise ConfigError(
             f"replay_size: {capacity:,} transitions need "
-            f"{capacity * row_bytes / 2**30:.1f} GiB of memory, but this host has "
-            f"{min(available) / 2**30:.1f} GiB; set replay_size={max_size} or less."
+            f"{capacity * row_bytes / 2**30:.1f} GiB of memory, but only "
+            f"{min(available) / 2**30:.1f} GiB are available; set "
+            f"replay_size={max_size} or less."
         )
     return tf.nest.map_structure(
         lambda rows: np.zeros((capacity, *rows.shape[1:]), rows.dtype), transitions

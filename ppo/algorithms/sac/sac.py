@@ -95,7 +95,7 @@ class SAC(Algorithm):
         if config.recurrent_size or config.network not in ("auto", "mlp"):
             raise ConfigError(
                 f"algorithm {config.algorithm}: expected the network mlp without "
-                f"recurrence, because SAC supports no other, got network = "
+                f"recurrence, the only one that SAC supports; got network = "
                 f"{config.network} and recurrent_size = {config.recurrent_size}."
             )
         settings = cls.read_settings(config)
@@ -104,7 +104,7 @@ class SAC(Algorithm):
             raise ConfigError(
                 f"random_steps: expected at most {limit:,}, which is the smaller of "
                 f"replay_size and the steps of the run, got {settings.random_steps:,}; "
-                "the policy would never be trained."
+                "otherwise, the policy is never trained."
             )
 
     @classmethod
@@ -129,7 +129,7 @@ class SAC(Algorithm):
                 f"bounds, and observations without images, got {action_space} and "
                 f"{observation_space}; train with algorithm=ppo."
             )
-        # A subclass in a user's file does not have the defaults of SAC.
+        # The config of a user's subclass does not contain the defaults of SAC.
         config = config.replace(
             action_distribution="squashed_gaussian",
             state_dependent_std=True,
@@ -224,7 +224,7 @@ class SAC(Algorithm):
     def _values(
         self, critics: list[Any], features: Any, action: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Return the values of actions in [-1, 1], `[N]`, of each critic."""
+        """Return each critic's values `[N]` of actions in [-1, 1]."""
         inputs, _ = self.agent.preprocess.inputs(features)
         rows = tf.concat([flatten_observation(inputs), action], axis=1)
         return [tf.squeeze(critic(rows), axis=1) for critic in critics]
