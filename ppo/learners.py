@@ -83,8 +83,8 @@ class Learners:
             tf.distribute.MultiWorkerMirroredStrategy()
         except tf.errors.OpError as error:
             raise LearnerLostError(
-                f"Learner {self.index}: expected to connect to "
-                f"{', '.join(self._addresses)}, got {error.message.splitlines()[0]}; "
+                f"Learner {self.index}: could not connect to "
+                f"{', '.join(self._addresses)}: {error.message.splitlines()[0]}; "
                 "another learner has exited: check its output, then restart all "
                 "learners."
             ) from error

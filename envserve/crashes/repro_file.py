@@ -61,7 +61,7 @@ class Repro:
         to the user, but never imported.
       autoreset: See `settings.Autoreset`.
       root_seed: Seed of the whole batch.
-      seeded: Whether the first reset of an env used its env seed.
+      seeded: Whether the env's first reset used its env seed.
       env_index: Row in the whole batch.
       timeout_seconds: Time limit of the call in which the env failed.
       played: History of the env. The fault occurs in the last action, or in the reset

@@ -171,7 +171,7 @@ def _import_file(file: str) -> ModuleType:
         )
     if path.stem in sys.stdlib_module_names:  # imported first, or shadowed by the file
         raise ValueError(
-            "a module of the standard library has the same name; rename the file"
+            "a module of the standard library has the same name; rename your file"
         )
     if writable := writable_by_others(folder) or writable_by_others(str(path)):
         raise ValueError(
@@ -183,7 +183,7 @@ def _import_file(file: str) -> ModuleType:
     module = import_module(path.stem)
     if not os.path.samefile(module.__file__ or "/", path):
         raise ValueError(
-            f"a different module has the same name, {module.__file__}; rename the file"
+            f"a different module has the same name, {module.__file__}; rename your file"
         )
     return module
 
@@ -393,9 +393,9 @@ def find_spec(name: str) -> EnvSpec:
         return gymnasium.registry[name]
     if not user_envs.is_importable(name):
         raise UnknownEnv(
-            f"expected an env that can be imported; got {name!r}, which a script has "
-            f"defined; only workers that this script starts can create it; to replay "
-            f"its crashes, move it to a separate file"
+            f"expected an env that can be imported; got {name!r}, which is defined in "
+            f"a script, so only workers that the script starts can create it; to "
+            f"replay its crashes, move it to a separate file"
         )
     hint = did_you_mean(name, gymnasium.registry)
     if not hint and (name.startswith("ALE/") or "NoFrameskip" in name):

@@ -387,9 +387,9 @@ class Launcher:
         """Stop the template process, and report the exits of its workers.
 
         Args:
-          reason: Start of the sentence that describes the template's end; may be empty.
-          is_exiting: Whether the template exits by itself, so that it is killed only if
-            its exit takes too long.
+          reason: Beginning of the message that reports why the template stopped.
+          is_exiting: Whether the template is already exiting, so that it is killed only
+            if that takes too long.
         """
         with contextlib.suppress(OSError):
             # Ends the connection even if a forked child has inherited the socket.

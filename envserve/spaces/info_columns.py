@@ -210,7 +210,8 @@ def _read_layout(encoded: bytes) -> Layout:
         num_bytes += size
         if not 0 < size <= num_bytes <= _MAX_RECORD_BYTES:
             raise codec.CodecError(
-                f"expected numbers and arrays, of at most {_MAX_RECORD_BYTES} bytes"
+                f"expected numbers and arrays of at most {_MAX_RECORD_BYTES} bytes in "
+                f"total; got at least {num_bytes}"
             )
         fields.append((str(index), dtype.newbyteorder("<"), shape))
         formats += f"{size}s" if shape else _FORMATS[dtype]

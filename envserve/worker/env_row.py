@@ -106,7 +106,7 @@ class EnvRow:
         self._initial_seed = None
 
     def build(self) -> EnvSpec:
-        """Build the env and return its spec; its first reset uses `seed`, if seeded."""
+        """Build the env and return its spec; its first reset uses the default seed."""
         request = self.request
         kwargs = self._context.fill(copy.deepcopy(self._kwargs))
         prepare_rendering(kwargs)

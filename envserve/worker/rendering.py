@@ -97,7 +97,7 @@ class FrameRenderer:
         self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
 
     def _render_jpeg(self, row: int, width: int) -> tuple[bytes, str]:
-        """Render a row; return a JPEG, or b"" and a message to show instead."""
+        """Render a row; return its JPEG and a message, one of which is empty."""
         crashes, worker = self._board.num_render_crashes, self._worker
         if crashes[worker] >= _MAX_RENDER_CRASHES:
             return (

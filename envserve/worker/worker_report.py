@@ -27,7 +27,7 @@ from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
 
 _MAX_SPACES_BYTES: Final = 16 << 20
-#: Modules whose functions call the env, or the code that builds it.
+#: Modules that call the env or the code that builds it; left out of tracebacks.
 _CALLERS: Final = re.compile(r"envserve\.|importlib|gymnasium\.envs\.registration$")
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
 #: Maximum total bytes of the tracebacks in a report, and minimum bytes for each.

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, error reports, and the start of TensorFlow.
+"""Shared parts of the commands: options, error reports, and TensorFlow startup.
 
 The input is checked before TensorFlow is loaded, because loading it takes seconds.
 """

@@ -498,7 +498,7 @@ def test_a_repro_file_of_a_function_states_why_it_cannot_be_replayed(
     (path,) = tmp_path.iterdir()
     result = replay(load_repro(path), launcher)
     assert not result.is_reproduced
-    assert "which a script has defined" in result.text
+    assert "which is defined in a script" in result.text
 
 
 def test_no_request_contains_code() -> None:

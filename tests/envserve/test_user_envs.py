@@ -186,12 +186,12 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(
         (
             "json.py",
             "",
-            "a module of the standard library has the same name; rename the file",
+            "a module of the standard library has the same name; rename your file",
         ),
         (
             "numpy.py",
             "",
-            r"has the same name, \S*/numpy/__init__\.py; rename the file",
+            r"has the same name, \S*/numpy/__init__\.py; rename your file",
         ),
         ("torn.py", "\n1 / 0", r"ZeroDivisionError: .* \(\S*/torn\.py:2\)"),
         ("odd.py", "def f(:", "SyntaxError"),

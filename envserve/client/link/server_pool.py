@@ -110,7 +110,7 @@ class ServerPool:
             self.placement.exclude(lane, time.monotonic())
 
     def settle(self, lane: object) -> None:
-        """Record that a lane needs no other server."""
+        """Record that a lane no longer needs a different server."""
         with self._lock:
             self.placement.settle(lane)
 

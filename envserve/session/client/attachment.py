@@ -257,7 +257,7 @@ class Attachment:
         requests.change_session()
         if previous is None:
             self.send_hello(now)
-        else:  # the previous loss is not over, so do not retry immediately
+        else:  # not recovered from the previous loss, so do not retry at once
             loss.lost_at, loss.give_up_error = previous.lost_at, previous.give_up_error
             loss.stalled_at = previous.stalled_at
             loss.retry_at = now + _RETRY_SECONDS

@@ -210,7 +210,7 @@ def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
                 is_unknown = value == UNKNOWN_KEY
                 return Finding.UNKNOWN_CLIENT if is_unknown else Finding.UNKNOWN
             failures += 1
-            # A peer that only pretends to have the key violates the protocol.
+            # A peer without the server's secret key fails with a protocol error.
             is_broken = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             if is_broken or failures == _MIN_FAILURES:
                 return Finding.OTHER_SERVER
