@@ -3,7 +3,7 @@
 Each lane eventually finishes or loses each of its blocks, but has no information about
 other lanes. Therefore this module alone decides how long a caller waits for an absent
 block: `padding_after` seconds. After that, the rows of the block are padding, and its
-step is late. The next step of the block submits nothing. It returns the result of the
+step is late. The next step of the block submits nothing, and returns the result of the
 late step, in which each row is LATE or ends a lost episode.
 """
 
@@ -63,7 +63,7 @@ class Absence:
         self.padded -= positions
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
-        """Record that a caller waits for late steps; return the other blocks."""
+        """Record that a caller waits for late steps; return blocks without one."""
         late = self.late_steps & positions
         self.late_steps -= late
         self.awaited_late_steps |= late
@@ -72,8 +72,8 @@ class Absence:
     def returned_rows(self, num_rows: int, ended: Collection[int]) -> Array:
         """Return a mask of the rows whose `observation` the caller has received.
 
-        The other rows belong to late steps: the last observation that the caller
-        received from them is in `final_observation`.
+        The other rows belong to late steps. The last observation of such a row that the
+        caller received is in `final_observation`.
 
         Args:
           num_rows: Number of rows of the batch.
@@ -100,8 +100,8 @@ class Absence:
         """Decide which blocks are padding now.
 
         Args:
-          absent: Blocks in flight whose envs are absent.
-          waiting: Blocks that a caller waits for and that have not finished.
+          absent: Positions of blocks in flight whose envs are absent.
+          waiting: Positions of unfinished blocks that a caller waits for.
           now: Monotonic seconds.
         """
         # The waiting time for padding starts when at least one block is present.
@@ -121,7 +121,7 @@ class Absence:
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return the time at which a block becomes padding; now if its step is late."""
+        """Return when a block becomes padding; there is no delay for a late step."""
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
@@ -136,7 +136,7 @@ class Absence:
                 result.valid[part] = False
 
     def release(self, positions: Set[int]) -> None:
-        """Record that these rows were returned; steps of padded blocks become late."""
+        """Record that blocks were returned; steps of padded blocks become late."""
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
@@ -189,7 +189,7 @@ def _results(rows: Rows) -> tuple[Array, ...]:
 def _write_padding(
     spec: EnvSpec, block: BatchBlock, part: slice, result: StepResult
 ) -> None:
-    """Pad a block's rows with its last observation, which its lane keeps."""
+    """Pad a block's rows with their last observations, which the lane keeps."""
     observation = flatten(spec.observation_space, result.observation)
     final = flatten(spec.observation_space, result.final_observation)
     last = block.lane.rows.final_observation

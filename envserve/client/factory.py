@@ -52,7 +52,7 @@ OnServerLost = Literal["raise", "pad"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SECONDS: Final = "_seconds"
-#: Errors of a server that other servers may not have.
+#: Errors of one server that other servers may not return.
 _SERVER_ERRORS: Final = (ConnectError, EnvsBusy, EnvStartError, UnknownEnv)
 
 
@@ -70,7 +70,8 @@ def local_settings(
       num_envs: See `BatchEnv.local`.
       num_workers: See `BatchEnv.local`.
       options: See `BatchEnv.local`.
-      function: The public function that received the options, for error messages.
+      function: The public function that received the options. If an option is unknown,
+        the error suggests the nearest parameter of this function.
 
     Raises:
       TypeError, UnknownEnv, ValueError, WrapperError: See `BatchEnv.local`.
@@ -121,7 +122,7 @@ def start_pool(
     timeout_seconds: float,
     make: Callable[..., Batch],
 ) -> Batch:
-    """Start a pool and return a batch of it; close the pool if that fails."""
+    """Start a pool and return its batch; close the pool if an error occurs."""
     with contextlib.ExitStack() as stack:
         pool = Pool(settings)
         stack.callback(pool.close)
@@ -137,14 +138,14 @@ def remote_request(
     options: EnvOptions,
     function: Callable[..., Any],
 ) -> EnvRequest:
-    """Return the request for all rows; `function` is named in error messages."""
+    """Return the request for all rows; for `function`, see `local_settings`."""
     settings = _checked_settings(options, EnvOptions, function)
     name = remote_name(env_name)
     return EnvRequest(env_name=name, num_envs=num_envs, **settings)
 
 
 def remote_name(env: EnvLike) -> str:
-    """Return the name of an env that servers offer.
+    """Return the name under which servers offer an env.
 
     Raises:
       TypeError, UnknownEnv: Servers cannot create this env.
@@ -164,7 +165,7 @@ def remote_name(env: EnvLike) -> str:
         if env != gymnasium.registry.get(env.id):
             raise TypeError(
                 f"expected a spec that equals the registered one, because the servers "
-                f"have their own; got {env}; pass its name and env_kwargs"
+                f"use their own spec; got {env}; pass its name and env_kwargs"
             )
         return env.id
     return user_envs.env_name_of(env)

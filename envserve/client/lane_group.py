@@ -6,7 +6,7 @@ next operation on its block waits for it and discards its result, except for the
 an episode.
 
 Interrupts: a signal handler may raise an exception (KeyboardInterrupt, for example) at
-any point. While a lane only waits, `queue.is_updating` is False: the bookkeeping is
+any point. While a method only waits, `queue.is_updating` is False: the bookkeeping is
 consistent with the submitted operations, and the next call continues. While a method
 changes something, the flag is True. If an interrupt leaves it True, the next call
 begins with `recover`, which invalidates all lanes. This costs each row an episode, but
@@ -170,7 +170,7 @@ class LaneGroup:
         return self.absence.padded
 
     def release(self, positions: Set[int]) -> None:
-        """Mark blocks that `wait` has returned as received: they can be sent again."""
+        """Release blocks that `wait` has returned, so that they can be sent again."""
         queue, absence = self.queue, self.absence
         queue.is_updating = True
         self.in_flight -= positions
@@ -201,7 +201,7 @@ class LaneGroup:
           Positions of the blocks, for `finish_reset`.
         """
         resets = _resets_of(self.blocks, env_indices, seeds, options)
-        # All blocks, because the caller may also read rows that are not reset.
+        # Clean up all blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
         self._start(resets, lambda lane, group: lane.submit_reset(group))
         return resets.keys()
@@ -230,7 +230,7 @@ class LaneGroup:
         }
 
     def start_call(self, calls: Mapping[int, Call]) -> None:
-        """Start attribute accesses, at most one per block; keys are block positions."""
+        """Start attribute accesses by block position, at most one per block."""
         self._start(calls, lambda lane, group: lane.submit_call(group))
 
     def _start(
@@ -287,7 +287,10 @@ class LaneGroup:
         return outcomes
 
     def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:
-        """Remove resets and calls, and return their outcomes; restore deferred ones."""
+        """Remove resets and calls, and return their outcomes.
+
+        Deferred outcomes of late steps are restored.
+        """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True
         called = [outcomes.pop(at) for at in sorted(positions) if at in outcomes]

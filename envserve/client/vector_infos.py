@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 _Part = tuple[list[int], Sequence[Any]]
 
 _NUMBERS: Final = frozenset({int, float, bool})
-#: Maximum total size of the array elements of rows that do not have the key.
+#: Maximum total size of array elements for rows whose info lacks the array's key.
 _MAX_UNFILLED_BYTES: Final = 1 << 28
 #: Size of an element (a number or pointer) and its mask.
 _ELEMENT_BYTES: Final = 9
@@ -51,7 +51,7 @@ def batch_infos(
 
 
 class _FillBudget:
-    """The remaining memory for elements of rows that do not have a key."""
+    """The remaining memory for elements of rows whose info lacks the key."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes

@@ -1,6 +1,6 @@
-"""The place of an env in its batch, which the env can query while it is built.
+"""The place of an env in its batch; the env can query it while it is built.
 
-Envs need it if they use something that exists only once: a port, a folder, a GPU.
+This helps envs that use something that exists only once: a port, a folder, a GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _context: ContextVar[EnvContext | None] = ContextVar("env_context", default=None
 
 
 def env_context() -> EnvContext | None:
-    """Return the place in its batch of the env that a worker builds at the moment.
+    """Return the place in the batch of the env that the worker is building.
 
     Call it in the constructor of an env or wrapper, and store the result if you need it
     later. It returns None everywhere else, for example in `gymnasium.make`.

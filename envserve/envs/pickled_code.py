@@ -39,13 +39,13 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Envs to register in each worker, by name: those that this process has
-        registered, because an env or function may make them.
+      specs: Envs to register in each worker, by name: all that this process has
+        registered, because an env or function may create any of them.
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
-      kwargs: Arguments of the env's constructor that have no plain form, in one map,
-        or in one for each env.
+      kwargs: Arguments of the env's constructor that have no plain form: one dict for
+        all envs, or one for each env.
       main: Objects of the script that the specs name as "__main__:NAME", by name.
       copies: The functions that `copy_env_fn` has returned.
     """
@@ -151,7 +151,7 @@ class UserCode:
         """
         if not (self.specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
-        # One pickle, so that it contains what closures share only once.
+        # One pickle, so that objects shared by several closures are included only once.
         try:
             pickled = _pickle(self)
         except Exception:
@@ -193,7 +193,7 @@ class UserCode:
             setattr(sys.modules["__main__"], name, value)
         for name, spec in code.specs.items():
             if str(spec.vector_entry_point).startswith("envserve.gym:"):
-                # Set by importing `envserve.gym`, which workers do not do.
+                # `envserve.gym` sets this entry point, but workers do not import it.
                 known = gymnasium.registry.get(name)
                 spec.vector_entry_point = known.vector_entry_point if known else None
             gymnasium.registry[name] = spec
@@ -244,7 +244,7 @@ def _pickle(value: object) -> bytes:
 
 
 def _can_be_pickled(spec: EnvSpec) -> bool:
-    """Return whether workers can receive a spec that they may not need."""
+    """Return whether a spec can be sent to workers; it is left out otherwise."""
     try:
         _pickle(spec if callable(spec.entry_point) or spec.kwargs else None)
     except Exception:

@@ -50,7 +50,7 @@ _MAX_WARNED_CLASSES: Final = 16
 #: faults are treated like repeated ones.
 _MAX_RECENT_FAULTS: Final = 8
 _RECENT_SECONDS: Final = 60.0
-#: Age of the last log line at which the faults counted since then are logged.
+#: Time after the last log line at which the number of faults since then is logged.
 _QUIET_SECONDS: Final = 2 * LOG_INTERVAL
 #: Maximum number of attempts to read a consistent record while the worker is stepping.
 _MAX_READS: Final = 8
@@ -91,7 +91,10 @@ class FaultLog:
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
 
     def log_suppressed(self, now: float, least_age: float = _QUIET_SECONDS) -> None:
-        """Log the number of faults since the last line if that is `least_age` old."""
+        """Log the number of faults since the last log line.
+
+        Do nothing if that line is less than `least_age` seconds old.
+        """
         if more := self._throttle.take_suppressed("faults", now, least_age):
             _LOGGER.warning("%sfaults like those above: %s", self._label, more)
 
@@ -100,7 +103,7 @@ class FaultLog:
     ) -> None:
         """Log an env that raised an error or violated its spaces, and was rebuilt.
 
-        No repro file is written if only a reset has failed, and then succeeded.
+        No repro file is written if only a reset failed, and the retry succeeded.
         """
         admitted = self._admit(fault.text, now)
         if admitted is None:
@@ -227,9 +230,10 @@ class FaultLog:
         )
 
     def _admit(self, text: str, now: float) -> tuple[bool, str] | None:
-        """Return whether a fault is new, and the suffix of its line; None to count it.
+        """Return whether a fault is new, and the suffix of its log line.
 
-        Faults are compared by `text`, which contains their cause and details.
+        Return None if the fault is only counted. Faults are compared by `text`, which
+        contains their cause and details.
         """
         kind = words_without_numbers(text)
         self._recent = recent = {

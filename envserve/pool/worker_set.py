@@ -148,7 +148,7 @@ class WorkerSet:
         return tuple(item.process.pid if item.process else None for item in self.all)
 
     def watch(self, now: float) -> Iterator[tuple[SupervisedWorker, Event]]:
-        """Watch all workers and start those that are due; yield workers and events."""
+        """Watch all workers and start those that are due; yield (worker, event)."""
         self.watch_at = math.inf
         for worker in self.all:
             for event in worker.watch(now):
@@ -160,8 +160,8 @@ class WorkerSet:
     def replace_all(self, reason: str, now: float) -> list[SupervisedWorker]:
         """Kill all processes and replace their workers with new ones.
 
-        Allowed in any state, because an interrupted call may leave a worker in any
-        state.
+        This is allowed in any state, because an interrupted call may leave a worker in
+        any state.
 
         Returns:
           The old workers. Workers that could not be killed are not replaced.

@@ -13,8 +13,8 @@ may still write to its rows, so no successor may be started. In CLOSING, the pro
 asked to exit. ENDED is final: the worker was closed, its process could not be killed,
 or the worker has failed too often.
 
-`TRANSITIONS` contains all transitions. An interrupted call may leave a worker in any
-state; `SupervisedWorker.kill_and_wait` then ends it, and a new worker replaces it.
+`TRANSITIONS` lists the allowed transitions. An interrupted call may leave a worker in
+any state; `SupervisedWorker.kill_and_wait` then ends it, and a new worker replaces it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The process has ended unexpectedly; a new one will be started unless ENDED."""
+    """The process ended unexpectedly; it is restarted unless the worker is ENDED."""
 
     status: Status
     text: str

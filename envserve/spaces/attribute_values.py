@@ -1,7 +1,7 @@
-"""Values of attributes that are not plain: spaces, generators, specs and methods.
+"""Convert attribute values that are not plain: spaces, generators, specs and methods.
 
-They are sent as plain values. A client only builds objects of known classes from them,
-and looks up a spec by its name.
+They are sent in a plain form. From this form, a client only creates objects of known
+classes; it looks up a spec by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def to_plain(value: Any) -> Any:
-    """Return a plain value for `from_plain`; other values are returned unchanged."""
+    """Convert spaces, generators, specs and methods for `from_plain`; keep others."""
     if isinstance(value, Space):
         return {_KIND: "space", "space": describe(value)}
     if isinstance(value, np.random.Generator):
@@ -40,7 +40,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return the value for a result of `to_plain`, which may come from any peer.
+    """Restore a value from the result of `to_plain`, which may come from any peer.
 
     Raises:
       CodecError: The value is not valid.

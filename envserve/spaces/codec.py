@@ -249,7 +249,7 @@ def _read_header(data: _Buffer, offset: int, kind: int) -> tuple[int, int]:
 
 
 def _encode_other(value: Any) -> Any:
-    """Convert a value of a message for msgpack."""
+    """Convert a NumPy value for msgpack; NumPy scalars become Python scalars."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -261,7 +261,7 @@ def _encode_other(value: Any) -> Any:
 
 
 def _encode_exactly(value: Any) -> Any:
-    """Convert a value for msgpack, which keeps its type."""
+    """Convert a value for msgpack such that `decode` restores its type."""
     while isinstance(value, Enum):
         value = value.value
     if isinstance(value, np.generic):

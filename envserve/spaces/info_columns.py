@@ -31,7 +31,7 @@ _FORMATS: Final = dict(zip(codec.DTYPES, "?bhiqBHIQefd", strict=True))
 #: Maximum sizes in bytes. Larger values are encoded as dicts.
 _MAX_RECORD_BYTES: Final = 1 << 9
 _MAX_LAYOUT_BYTES: Final = 1 << 13
-#: Upper bound for the encoded lengths and the first row of columns in bytes.
+#: Upper bound in bytes for the lengths and the first row that precede the records.
 _HEADER_BYTES: Final = 32
 #: A column takes as long to decode as this number of values, in addition to its own.
 _VALUES_PER_COLUMN: Final = 16
@@ -75,9 +75,9 @@ class InfoColumns(NamedTuple):
         return len(self.data) + len(layout.encoded) + _HEADER_BYTES, num_values
 
     def columns(self) -> Iterator[tuple[str, bool, Array]]:
-        """Yield key, whether the values are Python numbers, and array `[n, ...]`.
+        """Yield each column: its key, whether it has Python numbers, and an array.
 
-        The arrays are read-only.
+        The arrays `[stop - start, ...]` are read-only.
         """
         layout = self.layout
         records = np.frombuffer(self.data, layout.dtype)
@@ -118,7 +118,7 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         self._dicts: dict[int, Mapping[str, Any]] | None = None
 
     def add(self, infos: Mapping[int, Mapping[str, Any]], offset: int = 0) -> None:
-        """Add the infos of other rows, whose numbers increase by `offset`."""
+        """Add the infos of other rows; `offset` is added to their row numbers."""
         self._dicts = None
         columns, others = split_columns(infos)
         for start, stop, layout, data in columns:
@@ -223,7 +223,7 @@ def _read_layout(encoded: bytes) -> Layout:
 
 
 def _column_type(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-    """Return dtype, shape and size in bytes; size 0 if a column cannot contain it."""
+    """Return dtype, shape and size in bytes; size 0 if the value fits no column."""
     is_array, dtype = type(value) is np.ndarray, _PYTHON_DTYPES.get(type(value))
     if is_array or isinstance(value, np.generic):
         dtype = value.dtype
@@ -233,9 +233,9 @@ def _column_type(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     return dtype, shape, dtype.itemsize * math.prod(shape)
 
 
-#: Layouts by the keys and types of infos, with the keys of all other values; None for
-#: infos without numbers, and False for keys and types that occurred only once, because
-#: envs may add keys at random.
+#: Layout and keys without a column, by the keys and types of an info; None for infos
+#: without numbers. False for keys and types that have occurred only once: they get no
+#: layout yet, because envs may add keys at random.
 _plans: Final[dict[Any, tuple[Layout, Sequence[Any]] | Literal[False] | None]] = {}
 
 

@@ -65,7 +65,7 @@ class InfoBudget(NamedTuple):
         return InfoBudget(*map(min, self, other))
 
     def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
-        """Return the rest of the budget after columns of infos."""
+        """Return the budget that remains for other infos, given these columns."""
         num_bytes, num_values = self
         for part in columns:
             cost = part.cost

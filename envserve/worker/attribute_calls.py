@@ -29,7 +29,7 @@ _POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
 #: number.
 MAX_RESULT_VALUES: Final = 1 << 17
 _NONE: Final = codec.encode(None)
-#: First byte of a list; followed by its length.
+#: First byte of an encoded list; the length of the list follows.
 _LIST_MARKER: Final = b"\xdd"
 
 
@@ -69,7 +69,7 @@ class CallRequest(NamedTuple):
         return self.kind in ("call", "set")
 
     def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
-        """Decode new arguments for the row at a position in `rows`."""
+        """Decode a new copy of the arguments for the row at a position in `rows`."""
         arguments, keywords = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
         return ([arguments[position]] if self.kind == "set" else arguments), keywords
 

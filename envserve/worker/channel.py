@@ -121,7 +121,7 @@ class BuildMessage(EnvRequest):
     gpu: str
     """GPU of this worker, as in CUDA_VISIBLE_DEVICES; "" for all GPUs."""
     blocks: Sequence[tuple[int, int, int]]
-    """Index, first row, and row after the last, of each block."""
+    """For each block: its index, its first row, and the row after its last row."""
     incarnations: Sequence[int]
     """Number of times that the env of each row of the pool was rebuilt before."""
     code: UserCode
@@ -138,7 +138,7 @@ class MessageDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[ChannelMessage]:
-        """Return the completed messages.
+        """Add received bytes, and return the messages that they complete.
 
         Raises:
           WorkerError: The received bytes are not a valid message.

@@ -45,7 +45,7 @@ class EnvChecks:
     Attributes:
       nonfinite: See `settings.NonFinite`.
       strict_spaces: Whether the dtypes of observations must match the space's dtypes.
-      warnings: A warning for each class name of an env; "" once it was returned.
+      warnings: Warnings by class name of the env; "" once the warning was returned.
     """
 
     nonfinite: NonFinite = "raise"

@@ -28,7 +28,8 @@ from envserve.spaces.infos import copy_info
 from envserve.worker import step_timings
 from envserve.worker.env_row import EnvRow
 
-#: More threads would delay the stepping thread if resets are CPU-bound.
+#: Maximum number of reset threads. If resets are CPU-bound, more threads would delay
+#: the stepping thread.
 _MAX_THREADS: Final = 16
 #: Time after which a CPU-bound reset yields to the stepping thread.
 _SWITCH_SECONDS: Final = 0.5e-3

@@ -17,7 +17,7 @@ BOUNDS: Final = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _BOUNDS_NS: Final = [int(1e9 * bound) for bound in BOUNDS]
-#: Cells of a histogram: the sum in nanoseconds, then the counts.
+#: Number of cells of a histogram: the sum in nanoseconds, then the counts.
 NUM_CELLS: Final = 2 + len(BOUNDS)
 #: Indices of the first cells of the histograms of steps and of resets.
 STEP_CELL: Final = 8

@@ -157,7 +157,7 @@ def decode_report(
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
         raise ValueError(repr(error)) from None
     if columns and (columns[0].start < block.start or columns[-1].stop > block.stop):
-        raise ValueError(f"columns of other rows than those of block {block.index}")
+        raise ValueError(f"columns of rows that are not in block {block.index}")
     if not (infos or report.faults or report.rebuilt or report.warnings):
         return Outcome(block.index, RowInfos(columns)), ()  # the usual case
     if any(type(info) is not dict for info in infos.values()):

@@ -44,8 +44,8 @@ def ActionRepeat(env: Env, amount: int) -> Env:
     return RepeatAction(env, amount)
 
 
-#: Number of episodes that may end during the random actions; the next episode starts
-#: without random actions.
+#: Maximum number of episodes that may end during the random actions after one reset;
+#: the next episode starts without random actions.
 _MAX_ATTEMPTS: Final = 10
 #: Value of `np_random_seed` in Gymnasium if the env assigned its own generator.
 _ASSIGNED_BY_ENV: Final = -1
@@ -149,7 +149,7 @@ def _difference_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Observe the present and past observations listed in `past_indices`.
+    """Observe the current and past observations listed in `past_indices`.
 
     At the start of an episode, the history contains copies of the first observation.
     """
@@ -164,7 +164,7 @@ class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         Args:
           env: The env; observations of shape `[d, ...]`.
-          past_indices: Ages of the observations in steps; 0 is the present one.
+          past_indices: Ages of the observations in steps; 0 is the current observation.
           flatten: Whether to concatenate along the first axis, `[n * d, ...]`, instead
             of stacking along a new one, `[n, d, ...]`.
 

@@ -67,7 +67,7 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
     elif name == "RescaleAction":
         check_float("action", env.action_space)
     elif name == "DtypeObservation":
-        # Gymnasium 1.2 calls this argument, so its name is not sufficient.
+        # Gymnasium 1.2 calls the dtype as a function, so pass the class, not the name.
         arguments = {"dtype": np.sctypeDict[arguments["dtype"]]}
     registered = find_wrapper(name, where).make
     make: Callable[..., Env] = (

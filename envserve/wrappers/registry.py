@@ -97,7 +97,7 @@ class RegisteredWrapper:
       make: Function that takes an env and the arguments by name, and returns the
         wrapped env. A string "module:attribute" is imported at first use.
       arguments: The arguments that requests may contain, by name.
-      is_limited: Whether its observations may have at most a few MiB.
+      is_limited: Whether the size of its observations is limited to a few MiB.
     """
 
     make: str | Callable[..., Any]

@@ -191,7 +191,7 @@ X: Any = {"x": 0.0}
     [
         ([[0, X, bytes(7)]], "whole records"),
         ([[0, X, b""]], "whole records"),
-        ([[0, X, bytes(24)]], "columns of other rows"),
+        ([[0, X, bytes(24)]], "columns of rows that are not"),
         ([[-1, X, bytes(8)]], "order of their rows|>= 0"),
         ([[1, X, bytes(8)]] * 2, "order of their rows"),
         ([[0, {"x": 0.0, "y": "text"}, bytes(8)]], "numbers and arrays"),
@@ -211,7 +211,7 @@ def test_invalid_columns_raise_errors(columns: list[Any], text: str) -> None:
     payload = codec.encode({**EMPTY, "columns": sent})
     with pytest.raises(ValueError, match=text):
         decode_report(payload, Block(0, 0, 2, 0, 0), 64)
-    if text == "columns of other rows":
+    if text == "columns of rows that are not":
         return
     fields = {"infos": {}, "faults": [], "errors": [], "columns": sent}
     with pytest.raises(RemoteProtocolError, match=text):

@@ -50,7 +50,7 @@ def join(
       timeout_seconds: Maximum time to find the server at one of its addresses.
 
     Returns:
-      The addresses at which a server with the server's key has answered.
+      The addresses at which a server with the expected key has answered.
 
     Raises:
       ConnectError: The server did not answer, or the invitation is no longer valid.
@@ -89,7 +89,8 @@ def _connect_to_all(
             finding = diagnose_connection(address, keys, min(left, _ATTEMPT_SECONDS))
             if finding in (Finding.OK, Finding.UNKNOWN_CLIENT):
                 is_over.set()
-            # A server that closes all its connections refuses new ones for 0.1 s.
+            # Require the same finding twice, because a server that closes all its
+            # connections refuses new ones for 0.1 s.
             if finding in _LASTING and finding in (before, Finding.NOT_ZEROMQ):
                 hopeless.add(address)
             before = finding
@@ -106,15 +107,15 @@ def _connect_to_all(
 
 
 def _failure_text(findings: Mapping[str, Finding], keys: CurveKeys) -> str:
-    """Return why no address has a server with the key of an invitation."""
+    """Return, for each address, why no server with the invitation's key answered."""
     texts, key = [], formats.fingerprint(keys[0])
     for address, finding in findings.items():
         error = connection_error(finding, address, keys)
         if error is None or finding is Finding.OTHER_SERVER:
             error = ConnectError(
                 f"{address}: no server with the key of this invitation ({key}) "
-                f"answered; check the address and the network, and whether the server "
-                f"runs there or has a new key, which needs a new invitation"
+                f"answered; check the address and the network, and that the server "
+                f"runs there; if it has a new key, ask for a new invitation"
             )
         texts.append(str(error))
     return "; ".join(texts)

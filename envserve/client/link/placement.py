@@ -2,7 +2,7 @@
 
 A lane that has lost its server gets another one with free envs, preferably one that no
 other lane of the batch uses. If several lanes are without a server, they wait a few
-seconds before two of them share one, because their own servers may come back. While
+seconds before two of them share one, because their previous servers may recover. While
 the lanes are spread unevenly, they move one at a time to servers with fewer lanes.
 """
 
@@ -16,11 +16,12 @@ from envserve.client.link.connection import NO_ADDRESS
 
 #: Time for which a server is excluded after it rejected a lane or had different envs.
 EXCLUDE_SECONDS: Final = 60.0
-#: Time for which several lanes without a server do not share one, once one is found.
+#: Time, once a server is found, after which several lanes without a server may share
+#: it.
 SHARE_SECONDS: Final = 5.0
-#: Time for which no lane that has a server moves to one that a lane has left because it
-#: was silent or refused the lane. It doubles each time, so that a server that keeps
-#: doing this costs few episodes.
+#: Time for which a server is avoided after a lane has left it because the server was
+#: silent or refused the lane: lanes that have another server do not move there. The
+#: time doubles with each repetition, so that an unreliable server costs few episodes.
 AVOID_SECONDS: Final = 30.0
 _MAX_DOUBLINGS: Final = 6
 #: Pause between two moves that only spread the lanes.
@@ -32,7 +33,7 @@ class Placement:
 
     Attributes:
       locations: Current server of each lane.
-      num_free: Free envs of each server that is ready, as far as they are known.
+      num_free: Number of free envs of each ready server, if known.
       targets: Servers to which lanes move once their episodes end.
     """
 
@@ -41,21 +42,21 @@ class Placement:
         self.num_free: dict[str, int] = {}
         self.targets: dict[object, str] = {}
         self._sizes: dict[object, int] = {}
-        #: Since when each lane without a server could have shared one.
+        #: Time since which each lane without a server could have shared one.
         self._searching: dict[object, float] = {}
         self._lost_together: set[object] = set()
         self._excluded_until: dict[str, float] = {}
-        #: Servers that were excluded once. Lanes that have a server do not move there.
+        #: Servers that were ever excluded. Lanes that have a server do not move there.
         self._unfit: set[str] = set()
         self._avoided_until: dict[str, float] = {}
         self._num_avoided: Counter[str] = Counter()
-        #: Where each lane has started. It stays there, because a server may be listed
-        #: several times.
+        #: First server of each lane. `spread` does not move a lane away from there,
+        #: because a server may be listed several times.
         self._homes: dict[object, str] = {}
         self._next_spread_at = 0.0
 
     def join(self, lane: object, address: str, num_envs: int) -> None:
-        """Add a lane that uses a server, or `NO_ADDRESS`."""
+        """Add a lane and the address of its server, or `NO_ADDRESS`."""
         self.locations[lane] = self._homes[lane] = address
         self._sizes[lane] = num_envs
 
@@ -66,7 +67,7 @@ class Placement:
         self.locations[lane] = NO_ADDRESS
 
     def settle(self, lane: object) -> None:
-        """Record that a lane needs no other server."""
+        """Record that a lane no longer needs a different server."""
         self._searching.pop(lane, None)
         self._lost_together.discard(lane)
 
@@ -159,7 +160,7 @@ class Placement:
         return self.locations[lane]
 
     def num_lanes(self) -> Counter[str]:
-        """Return the number of lanes of each server, once all targets are reached."""
+        """Return the number of lanes of each server, as if all targets were reached."""
         counts = Counter({**self.locations, **self.targets}.values())
         del counts[NO_ADDRESS]
         return counts
@@ -167,7 +168,7 @@ class Placement:
     def _best(
         self, lane: object, now: float, taken: Collection[str] = ()
     ) -> tuple[int, str] | None:
-        """Return the best other server for a lane, after the number of its lanes."""
+        """Return the best other server for a lane: its number of lanes, its address."""
         counts, at = self.num_lanes(), self.locations[lane]
         fits = [
             (counts[address], -num_free, address)

@@ -1,4 +1,4 @@
-"""Requests without a session, over a separate connection."""
+"""Requests that belong to no session, over a separate connection."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def request(
             sent_at = now
         is_sent = sent_at > -math.inf
         refusal = diagnosis.poll(now)
-        # A server may have answered before it exited.
+        # Read before raising the refusal: a server may have answered before it exited.
         if (frames := connection.receive()) is None:
             if refusal is not None:
                 raise refusal

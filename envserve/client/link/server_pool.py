@@ -81,8 +81,8 @@ class ServerPool:
         """Return whether a poll that began after `since` found that a server is gone.
 
         A server is gone if its port refuses connections, or if its source no longer
-        lists it. This method also starts to poll all servers if that is due, so call it
-        repeatedly.
+        lists it. This method also starts a poll of all servers if the last result is
+        outdated, so call it repeatedly.
         """
         with self._lock:
             if time.monotonic() >= self._next_poll_at or self.polled_at < since:
@@ -128,7 +128,8 @@ class ServerPool:
     def spread(self) -> None:
         """Choose a lane to move if lanes are spread unevenly; see `Placement.spread`.
 
-        This method also starts to poll the servers for their free envs if that is due.
+        While several lanes share a server, this method also starts a poll of the
+        servers with few lanes, at most every 10 seconds.
         """
         now = time.monotonic()
         with self._lock:
@@ -228,7 +229,7 @@ def query_servers(
     """Send HELLO to all servers concurrently.
 
     Raises:
-      ConnectError: This process may not open enough files.
+      ConnectError: The process's limit on open files is too low.
     """
     found = QueryResult(dict.fromkeys(addresses), {})
     raise_file_limit_for(len(found.welcomes))
@@ -265,7 +266,7 @@ def raise_file_limit_for(num_servers: int) -> None:
 
 
 def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
-    """Return servers that answer and are not draining; if none do, all servers."""
+    """Return servers that answer and are not draining; if there are none, all."""
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
         return [*only]  # `BatchEnv.connect` waits for it
     found = [at for at in map(_try_resolve, sources) if not isinstance(at, str)]

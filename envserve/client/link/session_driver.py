@@ -35,8 +35,8 @@ _AT_ONCE_SECONDS: Final = 0.75
 #: This many errors within `_ERRORS_SECONDS` end the session.
 _MAX_ERRORS: Final = 3
 _ERRORS_SECONDS: Final = 10.0
-#: Seconds of silence after which a lane leaves its server, although that may still hold
-#: its envs, if another server has enough free envs.
+#: Seconds of silence after which a lane leaves a server that may still hold its envs,
+#: provided that another server has enough free envs.
 _SPARE_SECONDS: Final = 5.0
 #: Maximum time to wait until each env has ended an episode before a lane moves.
 _MOVE_SECONDS: Final = 30.0
@@ -83,8 +83,8 @@ class SessionDriver:
 
         libzmq's descriptor is edge-triggered: it signals the next message or
         disconnection only after a check has found nothing to read. Therefore this
-        method runs until then. If that takes too long, `waker.wake` makes the
-        descriptor readable, and the next call continues.
+        method reads until nothing is left. If that takes too long, `waker.wake` makes
+        the descriptor readable, and the next call continues.
         """
         session, connection = self.session, self.connection
         if session.state.is_over:
@@ -126,8 +126,8 @@ class SessionDriver:
         if not self._is_connected and now > self._disconnected_since + _RENEW_SECONDS:
             self.connection.renew()
             self._disconnected_since, self._is_renewed = now, True
-        # Without a connection, call `run` again at once, so that waiting messages are
-        # sent as soon as there is one.
+        # Without a connection, `run` is due immediately, so that waiting messages are
+        # sent as soon as a connection is established.
         self.due_at = now + SLICE_SECONDS if self._is_connected else now
         return is_readable
 
@@ -251,7 +251,7 @@ class SessionDriver:
         self.is_moving = True
 
     def move_at_end(self, successor: ClientSession, now: float) -> None:
-        """Move to the lane's target once each env has ended an episode, or at a limit.
+        """Move to the lane's target once each env has ended an episode, or after 30 s.
 
         Call this before a step, while the rows contain the last results.
 
@@ -269,7 +269,7 @@ class SessionDriver:
         self._has_ended |= rows.terminated | rows.truncated
         if not (self._has_ended.all() or now >= self._move_by):
             return
-        # Calls that were sent would fail.
+        # Calls in flight would fail after a move.
         can_move = all(each.is_step for each in client_blocks.in_flight.values())
         sessions = (self.session, successor)
         is_ready = all(each.state is ClientState.READY for each in sessions)

@@ -112,19 +112,19 @@ NETWORK: Final = (
     ),
     _case(
         "copies",
-        "3 in 10 messages arrive twice, and as many once more up to 20 messages later",
+        "3 in 10 messages arrive twice, and 3 in 10 again up to 20 messages later",
         NetworkFaults(duplicate=0.3, stale_copy=0.3),
         *("duplicate", "stale_copy"),
     ),
     _case(
         "retry",
-        "7 in 10 requests are followed at once by a second attempt",
+        "7 in 10 requests are retried before the first attempt has finished",
         NetworkFaults(retry=0.7),
         "retry",
     ),
     _case(
         "reorder",
-        "3 in 10 messages are overtaken by the next",
+        "3 in 10 messages arrive after the next message",
         NetworkFaults(reorder=0.3),
         "reorder",
     ),

@@ -77,13 +77,14 @@ def _inject_and_settle(
 
 
 @chaos_case(
-    "one of two servers is stopped for 20 s, 2 s, and moments",
-    "no lost row, no double step; valid again within 1.5 s of its continuing (p99)",
+    "one of two servers is stopped repeatedly, for 20 s, 2 s or up to 0.3 s",
+    "no lost row, no step executed twice; valid again within 1.5 s after the server "
+    "continues (p99)",
     seconds=1800.0,
 )
 def pause(trial: Trial) -> None:
     num_pauses = trial.count(1000)
-    # Skipped at tiny scales, where even these pauses would take too long.
+    # At tiny scales, omit long pauses, because even a few would take too long.
     num_long = trial.count(5) if trial.scale >= 0.01 else 0
     num_middle = trial.count(45) if trial.scale >= 0.01 else 0
     with (
@@ -118,7 +119,7 @@ def _pause_once(
     rows: Array,
     duration: float,
 ) -> None:
-    """Pause a server; measure the recovery from the moment it continues."""
+    """Stop a server; measure the time from its continuation until rows are valid."""
     resumed: list[float] = []
 
     def pause() -> None:
@@ -131,12 +132,12 @@ def _pause_once(
     while not (driver.step().status[rows] == Status.OK).all() or not resumed:
         pass
     trial.result.seconds.append(time.monotonic() - resumed[0])
-    # These times would include the pause itself.
+    # Discard the driver's times, because they include the pause itself.
     driver.recovery_times.seconds.clear()
 
 
 @chaos_case(
-    "one of three servers is killed for good",
+    "one of three servers is killed and not restarted",
     "the others keep at least 95 % of their throughput; then ServerLost, or padding",
     seconds=300.0,
 )
@@ -186,8 +187,8 @@ def _throughput(driver: Driver, rows: Array, seconds: float) -> float:
 
 
 @chaos_case(
-    f"a server gets SIGTERM under load; grace {_GRACE_SECONDS:g} s",
-    "exit code 0 within grace + 1 s",
+    f"a server receives SIGTERM under load; grace period {_GRACE_SECONDS:g} s",
+    "exit code 0 within the grace period + 1 s",
     seconds=1800.0,
 )
 def drain(trial: Trial) -> None:

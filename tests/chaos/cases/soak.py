@@ -44,7 +44,7 @@ _BAD_NETWORK: Final = NetworkFaults(
 
 @chaos_case(
     "all faults for ten minutes; a worker is killed each second, a server every 20 s",
-    "no process grows by more than 2 MiB from minute 2 to 10; nothing is left",
+    "no process grows by more than 2 MiB from minute 2 to 10; no resource is leaked",
     seconds=900.0,
 )
 def soak(trial: Trial) -> None:

@@ -40,7 +40,7 @@ _ANSWER_SECONDS: Final = 0.5
 
 @chaos_case(
     "trainers with local workers and with envs of a server are killed",
-    "their workers are gone within 2 s, their leases end, nothing is left",
+    "their workers exit within 2 s, their leases end, and no process is left",
     seconds=1800.0,
 )
 def trainer_kill(trial: Trial) -> None:
@@ -132,7 +132,7 @@ def _wait_until_free(server: ServerProcess, num_envs: int, trial: Trial) -> None
 
 @chaos_case(
     "a trainer's step arrives late, when another trainer has its envs",
-    "it gets an error; no step of an old epoch is executed",
+    "the late trainer gets an error; no step of an old lease is executed",
     seconds=3000.0,
 )
 def two_trainers(trial: Trial) -> None:

@@ -44,7 +44,7 @@ DEADLY: Final = {
 }
 _HANGS: Final = {"hang": "before", "stop": "after", "spin": "after"}
 _HANG_TIMEOUT: Final = 0.3
-#: Breakdowns that a new env in the same process does not end, and the maximum time in
+#: Breakdowns that persist until the process is replaced, and the maximum time in
 #: seconds until the row is valid again.
 _SPOILED: Final = {"spoil": 0.2, "leak": 0.2, "wait_for_thread": _HANG_TIMEOUT + 0.2}
 _SPOILED_ENVS: Final = 8
@@ -80,8 +80,8 @@ class WorkerKiller:
     def kill_random_worker(self, actions: Array) -> bool:
         """Kill a worker whose rows are all valid; return False if there is none.
 
-        A signal kills it within a few milliseconds, or a changed action kills it in the
-        next step.
+        Either a signal kills the worker within a few milliseconds, or a changed action
+        kills it in the next step.
         """
         healthy = [
             (pid, self._rows_of(worker))
@@ -167,7 +167,7 @@ def kill(trial: Trial) -> None:
 @chaos_case(
     "an env raises in 1 of 1,000 steps",
     "one lost row, with the traceback; if a rebuilt env raises before a valid step, "
-    "the rows of its worker, with the exception",
+    "one for each row of its worker, with the exception",
 )
 def raise_(trial: Trial) -> None:
     num_rows = trial.count(1_000_000, 2000)
@@ -203,7 +203,7 @@ def raise_(trial: Trial) -> None:
 
 
 @chaos_case(
-    f"envs sleep, are stopped, or hold the interpreter lock in C; "
+    f"steps hang: they sleep, stop the process, or hold the interpreter lock in C; "
     f"step_timeout {_HANG_TIMEOUT:g} s",
     "valid again within step_timeout + 200 ms (p99); no zombies",
     seconds=900.0,
@@ -241,8 +241,8 @@ def hang(trial: Trial) -> None:
 @chaos_case(
     "an env makes its process unusable: every later step raises, memory is used up, or "
     f"a thread of an import is missing; step_timeout {_HANG_TIMEOUT:g} s",
-    "valid again within 200 ms, and with the missing thread within step_timeout + 200 "
-    "ms (p99)",
+    "valid again within 200 ms, or within step_timeout + 200 ms if a thread is missing "
+    "(p99)",
     seconds=900.0,
 )
 def spoiled(trial: Trial) -> None:

@@ -34,8 +34,8 @@ _MAX_DIAGNOSIS_SECONDS: Final = 1.5
 #: connections refuses new ones for 0.1 s.
 _CONFIRM_SECONDS: Final = 0.5
 #: The first part of a ZMTP 3 greeting (signature and major version), after which the
-#: peer sends its whole greeting. If it sends nothing, line breaks follow, because a web
-#: server answers only complete lines.
+#: peer sends its whole greeting. If the peer sends nothing, this client also sends line
+#: breaks, because a web server answers only complete lines.
 _OUR_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
 #: The rest of the greeting, for the NULL mechanism (without keys). A peer with the same
 #: mechanism then sends its socket type.
@@ -78,8 +78,8 @@ class Finding(enum.Enum):
     """The peer accepts connections, but sends nothing."""
 
 
-#: Priorities of the findings about several addresses of a host; 1 for all findings that
-#: explain a failure.
+#: Priorities of the findings about several addresses of a host, the lowest first; 1 for
+#: all other findings, which explain a failure.
 _PRIORITIES: Final = {Finding.OK: 0, Finding.UNKNOWN: 2, Finding.REFUSED: 3}
 
 
@@ -89,8 +89,8 @@ def diagnose_connection(
     """Find out why connections to an address fail, or whether they succeed.
 
     Args:
-      address: Address of a server, at any IP address of its host. For ipc, only REFUSED
-        can be detected, also if there is no such file.
+      address: Address of a server; all IP addresses of its host are tried. For ipc,
+        only REFUSED can be detected; a missing socket file also counts as REFUSED.
       keys: The server's public key and the client's key pair; None without keys.
       timeout_seconds: Maximum duration, excluding the lookup of the host's name.
     """
@@ -277,14 +277,14 @@ def unknown_key_error(address: str, error: ConnectError) -> ConnectError:
 
 
 def _joined_addresses(address: str) -> list[str]:
-    """Return joined addresses of the same host, or any if there are none."""
+    """Return joined addresses of the same host; if there are none, of any host."""
     joined = [each for each in KeyFolder().pinned_addresses if "*" not in each]
     joined, ips = joined[:_MAX_SHOWN], _ips_of(address)
     return [each for each in joined if ips & _ips_of(each)] or joined
 
 
 def _ips_of(address: str) -> set[str]:
-    """Return the name and the IP addresses of the host of an address."""
+    """Return the host name in an address, and the IP addresses of this host."""
     found = [address]
     with contextlib.suppress(OSError, UnicodeError):
         found += resolve_host(address)
@@ -326,7 +326,7 @@ class Diagnosis:
         self._refusal: ConnectError | None = None
 
     def poll(self, now: float) -> ConnectError | None:
-        """Return the error of the last diagnosis, if any; start one if it is due.
+        """Return the error of the last diagnosis, if any; start the next one when due.
 
         Call this only while there is no connection.
         """
