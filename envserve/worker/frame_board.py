@@ -52,7 +52,7 @@ class FrameBoard:
         self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
-        """Make workers render rows, `width` pixels wide, until a time in ns."""
+        """Make workers render rows, `width` pixels wide, until this `monotonic_ns`."""
         slots, watched = self._slots_by_row, self.watched
         for row in rows:
             if row >= self._num_envs:

@@ -86,7 +86,7 @@ def Keys(*, required: bool = False) -> Argument:
     """
     item = Annotated[str, Meta(max_length=200)] | Annotated[int, Meta(ge=0, lt=1 << 16)]
     kind = Annotated[tuple[item, ...], Meta(min_length=1, max_length=256)]
-    return Argument(kind, "a list of 1 to 256 names, or of ints from 0", required)
+    return Argument(kind, "a list of 1 to 256 names or positions from 0", required)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def convert_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
     for name, argument in registered.arguments.items():
         if argument.required and name not in converted:
             raise WrapperError(
-                f"{where}: {name}: expected {argument.text}; got nothing"
+                f"{where}: missing argument {name!r}; expected {argument.text}"
             )
     return converted
 

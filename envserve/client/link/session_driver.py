@@ -277,7 +277,7 @@ class SessionDriver:
         if can_move and is_ready and attachment.needs_server_since(now) is None:
             before = server_pool.placement.locations[self]
             found = server_pool.move(self)
-            reason = f"{found} has fewer rows of this batch, so they move there"
+            reason = f"its rows move to {found}, which has fewer rows of this batch"
             if self._move(server_pool, before, found, now, reason):
                 attachment.adopt_lease(successor.attachment, now)
 

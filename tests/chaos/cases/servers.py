@@ -84,7 +84,7 @@ def _inject_and_settle(
 )
 def pause(trial: Trial) -> None:
     num_pauses = trial.count(1000)
-    # At tiny scales, omit long pauses, because even a few would take too long.
+    # Skipped at tiny scales, where even these pauses would take too long.
     num_long = trial.count(5) if trial.scale >= 0.01 else 0
     num_middle = trial.count(45) if trial.scale >= 0.01 else 0
     with (
@@ -119,7 +119,7 @@ def _pause_once(
     rows: Array,
     duration: float,
 ) -> None:
-    """Stop a server; measure the time from its continuation until rows are valid."""
+    """Pause a server; measure the recovery from the moment it continues."""
     resumed: list[float] = []
 
     def pause() -> None:
@@ -132,7 +132,7 @@ def _pause_once(
     while not (driver.step().status[rows] == Status.OK).all() or not resumed:
         pass
     trial.result.seconds.append(time.monotonic() - resumed[0])
-    # Discard the driver's times, because they include the pause itself.
+    # These times would include the pause itself.
     driver.recovery_times.seconds.clear()
 
 

@@ -44,7 +44,7 @@ DEADLY: Final = {
 }
 _HANGS: Final = {"hang": "before", "stop": "after", "spin": "after"}
 _HANG_TIMEOUT: Final = 0.3
-#: Breakdowns that persist until the process is replaced, and the maximum time in
+#: Breakdowns that a new env in the same process does not end, and the maximum time in
 #: seconds until the row is valid again.
 _SPOILED: Final = {"spoil": 0.2, "leak": 0.2, "wait_for_thread": _HANG_TIMEOUT + 0.2}
 _SPOILED_ENVS: Final = 8
@@ -80,8 +80,8 @@ class WorkerKiller:
     def kill_random_worker(self, actions: Array) -> bool:
         """Kill a worker whose rows are all valid; return False if there is none.
 
-        Either a signal kills the worker within a few milliseconds, or a changed action
-        kills it in the next step.
+        A signal kills it within a few milliseconds, or a changed action kills it in the
+        next step.
         """
         healthy = [
             (pid, self._rows_of(worker))
