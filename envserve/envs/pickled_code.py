@@ -39,7 +39,7 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Envs to register in each worker, by name: all that this process has
+      specs: Envs to register in each worker, by name: those that this process has
         registered, because an env or function may create any of them.
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.

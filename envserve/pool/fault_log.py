@@ -50,7 +50,7 @@ _MAX_WARNED_CLASSES: Final = 16
 #: faults are treated like repeated ones.
 _MAX_RECENT_FAULTS: Final = 8
 _RECENT_SECONDS: Final = 60.0
-#: Time after the last log line at which the number of faults since then is logged.
+#: Time after a log line until the number of faults counted since then is logged.
 _QUIET_SECONDS: Final = 2 * LOG_INTERVAL
 #: Maximum number of attempts to read a consistent record while the worker is stepping.
 _MAX_READS: Final = 8

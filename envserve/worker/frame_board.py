@@ -52,7 +52,13 @@ class FrameBoard:
         self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
-        """Make workers render rows, `width` pixels wide, until this `monotonic_ns`."""
+        """Make workers render rows until a given time.
+
+        Args:
+          rows: Rows of the pool.
+          width: Width of the frames in pixels.
+          until: Time at which the watch ends, as a value of `time.monotonic_ns()`.
+        """
         slots, watched = self._slots_by_row, self.watched
         for row in rows:
             if row >= self._num_envs:

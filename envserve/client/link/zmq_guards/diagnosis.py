@@ -78,8 +78,8 @@ class Finding(enum.Enum):
     """The peer accepts connections, but sends nothing."""
 
 
-#: Priorities of the findings about several addresses of a host, the lowest first; 1 for
-#: all other findings, which explain a failure.
+#: Priorities of the findings about several addresses of a host, of which the lowest is
+#: reported; 1 for all other findings, which explain a failure.
 _PRIORITIES: Final = {Finding.OK: 0, Finding.UNKNOWN: 2, Finding.REFUSED: 3}
 
 
