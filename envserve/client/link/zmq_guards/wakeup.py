@@ -36,17 +36,14 @@ class ByteCounter:
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
         self._port = int(port) if is_counted and port.isdigit() else 0
-        self._num_messages = self._num_bytes = 0  # totals at the start of counting
+        self._num_messages = self._num_bytes = 0  # when counting began
         self._is_connected, self._since = False, math.inf
         #: Descriptor of the connection that delivered the last message; None if it has
         #: not been read from the message yet, -1 if there was no message.
         self._fd: int | None = -1
 
     def count(self, is_connected: bool) -> int:
-        """Return an upper bound of the bytes since the last message.
-
-        Call this after each poll of the socket.
-        """
+        """Return an upper bound of the bytes; call this after each socket poll."""
         receiver = self._receiver
         if is_connected != self._is_connected or not self._port:
             self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
@@ -88,7 +85,7 @@ class _FewestBytes:
         older connections to the port, which have received more.
         """
         if (now := time.monotonic()) >= self._next_at:
-            self._next_at = now + 0.5  # set before the scan: other threads call this
+            self._next_at = now + 0.5  # first, because other threads call this too
             found: dict[int, int] = {}
             for fd in map(int, os.listdir("/proc/self/fd")):
                 peer_port, num_bytes = _received(fd)
@@ -137,7 +134,7 @@ class Waker:
         """Make a descriptor that only `wake` makes readable until `watch` is called."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
-        self._is_awake = False  # whether the socket pair contains a byte
+        self._is_awake = False  # whether a byte is in that pair
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._reader, selectors.EVENT_READ)
         self._watched: int | None = None
