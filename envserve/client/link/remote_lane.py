@@ -138,7 +138,8 @@ class RemoteLane:
         # does not answer HELLO is not diagnosed.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
         self._is_closing = False
-        self._is_watched = False  # whether `fileno` was called
+        #: Whether the caller waits for the descriptor, which makes each call slower.
+        self._is_watched = False
         self._close_by = math.inf
         if like is not None:
             self._session.attachment.start_vacant(like, time.monotonic())
@@ -206,7 +207,8 @@ class RemoteLane:
     @property
     def absent(self) -> frozenset[int]:
         """Blocks in flight whose envs were not available at the end of `collect`."""
-        return self._session.client_blocks.absent
+        blocks = self._session.attachment.client_blocks
+        return frozenset() if blocks is None else blocks.absent
 
     @property
     def give_up_error(self) -> EnvserveError | None:
@@ -269,19 +271,23 @@ class RemoteLane:
         with self._lock:
             operations = session.client_blocks
             self._is_updating = True
+            self._is_watched &= timeout_seconds < SLICE_SECONDS
             while True:
                 if self._is_closing:
                     raise LocalProtocolError(f"{self!r} can no longer be used")
-                if now >= driver.due_at or deadline - now < SLICE_SECONDS:
+                may_block = deadline - now >= SLICE_SECONDS
+                if not may_block:
                     self._run_unless_answered(now)
+                elif session.outbox or now >= driver.due_at + _LATE_SECONDS:
+                    driver.run(now)
                 if operations.is_ready(min_finished) or now >= deadline:
                     break
                 frames = None
                 try:
-                    if deadline - now < SLICE_SECONDS:
-                        driver.wait(deadline)
-                    else:
+                    if may_block:
                         frames = self._connection.receive_soon()
+                    else:
+                        driver.wait(deadline)
                 except BaseException as error:
                     # The session requests again any message that the interrupt lost.
                     self._is_updating = False
@@ -290,8 +296,8 @@ class RemoteLane:
                 now = time.monotonic()
                 if frames is not None:
                     session.receive(frames, now)
-                if frames is None or session.outbox:
-                    driver.due_at = now
+                elif may_block:
+                    driver.run(now)
             if self._is_watched:
                 self._waker.sleep()
                 driver.run(now)
@@ -338,7 +344,7 @@ class RemoteLane:
         return self._session.stats()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `collect(0)` may return results."""
+        """Return a descriptor for `collect(0)`; see `Lane.fileno`."""
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
