@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import signal
 import threading
@@ -74,6 +75,34 @@ def test_the_descriptor_shows_every_result(lane: RemoteLane) -> None:
         while left:
             assert select.select([lane.fileno()], [], [], 30)[0]
             left -= len(lane.collect(0))
+
+
+def test_a_lane_is_watched_until_the_caller_waits_for_it_alone(
+    lane: RemoteLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[float] = []
+    run = lane._driver.run
+
+    def record_run(now: float) -> None:
+        runs.append(now)
+        run(now)
+
+    def num_runs_of_submit() -> int:
+        lane._driver.due_at = math.inf  # no run is due
+        runs.clear()
+        submit(lane, 1)
+        return len(runs)
+
+    monkeypatch.setattr(lane._driver, "run", record_run)
+    assert num_runs_of_submit() == 0
+    finish(lane)
+    lane.fileno()
+    assert num_runs_of_submit() == 1
+    while len(lane._session.client_blocks.ended) < 2:
+        select.select([lane.fileno()], [], [], 0.1)
+    assert len(lane.collect(20.0, 2)) == 2
+    assert num_runs_of_submit() == 0
+    assert select.select([lane.fileno()], [], [], 20)[0]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
