@@ -14,8 +14,10 @@ from typing import Final
 
 from envserve.client.link.zmq_guards.wakeup import Waker
 
-#: Interval at which all lanes continue, because no descriptor signals timeouts.
+#: Minimum interval at which all lanes continue, because no descriptor signals timeouts.
 _CHECK_SECONDS: Final = 0.05
+#: Minimum ratio of this interval to the duration of the last check.
+_CHECK_PAUSE: Final = 10
 
 
 class Attacher:
@@ -53,13 +55,16 @@ class Attacher:
             readable = {key.fileobj for key, _ in selector.select(max(0.0, seconds))}
             with self._lock:
                 lanes = list(self._lanes.items())
-            if time.monotonic() < next_check_at:
+            began_at = time.monotonic()
+            if not (is_check := began_at >= next_check_at):
                 lanes = [lane for lane in lanes if lane[0] in readable]
-            else:
-                next_check_at = time.monotonic() + _CHECK_SECONDS
             for waker, attach in lanes:
                 if attach():
                     self.remove(waker)
+            if is_check:
+                now = time.monotonic()
+                pause = max(_CHECK_SECONDS, _CHECK_PAUSE * (now - began_at))
+                next_check_at = now + pause
             with self._lock:
                 if not self._lanes:
                     self._selector = None
