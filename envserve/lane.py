@@ -339,7 +339,11 @@ class Lane(Protocol):
         """Return counters since the lane was created; names depend on the lane type."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `collect(0)` may return results."""
+        """Return a descriptor that is readable when `collect(0)` may return results.
+
+        It is always the same one. Call this again before you wait for it if `collect`
+        was called with a timeout.
+        """
 
     def begin_close(self) -> None:
         """Ask all envs to close, without waiting."""

@@ -195,6 +195,20 @@ class _Validated:
 
 
 _hints_of: Final = cache(partial(get_type_hints, include_extras=True))
+Settings = TypeVar("Settings", bound=_Validated)
+
+
+def copy_as(kind: type[Settings], settings: Any, **changes: Any) -> Settings:
+    """Return a copy of valid settings, without validating them again.
+
+    Args:
+      kind: Type of the copy. Fields that it does not have are omitted.
+      settings: The settings, with at least the fields of `kind`.
+      **changes: Valid values of fields that differ.
+    """
+    copied, values = object.__new__(kind), vars(settings) | changes
+    vars(copied).update({name: values[name] for name in _hints_of(cast(Any, kind))})
+    return copied
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Measure a trainer's costs per batch step on many servers, for docs/scaling.md.
 
     python scripts/scaling.py fit          1 to 16 simulated servers, on loopback
-    python scripts/scaling.py check        64 simulated servers, and real servers
+    python scripts/scaling.py check        8 to 512 simulated servers, and real servers
     python scripts/scaling.py namespaces   64 real servers, each a host; Linux, root
     python scripts/scaling.py attach       replace one server with another, 100 times
     python scripts/scaling.py document     write the tables of the page
@@ -94,9 +94,10 @@ def fit(keys: bool = False, turns: int = 3) -> None:
 
 @app.command()
 def check() -> None:
-    """Measure 64 servers with splits or slow envs, and real servers."""
+    """Measure 8 to 512 servers, splits, slow envs, and real servers."""
     points = [
         Point(1, 1024, 16),  # the same rows from one server
+        *(Point(*x, 16) for x in ((8, 16), (256, 16), (512, 32))),
         *(Point(64, 16, 16, k, splits) for k in (False, True) for splits in (1, 2)),
         *(Point(64, *x, k) for x in ((1, 16), (16, 1024)) for k in (False, True)),
         Point(64, 4, 28224),

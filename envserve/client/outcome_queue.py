@@ -53,63 +53,61 @@ class OutcomeQueue:
           LocalProtocolError: Nothing is in flight.
         """
         self.is_updating = True
-        lane = self._only_lane
-        if lane is None:
-            is_busy = self._collect_from_all(timeout_seconds, waiting, min_finished)
-        else:  # the code of `_collect`, inlined because it runs at every step
-            try:
+        lane, has_outcomes = self._only_lane, True
+        try:
+            if lane is None:
+                has_outcomes = self._collect_from_all(
+                    timeout_seconds, waiting, min_finished
+                )
+            else:
                 outcomes = lane.collect(timeout_seconds, min_finished)
-            except BaseException as error:
-                self.is_updating = not pop_harmless_mark(error)
-                raise
-            for outcome in outcomes:
-                self.outcomes[outcome.block] = outcome
-            is_busy = bool(outcomes) or lane.is_busy
+                for outcome in outcomes:
+                    self.outcomes[outcome.block] = outcome
+                has_outcomes = bool(outcomes)
+            is_busy = has_outcomes or any(each.is_busy for each in self._positions)
+        except BaseException as error:
+            self.is_updating = not pop_harmless_mark(error)
+            raise
         self.is_updating = False
         if not is_busy:
             raise LocalProtocolError(
                 f"expected results of the blocks {sorted(waiting)}, but they are no "
                 "longer in flight; reset the batch"
             )
-
-    def _collect(self, lane: Lane, timeout_seconds: float, min_finished: int) -> bool:
-        first = self._first_position[lane]
-        try:
-            outcomes = lane.collect(timeout_seconds, min_finished)
-        except BaseException as error:
-            self.is_updating = not pop_harmless_mark(error)
-            raise
-        for outcome in outcomes:
-            self.outcomes[first + outcome.block] = outcome
-        return bool(outcomes)
+        if lane is None and not has_outcomes:
+            self._wait(timeout_seconds)
 
     def _collect_from_all(
         self, timeout_seconds: float, waiting: Set[int], min_finished: int
     ) -> bool:
-        """Collect from several lanes; return whether anything was in flight.
+        """Collect from several lanes; return whether there were any outcomes.
 
         If the caller waits for all blocks, wait for one lane after the other.
-        Otherwise, or while envs are absent, poll all lanes without blocking and wait
-        for all their descriptors together.
+        Otherwise, or while envs are absent, do not block.
         """
-        is_waiting = is_any_busy = False
+        has_outcomes, needs_all = False, min_finished == len(waiting)
         for lane, positions in self._positions.items():
             expected = len(waiting & positions)
             if not (expected or lane.is_busy):
                 continue
-            needs_all = min_finished == len(waiting) and expected and not lane.absent
-            seconds = timeout_seconds if needs_all else 0.0
-            is_waiting |= self._collect(lane, seconds, expected or 1)
-            is_any_busy |= is_waiting or lane.is_busy
-        if is_any_busy and not is_waiting:
-            if self._selector is None:
-                selector = selectors.DefaultSelector()
-                for lane in self._first_position:
-                    selector.register(lane, selectors.EVENT_READ)
-                self._selector = selector
-            self.is_updating = False  # from now on, the lane only waits
-            self._selector.select(min(timeout_seconds, _POLL_SECONDS))
-        return is_any_busy
+            may_block = needs_all and expected and not lane.absent
+            seconds = timeout_seconds if may_block else 0.0
+            if outcomes := lane.collect(seconds, expected or 1):
+                has_outcomes, first = True, self._first_position[lane]
+                for outcome in outcomes:
+                    self.outcomes[first + outcome.block] = outcome
+        return has_outcomes
+
+    def _wait(self, timeout_seconds: float) -> None:
+        """Wait until any lane may have outcomes."""
+        if self._selector is None:
+            selector = selectors.DefaultSelector()
+            for lane in self._positions:
+                selector.register(lane, selectors.EVENT_READ)
+            self._selector = selector
+        for lane in self._positions:
+            lane.fileno()  # an earlier `collect` may have ended its validity
+        self._selector.select(min(timeout_seconds, _POLL_SECONDS))
 
     def absent(self) -> Set[int]:
         """Return the positions of blocks in flight whose envs are absent."""

@@ -152,9 +152,30 @@ class RowSet:
             blocks_of_lane, rows = zip(*parts, strict=True)
             lane_parts.append(LanePart(blocks_of_lane, rows[0].start))
         self.lane_parts = tuple(lane_parts)
+        views = [part.view for part in lane_parts if part.view is not None]
+        #: The arrays of `sources`, if they are all views.
+        self._views = _by_field(views) if len(views) == len(lane_parts) else None
+
+    def sources(self) -> Sequence[Sequence[Array]]:
+        """Return one array per lane for each field of a result.
+
+        The fields are the leaves of the observation, reward, terminated, truncated and
+        status.
+        """
+        if self._views is not None:
+            return self._views
+        return _by_field([part.read() for part in self.lane_parts])
 
     def __len__(self) -> int:
         return len(self.env_indices)
+
+
+def _by_field(parts: Sequence[Rows]) -> Sequence[Sequence[Array]]:
+    fields = [
+        (*rows.observation, rows.reward, rows.terminated, rows.truncated, rows.status)
+        for rows in parts
+    ]
+    return [*zip(*fields, strict=True)]
 
 
 class RowSetCache:

@@ -174,11 +174,8 @@ def _write_to(
         raise ValueError(
             f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
         )
-    parts = [part.read() for part in row_set.lane_parts]
-    leaves = zip(*[rows.observation for rows in parts], strict=True)
-    names = ("reward", "terminated", "truncated", "status")
-    others = [(getattr(out, n), [getattr(rows, n) for rows in parts]) for n in names]
-    for target, sources in (*zip(observation, leaves, strict=True), *others):
+    targets = *observation, out.reward, out.terminated, out.truncated, out.status
+    for target, sources in zip(targets, row_set.sources(), strict=True):
         _check_shape(target, (len(row_set), *sources[0].shape[1:]))
         if len(sources) > 1:  # one NumPy call for any number of lanes
             np.concatenate(sources, out=target, casting="unsafe")
@@ -186,10 +183,12 @@ def _write_to(
             target[:] = sources[0]
     out.valid[:] = out.status == _OK
     ended = np.logical_or(out.terminated, out.truncated)
-    final = flatten(space, out.final_observation) if ended.any() else []
-    for part, rows in zip(row_set.lane_parts, parts, strict=True):
-        if final and ended[part.set_rows].any():
-            _write_final(rows, [leaf[part.set_rows] for leaf in final])
+    if ended.any():
+        final = flatten(space, out.final_observation)
+        for part in row_set.lane_parts:
+            if ended[part.set_rows].any():
+                rows = part.read()
+                _write_final(rows, [leaf[part.set_rows] for leaf in final])
     return out._replace(infos=infos) if out.infos or infos else out
 
 

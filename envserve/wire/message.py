@@ -36,6 +36,11 @@ _ENTRY_BYTES: Final = _ENTRY.size
 _ATTEMPT: Final = struct.Struct("<H")
 _ATTEMPT_OFFSET: Final = 36
 _PREFIX_BYTES: Final = _PREFIX.size
+_TYPE_OFFSET: Final = 5
+_REQUEST: Final = slice(28, 36)
+_SIZE: Final = struct.Struct("<I")
+_SIZE_OFFSET: Final = 40
+_RESULT_TYPE: Final = bytes([MessageType.RESULT])
 
 _TYPES: Final = {int(member): member for member in MessageType}
 _STABLE_TYPES: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
@@ -135,6 +140,32 @@ def set_attempt(frame: Buffer, attempt: int) -> bytes:
     end = _ATTEMPT_OFFSET + _ATTEMPT.size
     patched = _ATTEMPT.pack(min(attempt, 0xFFFF))
     return bytes(frame[:_ATTEMPT_OFFSET]) + patched + bytes(frame[end:])
+
+
+def result_head(frame: Buffer, num_entries: int, num_body_bytes: int) -> bytes:
+    """Return the beginning of the RESULT for a request, up to its body.
+
+    Args:
+      frame: Frame 0 of the request.
+      num_entries: Number of entries of the request.
+      num_body_bytes: Length of the RESULT's body.
+    """
+    size, end = _SIZE.pack(num_body_bytes), _PREFIX_BYTES + num_entries * _ENTRY_BYTES
+    return b"".join(
+        [
+            *(
+                frame[:_TYPE_OFFSET],
+                _RESULT_TYPE,
+                frame[_TYPE_OFFSET + 1 : _SIZE_OFFSET],
+            ),
+            *(size, frame[_PREFIX_BYTES:end]),
+        ]
+    )
+
+
+def request_number(frame: Buffer) -> int:
+    """Return the request number of a message; any number if it is malformed."""
+    return int.from_bytes(frame[_REQUEST], "little")
 
 
 def session_and_block(frame: Buffer) -> tuple[bytes, bytes]:

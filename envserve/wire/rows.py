@@ -112,6 +112,7 @@ class RowPart:
 
     Attributes:
       ranges: First row, and row after the last, of each contiguous range.
+      num_result_bytes: Length of a result in which no episode has ended.
     """
 
     def __init__(self, codec: RowCodec, ranges: Sequence[Range]) -> None:
@@ -124,8 +125,12 @@ class RowPart:
         self._flags = _views(codec.flags, ranges)
         self._action_ends = list(itertools.accumulate(map(len, self._actions)))
         self._result_ends = list(itertools.accumulate(map(len, self._results)))
+        starts = [0, *self._result_ends[:-1]]
+        slices = map(slice, starts, self._result_ends)
+        self._result_slices = list(zip(self._results, slices, strict=True))
+        self._no_flags = bytes((_FIXED_FIELDS_BYTES - _FLAGS_OFFSET) * self._count)
         self._action_bytes = sum(map(len, self._actions))
-        self._result_bytes = sum(map(len, self._results))
+        self.num_result_bytes = sum(map(len, self._results))
         self._final_bytes = sum(array.shape[1] for array in codec.finals)
 
     def pack_actions(self) -> tuple[bytes, bytes]:
@@ -175,7 +180,7 @@ class RowPart:
                 buffers = [*buffers, *finals]
                 break
         else:
-            if self._result_bytes <= MAX_INLINE_BYTES:  # the usual case, inlined
+            if self.num_result_bytes <= MAX_INLINE_BYTES:  # the usual case, inlined
                 return b"".join(buffers), b""
         return split_rows(buffers)
 
@@ -191,16 +196,13 @@ class RowPart:
           RemoteProtocolError: The number of bytes, a flag or a status is not valid;
             nothing is written.
         """
-        count, min_bytes = self._count, self._result_bytes
+        count, min_bytes = self._count, self.num_result_bytes
         size = len(first) + len(rest)
         # The usual case, inlined: one piece, all rows valid, and no episode ended.
-        if size == min_bytes == len(first) and not any(
-            first[_FLAGS_OFFSET * count : _FIXED_FIELDS_BYTES * count]
-        ):
-            source, offset = memoryview(first), 0
-            for target, end in zip(self._results, self._result_ends, strict=True):
-                target[:] = source[offset:end]
-                offset = end
+        flags = first[_FLAGS_OFFSET * count : _FIXED_FIELDS_BYTES * count]
+        if size == min_bytes == len(first) and flags == self._no_flags:
+            for target, part in self._result_slices:
+                target[:] = first[part]
             return
         if size < min_bytes:
             raise RemoteProtocolError(

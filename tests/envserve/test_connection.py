@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +122,25 @@ def test_connections_share_threads_until_the_last_is_closed() -> None:
     assert num_threads() > before
     connections[0].close()
     assert num_threads() == before
+
+
+def test_one_thread_attaches_all_lanes(wait_until: WaitUntil) -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    context = SharedContext(4)
+    with ExitStack() as stack:
+        for port in range(1, 5):  # no server listens there
+            lane = RemoteLane(
+                f"tcp://127.0.0.1:{port}",
+                make_config(),
+                insecure=True,
+                context=context,
+            )
+            stack.callback(lane.close)
+        assert names().count("attacher") == 1
+        assert not any(name.startswith("keeper") for name in names())
+    wait_until(lambda: "attacher" not in names(), 20)
 
 
 def test_the_lanes_of_a_batch_share_threads(serve: Serve) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from envserve.client.link import connection, remote_lane
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.session_driver import SessionDriver
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
 from envserve.session.client import requests
 from envserve.session.client.liveness import Timeouts
@@ -74,6 +76,32 @@ def test_the_descriptor_shows_every_result(lane: RemoteLane) -> None:
         while left:
             assert select.select([lane.fileno()], [], [], 30)[0]
             left -= len(lane.collect(0))
+
+
+def test_a_lane_is_watched_until_the_caller_waits_for_it_alone(
+    lane: RemoteLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, runs = threading.get_ident(), list[float]()
+    run = SessionDriver.run
+
+    def record_run(driver: SessionDriver, now: float) -> None:
+        if threading.get_ident() == caller:  # and not the keeper
+            runs.append(now)
+        run(driver, now)
+        driver.due_at = math.inf  # no run is due
+
+    monkeypatch.setattr(SessionDriver, "run", record_run)
+
+    def num_runs_of_submit() -> int:
+        runs.clear()
+        submit(lane, 1)
+        return len(runs)
+
+    lane.fileno()
+    assert num_runs_of_submit() == 1
+    assert len(lane.collect(20.0, 2)) == 2
+    assert num_runs_of_submit() == 0
+    assert select.select([lane.fileno()], [], [], 20)[0]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])

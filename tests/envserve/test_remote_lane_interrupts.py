@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import select
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -369,3 +371,25 @@ def test_an_interrupt_before_the_last_block_is_sent_loses_all_episodes(
         assert batch.num_in_flight == 0
         assert (run.step().status == Status.SERVER_LOST).all()
         assert run.step().valid.all()
+
+
+def test_a_waker_can_watch_a_descriptor_after_an_interrupt_at_any_line() -> None:
+    line, is_complete = 0, False
+    while not is_complete:
+        line += 1
+        sockets = [socket.socketpair() for _ in range(3)]
+        descriptors = [reader.fileno() for reader, _ in sockets]
+        waker = Waker()
+        waker.watch(descriptors[0])
+        watch = functools.partial(waker.watch, descriptors[1])
+        lines = run_traced(watch, line)
+        is_complete = len(lines) < line
+        waker.watch(descriptors[2])
+        for (_, writer), is_watched in zip(sockets, (False, False, True), strict=True):
+            writer.send(b"!")
+            assert bool(select.select([waker.fileno()], [], [], 0)[0]) == is_watched
+        waker.close()
+        for pair in sockets:
+            for each in pair:
+                each.close()
+    assert line > 2

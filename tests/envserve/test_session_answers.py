@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,52 @@ def test_a_reply_to_another_request_is_dropped(fields: dict[str, Any]) -> None:
     assert not client.collect()
     client.receive(answer, 0.0)
     assert len(client.collect()) == 2
+
+
+def test_the_usual_answer_is_recognised_without_decoding_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, client = make_pair()
+    server.receive((b"r", ""), step_frames(client, [3, 1, 4, 1]), 0.0)
+    server.finish_all(0.0)
+    (answer,) = server.take_replies()
+    monkeypatch.delattr("envserve.session.client.client_session.decode")
+    client.receive(answer, 0.0)
+    assert len(client.collect()) == 2
+    np.testing.assert_array_equal(client.rows.reward, [3, 1, 4, 1])
+    assert client.requests.next_resend() == math.inf
+
+
+@pytest.mark.parametrize("has_payload", [False, True])
+@pytest.mark.parametrize("num_bytes", [-1, 1])
+def test_an_answer_of_a_wrong_length_is_dropped(
+    num_bytes: int, has_payload: bool
+) -> None:
+    server, client = make_pair()
+    server.receive((b"r", ""), step_frames(client, 1), 0.0)
+    server.finish_all(0.0)
+    ((answer,),) = server.take_replies()
+    wrong = bytes(answer[:num_bytes]) if num_bytes < 0 else bytes(answer) + b"x"
+    client.receive([wrong, b"x"] if has_payload else [wrong], 0.0)
+    assert client.num_late_messages == 1
+    assert not client.collect()
+    client.receive([answer], 0.0)
+    assert len(client.collect()) == 2
+
+
+def test_a_usual_answer_ends_the_absence_of_a_silent_server() -> None:
+    server, client = make_pair()
+    server.receive((b"r", ""), step_frames(client, 1), 0.0)
+    for second in range(1, 6):
+        client.advance(float(second))
+    assert client.client_blocks.is_ready(2)
+    assert client.client_blocks.absent == {0, 1}
+    server.finish_all(5.0)
+    (answer,) = server.take_replies()
+    client.receive(answer, 5.0)
+    assert not client.requests.liveness.is_unreachable
+    assert len(collect(client)) == 2
+    assert not client.client_blocks.absent
 
 
 def test_resends_back_off_and_count_their_attempts() -> None:

@@ -19,6 +19,7 @@ from typing import Final
 
 import zmq
 
+from envserve.client.link.attacher import Attacher
 from envserve.client.link.zmq_guards.diagnosis import unknown_key_error
 from envserve.client.link.zmq_guards.resolver import Lookup, needs_no_lookup
 from envserve.client.link.zmq_guards.wakeup import ByteCounter, Waker
@@ -71,10 +72,14 @@ class SharedContext:
 
     It is terminated after its last connection has been closed. Decisions: "The
     connections of a batch share ZeroMQ's threads".
+
+    Attributes:
+      attacher: The thread that attaches the lanes of the batch.
     """
 
     def __init__(self, num_connections: int) -> None:
         """Prepare for `num_connections`; the first socket creates the context."""
+        self.attacher = Attacher()
         self._num_connections = num_connections
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._users: set[Connection] = set()

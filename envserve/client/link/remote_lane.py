@@ -1,11 +1,11 @@
 """A lane whose envs run on a server.
 
-Two threads use the session and its socket, and only while they hold the lane's lock:
-the thread that calls the lane, and a keeper thread. The keeper attaches to the server.
-Later it runs the session while the lane is idle: it exchanges pings, so that the lease
-does not expire during a long learner update, and attaches again if the server is
-lost. The keeper receives messages, but only `collect` writes rows, so rows never change
-while the caller reads them.
+Threads use the session and its socket only while they hold the lane's lock. The
+`Attacher` of the batch attaches to the server. Then there are two threads: the thread
+that calls the lane, and a keeper thread. The keeper runs the session while the lane is
+idle: it exchanges pings, so that the lease does not expire during a long learner
+update, and attaches again if the server is lost. The keeper receives messages, but only
+`collect` writes rows, so rows never change while the caller reads them.
 
 To spread the lanes of a batch, the keeper may open a second lane on another server, the
 successor. Once that holds the same envs, a step takes over its lease. Until then, the
@@ -138,7 +138,8 @@ class RemoteLane:
         # does not answer HELLO is not diagnosed.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
         self._is_closing = False
-        self._is_watched = False  # whether `fileno` was called
+        #: Whether the caller waits for the descriptor, which makes each call slower.
+        self._is_watched = False
         self._close_by = math.inf
         if like is not None:
             self._session.attachment.start_vacant(like, time.monotonic())
@@ -153,7 +154,11 @@ class RemoteLane:
             name=f"keeper of {address}",
             daemon=True,
         )
-        self._keeper.start()
+        self._attacher = context.attacher
+        if like is None:
+            self._attacher.add(self._waker, self._attach)
+        else:
+            self._keeper.start()
 
     def finish_start(self, deadline: float) -> None:
         """Wait until the server has granted the lease and built the envs.
@@ -206,7 +211,8 @@ class RemoteLane:
     @property
     def absent(self) -> frozenset[int]:
         """Blocks in flight whose envs were not available at the end of `collect`."""
-        return self._session.client_blocks.absent
+        blocks = self._session.attachment.client_blocks
+        return frozenset() if blocks is None else blocks.absent
 
     @property
     def give_up_error(self) -> EnvserveError | None:
@@ -269,19 +275,23 @@ class RemoteLane:
         with self._lock:
             operations = session.client_blocks
             self._is_updating = True
+            self._is_watched &= timeout_seconds < SLICE_SECONDS
             while True:
                 if self._is_closing:
                     raise LocalProtocolError(f"{self!r} can no longer be used")
-                if now >= driver.due_at or deadline - now < SLICE_SECONDS:
+                may_block = deadline - now >= SLICE_SECONDS
+                if not may_block:
                     self._run_unless_answered(now)
+                elif session.outbox or now >= driver.due_at + _LATE_SECONDS:
+                    driver.run(now)
                 if operations.is_ready(min_finished) or now >= deadline:
                     break
                 frames = None
                 try:
-                    if deadline - now < SLICE_SECONDS:
-                        driver.wait(deadline)
-                    else:
+                    if may_block:
                         frames = self._connection.receive_soon()
+                    else:
+                        driver.wait(deadline)
                 except BaseException as error:
                     # The session requests again any message that the interrupt lost.
                     self._is_updating = False
@@ -290,8 +300,8 @@ class RemoteLane:
                 now = time.monotonic()
                 if frames is not None:
                     session.receive(frames, now)
-                if frames is None or session.outbox:
-                    driver.due_at = now
+                elif may_block:
+                    driver.run(now)
             if self._is_watched:
                 self._waker.sleep()
                 driver.run(now)
@@ -338,7 +348,7 @@ class RemoteLane:
         return self._session.stats()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `collect(0)` may return results."""
+        """Return a descriptor for `collect(0)`; see `Lane.fileno`."""
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
@@ -354,7 +364,11 @@ class RemoteLane:
             return
         self._close_by = time.monotonic() + _CLOSE_SECONDS
         self._has_closed.set()
-        self._keeper.join()
+        self._attacher.remove(self._waker)
+        with self._lock:
+            is_kept = self._keeper.ident is not None
+        if is_kept:
+            self._keeper.join()
         if self._successor is not None:
             self._successor.begin_close()
         with self._lock:
@@ -384,22 +398,35 @@ class RemoteLane:
         self._session.begin_close(now)
         self._driver.run(now)
 
-    def _maintain(self) -> float:
-        """Attach to the server; once attached, run the session if the lane is idle.
+    def _attach(self) -> bool:
+        """Continue to attach to the server; start the keeper once this has ended.
 
         Returns:
-          Seconds after which the keeper must call this again.
+          Whether the lane is attached, has failed or is closing.
         """
-        if not self._has_started.is_set():
+        try:
             with self._lock:
+                if self._is_closing:
+                    return True
+                self._waker.sleep()
                 self._driver.run(time.monotonic())
                 if self._session.state in self._diagnosed_states:
                     self._diagnose()
                 if self._session.state in _STARTING:
-                    self._driver.wait(time.monotonic() + SLICE_SECONDS)
-                    return 0.0
+                    return False
+                self._keeper.start()
             self._has_started.set()
-        elif self._lock.acquire(blocking=False):
+        except Exception as error:  # report it to the lane's caller instead
+            _fail(self, error)
+        return True
+
+    def _maintain(self) -> float:
+        """Run the session if the lane is idle.
+
+        Returns:
+          Seconds after which the keeper must call this again.
+        """
+        if self._lock.acquire(blocking=False):
             try:
                 if not self._is_updating:  # no call was interrupted
                     self._run(time.monotonic())
@@ -479,8 +506,8 @@ def _run_keeper(
 
 
 def _fail(lane: RemoteLane, error: Exception) -> None:
-    """End a lane because of an unexpected error in its keeper thread."""
-    _LOGGER.error("%s: the keeper thread failed", lane.name, exc_info=error)
+    """End a lane because of an unexpected error in a background thread."""
+    _LOGGER.error("%s: attaching or keeping envs failed", lane.name, exc_info=error)
     with lane._lock:
         if not lane._session.state.is_over:
             text = f"{lane.name}: {type(error).__name__}: {error!s:.500}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import fields, replace
 from typing import Final
 
 from envserve.envs.seeding import INCARNATIONS_PER_LEASE
@@ -35,7 +34,7 @@ from envserve.session.client.client_blocks import ClientBlocks
 from envserve.session.client.liveness import LostLease, Timeouts
 from envserve.session.client.requests import Request, Requests
 from envserve.session.states import ClientState, StateMachine
-from envserve.settings import EnvRequest
+from envserve.settings import EnvRequest, copy_as
 from envserve.slab import rows_nbytes
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
@@ -205,7 +204,7 @@ class Attachment:
     def _create_blocks(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
         """Create the blocks of the first lease, which later leases must have, too."""
         per_split = sum(block.split == 0 for block in blocks)
-        self.attach = replace(self.attach, blocks_per_split=per_split)
+        self.attach = copy_as(Attach, self.attach, blocks_per_split=per_split)
         liveness, autoreset = self._requests.liveness, self.attach.autoreset
         return ClientBlocks(self.address, spec, blocks, liveness, autoreset)
 
@@ -557,12 +556,12 @@ def _check_same_envs(
 def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
     """Return an ATTACH for the same envs, with seeds that no earlier lease used."""
     first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
-    return replace(attach, first_incarnation=first & 0xFFFFFFFF)
+    return copy_as(Attach, attach, first_incarnation=first & 0xFFFFFFFF)
 
 
 def attach_of(request: EnvRequest, address: str) -> Attach:
     """Return the ATTACH for a request; raise EnvStartError if it cannot be encoded."""
-    attach = Attach(**{f.name: getattr(request, f.name) for f in fields(EnvRequest)})
+    attach = copy_as(Attach, request)
     try:
         attach.encode()
     except codec.CodecError as error:

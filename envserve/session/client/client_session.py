@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from envserve.errors import (
     EnvserveError,
@@ -33,6 +33,8 @@ from envserve.wire.bodies import Attach, Drain, Pong
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.handshake import ErrorBody, exception_of
 from envserve.wire.message import Buffer, Message, decode
+
+Operation = TypeVar("Operation", int, Reset, Call)
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: A tuple, because a property call for each message would be slower.
@@ -153,31 +155,33 @@ class ClientSession:
 
     def submit_step(self, blocks: Sequence[int], now: float) -> None:
         """Step blocks with the actions in `rows.action`."""
-        self._submit(self._usable_blocks().step(blocks), now)
+        self._submit(ClientBlocks.step, blocks, now)
 
     def submit_reset(self, resets: Sequence[Reset], now: float) -> None:
         """Reset distinct blocks."""
-        self._submit(self._usable_blocks().reset(resets), now)
+        self._submit(ClientBlocks.reset, resets, now)
 
     def submit_call(self, calls: Sequence[Call], now: float) -> None:
         """Call envs; raise CallError if the arguments are too long."""
-        self._submit(self._usable_blocks().call(calls), now)
+        self._submit(ClientBlocks.call, calls, now)
 
-    def _usable_blocks(self) -> ClientBlocks:
+    def _submit(
+        self,
+        begin: Callable[[ClientBlocks, Sequence[Operation]], list[Request]],
+        operations: Sequence[Operation],
+        now: float,
+    ) -> None:
         attachment, state = self.attachment, self._machine.state
         client_blocks = attachment.client_blocks
-        if client_blocks is not None and (
-            state is ClientState.READY or attachment.is_recovering
-        ):
-            return client_blocks
-        raise attachment.error or LocalProtocolError(
-            f"{self.address}: expected a session in state READY; it is {state.name}"
-        )
-
-    def _submit(self, requests: list[Request], now: float) -> None:
+        is_ready = state is ClientState.READY
+        if client_blocks is None or not (is_ready or attachment.is_recovering):
+            raise attachment.error or LocalProtocolError(
+                f"{self.address}: expected a session in state READY; it is {state.name}"
+            )
+        requests = begin(client_blocks, operations)
         if self.requests.liveness.is_unreachable:
-            self.client_blocks.absent_is_stale = True
-        if self._machine.state is ClientState.READY:
+            client_blocks.absent_is_stale = True
+        if is_ready:
             for request in requests:
                 self.requests.send(request, now)
 
@@ -224,11 +228,24 @@ class ClientSession:
 
     def receive(self, frames: Sequence[Buffer], now: float) -> None:
         """Handle any message from the server, including garbage."""
+        requests, client_blocks = self.requests, self.attachment.client_blocks
+        liveness = requests.liveness
+        request = requests.step_answered_by(frames)
+        if (  # the usual case, which runs at every step
+            request is not None
+            and client_blocks is not None
+            and not liveness.is_unreachable
+            and now - liveness.silent_since <= PING_SECONDS
+            and client_blocks.accept_usual(request, frames[0])
+        ):
+            liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
+            requests.remove(request.id)
+            self.attachment.lost_lease = None
+            return None
         try:
             message = decode(frames)
         except RemoteProtocolError:
             return self._count_unsolicited("malformed", frames, now)
-        requests = self.requests
         handler, state = _HANDLERS.get(message.type), self._machine.state
         if (
             handler is None
@@ -236,14 +253,10 @@ class ClientSession:
             or state in _FINAL_STATES
         ):
             return self._count_unsolicited(message.type, frames, now)
-        liveness, client_blocks = requests.liveness, self.attachment.client_blocks
-        if liveness.is_unreachable or now - liveness.silent_since > PING_SECONDS:
-            if liveness.is_unreachable and client_blocks is not None:
-                client_blocks.absent_is_stale = True
-                _LOGGER.warning("%s: the server answers again", self.address)
-            liveness.record_message(now)
-        else:  # the usual case, inlined because it runs at every step
-            liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
+        if liveness.is_unreachable and client_blocks is not None:
+            client_blocks.absent_is_stale = True
+            _LOGGER.warning("%s: the server answers again", self.address)
+        liveness.record_message(now)
         # A WELCOME with a new boot number is ignored unless a HELLO waits for it,
         # because it may be a delayed message from before a restart.
         is_welcome = message.type is MessageType.WELCOME

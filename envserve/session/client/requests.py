@@ -22,7 +22,14 @@ from envserve.session.client.liveness import Liveness, Timeouts
 from envserve.spaces import codec
 from envserve.wire.bodies import CallBody
 from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES, MessageType
-from envserve.wire.message import Buffer, Message, pack, set_attempt
+from envserve.wire.message import (
+    Buffer,
+    Message,
+    pack,
+    request_number,
+    result_head,
+    set_attempt,
+)
 from envserve.wire.rows import RowPart
 
 _FIRST_RESEND_SECONDS: Final = 1.0
@@ -64,6 +71,8 @@ class Request:
       id: Request id; 0 until it is sent.
       answered_blocks: Blocks that were answered separately.
       frames: Frames of the latest copy.
+      answer_head: First bytes of the usual answer to a STEP, up to its body; see
+        `Requests.step_answered_by`.
       attempt: Number of copies sent before the latest one.
       resend_at: Time of the next copy, in monotonic seconds.
       resend_delay: Seconds between the latest copy and the next one.
@@ -85,6 +94,7 @@ class Request:
     id: int = 0
     answered_blocks: set[int] = field(default_factory=set)
     frames: list[Buffer] = field(default_factory=list)
+    answer_head: bytes = b""
     attempt: int = 0
     resend_at: float = math.inf
     resend_delay: float = _FIRST_RESEND_SECONDS
@@ -146,6 +156,9 @@ class Requests:
         numbers = (self.session, self.boot, self.epoch)
         kind, entries, payload = request.type, request.entries, request.payload
         request.frames = pack(kind, numbers, number, entries, request.body, payload)
+        if kind is MessageType.STEP and request.part is not None:
+            size = request.part.num_result_bytes
+            request.answer_head = result_head(request.frames[0], len(entries), size)
         request.attempt, request.sent_at = 0, now
         request.resend_at = now + _FIRST_RESEND_SECONDS
         request.resend_delay = _FIRST_RESEND_SECONDS
@@ -154,6 +167,28 @@ class Requests:
         # Inlined `expect_answer`, because this runs at every step.
         if self.liveness.silent_since == math.inf:
             self.liveness.silent_since = now
+
+    def step_answered_by(self, frames: Sequence[Buffer]) -> Request | None:
+        """Return the STEP whose usual answer these frames are; None for other frames.
+
+        The usual answer is one frame without a report, for all blocks of the request,
+        in which no episode has ended. Comparing its beginning with the expected bytes
+        is much cheaper than decoding the message.
+        """
+        if len(frames) != 1:
+            return None
+        head = frames[0]
+        request = self.unanswered.get(request_number(head))
+        if (
+            request is None
+            or request.part is None
+            or request.answered_blocks
+            or not (expected := request.answer_head)
+            or head[: len(expected)] != expected
+            or len(head) != len(expected) + request.part.num_result_bytes
+        ):
+            return None
+        return request
 
     def answered_by(self, message: Message) -> Request | None:
         """Return the request that a RESULT or CALL_RESULT answers; None if none does.

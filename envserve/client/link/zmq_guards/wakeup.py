@@ -137,13 +137,14 @@ class Waker:
         self._is_awake = False  # whether a byte is in that pair
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._reader, selectors.EVENT_READ)
-        self._watched: int | None = None
 
     def watch(self, descriptor: int) -> None:
-        """Watch this ZeroMQ descriptor instead of the previous one."""
-        before, self._watched = self._watched, descriptor
-        if before is not None:
-            self._selector.unregister(before)
+        """Watch this ZeroMQ descriptor instead of the previous one.
+
+        If a call was interrupted, the next call works nevertheless.
+        """
+        for watched in {*self._selector.get_map()} - {self._reader.fileno()}:
+            self._selector.unregister(watched)
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def fileno(self) -> int:
