@@ -62,6 +62,7 @@ class Rows:
       terminated: bool `[num_envs]`.
       truncated: bool `[num_envs]`.
       status: uint8 `[num_envs]`, see `Status`.
+      flags: The previous three arrays as one, uint8 `[3, num_envs]`.
       final_observation: One array per observation leaf, with the last observation of
         each episode that has ended in this step. Other rows are undefined.
     """
@@ -72,6 +73,7 @@ class Rows:
     terminated: Array
     truncated: Array
     status: Array
+    flags: Array
     final_observation: tuple[Array, ...]
 
     def at(self, index: Any) -> Rows:
@@ -83,6 +85,7 @@ class Rows:
             terminated=self.terminated[index],
             truncated=self.truncated[index],
             status=self.status[index],
+            flags=self.flags[:, index],
             final_observation=tuple(leaf[index] for leaf in self.final_observation),
         )
 
@@ -99,6 +102,9 @@ class Rows:
         num_actions = len(spec.action_leaves)
         head = num_observations + num_actions
         reward, terminated, truncated, status = arrays[head : head + 4]
+        flags = np.lib.stride_tricks.as_strided(
+            terminated.view(np.uint8), (3, num_envs), (_aligned(num_envs), 1)
+        )
         return cls(
             observation=tuple(arrays[:num_observations]),
             action=tuple(arrays[num_observations:head]),
@@ -106,6 +112,7 @@ class Rows:
             terminated=terminated,
             truncated=truncated,
             status=status,
+            flags=flags,
             final_observation=tuple(arrays[head + 4 :]),
         )
 
@@ -243,9 +250,7 @@ class Slab:
         self._memory = mmap.mmap(self.fd, 0)
         self.rows = Rows.map(spec, num_envs, self._memory)
         length = _aligned(num_envs)
-        self.flags = np.lib.stride_tricks.as_strided(
-            self.rows.terminated.view(np.uint8), (3, length), (length, 1)
-        )
+        self.flags = np.lib.stride_tricks.as_strided(self.rows.flags, (3, length))
         self.plain_flags = bytes(3 * length)
         offset = _aligned(rows_nbytes(spec, num_envs))
         self.heartbeats: Array = np.ndarray(

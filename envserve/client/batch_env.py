@@ -72,8 +72,6 @@ _OK: Final = int(Status.OK)
 #: message size.
 _MAX_SET_BYTES: Final = 1 << 10
 
-_all: Final = np.logical_and.reduce
-
 
 class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
     """The batch was used after `close`."""
@@ -960,7 +958,7 @@ class BatchEnv:
             recorder = self._recorder
             recorder.steps += 1
             recorder.rows += len(result.valid)
-            if not _all(result.valid):
+            if b"\0" in result.valid.tobytes():
                 recorder.count_invalid(result.valid, result.status)
         return result, first_error
 

@@ -132,6 +132,7 @@ class RowSet:
       blocks: The blocks, by ascending position.
       positions: Positions of the blocks in the batch.
       env_indices: Rows of the batch, int64 `[len(self)]`, ascending.
+      all_valid: `StepResult.valid` of a step without faults.
       block_parts: Each block with the slice of its rows within the set.
       lane_parts: The rows of each lane, in the order of the batch.
     """
@@ -144,6 +145,7 @@ class RowSet:
             [np.arange(block.start, block.stop) for block in blocks] or [np.arange(0)]
         )
         self.env_indices.flags.writeable = False  # `recv` returns it to the user
+        self.all_valid: Array = np.ones(len(self.env_indices), np.bool_)
         stops = np.cumsum([block.stop - block.start for block in blocks]).tolist()
         block_parts = starmap(slice, pairwise([0, *stops]))
         self.block_parts = tuple(zip(self.blocks, block_parts, strict=True))

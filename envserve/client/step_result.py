@@ -25,7 +25,6 @@ Array = np.ndarray[Any, Any]
 _LARGE_BYTES: Final = 1 << 16
 _OK: Final = int(Status.OK)  # NumPy compares plain ints faster than enum members
 _LATE: Final = int(Status.LATE)
-_any: Final = np.logical_or.reduce
 
 
 class StepResult(NamedTuple):
@@ -120,16 +119,16 @@ def gather_result(
     # decision "A step makes few Python calls and few copies".
     part = row_set.lane_parts[0]
     rows = part.view or part.read()
-    terminated, truncated = rows.terminated.copy(), rows.truncated.copy()
     observation: Any = []
     final: Any = []
     for leaf in rows.observation:
         observation.append(leaf.copy())
         final.append(_zeros(leaf))
-    if _any(terminated) or _any(truncated):
+    valid = row_set.all_valid.copy()
+    if rows.flags.tobytes() != bytes(rows.flags.size):  # an end of an episode, a fault
+        np.equal(rows.status, _OK, out=valid)
         _write_final(rows, final)
-    leaves = spec.observation_leaves
-    if leaves and leaves[0].space is spec.observation_space:
+    if spec.single_observation is not None:
         (observation,), (final,) = observation, final
     else:
         observation = unflatten(spec.observation_space, observation)
@@ -138,9 +137,9 @@ def gather_result(
         (
             observation,
             rows.reward.copy(),
-            terminated,
-            truncated,
-            rows.status == _OK,
+            rows.terminated.copy(),
+            rows.truncated.copy(),
+            valid,
             final,
             rows.status.copy(),
             infos,

@@ -15,7 +15,7 @@ written since then.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -116,20 +116,33 @@ class ActionRing:
         self._records, self._counts, *self._rings = arrays
         self.counts = self._counts.data
 
-    def record_step(self, actions: Sequence[Array], start: int, stop: int) -> None:
-        """Record the actions of a block, immediately before its rows are stepped.
+    def step_recorder(
+        self, actions: Sequence[Array], start: int, stop: int
+    ) -> Callable[[], None]:
+        """Return a function that records the present actions of a block.
+
+        Call it immediately before the rows of the block are stepped.
 
         Args:
           actions: Arrays `[num_envs, ...]`, one per action leaf.
           start: First row of the block.
           stop: Row after the last.
         """
-        count = self.counts[start]  # the rows of a block have equal counts
-        if self.num_steps:
-            slot = count % self.num_steps
-            for ring, array in zip(self._rings, actions, strict=True):
-                ring[slot, start:stop] = array[start:stop]
-        self._counts[start:stop] = count + 1
+        counts, num_steps = self._counts[start:stop], self.num_steps
+        copies = [
+            (ring[:, start:stop], array[start:stop])
+            for ring, array in zip(self._rings, actions, strict=True)
+            if num_steps
+        ]
+        count_of_block = counts.data  # the rows of a block have equal counts
+
+        def record_step() -> None:
+            count = count_of_block[0]
+            for ring, array in copies:
+                ring[count % num_steps] = array
+            counts[...] = count + 1
+
+        return record_step
 
     def row_record(self, row: int) -> RowRecord:
         """Clear the record of a row, and return it for the row's worker."""

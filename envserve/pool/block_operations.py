@@ -61,6 +61,8 @@ _IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
 _PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
+#: Maximum time before the heartbeat of a busy worker is checked.
+_WATCH_SECONDS: Final = 0.1
 #: Largest values of terminated, truncated and status that a worker writes.
 _MAX_FLAGS: Final = np.array([[1], [1], [Status.PENDING]], np.uint8)
 
@@ -208,10 +210,10 @@ class BlockOperations:
         if len(set(indices)) < len(indices):
             raise LocalProtocolError("expected each block once; got a block twice")
 
-    def begin(
+    def submit(
         self, kind: int, indices: Sequence[int], tasks: Sequence[Task], now: float
-    ) -> dict[SupervisedWorker, list[bytes]]:
-        """Start operations on idle blocks; return the messages to send.
+    ) -> None:
+        """Start operations on idle blocks, and send them, with one write per worker.
 
         Args:
           kind: STEP, RESET or CALL.
@@ -219,6 +221,8 @@ class BlockOperations:
           tasks: One task per block; none for steps.
           now: Monotonic seconds.
         """
+        workers = self._workers
+        workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
         if tasks:
             self.likely_last = None  # a long message may still have to be sent
         sequence = self._sequence
@@ -241,7 +245,8 @@ class BlockOperations:
             if worker.state is WorkerState.SERVING:
                 outbox.setdefault(worker, []).append(message)
         self._sequence = sequence
-        return outbox
+        for worker, messages in outbox.items():
+            worker.send(b"".join(messages), len(messages), now)
 
     def record_resets(self, resets: Sequence[Reset]) -> None:
         """Record the options of resets, for the repro file if an env fails later."""

@@ -221,7 +221,7 @@ class Launcher:
                     pass_fds=[template_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if sys.stderr is None else None,
-                    start_new_session=True,  # only the owner handles Ctrl-C
+                    process_group=0,  # only the owner handles Ctrl-C
                     **self._popen_options,
                 )
             except OSError as error:

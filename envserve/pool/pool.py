@@ -34,8 +34,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.attribute_calls import encode_call
 from envserve.worker.channel import MessageKind
 
-#: Maximum time before the heartbeat of a busy worker is checked.
-_WATCH_SECONDS: Final = 0.1
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
@@ -193,7 +191,7 @@ class Pool:
     def submit_step(self, blocks: Sequence[int]) -> None:
         """Start a step of these blocks, with the actions in `rows.action`."""
         self._operations.check_idle(blocks)
-        self._submit(MessageKind.STEP, blocks, ())
+        self._operations.submit(MessageKind.STEP, blocks, (), self._clock())
 
     def submit_reset(self, resets: Sequence[Reset]) -> None:
         """Start resets of different blocks.
@@ -205,7 +203,7 @@ class Pool:
         self._operations.check_idle(indices)
         tasks = [reset_task(self.blocks[reset.block], reset) for reset in resets]
         self._operations.record_resets(resets)
-        self._submit(MessageKind.RESET, indices, tasks)
+        self._operations.submit(MessageKind.RESET, indices, tasks, self._clock())
 
     def submit_call(self, calls: Sequence[Call]) -> None:
         """Start attribute calls on envs of different blocks.
@@ -215,21 +213,8 @@ class Pool:
         """
         indices = [call.block for call in calls]
         self._operations.check_idle(indices)
-        self._submit(
-            MessageKind.CALL,
-            indices,
-            [Task(encode_call(call, len(self.blocks))) for call in calls],
-        )
-
-    def _submit(self, kind: int, indices: Sequence[int], tasks: Sequence[Task]) -> None:
-        """Send operations, with one write per worker."""
-        now = self._clock()
-        workers = self._workers
-        workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
-        for worker, messages in self._operations.begin(
-            kind, indices, tasks, now
-        ).items():
-            worker.send(b"".join(messages), len(messages), now)
+        tasks = [Task(encode_call(call, len(self.blocks))) for call in calls]
+        self._operations.submit(MessageKind.CALL, indices, tasks, self._clock())
 
     # Progress.
 
@@ -240,38 +225,31 @@ class Pool:
         """
         if self._is_released:
             raise LocalProtocolError(f"{self!r} can no longer be used")
-        operations = self._operations
-        if len(operations.outcomes) < min_finished and not operations.has_new_absent:
-            self._wait(timeout_seconds, min_finished)
-        slab = self._workers.slab
-        if slab is not None and slab.flags.tobytes() != slab.plain_flags:
-            operations.replace_overwritten(slab.flags, self._clock())
-        operations.has_new_absent = False
-        finished, operations.outcomes = operations.outcomes, []
-        return finished
-
-    def _wait(self, timeout_seconds: float, min_finished: int) -> None:
         operations, workers = self._operations, self._workers
         now = self._clock()
         deadline = now + timeout_seconds
         was_starting = operations.state == "starting"
-        while True:
+        while len(operations.outcomes) < min_finished and not operations.has_new_absent:
             if not (was_starting or operations.num_in_flight):
                 deadline = now  # no further outcome is possible
             num_missing = min_finished - len(operations.outcomes)
             needs_all = 1 < num_missing >= operations.num_in_flight
-            self._advance(deadline - now, now, needs_all)
-            if len(operations.outcomes) >= min_finished or operations.has_new_absent:
-                return
-            now = self._clock()
-            if now >= deadline or workers.error is not None or self.is_closed:
-                return
-            if was_starting and operations.state != "starting":
-                return
+            now = self._advance(deadline - now, now, needs_all)
+            has_started = was_starting and operations.state != "starting"
+            if now >= deadline or has_started or workers.error is not None:
+                break
+            if operations.state == "closing" and self.is_closed:
+                break
+        slab = workers.slab
+        if slab is not None and slab.flags.tobytes() != slab.plain_flags:
+            operations.replace_overwritten(slab.flags, now)
+        operations.has_new_absent = False
+        finished, operations.outcomes = operations.outcomes, []
+        return finished
 
     def _advance(
         self, timeout_seconds: float, now: float, needs_all: bool = False
-    ) -> None:
+    ) -> float:
         """Wait for an event until the timeout, and process all events.
 
         If the caller needs all workers and each worker has its own core, do not wake up
@@ -279,6 +257,9 @@ class Pool:
         running. Instead, wait for the worker that answered last the previous time,
         because it will probably be last again. With several workers per core, it is
         faster to read answers while other workers run.
+
+        Returns:
+          The time at which the events were read.
         """
         workers, operations = self._workers, self._operations
         timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))
@@ -313,6 +294,7 @@ class Pool:
                 operations.log_suppressed_faults(now)
                 if workers.error is not None:
                     self.begin_close()
+        return now
 
     def invalidate(self, reason: str) -> None:
         """Replace all workers and discard operations; see `Lane.invalidate`.

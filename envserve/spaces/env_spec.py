@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -69,6 +69,16 @@ class EnvSpec:
         return leaves_of(self.action_space) or (EMPTY_LEAF,)
 
     @cached_property
+    def single_observation(self) -> Leaf | None:
+        """The leaf if an observation is one array of fixed shape; otherwise None."""
+        return _single_leaf(self.observation_space, self.observation_leaves)
+
+    @cached_property
+    def single_action(self) -> Leaf | None:
+        """The leaf if an action is one array of fixed shape; otherwise None."""
+        return _single_leaf(self.action_space, self.action_leaves)
+
+    @cached_property
     def has_encoded_observations(self) -> bool:
         """Whether any observation leaves are encoded."""
         return any(leaf.is_encoded for leaf in self.observation_leaves)
@@ -97,6 +107,11 @@ class EnvSpec:
         if not spaces_equal(ours, theirs):
             lines.append(f"action space: expected {ours}, got {theirs}")
         return lines
+
+
+def _single_leaf(space: Space[Any], leaves: Sequence[Leaf]) -> Leaf | None:
+    is_single = len(leaves) == 1 and leaves[0].space is space
+    return leaves[0] if is_single and not leaves[0].is_encoded else None
 
 
 def _layout(space: Space[Any]) -> list[Any]:

@@ -317,6 +317,16 @@ def _unflatten(space: Space[Any], leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
+def is_finite(array: Array) -> bool:
+    """Return whether an array has no NaN and no infinity."""
+    if array.dtype.kind != "f" or not array.size:
+        return True
+    # argmin and argmax return the position of NaN if there is one. For small arrays,
+    # they take a third of the time of other reductions.
+    lowest, highest = array.item(array.argmin()), array.item(array.argmax())
+    return math.isfinite(lowest) and math.isfinite(highest)
+
+
 def is_uniform(value: Array) -> bool:
     """Return whether all elements of a non-empty array are equal."""
     return not any(value.strides) or bool((value == value.flat[0]).all())

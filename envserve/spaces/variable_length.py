@@ -9,7 +9,7 @@ an untrusted peer, so decoding checks that the value matches its space.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -160,19 +160,22 @@ def _decode_observation_row(
         ) from None
 
 
-def decode_actions(spec: EnvSpec, arrays: Iterable[Array]) -> list[Any]:
+def decode_actions(spec: EnvSpec, arrays: Sequence[Array]) -> list[Any]:
     """Decode one action per row, in the form that envs expect.
 
     Args:
       spec: Spec of the envs.
-      arrays: One array `[n, ...]` per action leaf.
+      arrays: One array `[n, ...]` per action leaf. They are copied, because envs may
+        store their actions.
 
     Raises:
       CodecError: An encoded row is not valid.
     """
+    if spec.single_action is not None:  # the usual case
+        return list(arrays[0].copy())
     per_leaf = []
     for leaf, array in zip(spec.action_leaves, arrays, strict=True):
-        values = list(array)
+        values = list(array.copy())
         if leaf.is_encoded:
             values = [decode_row(leaf, row) for row in array]
         per_leaf.append(values)

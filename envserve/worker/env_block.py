@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
 from envserve.crashes.action_ring import ActionRing
 from envserve.lane import Fault
 from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import is_finite
 from envserve.spaces.variable_length import decode_actions
 from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallRequest, run_call
@@ -81,10 +80,9 @@ class EnvBlock:
         """Set the arrays, the heartbeat and the action ring to write to."""
         start, stop = self.rows.start, self.rows.stop
         self._all_rows = rows
-        self._block = block = rows.at(slice(start, stop))
-        self._floats = [array for array in block.observation if array.dtype.kind == "f"]
+        self._block = rows.at(slice(start, stop))
         self._heartbeat = heartbeat
-        self._ring = ring
+        self._record_step = ring.step_recorder(rows.action, start, stop)
         for env in self._envs:
             env.attach(rows, heartbeat, ring.row_record(env.row))
 
@@ -97,10 +95,9 @@ class EnvBlock:
         ended: list[tuple[int, bool, bool]] = []
         faults: list[Fault] = []
         infos: dict[int, Mapping[str, Any]] = {}
-        self._ring.record_step(self._all_rows.action, start, self.rows.stop)
-        block.status[...] = _OK
-        copies = [array.copy() for array in block.action]  # envs may store actions
-        actions = decode_actions(self._spec, copies)
+        self._record_step()
+        block.flags[...] = 0  # no row has ended, and all statuses are OK
+        actions = decode_actions(self._spec, block.action)
         for env, action in zip(self._envs, actions, strict=True):
             try:
                 reward, terminated, truncated, info = env.step(action)
@@ -116,27 +113,20 @@ class EnvBlock:
             if infos_of_all and info:
                 infos[env.row] = info
         block.reward[...] = rewards
-        block.terminated[...] = block.truncated[...] = False
         for position, terminated, truncated in ended:
             block.terminated[position] = terminated
             block.truncated[position] = truncated
-        if self._config.nonfinite != "pass" and not self._is_finite(rewards):
+        # A finite sum has only finite terms. Other sums may be due to an overflow.
+        if self._checks.nonfinite != "pass" and not (
+            math.isfinite(sum(rewards)) and all(map(is_finite, block.observation))
+        ):
             faults += self._replace_non_finite(rewards)
         for fault in faults:
             infos.pop(fault.env_index, None)
         step_timings.record_step(self._heartbeat, began_at, len(rewards))
+        if not (faults or infos or self._checks.warnings):  # the usual case
+            return b""
         return self._encode_report(faults, infos, self._checks.take_warnings())
-
-    def _is_finite(self, rewards: list[float]) -> bool:
-        """Return whether the rewards and observations are finite, based on their sums.
-
-        Sums are cheap, and a finite sum has only finite terms. A sum that is not finite
-        may be due to an overflow, so the rows are then checked individually.
-        """
-        if not math.isfinite(sum(rewards)):
-            return False
-        with np.errstate(all="ignore"):
-            return all([math.isfinite(array.sum()) for array in self._floats])
 
     def _replace_non_finite(self, rewards: list[float]) -> list[Fault]:
         faults = []

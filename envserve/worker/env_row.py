@@ -26,6 +26,7 @@ from envserve.slab import BEAT_INCREMENT, FIRST_STEP, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
+from envserve.spaces.leaves import is_finite
 from envserve.worker import step_timings
 from envserve.worker.env_checks import (
     EnvChecks,
@@ -332,7 +333,9 @@ class EnvRow:
         for leaf, array in zip(
             self._leaves, observation or self._observation, strict=True
         ):
-            check(f"{leaf_label(leaf)} to be finite", array[self.row])
+            value = array[self.row]
+            if not is_finite(value):
+                check(f"{leaf_label(leaf)} to be finite", value)
 
     def _write(self, target: tuple[Array, ...], observation: Any) -> None:
         leaf = self._single_leaf

@@ -15,9 +15,13 @@ Imported modules may change signal handlers, the signal mask and the standard st
 The template needs these, and restores them after the import.
 
 Only the template can kill a worker safely, because it is the parent: a process id is
-not reused until the parent has reaped the process. A worker leads a separate session
-and is killed with its process group. Grandchildren that have left the group are adopted
-by the template (as a subreaper, on Linux) and also killed.
+not reused until the parent has reaped the process. A worker leads a process group, with
+which it is killed. Grandchildren that have left the group are adopted by the template
+(as a subreaper, on Linux) and also killed.
+
+The template and the workers are in the owner's session, because Linux may schedule each
+session as a group (autogroup). A worker that polls yields its core only to processes of
+the same group, so the owner would wait until the worker has stopped polling.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
 kills everything and exits. On Linux, the kernel also sends it SIGCONT (by
@@ -30,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import io
 import math
@@ -38,6 +43,7 @@ import select
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -71,6 +77,7 @@ _OOM_SCORE_INCREASE: Final = 500
 
 def main(fd: int) -> None:
     """Run the template process, connected to its owner by the socket `fd`."""
+    _leave_terminal()
     # Processes started by envs must not inherit the connection to the owner.
     os.set_inheritable(fd, False)
     owner = socket.socket(fileno=fd)
@@ -84,6 +91,16 @@ def main(fd: int) -> None:
     from envserve.worker import process  # noqa: F401
 
     _Template(owner).run()
+
+
+def _leave_terminal() -> None:
+    """Give up the terminal, so that reading from it does not stop an env."""
+    with contextlib.suppress(OSError):  # there is no terminal
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+        try:
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        finally:
+            os.close(terminal)
 
 
 class _Template:
@@ -288,7 +305,7 @@ class _Template:
                 # sending steps to other workers. The system can forbid this call.
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            os.setsid()  # a separate process group, to be killed together
+            os.setpgid(0, 0)  # a separate process group, to be killed together
             if sys.platform == "linux":
                 self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:

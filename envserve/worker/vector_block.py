@@ -28,7 +28,7 @@ from envserve.slab import FIRST_STEP, Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
-from envserve.spaces.leaves import unflatten
+from envserve.spaces.leaves import is_finite, unflatten
 from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallRequest, run_call_on_vector_env
 from envserve.worker.channel import BuildMessage
@@ -129,7 +129,7 @@ class VectorBlock:
             *zip(block.final_observation, block.observation, strict=True)
         ]
         self._heartbeat = heartbeat
-        self._record_step = partial(ring.record_step, rows.action, start, stop)
+        self._record_step = ring.step_recorder(rows.action, start, stop)
         self._records = [ring.row_record(number) for number in self.rows]
 
     def close(self) -> None:
@@ -348,11 +348,8 @@ class VectorBlock:
     def _write_array(
         self, label: str, target: Array, array: Array, mask: Array | None = None
     ) -> None:
-        if array.dtype.kind == "f":
-            with np.errstate(all="ignore"):  # a finite sum has only finite terms
-                total = array.sum()
-            if not np.isfinite(total):
-                self._checks.check_finite(f"{label} to be finite", array)
+        if not is_finite(array):
+            self._checks.check_finite(f"{label} to be finite", array)
         target[... if mask is None else mask] = array
 
 

@@ -89,6 +89,7 @@ class RecordedRow:
         self.rows = Rows.allocate(self.spec, 3)
         self.memory = bytearray(ring_nbytes(self.spec, 3))
         self.ring = ActionRing(self.spec, 3, self.memory)
+        self.record_step = self.ring.step_recorder(self.rows.action, 1, 3)
         heartbeat = private_heartbeat()
         record = self.ring.row_record(2)
         self.env.attach(self.rows, heartbeat, record)
@@ -110,7 +111,7 @@ class RecordedRow:
             action = self.space.sample()
             for array, value in zip(self.rows.action, action, strict=True):
                 array[2] = value
-            self.ring.record_step(self.rows.action, 1, 3)
+            self.record_step()
             _, terminated, truncated, _ = self.env.step(action)
             if (terminated or truncated) and self.autoreset == "disabled":
                 self.env.reset(None)

@@ -606,3 +606,55 @@ def test_closing_does_not_wait_for_an_import_that_hangs(make_launcher: Make) -> 
     launcher.close()
     assert time.monotonic() - began < 20.0
     assert launcher._process.returncode == -signal.SIGKILL
+
+
+_OWNER = """
+import fcntl, os, sys, termios
+import gymnasium
+from envserve.client import BatchEnv
+
+class Reads(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.low, {}
+
+    def step(self, action):
+        try:
+            read = open("/dev/tty").readline()
+        except OSError:
+            read = ""
+        return self.observation_space.low, float(bool(read)), False, False, {}
+
+if __name__ == "__main__":
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    os.close(os.open("/dev/tty", os.O_RDONLY))
+    with BatchEnv.local(Reads, 1, step_timeout=5.0) as batch:
+        batch.reset()
+        result = batch.step([0])
+        (pid,) = batch.lanes[0].worker_pids
+        print(os.getsid(pid) == os.getsid(0), os.getpgid(pid) == pid)
+        print(result.reward, result.status, result.infos)
+"""
+
+
+def test_workers_are_in_the_owners_session_but_have_no_terminal(tmp_path: Path) -> None:
+    # Linux schedules each session as a group, and a worker that polls yields its core
+    # only within its group. Reading from a terminal would stop a background process.
+    (tmp_path / "owner.py").write_text(_OWNER)
+    terminal, owners_end = os.openpty()
+    try:
+        owner = subprocess.run(
+            [sys.executable, "owner.py"],
+            cwd=tmp_path,
+            stdin=owners_end,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            timeout=60.0,
+        )
+    finally:
+        os.close(owners_end)
+        os.close(terminal)
+    assert owner.stdout == "True True\n[0.] [0] {}\n"

@@ -90,7 +90,7 @@ _, hard = before = resource.getrlimit(resource.RLIMIT_NPROC)
 def limit(number, _):
     wanted = (0, hard) if number == signal.SIGUSR1 else before
     resource.setrlimit(resource.RLIMIT_NPROC, wanted)
-if os.getsid(0) == os.getpid():  # the template leads a session
+if os.getpgid(0) == os.getpid():  # the template leads a process group
     if os.getuid() == 0:
         os.setuid(65534)
     signal.signal(signal.SIGUSR1, limit)

@@ -87,7 +87,7 @@ def test_a_repro_file_replays_the_same_actions(name: str) -> None:
             rows.action, check_actions(spec, batch, None, 1), strict=True
         ):
             target[...] = array
-        ring.record_step(rows.action, 0, 1)
+        ring.step_recorder(rows.action, 0, 1)()
         env.step(action)
     played = ring.read(0)
     assert played is not None
