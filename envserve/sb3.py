@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
@@ -110,7 +110,6 @@ class BatchVecEnv(VecEnv):
         #: Attributes that `get_attr` returns without querying the envs.
         self._local_attributes = {"spec": spec, **{n: getattr(batch, n) for n in names}}
         self._lost_info = dict.fromkeys(info_keywords)
-        self._observations = batch_space(batch.observation_space, batch.num_envs)
         super().__init__(batch.num_envs, batch.observation_space, batch.action_space)
         self.metadata |= metadata_of(batch)
 
@@ -174,7 +173,8 @@ class BatchVecEnv(VecEnv):
             for row, is_cut in enumerate((step.truncated & ~step.terminated).tolist())
         ]
         if dones.any():
-            last = final_observations(self._observations, step, self._last_observation)
+            space = self.batch.observation_space
+            last = final_observations(space, step, self._last_observation)
             for row in dones.nonzero()[0].tolist():
                 if not step.valid[row]:
                     infos[row] = {**self._lost_info, **infos[row]}
