@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,11 +64,14 @@ def make_vec_env(
         and to the file. In lost episodes, their values are None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`. `wrapper_class` and `wrapper_kwargs` are accepted
-        too; `vec_env_cls`, `vec_env_kwargs` and `start_index` have no effect.
+        too; `vec_env_cls`, `vec_env_kwargs`, `start_index` and SubprocVecEnv's
+        `start_method` have no effect.
 
     Raises:
       EnvserveError: See `envserve.make_vec`.
+      ValueError: The start method is unknown.
     """
+    multiprocessing.get_context(options.pop("start_method", None))
     if isinstance(addresses, int):  # the third argument is the seed in SB3
         addresses, seed = None, addresses
     for name in ("vec_env_cls", "vec_env_kwargs", "start_index"):
@@ -204,6 +208,7 @@ class BatchVecEnv(VecEnv):
 
         Raises:
           AttributeError: An env has no such attribute.
+          CallError: An env raised another exception.
         """
         rows = self._get_indices(indices)
         if attr_name in self._local_attributes:
@@ -211,6 +216,8 @@ class BatchVecEnv(VecEnv):
         try:
             return self.batch.get_attr(attr_name, rows)
         except CallError as error:
+            if error.remote_traceback and not isinstance(error, AttributeError):
+                raise
             raise AttributeError(str(error)) from error
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
