@@ -199,6 +199,22 @@ def test_the_observation_of_one_env_may_contain_an_empty_dict() -> None:
     assert data_equivalence(observation, expected, exact=True)
 
 
+@pytest.mark.parametrize("limit", [3, 700, -1])
+def test_the_spec_of_one_env_contains_its_time_limit(limit: int) -> None:
+    with contextlib.closing(
+        gymnasium.make("CartPole-v1", max_episode_steps=limit)
+    ) as theirs:
+        assert theirs.spec is not None
+        expected = theirs.spec.max_episode_steps
+    env = envserve.make("CartPole-v1", max_episode_steps=limit)
+    with contextlib.closing(env):
+        assert env.spec is not None
+        assert env.spec.max_episode_steps == expected
+    with contextlib.closing(gymnasium.make(env.spec)) as again:
+        assert again.spec is not None
+        assert again.spec.max_episode_steps == expected
+
+
 def test_one_env_is_stepped_after_the_end_as_in_gymnasium() -> None:
     wrappers = [{"name": "TimeLimit", "max_episode_steps": 1}]
     with contextlib.closing(envserve.make("Pendulum-v1", wrappers=wrappers)) as env:
