@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
@@ -63,11 +64,14 @@ def make_vec_env(
         `info["episode"]` and to the file; in lost episodes, they are None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`. `wrapper_class` and `wrapper_kwargs` are accepted
-        too; `vec_env_cls`, `vec_env_kwargs` and `start_index` have no effect.
+        too; `vec_env_cls`, `vec_env_kwargs`, `start_index` and SubprocVecEnv's
+        `start_method` have no effect.
 
     Raises:
       EnvserveError: See `envserve.make_vec`.
+      ValueError: The start method is unknown.
     """
+    multiprocessing.get_context(options.pop("start_method", None))
     if isinstance(addresses, int):  # the third argument is the seed in SB3
         addresses, seed = None, addresses
     for name in ("vec_env_cls", "vec_env_kwargs", "start_index"):
@@ -110,7 +114,6 @@ class BatchVecEnv(VecEnv):
         #: Attributes that `get_attr` returns without querying the envs.
         self._local_attributes = {"spec": spec, **{n: getattr(batch, n) for n in names}}
         self._lost_info = dict.fromkeys(info_keywords)
-        self._observations = batch_space(batch.observation_space, batch.num_envs)
         super().__init__(batch.num_envs, batch.observation_space, batch.action_space)
         self.metadata |= metadata_of(batch)
 
@@ -174,7 +177,8 @@ class BatchVecEnv(VecEnv):
             for row, is_cut in enumerate((step.truncated & ~step.terminated).tolist())
         ]
         if dones.any():
-            last = final_observations(self._observations, step, self._last_observation)
+            space = self.batch.observation_space
+            last = final_observations(space, step, self._last_observation)
             for row in dones.nonzero()[0].tolist():
                 if not step.valid[row]:
                     infos[row] = {**self._lost_info, **infos[row]}
@@ -204,6 +208,7 @@ class BatchVecEnv(VecEnv):
 
         Raises:
           AttributeError: An env has no such attribute.
+          CallError: An env raised another exception.
         """
         rows = self._get_indices(indices)
         if attr_name in self._local_attributes:
@@ -211,6 +216,8 @@ class BatchVecEnv(VecEnv):
         try:
             return self.batch.get_attr(attr_name, rows)
         except CallError as error:
+            if error.remote_traceback and not isinstance(error, AttributeError):
+                raise
             raise AttributeError(str(error)) from error
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:

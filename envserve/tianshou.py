@@ -12,11 +12,11 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.errors import EnvError
+from envserve.spaces.leaves import unbatch
 from envserve.text import install_command
 
 try:
@@ -129,6 +129,6 @@ class BatchVectorEnv(BaseVectorEnv):
     def _stack(self, observation: Any, order: Array) -> Array:
         # Tianshou expects nested observations as an array of dicts.
         if not isinstance(observation, np.ndarray):
-            space = batch_space(self.batch.observation_space, len(order))
-            observation = np.array(list(iterate(space, observation)))
+            space, rows = self.batch.observation_space, range(len(order))
+            observation = np.array(unbatch(space, observation, rows))
         return observation[order]

@@ -40,8 +40,6 @@ PARTS = {
     "tests/wrappers/vector": ("AsyncVectorEnv", "SyncVectorEnv"),
 }
 MAX_EXPECTED = 4
-#: Arguments that are ignored, because they configure Gymnasium's worker processes.
-IGNORED = ("shared_memory", "context", "daemon")
 
 _count = itertools.count()
 
@@ -99,10 +97,9 @@ class Harness:
     def substitute(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for Gymnasium's classes that records its users."""
 
-        def make_vec(env_fns: Sequence[Any], *ignored: Any, **options: Any) -> Any:
+        def make_vec(*arguments: Any, **options: Any) -> Any:
             self.users.add(self.test)
-            options = {k: v for k, v in options.items() if k not in IGNORED}
-            return make(env_fns, **options)
+            return make(*arguments, **options)
 
         return make_vec
 
@@ -138,8 +135,14 @@ def run_part(part: str, over_tcp: bool, arguments: Sequence[str]) -> int:
     def make_remote(env_fns: Sequence[Any], **options: Any) -> Any:
         path = Path(folder.name, f"{next(_count)}.pickle")
         path.write_bytes(cloudpickle.dumps(list(env_fns)))
-        options |= {"env_kwargs": {"path": str(path)}, "insecure": True}
-        return envserve.make_vec(ENV, len(env_fns), [address], **options)
+        return envserve.make_vec(
+            ENV,
+            len(env_fns),
+            [address],
+            options,
+            env_kwargs={"path": str(path)},
+            insecure=True,
+        )
 
     harness = Harness()
     make_vec: Any = harness.substitute(make_remote if over_tcp else envserve.make_vec)

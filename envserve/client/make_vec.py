@@ -185,6 +185,9 @@ def make(
     name = batch.spec.env_name if isinstance(env, str) else env
     settings |= {"address": address, **({"env": name} if isinstance(env, str) else {})}
     result.spec = _spec_of(name, settings, entry_point="envserve:make")
+    limit = (settings.get("env_kwargs") or {}).get("max_episode_steps")
+    if result.spec is not None and limit is not None:
+        result.spec.max_episode_steps = limit if limit > 0 else None
     return result
 
 

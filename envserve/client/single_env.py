@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import gymnasium
-from gymnasium.vector.utils import batch_space, iterate
 
 from envserve.client.batch_env import BatchEnv
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError
+from envserve.spaces.leaves import unbatch
 
 #: Attributes of this class, which are not forwarded to the env.
 _OWN_ATTRIBUTES: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
@@ -28,7 +28,6 @@ class Env(gymnasium.Env[Any, Any]):
         batch.reset_call, batch.is_single, batch.steps_ended = "reset()", True, True
         self.observation_space = batch.observation_space
         self.action_space = batch.action_space
-        self._batched_space = batch_space(batch.observation_space, 1)
         (self.render_mode,) = batch.get_attr("render_mode")
         self.metadata = metadata_of(batch)
         # In "human" mode the worker would open the window. If this mode is missing,
@@ -130,4 +129,4 @@ class Env(gymnasium.Env[Any, Any]):
         return f"<Env<{self._batch.spec.env_name}>>"
 
     def _unbatch(self, observation: Any) -> Any:
-        return next(iter(iterate(self._batched_space, observation)))
+        return unbatch(self.observation_space, observation, [0])[0]

@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from gymnasium.spaces import Space
-from gymnasium.vector.utils import iterate
 
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.errors import EnvError, EnvserveError
@@ -17,7 +16,7 @@ from envserve.lane import Outcome
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
-from envserve.spaces.leaves import flatten, unflatten
+from envserve.spaces.leaves import flatten, unbatch, unflatten
 from envserve.spaces.variable_length import decode_observation
 
 Array = np.ndarray[Any, Any]
@@ -191,21 +190,23 @@ def _write_to(
     return out._replace(infos=infos) if out.infos or infos else out
 
 
-def final_observations(space: Space[Any], step: StepResult, previous: Any) -> list[Any]:
-    """Return the final observations of all rows; only those of ended rows are valid.
+def final_observations(
+    space: Space[Any], step: StepResult, previous: Any
+) -> dict[int, Any]:
+    """Return the final observations of the rows whose episode has ended.
 
     Args:
-      space: Observation space of the whole batch.
+      space: Observation space of one env.
       step: Result of the step.
       previous: Observations before the step, which replace the final observations of
         lost episodes.
     """
-    rows = list(iterate(space, step.final_observation))
-    if lost := step.lost.nonzero()[0].tolist():
-        previous_rows = list(iterate(space, previous))
-        for row in lost:
-            rows[row] = previous_rows[row]
-    return rows
+    final = dict[int, Any]()
+    ended = step.terminated | step.truncated
+    for mask, batch in ((ended, step.final_observation), (step.lost, previous)):
+        if rows := mask.nonzero()[0].tolist():
+            final |= zip(rows, unbatch(space, batch, rows), strict=True)
+    return final
 
 
 def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:

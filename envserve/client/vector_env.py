@@ -387,7 +387,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             return batch_infos(result.infos, self.num_envs)
         infos, final_infos = dict(result.infos), {}
         observations = np.full(self.num_envs, None, object)
-        last = final_observations(self.observation_space, result, self._observation)
+        space = self._batch.observation_space
+        last = final_observations(space, result, self._observation)
         for row in ended.nonzero()[0].tolist():
             observations[row] = _copy_observation(self._batch.spec, last[row])
             info = dict(infos.pop(row, {}))

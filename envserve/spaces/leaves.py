@@ -309,6 +309,20 @@ def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
     return _unflatten(space, iter(leaves))
 
 
+def unbatch(space: Space[Any], batch: Any, rows: Iterable[int]) -> list[Any]:
+    """Return the values of some rows of a batch.
+
+    Gymnasium's `iterate` has no rows if a Dict or Tuple contains an empty one.
+
+    Args:
+      space: Space of one row.
+      batch: Arrays or tuples with one value per row, nested like the space.
+      rows: The rows.
+    """
+    leaves = flatten(space, batch)
+    return [unflatten(space, [leaf[row] for leaf in leaves]) for row in rows]
+
+
 def _unflatten(space: Space[Any], leaves: Iterator[Any]) -> Any:
     if isinstance(space, spaces.Dict):
         return {key: _unflatten(child, leaves) for key, child in space.spaces.items()}

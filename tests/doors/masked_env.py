@@ -47,6 +47,10 @@ class Masked(gymnasium.Env[Any, Any]):
     def times(self, factor: int, *, plus: int = 0) -> int:
         return factor * self.time + plus
 
+    @property
+    def broken(self) -> int:
+        raise RuntimeError("broken")
+
     def label_of(self, infos: Any) -> str:
         return type(infos[0]["is_success"]).__name__
 

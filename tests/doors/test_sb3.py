@@ -28,6 +28,7 @@ from tests.envserve.walk_env import EPISODE_LENGTH as WALK_LENGTH
 MODULE = "tests.doors.masked_env"
 ATTRIBUTES = (
     "action_masks",
+    "broken",
     "has_wrapper_attr",
     "label",
     "label_of",
@@ -101,6 +102,9 @@ def test_methods_and_attributes_of_selected_envs(masked: Any) -> None:
         masked.get_attr("no_such_thing")
     with pytest.raises(AttributeError, match="nothing"):
         masked.env_method("nothing")
+    with pytest.raises(RuntimeError, match="broken") as raised:
+        masked.get_attr("broken")
+    assert not isinstance(raised.value, AttributeError)
     with pytest.raises(CallError, match="times"):
         masked.env_method("times", "too", "many")
 
@@ -161,6 +165,15 @@ def test_arguments_of_sb3_are_accepted() -> None:
         envs.seed(7)
         assert np.array_equal(envs.reset(), first)
         envs.close()
+
+
+def test_arguments_of_subproc_vec_env_are_accepted() -> None:
+    functions = [lambda: gymnasium.make("CartPole-v1")] * 2
+    envs = make_vec_env(functions, start_method="spawn")
+    assert envs.reset().shape == (2, 4)
+    envs.close()
+    with pytest.raises(ValueError, match="cannot find context for 'illegal_method'"):
+        make_vec_env(functions, start_method="illegal_method")
 
 
 def test_negative_indices_count_from_the_end(masked: Any) -> None:

@@ -80,6 +80,14 @@ def test_values_of_a_compatible_dtype_are_valid(space: Any, actions: Any) -> Non
     np.testing.assert_array_equal(checked, actions)
 
 
+def test_texts_may_be_an_array_of_strings() -> None:
+    texts = ["a", "bc", "d"]
+    (checked,), (expected,) = (
+        check(spaces.Text(4), each) for each in (np.array(texts), texts)
+    )
+    assert checked.tolist() == expected.tolist()
+
+
 def test_a_column_of_scalars_and_additional_keys_are_accepted() -> None:
     (checked,) = check(spaces.Discrete(2), np.array([[0], [1], [1]]))
     assert checked.tolist() == [0, 1, 1]

@@ -37,8 +37,8 @@ from tests.oracle.identical import assert_identical
 from tests.oracle.random_envs import KINDS, RANDOM_ENV
 
 MODES = [mode.value for mode in AutoresetMode]
-#: Number of random sequences for each kind of env and mode.
-NUM_SEQUENCES = int(os.environ.get("ENVSERVE_TEST_SEQUENCES", "2"))
+#: Number of random sequences for each kind of env, mode and kind of lane: 240 in total.
+NUM_SEQUENCES = int(os.environ.get("ENVSERVE_TEST_SEQUENCES", "5"))
 lane_kind = local_or_tcp
 
 

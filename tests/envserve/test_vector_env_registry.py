@@ -11,13 +11,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
+from gymnasium.utils.env_checker import check_env, data_equivalence
 
 import envserve
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import ActionError, CallError, LocalProtocolError
 from tests.envserve.conftest import StartServer, local_or_tcp
 from tests.oracle.probe_envs import MODULE
+from tests.oracle.random_envs import RANDOM_ENV
 
 lane_kind = local_or_tcp
 pytestmark = [
@@ -187,6 +188,31 @@ def test_servers_expose_the_attributes_of_one_env_by_name(
         assert not env.has_wrapper_attr("force_mag")
         with pytest.raises(CallError, match="not allowed"):
             env.set_wrapper_attr("force_mag", 1.0)
+
+
+def test_the_observation_of_one_env_may_contain_an_empty_dict() -> None:
+    with contextlib.closing(gymnasium.make(RANDOM_ENV, kind="nested")) as theirs:
+        expected, _ = theirs.reset(seed=1)
+    env = envserve.make(RANDOM_ENV, env_kwargs={"kind": "nested"})
+    with contextlib.closing(env):
+        observation, _ = env.reset(seed=1)
+    assert data_equivalence(observation, expected, exact=True)
+
+
+@pytest.mark.parametrize("limit", [3, 700, -1])
+def test_the_spec_of_one_env_contains_its_time_limit(limit: int) -> None:
+    with contextlib.closing(
+        gymnasium.make("CartPole-v1", max_episode_steps=limit)
+    ) as theirs:
+        assert theirs.spec is not None
+        expected = theirs.spec.max_episode_steps
+    env = envserve.make("CartPole-v1", max_episode_steps=limit)
+    with contextlib.closing(env):
+        assert env.spec is not None
+        assert env.spec.max_episode_steps == expected
+    with contextlib.closing(gymnasium.make(env.spec)) as again:
+        assert again.spec is not None
+        assert again.spec.max_episode_steps == expected
 
 
 def test_one_env_is_stepped_after_the_end_as_in_gymnasium() -> None:
