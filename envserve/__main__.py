@@ -7,7 +7,9 @@ than the check.
 
 from __future__ import annotations
 
+import contextlib
 import getopt
+import os
 import sys
 from typing import Any
 
@@ -48,7 +50,8 @@ def _run_health_probe(arguments: list[str]) -> None:
 
             show_error(text)
         else:
-            print(text)
+            with contextlib.suppress(OSError):  # the exit code is the result
+                os.write(1, f"{text}\n".encode())
         sys.exit(code)
 
 

@@ -12,8 +12,9 @@ from envserve.errors import AddressError
 
 DEFAULT_PORT: Final = 5555
 _ADDRESS: Final = re.compile(
-    r"((tcp|dns)://)?(?P<host>\[[^]]+\]|[^:/\[\]\s]+)(:(?P<port>\d+))?"
+    r"((tcp|dns)://)?(?P<host>\[[^]]+\]|[^:/\[\]\s]+)(:(?P<port>[0-9]{1,5}))?"
 )
+_PORT: Final = re.compile("[0-9]{1,5}")
 
 
 class NamedAddress(str):
@@ -39,7 +40,7 @@ def complete_address(address: str) -> str:
     Raises:
       AddressError: The address is malformed.
     """
-    if address.startswith("ipc://") and address != "ipc://":
+    if address.startswith("ipc://") and address != "ipc://" and "\0" not in address:
         return address
     match = _ADDRESS.fullmatch(address)
     port = int(match["port"] or DEFAULT_PORT) if match else -1
@@ -64,7 +65,7 @@ def is_local_address(address: str) -> bool:
     if scheme == "ipc" and rest:
         return True
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not (port.isdigit() and int(port) < 65536):
+    if scheme != "tcp" or not host or not (_PORT.fullmatch(port) and int(port) < 65536):
         raise ValueError(
             f"expected an address like tcp://127.0.0.1:5555 or ipc:///path; "
             f"got {address!r}"

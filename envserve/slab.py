@@ -286,6 +286,14 @@ class Slab:
             raise
         return slab
 
+    def withhold_from_children(self) -> None:
+        """Do not map the memory in processes that this process forks (only on Linux).
+
+        If a child of an env returned from `step`, it would write to the env's rows.
+        """
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._memory.madvise(mmap.MADV_DONTFORK)
+
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped while an array uses it."""
         fd, self.fd = self.fd, -1

@@ -53,6 +53,7 @@ def prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process has closed the stream
             null = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(null, True)  # it may have the number of the stream
             setattr(sys, name, os.fdopen(null, "w", closefd=False))
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):  # print "?" if a character cannot be encoded

@@ -3,9 +3,9 @@
 Workers are forks of one process, so a generator that a module creates when it is
 imported would draw the same numbers in all of them. Each worker therefore seeds the
 global generators of `random`, NumPy and PyTorch, and every generator that it can reach
-from the globals of the user's modules and functions: through containers, default
-arguments, closures, the user's classes and functions, and objects of the user's
-classes.
+from the globals of the user's modules and functions: through default arguments,
+closures, the user's classes and functions, and objects whose class belongs to the user
+or to the standard library.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import gymnasium
@@ -26,15 +25,13 @@ import numpy as np
 
 from envserve.envs import registry, user_envs
 
-#: Types of containers that are searched for generators even if they are not user code.
-_CONTAINERS: Final = (
-    *(dict, list, tuple, deque, partial, CellType, MethodType, BuiltinMethodType),
-    *(staticmethod, classmethod, property, gymnasium.Space),
-)
 #: Limits that keep the search short: elements of a container, and objects in total.
 _MAX_ELEMENTS: Final = 2000
 _MAX_OBJECTS: Final = 20_000
-_NUMPY: Final = np.random.Generator, np.random.BitGenerator, np.random.RandomState
+_NUMPY: Final = (
+    *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
+    np.random.SeedSequence,
+)
 
 
 def seed_global_generators(
@@ -89,15 +86,27 @@ def _objects_of(
         kind = type(value)
         owner = value if issubclass(kind, (type, FunctionType)) else kind
         package = str(owner.__module__).partition(".")[0]
-        if package in packages or issubclass(kind, _CONTAINERS):
+        # For example lists, closures, iterators and namespaces.
+        is_standard = owner is kind and package in sys.stdlib_module_names
+        if (
+            package in packages
+            or (is_standard and not issubclass(kind, ModuleType))
+            or issubclass(kind, gymnasium.Space)
+        ):
             parts = gc.get_referents(value)
             queue += parts if len(parts) <= _MAX_ELEMENTS else ()
 
 
 def _seed_numpy(value: Any, sequence: np.random.SeedSequence) -> None:
-    """Replace the state of a Generator, BitGenerator or RandomState in place."""
-    is_legacy = isinstance(value, np.random.RandomState)
+    """Replace the state of a generator or a SeedSequence in place."""
     bits = getattr(value, "bit_generator", value)
+    seeds = getattr(bits, "seed_seq", bits)  # from which `spawn` creates generators
+    if isinstance(seeds, np.random.SeedSequence):
+        options: Any = {"spawn_key": sequence.spawn_key, "pool_size": seeds.pool_size}
+        np.random.SeedSequence.__init__(seeds, sequence.entropy, **options)
+    if isinstance(value, np.random.SeedSequence):
+        return
+    is_legacy = isinstance(value, np.random.RandomState)
     state = value.get_state(legacy=False) if is_legacy else bits.state
     kind = getattr(np.random, state["bit_generator"], None)
     if kind is None:  # a bit generator of another library

@@ -137,6 +137,7 @@ def _import_module(module: str) -> ModuleType:
     user_envs.check_files_exist([module])
     user_envs.modules_being_imported.append(module)
     arguments, sys.argv = sys.argv, [module]  # in case the module parses its arguments
+    pid = os.getpid()
     try:
         return _import_file(module) if module.endswith(".py") else import_module(module)
     except KeyboardInterrupt:
@@ -156,6 +157,8 @@ def _import_module(module: str) -> ModuleType:
             f"failed with {type(error).__name__}: {error}{where}{hint}"
         ) from error
     finally:
+        if os.getpid() != pid:  # the module has forked this process
+            os._exit(1)
         sys.argv = arguments
         user_envs.modules_being_imported.pop()
 
@@ -364,7 +367,7 @@ def preload(name: str) -> None:
     """Import the module of an env's class, so that forks of this process share it."""
     registered = gymnasium.registry.get(name)
     if registered is not None and isinstance(registered.entry_point, str):
-        import_module(registered.entry_point.partition(":")[0])
+        _import_module(registered.entry_point.partition(":")[0])
 
 
 def registered_spec(name: str) -> EnvSpec | None:

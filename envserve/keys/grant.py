@@ -146,12 +146,13 @@ def _convert_option(option: str, text: str) -> Any:
 def _parse_time(option: str, text: str) -> float:
     try:
         end = datetime.datetime.fromisoformat(text)
-    except ValueError:
+        end = end if end.tzinfo else end.replace(tzinfo=datetime.UTC)
+        return end.astimezone(datetime.UTC).timestamp()
+    except (ValueError, OverflowError):  # OverflowError: before the year 1
         raise CodecError(
             f"{option}: expected a date like 2027-01-01, or 2027-01-01T10:15:00Z; "
             f"got {text!r:.20}"
         ) from None
-    return (end if end.tzinfo else end.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def format_time(seconds: float) -> str:

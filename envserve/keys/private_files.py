@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from envserve.errors import KeyFileError
+from envserve.regular_file import open_regular
+
+#: Maximum size of a private file; the lines of 100,000 clients are smaller.
+_MAX_BYTES: Final = 1 << 26
 
 
 def display_path(path: Path) -> str:
@@ -37,18 +43,13 @@ def read_private(path: Path, remedy: str = "") -> str | None:
     with _as_key_file_error(path, "read"):
         try:
             _check_owner_and_mode(path.parent, os.stat(path.parent), "chmod 700")
-            # Do not block on a pipe, and do not follow a link.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            file = open_regular(path, _MAX_BYTES, follow_links=False)
         except FileNotFoundError:
             return None
-        with open(fd, encoding="utf-8", errors="replace") as file:
-            stat_result = os.fstat(fd)
-            if not stat.S_ISREG(stat_result.st_mode):
-                raise KeyFileError(
-                    f"{display_path(path)} is not a regular file; remove it"
-                )
+        with io.TextIOWrapper(file, "utf-8", "replace") as text:
+            stat_result = os.fstat(text.fileno())
             _check_owner_and_mode(path, stat_result, f"chmod 600{remedy}")
-            return file.read()
+            return text.read()
 
 
 @contextlib.contextmanager

@@ -168,6 +168,8 @@ class Launcher:
       reserve: Spare descriptors, for files that pools open.
       import_note: Threads of imported modules, without which workers may hang or fail,
         and the remedy; "" if there are none.
+      ends_in_import: Whether a template has ended during an import, and none has
+        imported all modules; a new template would end too.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class Launcher:
         """
         self._owner_pid = os.getpid()
         self.import_note = ""
+        self.ends_in_import = False
         self.reserve = DescriptorReserve(num_reserved)
         self._import_modules = list(import_modules)
         self._preload = None if preload is None else list(preload)
@@ -200,6 +203,7 @@ class Launcher:
         self._running: dict[int, WorkerProcess] = {}  # by process id
         self._last_report_at = 0.0  # or when a request became due, if that is later
         self._num_forks = 0
+        self._has_ever_imported = False
         self._is_updating = self._is_closed = False
         self._start_template()
 
@@ -209,6 +213,7 @@ class Launcher:
         self._channel = Channel(own_end)
         self._template_error = ""
         self._has_imported = False
+        self._importing = ""  # the module or env whose import is in progress
         with template_end:
             # Send this before the template starts: a template that ends immediately
             # cannot make it fail, and if it fails, no process is left behind.
@@ -302,6 +307,7 @@ class Launcher:
         if self._template_error:
             return
         if self._is_updating:
+            self._importing = ""  # not the module's fault
             self._stop_template("was interrupted, and ")
             return
         self._is_updating = True
@@ -327,6 +333,7 @@ class Launcher:
             silent_seconds = self._clock() - self._last_report_at
             if silent_seconds > _FORK_TIMEOUT_SECONDS:
                 modules = ", ".join([*self._import_modules, *(self._preload or ())])
+                self._importing = ""  # the next attempt may be faster
                 self._stop_template(
                     f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; "
                     f"is an import stuck ({modules or 'gymnasium'})? It "
@@ -363,7 +370,10 @@ class Launcher:
         self._is_updating = False
 
     def _on_message(self, message: dict[str, Any]) -> None:
-        if "imported" in message:
+        if "importing" in message:
+            self._importing = message["importing"]
+        elif "imported" in message:
+            self._importing, self._has_ever_imported = "", True
             self._has_imported = message["imported"]
             self.import_note = message["note"]
         elif "kill" in message:
@@ -397,7 +407,7 @@ class Launcher:
         self._channel.close()
         if not is_exiting:
             self._process.kill()
-        end = "cannot be killed"
+        end, exit_code = "cannot be killed", -signal.SIGKILL
         for _ in range(2):
             try:
                 exit_code = self._process.wait(timeout=1.0)
@@ -406,6 +416,11 @@ class Launcher:
             else:
                 end = str(Exit(self._process.pid, exit_code))
                 break
+        if self._importing and not self._is_closed:
+            self.ends_in_import = not self._has_ever_imported
+            end += f" while it imported {self._importing}"
+            if exit_code >= 0:
+                end += "; a module must not exit or fork, or close descriptors"
         for pid, process in self._running.items():
             # On Linux the kernel kills them together with the template.
             if sys.platform != "linux" or self._process.returncode is None:

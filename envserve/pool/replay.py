@@ -21,6 +21,7 @@ from envserve.crashes.repro_file import (
 )
 from envserve.errors import ReproError
 from envserve.pool.launcher import Launcher, WorkerProcess
+from envserve.regular_file import open_regular
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.text import one_line
@@ -58,7 +59,7 @@ def load_repro(path: Path) -> Repro:
       ReproError: The file cannot be read or is not valid.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return decode_repro(file.read(MAX_REPRO_BYTES + 1))
     except OSError as error:
         raise ReproError(

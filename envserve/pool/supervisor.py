@@ -406,6 +406,7 @@ class SupervisedWorker:
         is_permanent = (
             self._is_permanent
             or (self._slab is None and self._traceback)
+            or self._launcher.ends_in_import
             # The next process would wait for the same missing thread.
             or (note and kill_reason and not self._has_ever_stepped)
         )

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from envserve.worker import unpatched
+
 #: A zombie that no env has waited for within this time was probably adopted.
 _ADOPTED_AFTER_SECONDS: Final = 60.0
 #: Number of calls of `reap` per check.
@@ -45,14 +47,14 @@ class OrphanReaper:
             is_adopted = session not in (own_session, pid)
             if is_adopted or now > self._zombies_since[pid] + _ADOPTED_AFTER_SECONDS:
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+                    unpatched.waitpid(pid, os.WNOHANG)
 
 
 def _has_zombie_child() -> bool:
     """Return whether a child has ended, without reaping it."""
     try:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_ALL, 0, flags) is not None
+        return unpatched.waitid(os.P_ALL, 0, flags) is not None
     except ChildProcessError:
         return False
 

@@ -65,6 +65,8 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
       import_modules: Imports the user's env modules, and returns the error or "".
     """
     with channel:
+        # A child that an env forks must not take messages of its parent.
+        os.register_at_fork(after_in_child=channel.close)
         try:
             inbox = MessageReader(channel)
             messages = inbox.messages()
@@ -194,6 +196,7 @@ class _Worker:
         num_envs, num_workers = config.num_envs, config.num_workers
         slab = Slab(fd, spec, num_envs, num_workers)
         slab.close()  # processes started by envs must not inherit the descriptor
+        slab.withhold_from_children()
         heartbeat = slab.heartbeats[config.worker].data
         ring = ActionRing(spec, num_envs, slab.extra)
         for block in self._blocks.values():

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from envserve.worker import unpatched
+
 #: Number of bytes to keep from the end of each worker's output.
 TAIL_BYTES: Final = 4096
 _READ_BYTES: Final = 1 << 16
@@ -138,7 +140,7 @@ class StderrPipes:
                 self._forward_complete(read_fd, is_at_eof=True)
         for stack in self._stacks.values():
             self._forward(stack)
-        last = select.poll()
+        last = unpatched.poll()
         last.register(self._out_fd, select.POLLOUT)
         deadline = time.monotonic() + _LAST_FLUSH_MS / 1000
         while self._unsent and last.poll(_LAST_FLUSH_MS):
@@ -149,7 +151,7 @@ class StderrPipes:
     def _read(self, read_fd: int) -> bool:
         """Read once; return whether there was any output."""
         try:
-            data = os.read(read_fd, _READ_BYTES)
+            data = unpatched.read(read_fd, _READ_BYTES)
         except BlockingIOError:
             return False
         worker = self._workers[read_fd]
@@ -206,12 +208,12 @@ class StderrPipes:
 
     def _flush(self) -> None:
         """Write as much as possible without blocking."""
-        can_write = select.poll()
+        can_write = unpatched.poll()
         can_write.register(self._out_fd, select.POLLOUT)
         try:
             # A writable pipe accepts PIPE_BUF bytes without blocking.
             while self._unsent and can_write.poll(0):
-                sent = os.write(self._out_fd, self._unsent[: select.PIPE_BUF])
+                sent = unpatched.write(self._out_fd, self._unsent[: select.PIPE_BUF])
                 del self._unsent[:sent]
         except BlockingIOError:
             pass

@@ -31,6 +31,7 @@ owner keeps the socket open. If the template is killed, the kernel kills the wor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -50,6 +51,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserve.spaces import codec
+from envserve.worker import unpatched
 from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
 from envserve.worker.orphans import child_processes
 from envserve.worker.stderr_pipes import StderrPipes
@@ -66,10 +68,10 @@ _STACK_REST_SECONDS: Final = 0.005
 #: Delay between the end of a child and the search for orphans; many children may end at
 #: once.
 _ORPHAN_DELAY_SECONDS: Final = 0.1
-#: Time to kill all processes when the template exits; the owner waits for a second.
+#: Time for the interpreter to exit, which may wait for threads of imported modules, and
+#: time to kill all processes. The owner waits for a second.
+_EXIT_SECONDS: Final = 0.4
 _KILL_ALL_SECONDS: Final = 0.5
-#: Time for the interpreter to exit, which may wait for threads of imported modules.
-_EXIT_SECONDS: Final = 5
 #: Added to a worker's OOM score (at most 1000), by which the kernel selects the process
 #: to kill when memory runs out.
 _OOM_SCORE_INCREASE: Final = 500
@@ -77,6 +79,7 @@ _OOM_SCORE_INCREASE: Final = 500
 
 def main(fd: int) -> None:
     """Run the template process, connected to its owner by the socket `fd`."""
+    faulthandler.enable(2)  # print the Python stack if an import crashes in C code
     _leave_terminal()
     # Processes started by envs must not inherit the connection to the owner.
     os.set_inheritable(fd, False)
@@ -87,10 +90,14 @@ def main(fd: int) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A killed worker would lose buffered output.
         sys.stdout.reconfigure(line_buffering=True)
+    template = _Template(owner)
+    # Registered first, so it runs last: until then, a pool of multiprocessing restarts
+    # its processes.
+    atexit.register(template.close)
     # Imported lazily, because importing this module must not load gymnasium.
     from envserve.worker import process  # noqa: F401
 
-    _Template(owner).run()
+    template.run()
 
 
 def _leave_terminal() -> None:
@@ -126,8 +133,9 @@ class _Template:
             # Also sent when only the owner's thread ends, which has no effect.
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
+        self._tracker_pid = None  # of a resource tracker of multiprocessing
         self._kill_orphans_at = math.inf
-        self._poller = select.poll()
+        self._poller = unpatched.poll()
         self._poller.register(self._owner, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
         self._pipes = StderrPipes(self._poller)
@@ -135,9 +143,10 @@ class _Template:
     def _undo_import_effects(self) -> None:
         """Undo changes by imported modules that would break the template."""
         for number in (signal.SIGCHLD, signal.SIGCONT):
-            signal.signal(number, lambda *_: None)  # the wakeup descriptor is enough
+            unpatched.signal(number, lambda *_: None)  # the wakeup descriptor is enough
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # writes return an error instead
+        # Writes to a closed pipe return an error instead.
+        unpatched.signal(signal.SIGPIPE, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)  # the default action ends the process
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for fd, saved_fd in enumerate(self._standard_fds):
@@ -148,10 +157,18 @@ class _Template:
         try:
             self._loop()
         finally:
-            # The handler must not write to sockets that are closed below.
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_EXIT_SECONDS)
+            unpatched.signal(signal.SIGALRM, self._exit_at_once)
+            signal.setitimer(signal.ITIMER_REAL, _EXIT_SECONDS)
+
+    def _exit_at_once(self, *_: object) -> None:
+        self._kill_all()
+        os._exit(1)
+
+    def close(self) -> None:
+        """Kill all processes that workers and imported modules have left (on Linux)."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._kill_all()
+        signal.set_wakeup_fd(-1)  # the handler must not write to a closed socket
         for endpoint in (self._owner, self._wakeup, self._wakeup_writer):
             endpoint.close()
 
@@ -169,23 +186,27 @@ class _Template:
                 if os.getppid() != self._owner_pid or (
                     fd == self._owner.fileno() and not self._handle_requests()
                 ):
-                    self._kill_all()
+                    for pid in self._workers.values():
+                        kill_group(pid)
                     self._pipes.close()
                     return
 
     def _kill_all(self) -> None:
-        """Kill all workers, and on Linux all processes that they have started."""
-        for pid in self._workers.values():
-            kill_group(pid)
         deadline = time.monotonic() + _KILL_ALL_SECONDS
-        while (remaining := _child_pids()) and time.monotonic() < deadline:
+        wakeup = unpatched.poll()
+        wakeup.register(self._wakeup, select.POLLIN)
+        while (remaining := self._other_children()) and time.monotonic() < deadline:
             for pid in remaining:
                 kill_group(pid)
-            select.select([self._wakeup], [], [], 0.05)
+            wakeup.poll(50)
             self._drain_wakeups()
             with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
+                while unpatched.waitpid(-1, os.WNOHANG)[0]:
                     pass
+
+    def _other_children(self) -> set[int]:
+        """Return all child processes but the resource tracker, which ends by itself."""
+        return {*_child_pids()} - {self._tracker_pid}
 
     def _kill_orphans(self) -> None:
         """Kill processes that workers have left behind when they ended."""
@@ -246,6 +267,7 @@ class _Template:
         files = dict.fromkeys(_thread_ids(), "")
         num_preloaded = 0
         for index, name in enumerate((*modules, *env_names)):
+            self._report({"importing": name})
             if index >= len(modules):
                 # The worker encounters the same error, and reports it with a traceback.
                 with contextlib.suppress(BaseException):
@@ -256,6 +278,13 @@ class _Template:
             file = Path(name.partition(":")[0]).name
             files = dict.fromkeys(_thread_ids(), file) | files
         self._undo_import_effects()
+        if "multiprocessing.shared_memory" in sys.modules:
+            # Workers share this process, which removes the shared memory that they have
+            # not removed when all of them have ended.
+            from multiprocessing import resource_tracker
+
+            resource_tracker.ensure_running()
+            self._tracker_pid = vars(resource_tracker._resource_tracker).get("_pid")
         gc.collect()
         gc.freeze()  # later collections must not write to pages that forks share
         note, started = "", [*filter(None, map(files.get, _thread_ids()))]
@@ -281,7 +310,7 @@ class _Template:
         with contextlib.suppress(Exception):  # an import may have closed the stream
             sys.stdout.flush()
         try:
-            pid = os.fork()
+            pid = unpatched.fork()
         except OSError as error:  # out of memory, or too many processes
             for passed_fd in fds:
                 os.close(passed_fd)
@@ -316,7 +345,7 @@ class _Template:
                 _raise_oom_score()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGCONT):
-                signal.signal(number, signal.SIG_DFL)
+                unpatched.signal(number, signal.SIG_DFL)
             for other in (self._owner, self._wakeup, self._wakeup_writer):
                 other.close()
             for other_fd in (*self._fds, *self._standard_fds):
@@ -330,7 +359,7 @@ class _Template:
             faulthandler.enable(2, all_threads=False)
             faulthandler.register(_STACK_SIGNAL, 2, all_threads=False)
             os.set_inheritable(fd, False)
-            channel = socket.socket(fileno=fd)
+            channel = unpatched.socket(fileno=fd)
             channel.settimeout(None)  # an imported module may have set a default
             modules = self._worker_imports
             process.run(channel, lambda: self._import_error or _import_error(modules))
@@ -354,7 +383,9 @@ class _Template:
         while True:
             # Do not reap the child yet, so that its group can still be killed safely.
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ended = unpatched.waitid(
+                    os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT
+                )
             except ChildProcessError:
                 return
             if ended is None:
@@ -364,7 +395,7 @@ class _Template:
             is_worker = ended.si_pid in self._workers.values()
             if is_worker:
                 kill_group(ended.si_pid)
-            pid, status = os.waitpid(ended.si_pid, 0)
+            pid, status = unpatched.waitpid(ended.si_pid, 0)
             if not is_worker:  # an orphan, or a child of an imported module
                 continue
             (request,) = [k for k, v in self._workers.items() if v == pid]

@@ -19,7 +19,7 @@ from ppo.cli.stop_signals import StopSignals
 from ppo.config.named_configs import read_table
 from ppo.errors import RunFolderError
 from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, open_no_link
 from ppo.run_folder.metrics_file import read_metrics
 
 
@@ -118,7 +118,10 @@ def _train(
 
 def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
     options = [f"--num-workers={workers}", f"--intra-op-threads={min(workers, 2)}"]
-    with (run.path / "output.log").open("wb") as log:
+    with contextlib.ExitStack() as stack:
+        with run.writing():
+            path = run.path / "output.log"
+            log = stack.enter_context(open(path, "wb", opener=open_no_link))
         return start_training(
             [*options, "--trust", "--resume", str(run.path)], stdout=log, stderr=log
         )

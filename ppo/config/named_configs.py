@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from envserve.envs.user_envs import is_user_env
+from envserve.regular_file import open_regular
 from ppo.config.config import Config
 from ppo.errors import ConfigError, suggestion
 
 __all__ = ["CONFIGS"]
+
+#: Maximum size of a file with settings or results.
+_MAX_TABLE_BYTES = 1 << 24
 
 # With a lambda of 0.95, advantages are noisier, and the return of some seeds stays far
 # below that of the others. Gradient norms differ by a factor of 100 between a steady
@@ -349,7 +353,8 @@ def read_table(path: Path) -> dict[str, Any]:
             that cannot be printed (surrogates).
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path, _MAX_TABLE_BYTES) as file:
+            text = file.read().decode()
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         json.dumps(content, default=str, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
+from envserve.regular_file import open_regular
 from envserve.text import one_line
 from ppo.agent.agent import Agent
 from ppo.config.named_configs import read_table
@@ -217,6 +218,8 @@ def _load_state(
     path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool
 ) -> None:
     try:
+        for file in path.glob("state.*"):  # TensorFlow would wait for a pipe
+            open_regular(file).close()
         status = checkpoint.read(str(path / "state"))
         status.assert_existing_objects_matched()
         if is_complete:

@@ -212,7 +212,7 @@ class RunFolder:
             yield
             return
         with self.writing():
-            descriptor = _open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
+            descriptor = open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
             file = os.fdopen(descriptor, "r+", errors="replace")
         with file:
             try:
@@ -270,14 +270,17 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file, but not a symbolic link, which another user may have created."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+def open_no_link(path: str | Path, flags: int) -> int:
+    """Open a file to write to it, but not a link, nor a pipe that no process reads.
+
+    Another user may have created the link or pipe.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "w", encoding="utf-8", opener=_open_no_link) as file:
+    with open(temporary, "w", encoding="utf-8", opener=open_no_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -10,7 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from envserve.regular_file import open_regular
 from ppo.errors import RunFolderError
+
+#: Maximum size of the file; millions of rows are smaller.
+_MAX_BYTES = 1 << 30
 
 
 def truncate_after(path: Path, iteration: int) -> None:
@@ -21,22 +25,21 @@ def truncate_after(path: Path, iteration: int) -> None:
     """
     if not path.exists():
         return
-    content = path.read_bytes()
     num_kept_bytes = 0
-    for line in content.splitlines(keepends=True):
-        row = _complete_row(line) if line.endswith(b"\n") else None
-        if row is None or row.get("iteration", 0) > iteration:
-            break
-        num_kept_bytes += len(line)
-    if num_kept_bytes < len(content):
-        os.truncate(path, num_kept_bytes)
+    with open_regular(path, _MAX_BYTES) as file:
+        for line in file:
+            row = _complete_row(line) if line.endswith(b"\n") else None
+            if row is None or row.get("iteration", 0) > iteration:
+                break
+            num_kept_bytes += len(line)
+    os.truncate(path, num_kept_bytes)
 
 
 def last_iteration(path: Path) -> int:
     """Return the last reported iteration, or 0 if there are no rows or no file.
 
     Raises:
-        OSError: The file cannot be read.
+        RunFolderError: The file cannot be read.
     """
     rows = _complete_rows(path) if path.exists() else []
     return int(rows[-1].get("iteration", 0)) if rows else 0
@@ -51,12 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunFolderError: The file cannot be read, or has no complete row.
     """
-    try:
-        rows = _complete_rows(path)
-    except OSError as error:
-        raise RunFolderError(
-            f"{path}: cannot read the metrics; {error.strerror or error}."
-        ) from error
+    rows = _complete_rows(path)
     if not rows:
         raise RunFolderError(
             f"{path}: expected the metrics of at least one iteration, found none; "
@@ -66,8 +64,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().splitlines()
-    return [row for row in map(_complete_row, lines) if row is not None]
+    try:
+        with open_regular(path, _MAX_BYTES) as file:
+            return [row for row in map(_complete_row, file) if row is not None]
+    except OSError as error:
+        raise RunFolderError(
+            f"{path}: cannot read the metrics; {error.strerror or error}."
+        ) from error
 
 
 def _complete_row(line: bytes) -> dict[str, Any] | None:

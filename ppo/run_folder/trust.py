@@ -24,6 +24,7 @@ from envserve.envs.user_envs import is_user_env
 from envserve.errors import KeyFileError
 from envserve.keys import private_files
 from envserve.keys.key_folder import KeyFolder
+from envserve.regular_file import open_regular
 from envserve.text import one_line
 from ppo.config.config import CODE_SETTINGS, Config
 
@@ -31,6 +32,7 @@ _LOGGER = logging.getLogger("envserve")
 #: Packages that are safe to import, although calling their functions may not be.
 _INSTALLED = ("envserve", "gymnasium", "ppo")
 _CODE_SUFFIXES = (".py", ".pyc", ".so")
+_MAX_CODE_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) ->
         path = _record_path(config, source, folder)
         return private_files.read_private(path) is not None
     except (KeyFileError, OSError) as error:
-        _warn_once(f"cannot read the record of trusted code: {error}")
+        _warn_once(f"cannot check whether the code was trusted before: {error}")
         return False
 
 
@@ -126,7 +128,8 @@ def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path
     if folder and any(name[:2] == "./" for found in names.values() for name in found):
         files = [file for file in folder.rglob("*") if file.suffix in _CODE_SUFFIXES]
         for file in filter(Path.is_file, files):
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            with open_regular(file, _MAX_CODE_BYTES) as code:
+                digest = hashlib.file_digest(code, "sha256").hexdigest()
             content[str(file.relative_to(folder))] = digest
     env_name = "" if is_user_env(config.env_name) else config.env_name
     rest = env_name, config.env_kwargs, config.wrappers, config.insecure

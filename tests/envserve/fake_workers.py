@@ -96,6 +96,7 @@ class FakeLauncher:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
         self.import_note = ""
+        self.ends_in_import = False
         self.reserve = contextlib.nullcontext()  # reserves no descriptors
 
     def launch(

@@ -144,7 +144,11 @@ def test_ray_addresses_resolve_to_the_servers_in_ray(
 
 
 @pytest.mark.parametrize(
-    "source", ["", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"]
+    "source",
+    [
+        *("", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"),
+        *("ipc:///a\0b", "a:\u00b2", f"a:{'9' * 5000}"),
+    ],
 )
 def test_invalid_addresses_raise_address_error(source: str) -> None:
     with pytest.raises(AddressError, match="expected an address like sim1, sim1:5555"):

@@ -72,6 +72,14 @@ def test_health_of_a_server_imports_no_slow_modules(serve: Serve) -> None:
     assert loaded & {*slow, "envserve.cli.app", "envserve.settings"} == set()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
+def test_health_does_not_depend_on_its_output(serve: Serve) -> None:
+    words = [*PROGRAM, "health", serve().address, "--timeout", "60"]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_each_health_probe_has_its_exit_code(
     serve: Serve, join: Join, wait_until: WaitUntil
 ) -> None:

@@ -392,6 +392,8 @@ def test_a_closed_pipe_is_not_reported_as_an_error() -> None:
         ("--version >&- 2>&-", 0, 0),
         ("start --wokers 1 2>&-", 2, 0),
         ("health x://y 2>&-", 2, 0),
+        ("describe CartPole-v1 2>&-", 0, 0),
+        ("describe CartPole-v1 >&- 2>&- <&-", 0, 0),
     ],
 )
 def test_an_unwritable_stream_causes_at_most_one_line(

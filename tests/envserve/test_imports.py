@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
@@ -14,7 +15,7 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.envs import registry
 from envserve.errors import EnvStartError
-from tests.envserve.conftest import Serve
+from tests.envserve.conftest import Serve, WaitUntil
 
 ENV = """
 import gymnasium
@@ -75,6 +76,37 @@ GENERATORS = {
         "draw = lambda: H.rng.random()"
     ),
     "other file": "from helpers.noise import draw",
+    "namespace": (
+        "import types; N = types.SimpleNamespace(rng=random.Random(3))\n"
+        "draw = lambda: N.rng.random()"
+    ),
+    "mapping": (
+        "import types; M = types.MappingProxyType({'a': random.Random(3)})\n"
+        "draw = lambda: M['a'].random()"
+    ),
+    "thread": (
+        "import threading; T = threading.local(); T.rng = random.Random(3)\n"
+        "draw = lambda: T.rng.random()"
+    ),
+    "cached function": (
+        "@functools.lru_cache\ndef get(): return random.Random(3)\n"
+        "get(); draw = lambda: get().random()"
+    ),
+    "running generator": (
+        "def noise():\n    rng = random.Random(3)\n    while True: yield rng.random()\n"
+        "N = noise(); next(N); draw = lambda: next(N)"
+    ),
+    "iterator": (
+        "import itertools; C = itertools.cycle([random.Random(3)])\n"
+        "draw = lambda: next(C).random()"
+    ),
+    "spawned": (
+        "RNG = np.random.default_rng(3); draw = lambda: RNG.spawn(1)[0].random()"
+    ),
+    "seed sequence": (
+        "S = np.random.SeedSequence(3)\n"
+        "draw = lambda: np.random.default_rng(S.spawn(1)[0]).random()"
+    ),
 }
 
 
@@ -209,6 +241,163 @@ EXITS = {
     "GeneratorExit": "raise GeneratorExit",
     "BaseException: all": "raise BaseException('all')",
 }
+
+
+ENDS = {
+    "exited with code 3": "os._exit(3)",
+    "exited with code 0": "os.fork() and os._exit(0)",
+    "exited with code 1": "os.closerange(3, 100)",
+    "was killed by SIGSEGV": "os.kill(os.getpid(), signal.SIGSEGV)",
+    "was stopped by a signal": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("expected", ENDS)
+def test_import_that_ends_its_process_is_tried_once_and_named(
+    folder: Path, expected: str
+) -> None:
+    env = write_env(folder, f"import os, signal; {ENDS[expected]}")
+    with pytest.raises(EnvStartError) as caught:
+        BatchEnv.local(f"{env}:E", 2, 2)
+    text = str(caught.value)
+    assert expected in text
+    assert f"while it imported {env}" in text
+    assert "in a row" not in text
+
+
+FORKS = {
+    "import": "os.fork()",
+    "import of a thread": (
+        "import threading; THREAD = threading.Thread(target=os.fork)\n"
+        "THREAD.start(); THREAD.join()"
+    ),
+    "constructor": "class E(E):\n    def __init__(self): os.fork()",
+}
+
+
+@pytest.mark.parametrize("preload", [True, False])
+@pytest.mark.parametrize("place", FORKS)
+def test_forked_copies_of_a_process_end_and_the_process_works(
+    folder: Path, place: str, preload: bool
+) -> None:
+    text = f"import os\nclass E(Draw): pass\n{FORKS[place]}"
+    env = f"{write_env(folder, text)}:E"
+    with BatchEnv.local(env, 2, 2, preload=preload) as batch:
+        batch.reset()
+        for _ in range(5):
+            assert batch.step(np.zeros(2, np.int64)).valid.all()
+
+
+PATCHES = """
+import os, select, signal, socket
+
+def replaced(*args, **kwargs): raise RuntimeError("needs an event loop")
+
+def patch(module, *names):
+    for name in names: setattr(module, name, replaced)
+
+patch(os, "fork", "read", "waitid", "waitpid", "write")
+patch(select, "poll", "select")
+patch(signal, "signal")
+patch(socket, "socket")
+"""
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_functions_that_an_import_replaces_are_not_used_in_workers(
+    folder: Path, capfd: pytest.CaptureFixture[str], preload: bool
+) -> None:
+    """Gevent and eventlet replace functions of the standard library."""
+    text = f"""
+{PATCHES}
+class E(Draw):
+    def step(self, action):
+        print("hello")
+        if action: os._exit(3)
+        return super().step(action)
+"""
+    env = f"{write_env(folder, text)}:E"
+    with BatchEnv.local(env, 2, 2, preload=preload, padding_after=60.0) as batch:
+        batch.reset()
+        assert batch.step(np.array([1, 0])).valid.tolist() == [False, True]
+        assert batch.step(np.zeros(2, np.int64)).valid.all()
+    assert "hello" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pool_of_processes_of_an_import_ends_with_the_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", str(folder))
+    text = "import multiprocessing\nPOOL = multiprocessing.Pool(2)\n"
+    text += "POOL.map(abs, [1])\nclass E(Draw): pass"
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 2) as batch:
+        batch.reset()
+        assert len(marked_processes(folder)) == 5
+    assert not marked_processes(folder)
+
+
+def marked_processes(folder: Path) -> list[Path]:
+    """Return the running processes with a variable MARK in their environment."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"MARK={folder}\0".encode() in environment.read_bytes():
+                found.append(environment.parent)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists shared memory")
+def test_shared_memory_of_killed_workers_is_removed_at_the_end(
+    folder: Path, wait_until: WaitUntil
+) -> None:
+    text = """
+import os
+from multiprocessing.shared_memory import SharedMemory
+class E(Draw):
+    def __init__(self): self.memory = SharedMemory(create=True, size=1)
+    def name(self): return self.memory.name
+    def step(self, action): os._exit(3)
+"""
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 1, 1) as batch:
+        batch.reset()
+        names = batch.call_each("name")
+        batch.step(np.zeros(1, np.int64))
+        names += batch.call_each("name")
+        paths = [Path("/dev/shm", name) for name in names]
+        assert paths[-1].exists()
+    wait_until(lambda: not any(path.exists() for path in paths))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses MADV_DONTFORK")
+def test_forked_child_that_returns_from_a_step_writes_to_no_row(folder: Path) -> None:
+    text = """
+import os
+class E(Draw):
+    t, is_child = 0, False
+    def draw(self): return self.t
+    def step(self, action):
+        self.t += 1
+        if action == 1:
+            (go, E.go), (E.done, done) = os.pipe(), os.pipe()
+            if os.fork() == 0:
+                E.is_child = True
+                os.read(go, 1)  # then return from this step
+            else:
+                os.close(done)
+        elif action == 2:
+            if E.is_child: os._exit(0)
+            os.write(E.go, b"x")
+            os.read(E.done, 1)  # until the child has ended
+        return super().step(action)
+E.action_space = gymnasium.spaces.Discrete(3)
+"""
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 1) as batch:
+        batch.reset()
+        for actions, expected in (([1, 0], 1), ([0, 2], 2), ([0, 0], 3)):
+            step = batch.step(np.array(actions))
+            assert step.valid.all()
+            assert step.observation.tolist() == [[expected], [expected]]
 
 
 @pytest.mark.parametrize("preload", [True, False])

@@ -211,6 +211,7 @@ def test_an_invitation_in_clients_has_an_expiry_time() -> None:
         (f"ci {PUBLIC} share=nan", "share: expected a number .*; got 'nan'$"),
         (f"ci {PUBLIC} share=inf", "share: expected a number .*; got 'inf'$"),
         (f"ci {PUBLIC} expires=soon", "expires: expected a date"),
+        (f"ci {PUBLIC} expires=0001-01-01T00+14:00", "expires: expected a date"),
         (f"ci {PUBLIC} until=2027-01-01", "until= for an invitation"),
         (f"ci envserve-invite-1.{KEY_43}", "until= for an invitation"),
         (f"ci envserve-secret-1.{KEY_43}", r"begin with envserve-secret-1\.$"),

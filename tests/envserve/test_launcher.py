@@ -438,7 +438,7 @@ def test_template_whose_socket_an_import_has_closed_is_killed(
 ) -> None:
     text = "import os, time; os.closerange(3, 4096); time.sleep(60)"
     end = start(make_launcher(closes_all=text)).wait_for_end()
-    assert str(end).endswith("the template process was killed by SIGKILL")
+    assert "the template process was killed by SIGKILL" in str(end)
 
 
 def test_unread_reports_do_not_make_the_template_look_stuck(

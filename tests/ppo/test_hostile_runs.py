@@ -1,6 +1,7 @@
 """Broken and hostile files in a run folder are errors of one line."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -114,7 +115,7 @@ def test_any_metrics_are_read_or_are_an_error(
     first = b'{"steps": 1, "mean_return": 2.0, "iteration": 1}\n'
     write(run.metrics_path, content and first + content + b"\n" + first)
     check(lambda: read_metrics(run.metrics_path), RunFolderError)
-    check(lambda: last_iteration(run.metrics_path), OSError)
+    check(lambda: last_iteration(run.metrics_path), RunFolderError)
     code, _, error = ppo("plot", run.path, "--out", tmp_path / "plot.png")
     assert (code, error.count("\n")) in [(0, 0), (2, 1)]
     check(lambda: truncate_after(run.metrics_path, 1), OSError)
@@ -192,6 +193,63 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def _make_huge_file(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)  # takes no space on the disk
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "huge": _make_huge_file,
+}
+READERS: dict[str, tuple[object, ...]] = {
+    "config.json": ("plot", "run"),
+    "envs.json": ("export", "run", "policy"),
+    "metrics.jsonl": ("plot", "run"),
+    "checkpoints/00000001/counters.json": ("export", "run", "policy"),
+    "checkpoints/00000001/state.index": ("export", "run", "policy"),
+    "config.toml": ("train", "run/config.toml"),
+}
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("file", READERS)
+def test_special_and_huge_files_are_not_read(
+    file: str,
+    make: Callable[[Path], None],
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved, "run")
+    Path("run", file).unlink(missing_ok=True)
+    make(Path("run", file))
+    code, _, error = ppo(*READERS[file])
+    assert (code, error.count("\n")) == (2, 1), error
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
+def test_a_run_with_special_metrics_is_not_resumed(
+    make: Callable[[Path], None], saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    make(tmp_path / "run" / "metrics.jsonl")
+    code, _, error = ppo("train", "--resume", tmp_path / "run", "--num-workers", "1")
+    assert code in (1, 2)
+    assert "Traceback" not in error
+    assert "metrics" in error or "levels of symbolic links" in error
+
+
+def test_pipes_are_not_opened_for_writing(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", Config(env_name="CartPole-v1"))
+    os.mkfifo(run.path / "evaluation.json.partial")
+    with pytest.raises(Exception, match="cannot be written"):
+        run.save_evaluation({})
+
+
 def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     run = RunFolder.create(tmp_path / "run", Config(env_name="CartPole-v1"))
@@ -214,3 +272,18 @@ def test_a_broken_evaluation_of_a_seed_counts_as_unfinished(tmp_path: Path) -> N
     code, output, error = ppo("train", "--resume", tmp_path, "--num-workers", "1")
     assert (code, error) == (1, "")
     assert "seed 0 failed" in output
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious")])
+def test_the_log_of_a_seed_is_not_written_to_a_link_or_pipe(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    config = Config(env_name="nosuch:Walk", total_steps=2048)
+    run = RunFolder.create(tmp_path / "seed-0", config)
+    RunFolder(tmp_path).save_config(config)
+    (run.path / "precious").write_text("x")
+    make(run.path / "output.log")
+    code, _, error = ppo("train", "--resume", tmp_path, "--num-workers", "1")
+    assert code == 1
+    assert "cannot be written" in error
+    assert (run.path / "precious").read_text() == "x"

@@ -26,6 +26,7 @@ from msgspec.structs import asdict
 
 from envserve.errors import EnvserveError, LeaseLost, ServerError
 from envserve.monitoring.observer import Observer
+from envserve.regular_file import open_regular
 from envserve.slab import Status
 from envserve.text import one_line
 from envserve.wire.status import ServerStatus
@@ -323,7 +324,7 @@ class _MetricsTail:
     def read(self) -> bool:
         """Read the lines written since the last call; return whether there were any."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 # Resuming a run truncates its file to the checkpoint's iteration.
                 if file.seek(0, 2) < self._offset:
                     self._restart()

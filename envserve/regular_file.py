@@ -1,0 +1,40 @@
+"""Open files that other people may have made, such as those of a copied run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+
+def open_regular(
+    path: Path, max_bytes: int | None = None, *, follow_links: bool = True
+) -> BufferedReader:
+    """Open a file for reading, unless it is a named pipe or a device.
+
+    Opening a pipe blocks until another process writes to it, and a device may be
+    endless.
+
+    Args:
+      path: The file.
+      max_bytes: Maximum size of the file; by default, any size.
+      follow_links: Whether the file may be a symbolic link.
+
+    Raises:
+      OSError: The file cannot be opened, is not a regular file, or is too large.
+    """
+    links = 0 if follow_links else os.O_NOFOLLOW
+    with contextlib.ExitStack() as on_error:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | links)
+        on_error.callback(os.close, fd)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if max_bytes is not None and found.st_size > max_bytes:
+            text = f"larger than {max_bytes >> 20} MiB"
+            raise OSError(errno.EFBIG, text, str(path))
+        on_error.pop_all()
+    return open(fd, "rb")
