@@ -31,6 +31,8 @@ def open_regular(
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | links)
         on_error.callback(os.close, fd)
         found = os.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if max_bytes is not None and found.st_size > max_bytes:

@@ -5,9 +5,11 @@ replacements run an event loop, which the template and workers do not have, or t
 the exits of workers. The template imports this module first.
 """
 
-from os import fork, read, waitid, waitpid, write
-from select import poll
-from signal import signal
-from socket import socket
-
-__all__ = ["fork", "poll", "read", "signal", "socket", "waitid", "waitpid", "write"]
+from os import fork as fork
+from os import read as read
+from os import waitid as waitid
+from os import waitpid as waitpid
+from os import write as write
+from select import poll as poll
+from signal import signal as signal
+from socket import socket as socket

@@ -421,6 +421,7 @@ def test_template_that_does_not_fork_in_time_is_replaced(
     worker = start(launcher)
     while not mark.exists():
         launcher.poll()
+    launcher.poll()  # the report that the import has begun
     extra_seconds = 110.0
     launcher.poll()
     assert worker.exits == []

@@ -225,7 +225,7 @@ def make_repro(fault: str = "segfault", **changes: Any) -> Repro:
         ),
         (
             make_repro(wrappers=(WrapperSpec("FrameHistory"),)),
-            "could not be replayed: wrappers[0] (FrameHistory): past_indices: expected",
+            "could not be replayed: wrappers[0] (FrameHistory): missing argument",
         ),
         (
             make_repro(env_name="crashy_envs/Crashy-v0"),

@@ -48,7 +48,7 @@ def test_call_results_are_cached_up_to_a_limit() -> None:
     assert cached == [5, 6, 7]
     (lost,) = ResultReport.decode(again[0].report).errors.values()
     assert lost.code is ErrorCode.CALL_FAILED
-    assert "its 300006 bytes was lost" in lost.text
+    assert "its reply of 300006 bytes was lost" in lost.text
     client.pool.running.clear()
     client.send(client.step(5, seq=2))
     assert not lease.result_cache.num_bytes
