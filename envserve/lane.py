@@ -291,7 +291,7 @@ class Lane(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether any operation is in flight, or has finished but is not collected."""
+        """Whether any operation is in flight, or has ended but not been collected."""
 
     @property
     def absent(self) -> Collection[int]:

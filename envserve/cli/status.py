@@ -69,9 +69,9 @@ def tables(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
     leases = [
         {
             "client": lease.client or f"lease {lease.number}",
-            "of": server.name,
+            "server": server.name,
             "envs": f"{lease.num_envs} {lease.env_name}",
-            "since": _duration(lease.seconds),
+            "connected": _duration(lease.seconds),
             "steps": _number(lease.steps),
             "faults": _faults(lease.faults),
         }

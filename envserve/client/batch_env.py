@@ -612,8 +612,8 @@ class BatchEnv:
         self._begin()
         if out is not None and (env_indices is None or min_envs is not None):
             raise ValueError(
-                "out: expected env_indices without min_envs, because otherwise the "
-                "number of rows is not known in advance"
+                "out: requires env_indices, and cannot be combined with min_envs, "
+                "because the number of rows must be known in advance"
             )
         if out is not None:
             self._check_out()

@@ -304,7 +304,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             return tuple(self._batch.recv_call(timeout))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return the values of an attribute, one per env; a method is called."""
+        """Return an attribute of each env; if it is a method, call it in each env."""
         self._check_idle("get_attr")
         values = tuple(self._batch.get_attr(name))
         return self.call(name) if callable(values[0]) else values

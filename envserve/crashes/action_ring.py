@@ -58,7 +58,7 @@ _RECORD: Final = np.dtype(
 )
 #: Count of an event that has not happened.
 _NEVER: Final = -1
-#: Count of a reset with options that another reset followed without a step in between.
+#: Count of a reset with options if another reset followed it without a step in between.
 _BEFORE_LAST_RESET: Final = -2
 #: Indices of a row's records: for its present env, and for the last env that failed.
 _PRESENT, _FAILED = range(2)

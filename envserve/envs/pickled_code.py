@@ -44,7 +44,7 @@ class UserCode:
       env_fns: Functions that create the env of each row; empty if the envs are created
         by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
-      kwargs: Arguments of the env's constructor that have no plain form: one dict for
+      kwargs: Arguments of the env's constructor that have to be pickled: one dict for
         all envs, or one for each env.
       main: Objects of the script that the specs name as "__main__:NAME", by name.
       copies: The functions that `copy_env_fn` has returned.
@@ -108,7 +108,7 @@ class UserCode:
         return reference, cls(specs, env_fns, main={name: main[name] for name in named})
 
     def take_kwargs(self, kwargs: Any) -> Any:
-        """Store the arguments that have no plain form; return the others."""
+        """Store the arguments that have to be pickled; return the others."""
         if isinstance(kwargs, list | tuple):
             return [self.take_kwargs(part) for part in kwargs]
         if not isinstance(kwargs, Mapping):

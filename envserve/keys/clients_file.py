@@ -1,8 +1,8 @@
-"""The `clients` file: a server's authorised clients, read again when it changes.
+"""The `clients` file: a server's authorised clients, reloaded when it changes.
 
 If the file cannot be read, the clients from the last successful read stay authorised,
-and the error is logged. Commands and the server change single lines; comments are
-preserved.
+and the error is logged. The server and commands such as `envserve invite` edit single
+lines and preserve comments.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class PoolMetrics:
     """Counters of one pool.
 
     Attributes:
-      steps: Number of steps by block, without lost steps.
+      steps: Number of steps by block, excluding lost steps.
       invalid: Number of invalid rows by status.
       restarts: Number of restarted workers.
       faults: Number of failures of envs and workers by status.

@@ -209,7 +209,7 @@ class SupervisedWorker:
             self.process.kill(reason, now, has_stack=status is Status.TIMEOUT)
 
     def replace(self, reason: str, now: float) -> None:
-        """Kill the process because of a fault in an earlier operation."""
+        """Replace the process because of a fault in an earlier operation."""
         self.was_replaced = True
         self.kill(f"was replaced because {reason}", now)
 
@@ -349,7 +349,7 @@ class SupervisedWorker:
     # The exit of the process.
 
     def _check_exit(self, process: WorkerProcess, now: float) -> list[Event]:
-        """Return the exit event once the exit is known; kill a lingering process."""
+        """Return the exit event if the exit is known; kill a process that hangs."""
         if process.has_ended(now):
             self._release()
             return self._on_exit(str(process.exit), process.kill_reason, now)

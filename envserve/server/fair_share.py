@@ -38,7 +38,8 @@ _BACKLOG_SECONDS: Final = 0.02
 #: Seconds of loop time, excluding steps, that every user may use within
 #: `_DECAY_SECONDS`. Clients seldom need more, because most of their messages are steps.
 _FREE_SECONDS: Final = 0.05
-#: Above `_FREE_SECONDS`, a user may use this fraction of the other users' mean.
+#: Above `_FREE_SECONDS`, a user may use at most this fraction of the mean loop time of
+#: the other users.
 _MAX_RELATIVE_SECONDS: Final = 0.5
 #: Dropped messages and bytes within `_DECAY_SECONDS` that make a user a flooder. A
 #: client that resends unanswered requests stays below these limits.

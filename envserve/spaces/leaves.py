@@ -236,8 +236,8 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
 def _max_row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> int:
     """Return the row size in bytes of an encoded leaf.
 
-    If the length of values is limited, the row fits the longest value. Otherwise, the
-    row fits `_NUM_ITEMS` items and takes at least 4 KiB.
+    If the length of values is limited, the row holds the longest value. Otherwise, it
+    holds `_NUM_ITEMS` items and has at least 4 KiB.
     """
     sizes = [
         sum(_HEADER_BYTES + len(x.path) + 8 * len(x.shape) + x.nbytes for x in part)

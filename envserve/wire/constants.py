@@ -32,7 +32,7 @@ MAX_CALL_VALUES: Final = 4096
 #: each row of its blocks.
 RESET_BYTES: Final = 64
 RESET_ROW_BYTES: Final = 24
-#: Limits of the options of a RESET, which do not count towards the limit above.
+#: Limits on the options of a RESET. The options do not count towards RESET_BYTES.
 MAX_OPTIONS_BYTES: Final = 16 << 10
 MAX_OPTIONS_VALUES: Final = 1024
 #: Maximum number of blocks in a CALL, or in a RESET with options. The server sends the

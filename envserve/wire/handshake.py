@@ -59,7 +59,7 @@ _DECODE_LOCK: Final = threading.Lock()
 def decode_struct(
     data: bytes | bytearray | memoryview, kind: type[Type], where: str
 ) -> Type:
-    """Decode msgpack data as a value of a type.
+    """Decode msgpack data as a value of the given type.
 
     Raises:
       RemoteProtocolError: The data is not valid; the message contains `where`.

@@ -31,7 +31,7 @@ class _SentFrame(NamedTuple):
 
 
 class SendBudget:
-    """Counts unsent bytes of large frames by user, or by session without keys."""
+    """Counts unsent bytes of large frames by user; without keys, by session."""
 
     def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
         """Create an empty budget.
