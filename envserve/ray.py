@@ -8,9 +8,9 @@ fails, so a trainer does not connect to Ray: a subprocess looks up the addresses
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -71,12 +71,12 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         self._actors: list[Any] = []
         placed = {"namespace": namespace, "scheduling_strategy": "SPREAD", **builtin}
         actor = ray.remote(max_restarts=-1, resources=custom, **placed)(_Server)
-        others = {actor["name"] for actor in _named_actors(ray, namespace, name)}
-        names = (f"{name}/{number}" for number in itertools.count())
-        free = itertools.filterfalse(others.__contains__, names)
+        others = [actor["name"] for actor in _named_actors(ray, namespace, name)]
+        first = int(others[-1].rpartition("/")[2]) + 1 if others else 0
         try:
-            for each in itertools.islice(free, num_servers):
-                self._actors += [actor.options(name=each).remote([*options])]
+            for number in range(first, first + num_servers):
+                server = actor.options(name=f"{name}/{number}")
+                self._actors.append(server.remote([*options]))
             waiting = [actor.address.remote() for actor in self._actors]
             soon, num = min(_REPORT_SECONDS, start_timeout), len(waiting)
             if late := ray.wait(waiting, num_returns=num, timeout=soon)[1]:
@@ -245,17 +245,18 @@ def _find(namespace: str, name: str) -> list[str]:
 
 
 def _named_actors(ray: Any, namespace: str, name: str) -> list[dict[str, str]]:
-    """Return name and namespace of the actors ray://namespace/name, in order."""
+    """Return name and namespace of the actors ray://namespace/name, by age."""
     found = [
         actor
         for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == namespace and actor["name"].startswith(f"{name}/")
+        if actor["namespace"] == namespace
+        and re.fullmatch(rf"{re.escape(name)}/\d+", actor["name"])
     ]
     return sorted(found, key=lambda actor: (len(actor["name"]), actor["name"]))
 
 
 def scale_down(address: str, num_servers: int, timeout: float = 60.0) -> int:
-    """Stop surplus servers at ray://namespace/name, the last ones first.
+    """Stop surplus servers at ray://namespace/name, the newest ones first.
 
     The servers let running episodes end, as after SIGTERM, and are not restarted.
 

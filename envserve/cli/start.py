@@ -115,7 +115,7 @@ def start(
         the address that clients use, which is ray://default/envs by default.
       servers: Number of servers to start on the Ray cluster.
       scale_to: Total number of servers on the Ray cluster, instead of --servers: start
-        the missing ones, or stop the last ones and exit.
+        the missing ones, or stop the newest ones and exit.
       config: TOML file with options by their long names, such as workers = 4. The
         command line overrides environment variables (ENVSERVE_WORKERS=4; lists are
         separated by spaces), which override the file.
