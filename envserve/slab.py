@@ -8,11 +8,13 @@ when the last process that has mapped it exits, even if all of them are killed.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import fcntl
 import math
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ Layout = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 
 _ALIGNMENT: Final = 64  # a cache line, so that no two heartbeats share one
 _BEAT_BYTES: Final = 8 * _ALIGNMENT
+_VM_INHERIT_NONE: Final = 2  # from mach/vm_inherit.h
 
 
 class Status(enum.IntEnum):
@@ -287,11 +290,16 @@ class Slab:
         return slab
 
     def withhold_from_children(self) -> None:
-        """Do not map the memory in processes that this process forks (only on Linux).
+        """Do not map the memory in processes that this process forks.
 
         If a child of an env returned from `step`, it would write to the env's rows.
         """
-        if hasattr(mmap, "MADV_DONTFORK"):
+        if sys.platform == "darwin":
+            memory = np.frombuffer(self._memory, np.uint8)
+            address = ctypes.c_void_p(memory.ctypes.data)
+            size = ctypes.c_size_t(memory.nbytes)
+            ctypes.CDLL(None).minherit(address, size, _VM_INHERIT_NONE)
+        else:
             self._memory.madvise(mmap.MADV_DONTFORK)
 
     def close(self) -> None:
