@@ -311,7 +311,7 @@ def test_a_wrong_out_leaves_the_rows_in_flight(make_batch: MakeBatch) -> None:
         batch.recv(env_indices=[0, 1], out=out._replace(observation=np.zeros((1, 4))))
     with pytest.raises(ValueError, match="expected arrays of 1 rows; got 2"):
         batch.recv(env_indices=[1], out=out)
-    with pytest.raises(ValueError, match="expected env_indices"):
+    with pytest.raises(ValueError, match="requires env_indices"):
         batch.recv(2, out=out)
     assert batch.recv(2)[1].reward.tolist() == [5, 6]
 
