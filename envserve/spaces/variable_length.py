@@ -175,10 +175,10 @@ def decode_actions(spec: EnvSpec, arrays: Sequence[Array]) -> list[Any]:
         return list(arrays[0].copy())
     per_leaf = []
     for leaf, array in zip(spec.action_leaves, arrays, strict=True):
-        values = list(array.copy())
         if leaf.is_encoded:
-            values = [decode_row(leaf, row) for row in array]
-        per_leaf.append(values)
+            per_leaf.append([decode_row(leaf, row) for row in array])
+        else:
+            per_leaf.append(list(array.copy()))
     space = spec.action_space
     if spec.action_leaves[0].space is space:
         return per_leaf[0]

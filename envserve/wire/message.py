@@ -40,7 +40,6 @@ _TYPE_OFFSET: Final = 5
 _REQUEST: Final = slice(28, 36)
 _SIZE: Final = struct.Struct("<I")
 _SIZE_OFFSET: Final = 40
-_RESULT_TYPE: Final = bytes([MessageType.RESULT])
 
 _TYPES: Final = {int(member): member for member in MessageType}
 _STABLE_TYPES: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
@@ -150,17 +149,10 @@ def result_head(frame: Buffer, num_entries: int, num_body_bytes: int) -> bytes:
       num_entries: Number of entries of the request.
       num_body_bytes: Length of the RESULT's body.
     """
-    size, end = _SIZE.pack(num_body_bytes), _PREFIX_BYTES + num_entries * _ENTRY_BYTES
-    return b"".join(
-        [
-            *(
-                frame[:_TYPE_OFFSET],
-                _RESULT_TYPE,
-                frame[_TYPE_OFFSET + 1 : _SIZE_OFFSET],
-            ),
-            *(size, frame[_PREFIX_BYTES:end]),
-        ]
-    )
+    head = bytearray(frame[: _PREFIX_BYTES + num_entries * _ENTRY_BYTES])
+    head[_TYPE_OFFSET] = MessageType.RESULT
+    _SIZE.pack_into(head, _SIZE_OFFSET, num_body_bytes)
+    return bytes(head)
 
 
 def request_number(frame: Buffer) -> int:
