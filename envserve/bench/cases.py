@@ -1,4 +1,4 @@
-"""The cases to compare: context managers that yield a `Measure` function."""
+"""The cases of `envserve bench`: context managers that yield a `Measure` function."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from envserve.errors import ServerError
 from envserve.python_process import main_command, search_path
 from envserve.wire.sockets import socket_folder
 
-#: Addresses on which servers listen, by transport; "{folder}" is a temporary folder.
+#: Addresses on which servers listen, by transport. "{folder}" is replaced with a
+#: temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
 
 
 @contextlib.contextmanager
 def bare_loops(load: Workload) -> Iterator[Measure]:
-    """Measure the upper limit: one process per worker that only steps its envs.
+    """Yield a function that measures the upper limit: processes that only step envs.
 
-    Each process steps its share of the envs in a loop, with the same actions as the
-    other cases. One pass over all envs of a process counts as a batch step.
+    There is one process per worker. Each process steps its share of the envs in a loop,
+    with the same actions as the other cases. One pass over all envs of a process counts
+    as a batch step.
     """
     load.check()
     context = multiprocessing.get_context("spawn")
@@ -44,11 +46,12 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
             process = context.Process(target=_step_in_process, args=arguments)
             process.start()
             child_end.close()
+            # Callbacks run in reverse order: closing the pipe makes the process exit.
             stack.callback(process.join)
-            stack.callback(parent_end.close)  # runs before join, and ends the process
+            stack.callback(parent_end.close)
             connections.append(parent_end)
         for connection in connections:
-            connection.recv()  # "ready": the envs of the process are built
+            connection.recv()  # "ready", once the process has built its envs
         yield lambda: _measure_all(connections)
 
 
@@ -61,14 +64,16 @@ def _measure_all(connections: Sequence[Connection]) -> Mapping[str, float]:
 
 
 def _step_in_process(load: Workload, rows: list[int], connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    # On Ctrl-C, the parent ends this process by closing the connection.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_env_modules(load.import_modules)
-    # Omit Gymnasium's wrappers, as workers do; otherwise, workers could be faster than
-    # the bare loops.
+    # Omit Gymnasium's wrappers, as envserve's workers do; otherwise, the workers could
+    # be faster than the bare loops.
     envs = [make_env(load.env_name, load.env_kwargs) for _ in rows]
     for row, env in zip(rows, envs, strict=True):
         env.reset(seed=row)
-    # Split actions and look up methods in advance, to measure only the envs.
+    # Split the actions and look up the methods in advance, so that only the envs are
+    # measured.
     steps, resets = [env.step for env in envs], [env.reset for env in envs]
     space, rounds = load.action_space(), []
     for batch in load.actions():
@@ -91,7 +96,12 @@ def _step_in_process(load: Workload, rows: list[int], connection: Connection) ->
 
 @contextlib.contextmanager
 def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
-    """Measure one of Gymnasium's vector envs: "SyncVectorEnv" or "AsyncVectorEnv"."""
+    """Yield a function that measures one of Gymnasium's vector envs.
+
+    Args:
+      load: The envs to step.
+      kind: Class of the vector env: "SyncVectorEnv" or "AsyncVectorEnv".
+    """
     envs = getattr(gymnasium.vector, kind)(load.env_functions())
     with contextlib.closing(envs):
         envs.reset(seed=0)
@@ -100,7 +110,7 @@ def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def stepping_batch_env(load: Workload, binds: Sequence[str] = ()) -> Iterator[Measure]:
-    """Measure a `BatchEnv`; the arguments are those of `batch_env`."""
+    """Yield a function that measures a `BatchEnv`; for arguments, see `batch_env`."""
     with batch_env(load, binds) as batch:
         yield make_measure(batch.step, load.actions(), load)
 
@@ -155,7 +165,7 @@ def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterat
             *(part for name in load.import_modules for part in ("--import", name)),
             *(f"--allow-kwarg={name}:any" for name in load.env_kwargs),
             *options,
-            path=search_path(),  # where this process finds the `--import` modules
+            path=search_path(),  # so that the server finds the `--import` modules
             ends_with_parent=True,
         )
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Measure all cases; print a table and a breakdown of the time of a batch step."""
+"""Measure all cases; print the results and how long each part of a batch step takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REMEDIES: Final = {
     "workers and wake-ups": "use fewer workers with more envs each: wake-ups cost time",
     "server and transport": "put more envs into the batch, or run the envs in-process",
 }
-"""Advice for each part of a batch step except the time of the envs."""
+"""Advice on how to reduce each overhead of a batch step, by its name in the output."""
 
 
 def bench(load: Workload, num_rounds: int) -> None:
@@ -57,8 +57,8 @@ def bench(load: Workload, num_rounds: int) -> None:
 
 
 def _cases(load: Workload) -> dict[str, AbstractContextManager[Measure]]:
-    # Gymnasium's vector envs come first, because they fork: forking is unsafe once
-    # ZeroMQ has started threads.
+    # Gymnasium's vector envs start before those of envserve, because they fork: forking
+    # is unsafe once ZeroMQ has started threads.
     return {
         _LIMIT: bare_loops(load),
         _SYNC: vector_env(load, "SyncVectorEnv"),
@@ -87,10 +87,10 @@ def _table(measured: Measurements) -> Table:
 
 
 def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
-    """Return sentences that describe which parts of a batch step take how long."""
+    """Return sentences that state how long each part of a batch step takes."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
-        # Time that the bare loops need for this number of steps.
+        # Time in which the bare loops step all envs once.
         "envs": 1e6 * num_envs / measured.median(_LIMIT, SPEED),
         "client": measured.median(_IN_PROCESS, THREAD),
     }
@@ -111,9 +111,9 @@ def bottleneck(parts: Mapping[str, float], remedies: Mapping[str, str]) -> str:
     """Return a sentence that names the bottleneck and advises how to reduce it.
 
     Args:
-      parts: Times of the parts of a batch step, by name; "envs" is the time of the
-        envs, and all others are overhead.
-      remedies: Advice for each part except "envs".
+      parts: Duration of each part of a batch step, by name. "envs" is the time spent in
+        the envs; all other parts are overhead.
+      remedies: Advice on how to reduce each part except "envs".
     """
     total = sum(parts.values())
     share = parts["envs"] / total

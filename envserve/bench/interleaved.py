@@ -1,4 +1,4 @@
-"""Measure cases alternately, so that changes in the machine's speed affect all cases.
+"""Measure cases alternately, so that changes in the machine's speed affect all alike.
 
 A ratio compares two cases within the same round; results are medians over the rounds.
 """
@@ -19,9 +19,9 @@ from envserve.bench.workload import Workload
 
 Array = np.ndarray[Any, Any]
 Measure = Callable[[], Mapping[str, float]]
-"""Function that takes one measurement, and returns its results by name."""
+"""Function that measures a case once, and returns the results by name."""
 Metric = str | Callable[[Mapping[str, float]], float]
-"""The name of a result, or a function that computes it from all results of a round."""
+"""Name of a result, or a function that computes a value from the results of a round."""
 
 #: Names of results: env steps per second, mean microseconds per batch step, and CPU
 #: time of the stepping thread in microseconds per batch step.
@@ -34,7 +34,7 @@ class Measurements:
     """The results of all cases and rounds.
 
     Attributes:
-      by_case: For each case, a list with the results of each round.
+      by_case: For each case, the results of each round, by name.
       skipped: For each case that could not run, the reason.
     """
 
@@ -42,16 +42,16 @@ class Measurements:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def values(self, case: str, metric: Metric) -> list[float]:
-        """Return a metric of a case, one value per round."""
+        """Return the values of a metric for a case, one per round."""
         rounds = self.by_case[case]
         return [t[metric] if isinstance(metric, str) else metric(t) for t in rounds]
 
     def median(self, case: str, metric: Metric) -> float:
-        """Return the median of a metric over the rounds."""
+        """Return the median of a metric for a case over the rounds."""
         return statistics.median(self.values(case, metric))
 
     def ratio(self, case: str, base: str, metric: Metric) -> float | None:
-        """Return the median, over the rounds, of the ratio of two cases.
+        """Return the ratio of `case` to `base` in a metric: the median over the rounds.
 
         Returns None if either case was not measured.
         """
@@ -77,11 +77,12 @@ def interleave(
 def make_measure(
     step: Callable[[Any], Any], batches: Iterable[Any], load: Workload
 ) -> Measure:
-    """Return a `Measure` of batch steps, which cycle through these action batches."""
+    """Return a `Measure` that times `step`, cycling through the action batches."""
     actions = itertools.cycle(batches)
 
     def measure() -> Mapping[str, float]:
-        time_each(step, actions, _WARM_UP_SECONDS)  # refill the caches
+        # Refill the CPU caches, which the other cases have used since the last round.
+        time_each(step, actions, _WARM_UP_SECONDS)
         started_at = time.thread_time()
         durations = time_each(step, actions, load.seconds)
         cpu_seconds = time.thread_time() - started_at
@@ -96,11 +97,11 @@ def make_measure(
 def time_each(
     call: Callable[[Any], Any], arguments: Iterable[Any], seconds: float = math.inf
 ) -> Array:
-    """Call a function with successive arguments; return the seconds of each call.
+    """Call a function repeatedly; return the duration of each call in seconds.
 
     Args:
       call: Function to time.
-      arguments: Argument of the function in each call.
+      arguments: The argument for each call.
       seconds: Time after which to stop, unless the arguments run out earlier.
     """
     clock = time.perf_counter
@@ -115,7 +116,12 @@ def time_each(
 
 
 def summary(durations: Array, num_envs: int) -> dict[str, float]:
-    """Return the results of a measurement from the seconds of each batch step."""
+    """Return the results of a measurement.
+
+    Args:
+      durations: Duration of each batch step in seconds.
+      num_envs: Number of envs that a batch step steps.
+    """
     mean = float(durations.mean())
     return {
         SPEED: num_envs / mean,

@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from envserve.envs.registry import find_spec, import_env_modules, make_env
 from envserve.errors import EnvStartError
 
-#: Number of different action batches, through which a case cycles.
+#: Number of different action batches; each case cycles through them.
 _NUM_ACTION_BATCHES: Final = 64
 
 
@@ -53,7 +53,7 @@ class Workload:
             raise EnvStartError(f"{self.env_name} cannot be built: {error}") from error
 
     def actions(self) -> list[Any]:
-        """Return batches of actions `[num_envs, ...]`, the same in every call."""
+        """Return action batches, each `[num_envs, ...]`; equal ones in every call."""
         space = self.action_space()
         space.seed(0)
         return [space.sample() for _ in range(_NUM_ACTION_BATCHES)]
@@ -65,7 +65,7 @@ class Workload:
         return batch_space(env.action_space, self.num_envs)
 
     def env_functions(self) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
-        """Return functions that build the envs, for Gymnasium's vector envs."""
+        """Return one function per env that builds it, for Gymnasium's vector envs."""
         return [functools.partial(_make_env, self)] * self.num_envs
 
 

@@ -1,6 +1,6 @@
 """A client that can break any rule of the protocol, to test how a server reacts.
 
-Answers that violate the protocol raise RemoteProtocolError.
+Its methods raise RemoteProtocolError if an answer of the server violates the protocol.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ANSWER_SECONDS: Final = 5.0
 _MAX_WAIT_SECONDS: Final = 60.0
 #: Time to wait for further messages after the answer that should be the last one.
 _LAST_WAIT_SECONDS: Final = 0.05
-#: Maximum number of times that ATTACH is resent while envs are built, once a second.
+#: Maximum number of resends of an ATTACH, one per second, while the server builds envs.
 _MAX_ATTACH_RESENDS: Final = 60
 _MAX_FRAME_BYTES: Final = 1 << 30
 _HELLO: Final = Hello(client="envserve check").encode()
@@ -86,7 +86,7 @@ class ServerUnderTest:
     """The server to check, with its boot id, its WELCOME and the env to lease."""
 
     def __init__(self, open_link: Callable[[], SocketLink], env_name: str = "") -> None:
-        """Send HELLO; the first env on offer is used if `env_name` is empty."""
+        """Send HELLO; if `env_name` is empty, choose the first env that is offered."""
         self.open_link, self.boot = open_link, 0
         self._clients: list[ProbeClient] = []
         answer = self.client().hello()
@@ -110,7 +110,7 @@ class ServerUnderTest:
 
     @cached_property
     def reference(self) -> list[bytes]:
-        """The raw results of the first steps of an undisturbed lease.
+        """The raw results of the first steps in a lease that no check has disturbed.
 
         Raises:
           SkipRule: Two leases with equal seeds return different results.
@@ -125,10 +125,12 @@ class ServerUnderTest:
 
 
 class ProbeResult(NamedTuple):
-    """A RESULT as raw bytes, identical for equal leases, and as decoded rows."""
+    """A RESULT."""
 
     raw: bytes
+    """Body and payload; they are identical for leases with equal seeds and actions."""
     rows: Rows
+    """The decoded values."""
 
 
 class ProbeClient:
@@ -169,9 +171,10 @@ class ProbeClient:
         return message
 
     def answer(self, *copies: Message) -> Message:
-        """Return the answer to a message that was sent, or to one of its copies.
+        """Wait for the answer to one of several copies of a message; return it.
 
-        An operation may take a long time if PONG lists one of its blocks as running.
+        If the message is an operation, wait longer while PONG lists one of its blocks
+        as running.
         """
         first, num_silent, num_waits = copies[0], 0, 0
         name = getattr(first.type, "name", first.type)
@@ -202,7 +205,13 @@ class ProbeClient:
     def expect_error(
         self, message: Message, *codes: ErrorCode, sent: Sequence[Buffer] = ()
     ) -> None:
-        """Send a message that must be answered by an ERROR with one of these codes."""
+        """Send a message, and expect an ERROR with one of these codes.
+
+        Args:
+          message: The message.
+          codes: The allowed codes.
+          sent: Frames to send instead of the encoded message, if not empty.
+        """
         self.link.send(sent or encode(message))
         answer, names = self.answer(message), " or ".join(code.name for code in codes)
         expect(answer.type is MessageType.ERROR, f"ERROR {names}", describe(answer))
@@ -222,7 +231,8 @@ class ProbeClient:
     def receive_all(self) -> list[Message]:
         """Return all messages that the server sends in response to earlier messages.
 
-        The server reads in order, so it has read all of them once it answers a HELLO.
+        The server reads messages in order. Therefore, once it answers the HELLO that
+        this method sends, it has read all earlier messages.
         """
         hello = self.message(MessageType.HELLO, _HELLO)
         self.send(hello)
@@ -273,7 +283,7 @@ class ProbeClient:
         return self.message(kind, body, entries=entries)
 
     def execute(self, message: Message, *copies: Message) -> ProbeResult:
-        """Send a STEP or RESET, followed by copies; return its result."""
+        """Send a STEP or RESET, followed by copies of it; return its result."""
         self.send(message, *copies)
         for block, seq in message.entries:
             self.seqs[block] = seq
@@ -302,7 +312,8 @@ class ProbeClient:
         """Reset blocks.
 
         Args:
-          resets: (rows, seeds) by block; each of the two is a sequence or None.
+          resets: For each block index, the rows to reset (None: all), and their seeds
+            or None.
         """
         body = ResetBody(resets=tuple(resets.values())).encode()
         return self.execute(self.operation(MessageType.RESET, [*resets], body))
@@ -311,7 +322,7 @@ class ProbeClient:
         """Return a STEP of all blocks.
 
         The actions depend only on the number of earlier steps, so that equal leases
-        get equal actions. `first` replaces the values of the first leaf.
+        get equal actions. `first`, if given, replaces all values of the first leaf.
         """
         self._actions.seed(self.num_steps)
         num_rows = len(self._rows.reward)
@@ -335,7 +346,7 @@ class ProbeClient:
         self.last_result = [self.step() for _ in range(3)][-1]
 
     def expect_unaffected(self) -> None:
-        """Take further steps; expect that earlier messages have not affected them."""
+        """Take further steps; expect the same results as in an undisturbed lease."""
         for raw in self.subject.reference[self.num_steps :]:
             is_same = self.step().raw == raw
             expect(is_same, "rows like those of an undisturbed lease", "different rows")

@@ -1,6 +1,6 @@
 """Check that a server follows the protocol, with one function per rule.
 
-The docstring of each function is the title of the rule, which `envserve check` prints.
+The docstring of each function is the title of its rule; `envserve check` prints it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ class CheckResult(NamedTuple):
     """Reason for a failed or skipped rule."""
 
 
-#: Maps each rule to its check and a flag. If the flag is True, the client of the check
-#: holds a lease, and the check must not affect the rows of the lease.
+#: The check of each rule, and its argument `with_lease`; see `rule`. The keys are the
+#: results of servers that follow the rules.
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 
 def rule(section: str, *, with_lease: bool = False) -> Callable[[_Check], _Check]:
-    """Return a decorator that registers a check in `RULES`, with its section."""
+    """Return a decorator that adds a check to `RULES`.
+
+    Args:
+      section: Heading of the section of docs/protocol.md that contains the rule.
+      with_lease: Whether the check receives a client that holds a lease. The check then
+        fails if it affects the rows of the lease.
+    """
 
     def register(function: _Check) -> _Check:
         title = str(function.__doc__).rstrip(".")
@@ -65,10 +71,10 @@ def rule(section: str, *, with_lease: bool = False) -> Callable[[_Check], _Check
 
 
 def check(subject: ServerUnderTest) -> Iterator[CheckResult]:
-    """Check all rules and yield the results; release all leases.
+    """Check all rules and yield one result per rule; release all leases.
 
     Raises:
-      RemoteProtocolError: The server does not answer HELLO.
+      RemoteProtocolError: The server does not answer HELLO with WELCOME.
     """
     for result, (function, with_lease) in RULES.items():
         client = subject.client()
@@ -105,7 +111,7 @@ def welcome(c: ProbeClient) -> None:
 
 @rule("WELCOME")
 def versions(c: ProbeClient) -> None:
-    """Answer HELLO of another version with VERSION_MISMATCH in that version."""
+    """Answer a HELLO for other versions with VERSION_MISMATCH, in its own version."""
     body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
@@ -114,7 +120,7 @@ def versions(c: ProbeClient) -> None:
 
 @rule("Types", with_lease=True)
 def types(c: ProbeClient) -> None:
-    """Answer unknown types with UNSUPPORTED; ignore types that only servers send."""
+    """Answer unknown types with UNSUPPORTED; ignore messages that only servers send."""
     c.expect_error(c.message(127), ErrorCode.UNSUPPORTED)
     for frames in ([b""], [b"x" * 99], [b"", b"", b""], [b"ENVS"]):
         c.link.send(frames)
@@ -124,7 +130,7 @@ def types(c: ProbeClient) -> None:
 
 @rule("Frame 0", with_lease=True)
 def lengths(c: ProbeClient) -> None:
-    """Refuse a frame 0 with wrong or excessive lengths."""
+    """Refuse messages with wrong or excessive lengths in frame 0."""
     ping = c.message(MessageType.PING)
     c.expect_error(ping, _BAD, sent=[bytes(encode(ping)[0]) + b"x"])
     c.expect_error(c.message(MessageType.ATTACH, bytes(5000)), _BAD)
@@ -172,7 +178,7 @@ def bad_attach(c: ProbeClient) -> None:
 
 @rule("GRANTED")
 def granted(c: ProbeClient) -> None:
-    """Describe valid spaces in GRANTED, and blocks that partition the rows."""
+    """List valid spaces in GRANTED, and blocks that contain each row exactly once."""
     try:
         splits = {block.split for block in c.attach().blocks}
     except SkipRule as error:
@@ -182,7 +188,7 @@ def granted(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def attached_again(c: ProbeClient) -> None:
-    """2: Answer a copy of ATTACH identically; refuse a different ATTACH."""
+    """Rule 2: Answer a copy of ATTACH identically; refuse a different ATTACH."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
     answer = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
     is_same = answer.body == c.granted or answer.type is MessageType.BUILDING
@@ -192,7 +198,7 @@ def attached_again(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def fenced(c: ProbeClient) -> None:
-    """1: Answer a wrong boot id or epoch with FENCED; unknown sessions: LEASE_LOST."""
+    """Rule 1: Fence wrong boot ids and epochs; refuse unknown sessions (LEASE_LOST)."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)
@@ -202,7 +208,7 @@ def fenced(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def separate_sessions(c: ProbeClient) -> None:
-    """2: Isolate sessions from each other."""
+    """Rule 2: Isolate sessions from each other."""
     other = c.subject.client().attach(seed=12)
     for raw in c.subject.reference[c.num_steps : -3]:
         other.step()
@@ -214,7 +220,7 @@ def separate_sessions(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def copies(c: ProbeClient) -> None:
-    """4: Answer a copy of a request identically, once, without executing it again."""
+    """Rule 4: Answer each copy of a finished request once, without executing it."""
     c.link.receive(1.1)
     result = c.read(c.request(replace(c.last, attempt=1)))
     expect(result.raw == c.last_result.raw, "the same rows again", "different rows")
@@ -226,7 +232,7 @@ def copies(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def copy_of_running(c: ProbeClient) -> None:
-    """4: Answer a copy of a running request with the same result."""
+    """Rule 4: Answer copies of a request in progress with the result of the request."""
     step = c.next_step()
     duplicates = [replace(step, attempt=number) for number in (1, 1, 2)]
     results = [c.execute(step, *duplicates), *map(c.read, c.receive_all())]
@@ -238,7 +244,7 @@ def copy_of_running(c: ProbeClient) -> None:
 
 @rule("Transport", with_lease=True)
 def second_connection(c: ProbeClient) -> None:
-    """Let a client use another connection; send answers to the latest one."""
+    """Let a client change its connection; send answers to the latest one."""
     first, c.link = c.link, c.subject.open_link()
     result = c.read(c.request(replace(c.last, attempt=1)))
     expect(result.raw == c.last_result.raw, "the same rows again", "different rows")
@@ -247,7 +253,7 @@ def second_connection(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def seqs(c: ProbeClient) -> None:
-    """4: Answer a seq that is too high with GAP; ignore an old one."""
+    """Rule 4: Answer a seq that is too high with GAP; ignore an old seq."""
     skipping, current, outdated = (
         replace(c.next_step(), entries=tuple((b, s + by) for b, s in enumerate(c.seqs)))
         for by in (2, 0, -1)
@@ -262,7 +268,7 @@ def seqs(c: ProbeClient) -> None:
 
 @rule("STEP", with_lease=True)
 def bad_steps(c: ProbeClient) -> None:
-    """Refuse a STEP with a wrong size, or for blocks that do not exist."""
+    """Refuse a STEP with a wrong size, no blocks, or unknown or repeated blocks."""
     (block, seq), *others = c.next_step().entries
     for entries in ((), ((4000, 1), *others), ((block, seq), (block, seq))):
         c.expect_error(replace(c.next_step(), entries=entries), _BAD)
@@ -303,7 +309,7 @@ def _at(leaves: Any, row: int) -> list[bytes]:
 
 @rule("ATTACH")
 def first_seeds(c: ProbeClient) -> None:
-    """Derive the seed of the first reset from root seed, row and incarnation."""
+    """Derive the seed of the first reset from root seed, env index and incarnation."""
     _ = c.subject.reference
     c.attach(seed=5, first_env_index=7, first_incarnation=3)
     seeds = [env_seed(5, 7 + row, 3) for row in range(4)]
@@ -314,7 +320,7 @@ def first_seeds(c: ProbeClient) -> None:
 
 @rule("RESET")
 def given_seeds(c: ProbeClient) -> None:
-    """Use the given seeds in a RESET, and do not change rows that are not listed."""
+    """Use the seeds of a RESET; do not change rows that the RESET does not list."""
     _ = c.subject.reference
     first = c.attach().reset(_seeded(c, range(4)))
     stepped = c.step()
@@ -329,11 +335,14 @@ def given_seeds(c: ProbeClient) -> None:
 
 
 def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
-    """Step until an episode ends; return its row and the next first observation.
+    """Step until an episode ends; check that its row shows the final observation.
 
-    A lease with same_step provides the expected observations: in its results, an ended
-    row shows both the final observation of its episode and the first observation of the
-    next one.
+    A second lease with autoreset "same_step" provides the expected observations: when
+    an episode ends, its results contain both the final observation of the episode and
+    the first observation of the next one.
+
+    Returns:
+      The row, and the expected first observation of its next episode.
     """
     _ = c.subject.reference
     for client, mode in ((c.subject.client(), "same_step"), (c, autoreset)):
@@ -352,7 +361,7 @@ def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
 
 @rule("ATTACH")
 def next_step(c: ProbeClient) -> None:
-    """next_step: show the final observation of an ended row; reset in the next STEP."""
+    """Autoreset next_step: show the final observation; reset in the next STEP."""
     row, first = _play_until_end(c, "next_step")
     rows = c.step().rows
     expect(_at(rows.observation, row) == first, "the first observation", "another")
@@ -362,7 +371,7 @@ def next_step(c: ProbeClient) -> None:
 
 @rule("ATTACH")
 def disabled(c: ProbeClient) -> None:
-    """disabled: show the final observation of an ended row until a RESET."""
+    """Autoreset disabled: show the final observation until a RESET."""
     row, first = _play_until_end(c, "disabled")
     (block,) = (b.index for b in c.blocks if b.start <= row < b.stop)
     rows = c.reset({block: ((row,), None)}).rows
@@ -390,7 +399,7 @@ def pings(c: ProbeClient) -> None:
 
 @rule("PING, PONG", with_lease=True)
 def running(c: ProbeClient) -> None:
-    """List at least one block of each request without an answer in PONG."""
+    """List at least one block of each unanswered request in PONG."""
     c.execute(c.next_step(), c.message(MessageType.PING))
 
 
@@ -407,7 +416,7 @@ def detached(c: ProbeClient) -> None:
 
 @rule("Rules of the server")
 def silence(c: ProbeClient) -> None:
-    """3: Let the lease of a silent session expire."""
+    """Rule 3: Let the lease of a silent session expire."""
     seconds, limit = c.subject.welcome.lease_seconds, _MAX_LEASE_SECONDS
     if seconds > limit:
         raise SkipRule(f"lease_seconds is {seconds:g}, more than {limit:g}")

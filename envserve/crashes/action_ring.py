@@ -2,14 +2,14 @@
 
 A replay begins at a start point: a reset with a known seed, or the state of the env's
 random generator before a reset. Repeating the actions since then leads to the env's
-present state. Each row has a record of its start point, and the pool has a ring with
-the actions of the last steps.
+present state. Each row has a record of its start point, and the pool has a ring buffer
+with the actions of the last steps.
 
 Each row has a step count. A record stores the count at each event, such as a reset.
 These counts locate the actions since the start point in the ring, so recording a step
-costs only a copy of its actions. Reading the state of a generator takes longer, so an
-autoreset keeps the start point (`reuse_start`) until an eighth of the ring has been
-written since then.
+costs only a copy of its actions. Reading the state of a generator takes longer.
+Therefore, autoresets keep the start point (`reuse_start`) until an eighth of the ring
+has been written since the start point.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from envserve.spaces.env_spec import EnvSpec
 
 Array = np.ndarray[Any, Any]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-#: Non-negative int below 2**64, because a record cannot store larger numbers.
+#: Non-negative int; a record stores it as uint64.
 _Uint64 = Annotated[int, Meta(ge=0)]
-#: State of a PCG64: high and low half of the state, high and low half of the increment,
-#: has_uint32, uinteger.
+#: State of a PCG64 generator: high and low half of the state, high and low half of the
+#: increment, has_uint32, uinteger.
 RngState = tuple[_Uint64, _Uint64, _Uint64, _Uint64, _Uint64, _Uint64]
 
-#: Maximum number of steps per block that the ring keeps.
+#: Maximum number of steps that the ring keeps for each row.
 _MAX_STEPS: Final = 2048
 #: Maximum size of a ring.
 _MAX_RING_BYTES: Final = 8 << 20
@@ -41,24 +41,25 @@ _MAX_RING_BYTES: Final = 8 << 20
 #: step's message.
 _MAX_ACTION_BYTES: Final = 16 << 10
 
-#: Record of an env. A "count" is the step count of its row at an event.
+#: Record of an env. A "count" is the step count of the env's row at an event.
 _RECORD: Final = np.dtype(
     [
-        ("is_known", np.int64),
+        ("is_known", np.int64),  # 1 once the env has been reset
         ("incarnation", np.int64),
         ("episode_at", np.int64),  # count at the start of the episode
         ("seed", np.int64),
-        ("seeded_at", np.int64),  # count at the reset with that seed; or _NEVER
-        ("generator_at", np.int64),  # count at which the state was read; or _NEVER
-        ("generator", np.uint64, 6),
+        ("seeded_at", np.int64),  # count at the reset with this seed, or _NEVER
+        ("generator_at", np.int64),  # count when the state below was read, or _NEVER
+        ("generator", np.uint64, 6),  # an RngState
         ("is_touched", np.int64),  # whether calls may have changed the env
         ("options", np.int64),  # digest of the options of the last reset with options
-        ("options_at", np.int64),  # count at that reset; or one of the values below
+        ("options_at", np.int64),  # count at this reset, or one of the values below
     ]
 )
 #: Count of an event that has not happened.
 _NEVER: Final = -1
-#: Count of a reset with options if another reset followed it without a step in between.
+#: Value of "options_at" if another reset followed the reset with options, without a
+#: step in between.
 _BEFORE_LAST_RESET: Final = -2
 #: Indices of a row's records: for its present env, and for the last env that failed.
 _PRESENT, _FAILED = range(2)
@@ -79,12 +80,13 @@ class ActionHistory:
       generator: State of the generator before the reset at the start point, or None.
       actions: One array `[num_actions, ...]` per action leaf: the last actions since
         the start point.
-      num_missing: Number of earlier actions since the start point that were not kept.
+      num_missing: Number of earlier actions since the start point that the ring no
+        longer contains.
       episode_step: Number of steps in the current episode.
       is_touched: Whether a caller has called methods or set attributes of the env.
       options: Encoded options of the reset at the start point; see `lane.Reset`.
-      misses_options: Whether these options are unknown, or an earlier reset had
-        options.
+      misses_options: Whether the options of the reset at the start point are unknown,
+        or an earlier reset had options.
     """
 
     incarnation: Count
@@ -105,8 +107,9 @@ class ActionRing:
     while this worker is idle or dead.
 
     Attributes:
-      num_steps: Number of steps kept per row; 0 if actions are too large.
-      counts: int64 `[num_envs]`; number of steps that each row has begun.
+      num_steps: Number of steps that the ring keeps for each row; 0 if actions are too
+        large.
+      counts: Memory view, int64 `[num_envs]`: number of steps that each row has begun.
     """
 
     def __init__(self, spec: EnvSpec, num_envs: int, memory: Any) -> None:
@@ -124,9 +127,10 @@ class ActionRing:
         Call it immediately before the rows of the block are stepped.
 
         Args:
-          actions: Arrays `[num_envs, ...]`, one per action leaf.
+          actions: Arrays `[num_envs, ...]` that hold the present actions, one per
+            action leaf.
           start: First row of the block.
-          stop: Row after the last.
+          stop: The last row of the block plus one.
         """
         counts, num_steps = self._counts[start:stop], self.num_steps
         copies = [
@@ -166,10 +170,10 @@ class ActionRing:
         """Return the history of a row, or None if its env was never reset.
 
         Args:
-          row: The row.
+          row: Index of the row.
           options: Encoded options of the last reset of the row that had options.
           has_failed: Whether to read the history of the env that failed in the last
-            step and was replaced, instead of the present env's.
+            step and was replaced, instead of the present env.
         """
         record = self._records[row, _FAILED if has_failed else _PRESENT].item()
         known, incarnation, episode_at, seed, seeded_at, *others = record
@@ -225,7 +229,8 @@ class RowRecord:
         """Record that an env is about to autoreset, and keep the start point.
 
         Returns:
-          False if the start point is too old; then call `begin_episode` instead.
+          False, and no record was made, if the start point is too old: then call
+          `begin_episode`.
         """
         count = self._counts[self._row]
         if count >= self._renewal_due_at:
@@ -251,8 +256,8 @@ class RowRecord:
           seed: Seed of the reset, or None.
           last_seed: Last seed of the env before this reset.
           options: Encoded options of the reset.
-          is_autoreset: Whether this is an autoreset, which a replay of the actions
-            repeats by itself.
+          is_autoreset: Whether the reset is an autoreset. A replay of the actions
+            repeats autoresets without a record of them.
         """
         count = self._counts[self._row]
         generator: RngState | None = None
@@ -272,18 +277,19 @@ class RowRecord:
         """Record that another env, which has just been reset, takes over the row.
 
         Args:
-          other: Record of that env, which contains the reset.
-          incarnation: Number of times that env has been rebuilt.
+          other: Record of the other env, which contains the reset.
+          incarnation: Number of times the other env has been rebuilt.
         """
         _, _, _, seed, seeded_at, generator_at, state, *_ = other._present.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
-        if self._options[1] == count:  # the options of the other env's reset
+        # The previous env of the row was reset with options, and not stepped since.
+        if self._options[1] == count:
             self._options = (0, _BEFORE_LAST_RESET)
         self._write(incarnation, count, None if generator_at < 0 else state)
 
     def mark_touched(self) -> None:
-        """Record that the env was changed by something other than actions."""
+        """Record that a call may have changed the env."""
         self._is_touched = 1
         self._present["is_touched"] = 1
 
@@ -356,7 +362,7 @@ def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
 
 
 def restore_rng_state(env: Any, state: RngState) -> None:
-    """Set the state of an env's `np_random`; the env must have been reset before."""
+    """Set the state of an env's `np_random` generator, which must exist already."""
     high, low, increment_high, increment_low, has_uint32, uinteger = state
     env.np_random.bit_generator.state = {
         "bit_generator": _RNG_KIND,

@@ -2,8 +2,8 @@
 
 Files are private to the user and written atomically. To make room for new files, the
 oldest file of the owner that uses the most space is deleted, so that one client's
-crashes do not displace another client's files. File system errors are logged and
-otherwise ignored.
+crashes do not displace another client's files. If a file cannot be written, the error
+is logged and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Final
 _LOGGER: Final = logging.getLogger(__name__)
 
 SUFFIX: Final = ".repro"
-#: Suffix of a file that is being written; a file that ends only with ".part" could
-#: belong to another program.
+#: Suffix of a file that is being written. It contains ".repro", because a file that
+#: ends only with ".part" could belong to another program.
 _PART: Final = f"{SUFFIX}.part"
 _MAX_FILES: Final = 50
 _MAX_BYTES: Final = 64 << 20
-#: Minimum time between two files, because thousands of envs may crash at the same time.
+#: Minimum time between two writes, because thousands of envs may crash simultaneously.
 _INTERVAL_SECONDS: Final = 1.0
 
 
@@ -53,10 +53,10 @@ class CrashFolder:
         self._has_warned = False
 
     def check(self) -> None:
-        """Create the folder if necessary.
+        """Create the folder if necessary, and check that it is writable.
 
         Raises:
-          OSError: The folder is not writable.
+          OSError: The folder cannot be created, or is not writable.
         """
         folder = self._ensure_folder()
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -66,7 +66,7 @@ class CrashFolder:
         """Return whether the rate limit allows another file now.
 
         Args:
-          now: Time in monotonic seconds.
+          now: Current monotonic time in seconds.
         """
         return now >= self._next_write_at
 
@@ -75,8 +75,8 @@ class CrashFolder:
 
         Args:
           name: Description of the env; the file name begins with it.
-          data: Content.
-          now: Time in monotonic seconds.
+          data: Content of the file.
+          now: Current monotonic time in seconds.
 
         Returns:
           The path, or None if the file could not be written. Only the first of
@@ -100,8 +100,8 @@ class CrashFolder:
         return path
 
     def _ensure_folder(self) -> Path:
-        # Not done in the constructor, because gettempdir raises if no folder is
-        # writable.
+        # The constructor does not determine the default folder, because `gettempdir`
+        # raises an error if no folder is writable.
         folder = self._folder or default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder:
@@ -124,8 +124,12 @@ class CrashFolder:
 
 
 def _prune(folder: Path) -> None:
-    """Delete files above the limits; other processes may delete files, too."""
-    files: dict[str, list[tuple[int, int, Path]]] = {}  # by digest of the owner
+    """Delete files until the folder is within its limits.
+
+    Other processes may delete files at the same time.
+    """
+    # Modification time, size and path of each file, by digest of its owner.
+    files: dict[str, list[tuple[int, int, Path]]] = {}
     num_files = num_bytes = 0
     for path in folder.iterdir():
         if path.name.endswith((SUFFIX, _PART)):
@@ -147,7 +151,7 @@ def _used_fraction(files: list[tuple[int, int, Path]]) -> float:
 
 
 def _write_whole(folder: Path, stem: str, data: bytes) -> Path:
-    # mkstemp creates a private file and does not follow links.
+    # mkstemp creates a private file and does not follow symbolic links.
     fd, part = tempfile.mkstemp(_PART, f"{stem}-", folder)
     path = Path(part).with_suffix("")
     try:

@@ -1,7 +1,7 @@
 """The content of repro files: an env, its history, and its failure.
 
-A file is one value in `codec`'s encoding, so reading it never executes code. Its
-content is checked before it is used, because a file may come from another person.
+A file is one value in `codec`'s encoding, so reading it never executes code. The value
+is validated before it is used, because the file may come from another person.
 """
 
 from __future__ import annotations
@@ -50,24 +50,26 @@ class Repro:
     """Everything that is needed to reproduce a fault.
 
     Attributes:
-      env_name: Registered name.
-      env_kwargs: Plain arguments of the env's constructor, with placeholders.
+      env_name: Registered name of the env.
+      env_kwargs: Keyword arguments of the env's constructor, in which placeholders such
+        as "{row}" have not been replaced; see `EnvContext`.
       wrappers: Wrappers of the env, the innermost first.
       vectorized: Whether the env was a row of a vector env, which cannot be replayed
         alone.
       nonfinite: See `settings.NonFinite`.
       strict_spaces: See `settings.EnvRequest`.
-      import_modules: Modules that were imported where the env was built. They are shown
-        to the user, but never imported.
+      import_modules: Modules that the env's worker imported. A replay may name them in
+        an error message, but does not import them.
       autoreset: See `settings.Autoreset`.
       root_seed: Seed of the whole batch.
-      seeded: Whether the env's first reset used its env seed.
-      env_index: Row in the whole batch.
+      seeded: Whether the first reset of the env used the seed that is derived from
+        `root_seed`; see `env_seed`.
+      env_index: Index of the env in the whole batch.
       timeout_seconds: Time limit of the call in which the env failed.
       played: History of the env. The fault occurs in the last action, or in the reset
         if there are no actions.
-      end: The failure of the env.
-      context: Place of the env in its batch; None in older files.
+      end: How the env failed.
+      context: Index of the env in its batch, and its worker; None in older files.
     """
 
     env_name: str
@@ -104,7 +106,7 @@ def decode_repro(data: bytes) -> Repro:
     """Decode the content of a repro file.
 
     Raises:
-      ReproError: The content is not valid, or has another format version.
+      ReproError: The content is invalid, or has a format that is not supported.
     """
     try:
         value = codec.decode(data, max_bytes=MAX_REPRO_BYTES)
