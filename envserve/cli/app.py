@@ -1,4 +1,4 @@
-"""The `envserve` program, with its commands by help heading."""
+"""The `envserve` program: its commands, grouped by heading of the help."""
 
 from __future__ import annotations
 

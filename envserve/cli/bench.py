@@ -30,12 +30,12 @@ def bench(
       num_envs: Number of envs in the batch.
       num_workers: Number of worker processes; by default, one per core.
       seconds: Seconds per measurement.
-      rounds: Number of measurements per case; the cases take turns.
+      rounds: Number of measurements per case; the cases are measured alternately.
     """
     from envserve.bench.command import bench as measure
     from envserve.bench.workload import Workload
 
-    # Raise KeyboardInterrupt, which also ends the workers.
+    # Raise KeyboardInterrupt on SIGTERM, too, so that the workers are ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers = min(num_workers, num_envs)
     import_from_here(import_, env)

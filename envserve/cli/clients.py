@@ -15,7 +15,7 @@ from envserve.keys.key_folder import KeyFolder
 
 
 def _words() -> list[str]:
-    """Return the words that complete the command."""
+    """Return the possible arguments, for shell completion."""
     with key_errors():
         return ["remove", *(grant.name for grant in KeyFolder().clients.grants())]
 

@@ -8,11 +8,12 @@ from typing import Final
 
 from envserve.cli.terminal import fail
 
-#: The startup file of each shell, and the code to add to it. {0} is the name of the
-#: program, {1} the variable that requests completion; COMP_LINE is the command line.
+#: Code that enables completion. {0} is the name of the program, {1} the environment
+#: variable that requests completion; COMP_LINE is the command line to complete.
 _COMPLETE: Final = "complete -o default -C '{1}=1 {0}' {0}"
 _AS_BASH: Final = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"
 _FISH: Final = "complete -c {0} -a '({1}=1 COMP_LINE=(commandline -cp) {0})'"
+#: The startup file of each shell, and the code to add to it.
 _SHELLS: Final = {
     "bash": ("~/.bashrc", _COMPLETE),
     "zsh": ("~/.zshrc", f"{_AS_BASH} && {_COMPLETE}"),
@@ -34,7 +35,7 @@ def completion_code(name: str) -> str:
 
 
 def install_completion(name: str) -> str:
-    """Add the code to the startup file of the user's shell; return a message."""
+    """Add the completion code to the user's shell startup file; return a message."""
     file, code = _shell_settings(name)
     path = Path(file).expanduser()
     content = path.read_text() if path.exists() else ""

@@ -37,7 +37,7 @@ def demo(
     port: Port = 8580,
     seconds: Annotated[float, Meta(ge=0)] | None = None,
 ) -> None:
-    """Watch an agent learn on two servers while you break them; Ctrl-C ends it.
+    """Watch an agent learn on two servers while you break them; Ctrl-C ends the demo.
 
     Args:
       env: Env to train on, with Box observations: a registered name, FILE.py:CLASS or

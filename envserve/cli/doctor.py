@@ -27,7 +27,7 @@ from envserve.text import install_command
 
 _COLOURS: Final = {"ok": 32, "warn": 33, "fail": 31}
 _RENDER_TIMEOUT_SECONDS: Final = 20.0
-#: For each rendering package: an env that it renders, and the remedy if that fails.
+#: For each rendering package: an env that it renders, and a remedy if rendering fails.
 _RENDERERS: Final = {
     "pygame-ce": ("CartPole-v1", install_command("video")),
     "mujoco": (
@@ -68,7 +68,7 @@ def doctor(
 
 
 def _format(finding: _Finding) -> str:
-    """Return a finding, wrapped to the terminal's width if there is a terminal."""
+    """Return a finding as text, wrapped to the width if stdout is a terminal."""
     text = "; ".join(filter(None, (finding["text"], finding["remedy"])))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
     level = finding["level"]
@@ -105,9 +105,9 @@ def _version(package: str) -> str:
 
 
 def _is_extra_installed(lines: Sequence[str]) -> bool:
-    """Return whether the requirements of an extra are installed.
+    """Return whether the requirements of an extra, one per line, are installed.
 
-    Requirements for other platforms may be missing.
+    Requirements for specific platforms may be missing.
     """
     exists = {line: bool(_version(re.split(r"[^\w.-]", line)[0])) for line in lines}
     return any(exists.values()) and all(
@@ -204,14 +204,15 @@ def _keys() -> _Finding:
 
 
 def _renderer(name: str) -> _Finding:
-    """Render an env in another process, because drivers can crash or hang."""
+    """Check that a package renders, in another process: drivers can crash or hang."""
     from envserve.worker.rendering import headless_variables
 
     if not _version(name):
         return _finding(name, "not installed")
     env_name, remedy = _RENDERERS[name]
     variables = {**os.environ, **headless_variables(os.environ)}
-    variables["PYTHONSAFEPATH"] = "1"  # glfw runs Python with -c
+    # glfw runs `python -c`, which would also import from the working directory.
+    variables["PYTHONSAFEPATH"] = "1"
     try:
         subprocess.run(
             python_command(_RENDER_SCRIPT, env_name),

@@ -10,9 +10,10 @@ from envserve.cli.options import THIS_HOST, Address, Insecure, Seconds, address_
 from envserve.cli.terminal import fail
 from envserve.errors import ConnectError, EnvserveError
 
+#: Exit code if the server is still running after the timeout.
 _STILL_RUNNING: Final = 3
-#: Maximum time to wait for the first answer. Servers answer immediately, even while
-#: envs are being stepped.
+#: Maximum time to wait for each answer. Servers answer immediately, even while envs are
+#: being stepped.
 _ANSWER_SECONDS: Final = 5.0
 
 
@@ -46,7 +47,7 @@ def drain(
             boot = request(connection, hello, MessageType.WELCOME, seconds).boot
 
             def is_running() -> bool:
-                """Return whether the same server still answers."""
+                """Return whether the server answers and has not been restarted."""
                 with contextlib.suppress(ConnectError):
                     answer = request(connection, hello, MessageType.WELCOME, seconds)
                     return answer.boot == boot

@@ -1,4 +1,4 @@
-"""`envserve keys make` and `keys new`, and helpers of all key commands."""
+"""`envserve keys make` and `keys new`, and helper functions for all key commands."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def make(
             parse_words([name, placeholder])  # rejects invalid names, such as paths
         server = KeyFolder(dir_ / "server")
         key = server.ensure_key("server")
-        own = server.ensure_key("client")  # for probes on the server's host
+        own = server.ensure_key("client")  # so that probes on its host can connect
         server.clients.read()
-        server.add_pin(at, key.public, "server")  # for servers on other hosts
+        server.add_pin(at, key.public, "server")  # to reach servers on other hosts
         if "local" in roles:
             local = KeyFolder(dir_ / "local")
             if local.key("client") != own:
@@ -63,9 +63,9 @@ def make(
             local.add_pin(at, key.public, "local")
         for name in names:
             client = KeyFolder(dir_ / name)
-            # The pin is written last, so a client with a pin is complete. Its line in
-            # `clients` is not written again, because the operator may have changed or
-            # removed it.
+            # The pin is written last, so the folder of a client with a pin is complete.
+            # The line of such a client in `clients` is not written again, because the
+            # operator may have changed or removed the line.
             if client.pinned_addresses:
                 client.add_pin(at, key.public, name)
                 continue
@@ -104,7 +104,7 @@ def new(
 
 @contextlib.contextmanager
 def key_errors() -> Iterator[None]:
-    """Print errors and exit, with code 1 if a server caused the error, otherwise 2."""
+    """Print an error and exit: with 2 for invalid values or key files, otherwise 1."""
     try:
         yield
     except EnvserveError as error:
@@ -116,7 +116,8 @@ def complete_addresses(values: list[str], *, may_be_any: bool = False) -> list[s
 
     Args:
       values: Values of --at.
-      may_be_any: Whether `*`, which matches all addresses, is allowed.
+      may_be_any: Whether the host `*`, which matches all hosts, and ray:// addresses
+        are allowed.
 
     Raises:
       CodecError: An address is invalid, or clients cannot connect to it.

@@ -33,18 +33,18 @@ class TextLines(logging.Formatter):
     r"""Formats a record as text that no client, server or env can forge.
 
     Control characters are escaped. A message is one line, with "\n" for a newline,
-    unless the record has the attribute `is_multiline`. Further lines are indented, so
-    that they cannot be mistaken for a record.
+    unless the record's attribute `is_multiline` is True. Further lines are indented, so
+    that they cannot be mistaken for another record.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the record without its traceback."""
+        """Return the record as text, without its traceback."""
         if not getattr(record, "is_multiline", False):
             record.message = one_line(record.message)
         return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as text."""
+        """Return the record as text, with its traceback."""
         return printable(super().format(record)).replace("\n", "\n  ")
 
 
@@ -69,7 +69,7 @@ class JsonLines(logging.Formatter):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes records to the current `sys.stderr`, which may be replaced meanwhile."""
+    """Writes records to `sys.stderr`, even if it is replaced after logging starts."""
 
     stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
@@ -85,8 +85,9 @@ def set_up_logs(level: str, log_format: str) -> None:
 class _BackgroundStream:
     """A text stream whose data is written by a thread.
 
-    The thread writes to the descriptor, because it would hold the lock of the original
-    stream while it blocks, and the interpreter needs the lock to exit.
+    The thread writes to the file descriptor. If it wrote to the original stream, it
+    would hold the stream's lock while it blocks, and the interpreter needs this lock to
+    exit.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -153,9 +154,9 @@ class _BackgroundStream:
 def nonblocking_output() -> Iterator[None]:
     """Replace stdout and stderr with streams that never block.
 
-    Streams that are redirected to files are not replaced. At the end, the remaining
-    output is written, for at most a second. The process must not fork inside the
-    context.
+    Streams that are redirected to files are not replaced. When the context ends, the
+    remaining output is written, for at most a second. The process must not fork inside
+    the context.
     """
     with contextlib.ExitStack() as stack:
         for stream, redirect in (

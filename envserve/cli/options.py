@@ -118,11 +118,11 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
     """Add the working directory to `sys.path`, if only this user can write to it.
 
     Args:
-      references: Modules and files; see `import_from_here`.
+      references: Modules, files and envs in the forms that `import_from_here` accepts.
       always: Whether to add the directory even if all modules are found elsewhere.
 
     Raises:
-      EnvStartError: Others can write to the directory, and a module is not found
+      EnvStartError: Other users can write to the directory, and a module is not found
         elsewhere.
     """
     modules = [reference.partition(":")[0] for reference in references]

@@ -40,7 +40,7 @@ def page(
 
     Args:
       run: Run folder of `ppo train` whose learning curve is shown.
-      host: Address to serve the page on; by default, only this host can reach it.
+      host: Address to serve the page on; by default, only this host can open the page.
       port: Port of the page; if it is in use, the next free port is used.
       open_: Open the page in a browser.
     """
@@ -68,15 +68,15 @@ def page(
 def _wait_for_parent(feed: DataFeed) -> None:
     """Wait until stdin is closed, which also happens if the parent process is killed.
 
-    If the parent has written to stdin, it has finished; then also wait until no browser
-    shows the page.
+    A parent that has finished normally writes to stdin before it closes it. In this
+    case, also wait until no browser shows the page.
     """
     if sys.stdin.read() and feed.subscribers:
         feed.finish_run()
         seconds = f"up to {_VIEWING_SECONDS} s"
         print(f"The page stays open for {seconds}; Ctrl-C closes it.", flush=True)
         for _ in range(_VIEWING_SECONDS):
-            time.sleep(1.0)  # a browser that reloads the page reconnects in time
+            time.sleep(1.0)  # long enough for a browser that reloads the page
             if not feed.subscribers:
                 return
 
@@ -113,8 +113,9 @@ def serve_page(
     def end(*_: object) -> None:
         server.should_exit = True
 
-    # uvicorn installs its own handlers later, and raises the signal again after it has
-    # shut down; modules that it imports before that could swallow a KeyboardInterrupt.
+    # Handle signals until uvicorn installs its own handlers, because modules that it
+    # imports could swallow a KeyboardInterrupt; and after it has shut down, because it
+    # raises the signal again.
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, end))

@@ -62,12 +62,13 @@ _HELP: Final = ("-h", "--help")
 class Option:
     """An argument or option of a command.
 
-    In a parameter's annotation, it overrides the values that are derived from the
-    signature and the docstring; only the attributes up to `values` may be set there.
+    In a parameter's annotation, an `Option` overrides the values that are derived from
+    the signature and the docstring; annotations may set only the attributes from `help`
+    to `values`.
 
     Attributes:
-      help: Help text if the docstring has none; a parameter without help text is
-        hidden.
+      help: Help text if the docstring has none; the help omits a parameter without
+        help text.
       flag: Long option; by default, `--` and the name. Empty for an argument.
       metavar: Placeholder of the value; by default its type, or the argument's name.
       panel: Heading under which the help lists the option.
@@ -109,7 +110,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as help shows it; "" for flags, or if the help describes it."""
+        """The default, for the help; "" for flags, or if the help text describes it."""
         default = self.default
         if isinstance(default, tuple):
             default = " ".join(map(str, default))
@@ -170,8 +171,8 @@ class Fields:
 
     Attributes:
       kind: The dataclass; the docstring of each field is the help of its option.
-      describe: Function that returns an `Option` for a field name; its attributes
-        override the derived ones.
+      describe: Function that returns an `Option` for a field name; the attributes of
+        the option override the values that are derived from the field.
     """
 
     kind: Any
@@ -179,11 +180,13 @@ class Fields:
 
 
 class GivenOptions(NamedTuple):
-    """The options that any source sets; passed to command parameters of this type.
+    """The options that are set by the command line, a variable or a file.
+
+    A parameter of a command with this type receives these options.
 
     Attributes:
       values: Converted values by parameter name, without defaults.
-      sources: The same options, with their unconverted values.
+      sources: Each option that is set, with its unconverted value.
     """
 
     values: Mapping[str, Any]
@@ -363,10 +366,10 @@ def _given_options(
     option_words: Iterable[str],
     options: Iterable[Option],
 ) -> Iterator[tuple[Option, Any, str]]:
-    """Yield the options that any source sets, with their values before conversion.
+    """Yield the options that are set by the command line, a variable or a file.
 
-    The third item is a prefix that names the source in errors about the value; "" for
-    the command line.
+    Each item consists of the option, its value before conversion, and a prefix that
+    names the source in errors about the value ("" for the command line).
 
     Args:
       parser: Parser of the command.
@@ -412,7 +415,7 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
 
 
 def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
-    """Suggest an option with values KEY=VALUE if an unknown flag is one of its keys."""
+    """Suggest the option that takes KEY=VALUE if an unknown flag is one of its keys."""
     key = f"{flag.removeprefix('--').replace('-', '_')}="
     for option in options:
         if option.metavar == "KEY=VALUE" and key in option.values():
@@ -438,7 +441,7 @@ _INSTALL: Final = (
     "Install completion for the shell in $SHELL (bash, zsh, fish), and exit."
 )
 _SHOW: Final = "Print the code that --install-completion installs, and exit."
-#: Options of a program: their help, and a function that returns the text to print.
+#: Options of a program: the help, and a function that returns the text to print.
 _PROGRAM_OPTIONS: Final[Mapping[str, tuple[str, Callable[[str], str]]]] = {
     "--version": ("Print the version and exit.", _version),
     "--install-completion": (_INSTALL, install_completion),

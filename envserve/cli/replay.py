@@ -67,7 +67,8 @@ def replay(
             if film:
                 writer = stack.enter_context(VideoWriter(film))
                 on_frame = partial(_add_frame, writer)
-                os.environ.update(headless_variables(os.environ))  # workers inherit it
+                # The worker that replays the crash inherits these variables.
+                os.environ.update(headless_variables(os.environ))
             launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
             result = replays.replay(repro, launcher, timeout, on_frame, last)
         if writer is not None:
@@ -91,7 +92,7 @@ def _debug(repro: Repro) -> bool:
 
     If the env raised an exception, the debugger opens where it was raised. If the
     process ended or hung, or the step returned an invalid value, the debugger opens
-    before that step.
+    before the last step.
     """
     import bdb
     import traceback

@@ -62,7 +62,8 @@ _PANELS: Final[Mapping[str, Container[str]]] = {
     ),
     "Logs": ("audit", "crash_dir", "debug_errors"),
 }
-#: Exit codes for errors that prevent the server from starting; 1 for other errors.
+#: Exit codes for errors that prevent the server from starting; all other errors have
+#: exit code 1.
 _START_CODES: Final[Mapping[type, int]] = {
     AddressError: 2,
     EnvStartError: 2,
@@ -187,7 +188,8 @@ def _serve(
             flush=True,
         )
 
-    # Started only here, because --reload forks this process before.
+    # Enter this context only here: it starts threads, and --reload forks this process
+    # before it calls `_serve`.
     with nonblocking_output():
         try:
             asyncio.run(serve(host, on_ready))

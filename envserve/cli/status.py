@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 #: Seconds between the two polls that measure a server's speed.
 _GAP_SECONDS: Final = 0.5
-#: Minimum terminal widths in columns: for tables (narrower terminals show lists), and
-#: for tables with a release column (narrower ones show the releases below).
+#: Minimum width of a terminal for tables, in columns; narrower ones show lists.
 _TABLE_WIDTH: Final = 76
+#: Minimum width for tables with a release column; otherwise, the releases are listed
+#: below the tables.
 _WIDE: Final = 110
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
 _FAULTS: Final = {"ENV_ERROR": "raised", "WORKER_DIED": "died", "TIMEOUT": "hung"}
@@ -62,7 +63,7 @@ def tables(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
 
     servers = [_server_cells(server) for server in monitored]
     releases: dict[str, list[str]] = {}
-    if _TABLE_WIDTH <= width < _WIDE:  # too narrow for a column
+    if _TABLE_WIDTH <= width < _WIDE:  # too narrow for a release column
         for cells in servers:
             releases.setdefault(cells.pop("release"), []).append(cells["server"])
     lines = [f"release {r}: {', '.join(on)}" for r, on in releases.items() if r != "-"]

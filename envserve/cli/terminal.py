@@ -27,6 +27,8 @@ def fail(error: Exception | str, code: int) -> NoReturn:
 def show_error(error: Exception | str) -> None:
     """Print an error as one line on stderr, followed by the notes of the exception.
 
+    If the logs are in JSON, the error is logged instead.
+
     Args:
       error: Exception or text. If an exception contains a traceback from a worker, only
         its last line and the source location are printed, because the log contains the
@@ -53,7 +55,8 @@ def prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process has closed the stream
             null = os.open(os.devnull, os.O_WRONLY)
-            os.set_inheritable(null, True)  # it may have the number of the stream
+            # The descriptor may be 1 or 2, which every child process inherits.
+            os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "w", closefd=False))
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):  # print "?" if a character cannot be encoded
@@ -61,13 +64,20 @@ def prepare_streams() -> None:
 
 
 def write(stream: TextIO, text: str = "") -> bool:
-    """Write and flush; if that fails, return False and discard all later output."""
+    """Write text to a stream and flush it.
+
+    If an error occurs, the stream discards all later output.
+
+    Returns:
+      Whether the text was written.
+    """
     try:
         if text:
             stream.write(text)
         stream.flush()
     except OSError as error:
-        # Prevent another flush on exit, which would change the exit code.
+        # Discard the buffered output: otherwise, the interpreter would fail to flush it
+        # on exit, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         # A closed pipe is not an error: `head`, for example, reads only part of the
         # output.
@@ -98,10 +108,10 @@ def styled(text: str, code: int, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits a given time for key presses, and returns the keys.
+    """Yield a function that waits for key presses, and returns the typed characters.
 
-    If stdin is not a terminal, the function waits for the whole time and
-    returns an empty string.
+    Its argument is the maximum number of seconds to wait. If stdin is not a terminal,
+    the function waits for the whole time and returns an empty string.
     """
     import termios
     import tty
