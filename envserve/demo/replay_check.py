@@ -22,7 +22,7 @@ Env = gymnasium.Env[Any, Any]
 #: Observation, reward, terminated, truncated, final observation.
 _Step = tuple[bytes, float, bool, bool, bytes]
 
-#: Number of incarnations, and of leases, that a row may skip until its next result.
+#: Maximum number of incarnations, or of leases, that a row skips between two results.
 _MAX_SKIPPED: Final = 32
 
 
@@ -74,7 +74,10 @@ class _Row:
         self._next: _Step | None = None
 
     def find_incarnation(self, first: bytes) -> bool:
-        """Find the incarnation with this first observation; reset the twin to it."""
+        """Find the incarnation with this first observation; return whether it exists.
+
+        If it does, the twin has been reset with the seed of this incarnation.
+        """
         self._last, self._pending, self._next = first, None, None
         for incarnation in self._next_incarnations():
             seed = env_seed(self._root_seed, self._index, incarnation)
@@ -84,7 +87,7 @@ class _Row:
         return False
 
     def check(self, received: _Step, action: Any, status: Status) -> bool:
-        """Return whether a row is correct."""
+        """Step the twin if necessary; return whether the received row is correct."""
         observation, reward, terminated, truncated, final = received
         was_padding, is_late = self._pending is not None, status == Status.LATE
         self._pending = self._pending if was_padding else action
@@ -99,7 +102,7 @@ class _Row:
         return self.find_incarnation(observation) and is_idle and truncated and is_last
 
     def _is_current(self, shown: bytes) -> bool:
-        """Return whether this is the observation before or after the pending action."""
+        """Return whether an observation precedes or follows the pending action."""
         return shown == self._last or shown == self._step_twin(self._pending)[0]
 
     def _step_twin(self, action: Any) -> _Step:

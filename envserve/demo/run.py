@@ -48,16 +48,16 @@ class Demo:
 
     Attributes:
       servers: The servers of the envs, in row order; each has an equal number of rows.
-      controls: User actions by name: a label, and a function that performs the action
-        and returns a message. If the action is a fault, the function waits for
-        recovery.
+      controls: For each user action, by name: a label, and a function that performs the
+        action and returns a message. If the action is a fault, the function waits until
+        the envs have recovered.
       num_faults: Number of faults injected so far.
       row: The metrics in the last line of `metrics.jsonl`.
-      has_ended: Set when the thread has ended or must end.
+      has_ended: Event that is set when the thread has ended or must end.
     """
 
     def __init__(self, env: str, num_envs: int, folder: Path) -> None:
-        """Start the servers and the thread, which takes about a second.
+        """Start the servers and the thread; this takes about a second.
 
         Args:
           env: Env in one of the forms that `envserve start` accepts.
@@ -152,9 +152,9 @@ class Demo:
         batch.send(actions)
         started_at, num_valid = time.monotonic(), 0
         while not self.has_ended.is_set():
-            # Receive half of the rows, so that a silent server causes no delay. But
-            # receive more rows than there is padding, because padding is returned
-            # immediately.
+            # Receive at least half of the rows, so that a silent server causes no delay
+            # to the rows of the other server. Also receive more rows than are padding,
+            # because padding alone would be returned immediately.
             num_padding = int((self._status == Status.PENDING).sum())
             min_rows = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
             learner = self._learner

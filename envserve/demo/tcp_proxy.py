@@ -34,7 +34,7 @@ class TcpProxy:
         timer.start()
 
     def close(self) -> None:
-        """Stop accepting; existing connections end when either peer closes them."""
+        """Stop accepting connections; existing ones end when a peer closes them."""
         self._is_connected.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
