@@ -24,8 +24,9 @@ from envserve.keys.private_files import display_path
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Interval of attempts to read a file that cannot be read. The cause may be outside the
-#: file, such as the mode of a parent folder or a lack of descriptors.
+#: Time after which the file is read again if it could not be read, even if it has not
+#: changed: the cause may be outside the file, such as the mode of a parent folder or a
+#: lack of file descriptors.
 _RETRY_SECONDS: Final = 1.0
 _HEADER: Final = "# name       public key        limits: see envserve invite --help"
 
@@ -42,8 +43,9 @@ class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      run_refresh: Calls the function that reads a changed file, immediately by default.
-        A server sets it to read in a thread, and uses the old contents meanwhile.
+      run_refresh: Function that is called when the file has changed, with a function
+        that reads the file. By default, it reads the file immediately. A server sets
+        it to read the file in a thread, and uses the old contents until then.
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
@@ -56,7 +58,7 @@ class ClientsFile:
         """
         self._path = path
         self._local_public = local_public
-        # Replaced as a whole, because another thread may read the file.
+        # Never modified, only replaced, because the file may be read in another thread.
         self._contents = _Contents([], {}, {})
         self._file_state: tuple[object, ...] = ()
         self._retry_at = math.inf  # finite after a failed attempt to read the file
@@ -84,7 +86,7 @@ class ClientsFile:
         return grant if grant and grant.is_valid(now) else None
 
     def find_name(self, name: str, now: float) -> Grant | None:
-        """Return the grant of a client; None if its key has expired or there is none.
+        """Return the grant of a client, or None if there is none or it has expired.
 
         Args:
           name: Name of the client.
@@ -107,7 +109,7 @@ class ClientsFile:
     def refresh(self) -> bool:
         """Read the file if it has changed; return whether the contents are up to date.
 
-        They are not up to date while `run_refresh` reads the file in a thread.
+        The contents are not up to date while `run_refresh` reads the file in a thread.
         """
         if not self._is_refreshing and (
             self._stat() != self._file_state or time.monotonic() >= self._retry_at
@@ -138,7 +140,8 @@ class ClientsFile:
                 f"{display_path(self._path)} is empty, or its last line is incomplete; "
                 "if another process is writing it, wait until it is done"
             )
-        # Most lines have not changed, and parsing is by far the slowest part.
+        # Reuse the grants of unchanged lines, because parsing is by far the slowest
+        # part, and most lines have not changed.
         parsed = dict(old_lines)
         contents = lines, by_key, by_id = _Contents([], {}, {})
         for number, line in enumerate((text or "").splitlines(), 1):
@@ -155,7 +158,7 @@ class ClientsFile:
         return contents
 
     def add(self, grant: Grant, now: float) -> None:
-        """Add a client or an invitation, replacing one with the same name.
+        """Add a client or an invitation; replace a client or invitation of this name.
 
         Expired invitations are removed.
 
@@ -173,7 +176,7 @@ class ClientsFile:
             )
 
     def remove(self, name: str) -> bool:
-        """Remove the key and the invitation of a name; return whether there was one.
+        """Remove a client's key and invitation; return whether there was any.
 
         Raises:
           KeyFileError: The file cannot be read or changed.
@@ -228,7 +231,7 @@ class ClientsFile:
         self.read()
 
     def _stat(self) -> tuple[object, ...]:
-        """Return stat fields that change if the contents or permissions change."""
+        """Return fields of `os.stat` that change with the contents or permissions."""
         try:
             folder = os.stat(self._path.parent)
             file = os.stat(self._path, follow_symlinks=False)

@@ -1,7 +1,7 @@
 """Keys as text: a prefix that identifies the kind of key, then base64url.
 
-Keys need no quoting in a shell. The prefix identifies a secret that is in the wrong
-place, so that error messages do not repeat the secret.
+Keys need no quoting in a shell. Because of the prefix, a secret that is in the wrong
+place is recognised, and error messages do not repeat it.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class Grant:
 
 
 _HINTS: Final = get_type_hints(Grant, include_extras=True)
+#: Options that have another name than their field.
 _SHORT: Final = {"exposed": "expose", "allowed_kwargs": "kwargs"}
 #: The field that each option in a line sets.
 _FIELDS_BY_OPTION: Final = {
@@ -98,7 +99,7 @@ def parse_words(words: Sequence[str]) -> Grant:
     prefix = formats.INVITATION if is_invitation else formats.PUBLIC
     values: dict[str, Any] = {"name": name, "public": formats.decode(prefix, key)}
     if name in _RESERVED_NAMES or name.startswith("envserve-"):
-        raise CodecError("expected another name than local, server or a key")
+        raise CodecError("expected a name other than local, server or a key")
     for option in options:
         keyword, _, value = option.partition("=")
         if keyword not in _FIELDS_BY_OPTION or not value or re.search(r"[\s#]", value):
@@ -109,7 +110,7 @@ def parse_words(words: Sequence[str]) -> Grant:
             )
         values[_FIELDS_BY_OPTION[keyword].name] = _convert_option(keyword, value)
     if is_invitation != ("until" in values):
-        raise CodecError("expected until= for an invitation, and only for one")
+        raise CodecError("expected until= for an invitation, and not for a client")
     return Grant(**values | {"name": _convert_option("name", name)})
 
 

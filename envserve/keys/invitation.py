@@ -68,7 +68,7 @@ class Invitation:
 
     @property
     def rejected_text(self) -> str:
-        """Message for users if the server does not accept the invitation."""
+        """The error message if the server does not accept the invitation."""
         return (
             "this invitation was already used, or is older than 15 minutes; ask for a "
             f"new one: envserve invite {self.name}"

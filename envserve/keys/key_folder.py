@@ -33,7 +33,7 @@ Role = Literal["server", "client"]
 
 
 def unknown_server_text(address: str) -> str:
-    """Return the error for a server whose key is not pinned, with the remedy."""
+    """Return the error message for a server whose key is not pinned."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
     return (
         f"{address}: no key of this server is known here, so its identity cannot be "
@@ -169,7 +169,7 @@ class KeyFolder:
 
     @property
     def pinned_addresses(self) -> list[str]:
-        """Addresses of the servers whose keys are pinned.
+        """The addresses of the servers whose keys are pinned.
 
         Raises:
           KeyFileError: The file cannot be read or is not valid.
@@ -215,11 +215,12 @@ class KeyFolder:
           addresses: Addresses of the server.
           public: Raw public key of the server.
           name: Name of this client on the server.
-          may_replace: Whether to replace other pins of these addresses.
+          may_replace: Whether to replace other keys that are pinned for these
+            addresses.
 
         Raises:
-          KeyFileError: The file cannot be read or changed, or another key is pinned
-            for one of the addresses, see `may_replace`.
+          KeyFileError: The file cannot be read or changed, or `may_replace` is False
+            and another key is pinned for one of the addresses.
         """
         with private_files.locked(self.path):
             if not may_replace:
@@ -271,7 +272,7 @@ def _check_socket_owner(path: str) -> None:
 
 
 def is_own_address(address: str) -> bool:
-    """Return whether an address leads to this host, by any of its names or IPs.
+    """Return whether an address is one of this host, by any of its names or IPs.
 
     A host name is looked up, which may block until the name server answers.
 
@@ -284,6 +285,6 @@ def is_own_address(address: str) -> bool:
         for family, kind, *_, socket_address in candidates:
             with socket.socket(family, kind) as probe:
                 probe.bind(socket_address)  # fails for an IP address of another host
-    except (OSError, UnicodeError):  # UnicodeError: an empty or long label
+    except (OSError, UnicodeError):  # UnicodeError: part of the name is empty or long
         return False
     return True

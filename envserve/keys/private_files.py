@@ -1,4 +1,4 @@
-"""Reads and atomically replaces files that only their owner can access."""
+"""Read files that only their owner can access, and replace them atomically."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
     Args:
       folder: The folder.
-      seconds: Maximum time to wait for another process.
+      seconds: Maximum time to wait for the lock.
 
     Raises:
       KeyFileError: The folder stayed locked, or cannot be created.
@@ -125,7 +125,7 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file atomically.
+    """Write a text to a private file, replacing the old file atomically.
 
     Raises:
       KeyFileError: The file cannot be written; the old file is kept.

@@ -93,7 +93,7 @@ def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("local", *AT), "expected another name than local"),
+        (("local", *AT), "expected a name other than local"),
         (("a b", *AT), "name"),
         (("ci\n", *AT), "name"),
         (("ci", *AT, "--envs", "A\n"), "envs"),

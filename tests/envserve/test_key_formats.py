@@ -179,8 +179,8 @@ def test_an_invitation_in_clients_has_an_expiry_time() -> None:
     ("line", "text"),
     [
         ("ci", "expected a name, a public key and options"),
-        (f"local {PUBLIC}", "expected another name than local"),
-        (f"envserve-secret-1.{KEY_43} {PUBLIC}", "expected another name"),
+        (f"local {PUBLIC}", "expected a name other than local"),
+        (f"envserve-secret-1.{KEY_43} {PUBLIC}", "expected a name other"),
         (
             f"ci {PUBLIC} envserve-secret-1.{KEY_43}",
             "unknown option or invalid value: 'envserve-secret-1'; ",
