@@ -57,7 +57,7 @@ def rule(section: str, *, with_lease: bool = False) -> Callable[[_Check], _Check
     """Return a decorator that adds a check to `RULES`.
 
     Args:
-      section: Heading of the section of docs/protocol.md that contains the rule.
+      section: Heading of the section of the protocol that contains the rule.
       with_lease: Whether the check receives a client that holds a lease. The check then
         fails if it affects the rows of the lease.
     """

@@ -1,6 +1,6 @@
-"""The place of an env in its batch; the env can query it while it is built.
+"""The place of an env in its batch, which the env can query while it is being built.
 
-This helps envs that use something that exists only once: a port, a folder, a GPU.
+An env can use it to choose a port, a folder or a GPU that no other env uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: A placeholder, or one in double braces, which is an escaped literal.
+#: A placeholder, such as `{row}`, or an escaped one, such as `{{row}}`.
 _PLACEHOLDER: Final = re.compile(r"\{(\{(?:row|worker)\})\}|\{(row|worker)\}")
 
 
@@ -25,7 +25,7 @@ class EnvContext:
         the first row of the block if the env is a vector env.
       num_envs: Number of rows of the whole batch.
       worker: Index of the worker process among those that serve the batch on this host.
-      num_workers: Number of these worker processes.
+      num_workers: Number of worker processes that serve the batch on this host.
     """
 
     row: int

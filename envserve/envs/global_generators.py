@@ -1,7 +1,7 @@
 """Seeds for random generators that do not belong to an env.
 
 Workers are forks of one process, so a generator that a module creates when it is
-imported would draw the same numbers in all of them. Each worker therefore seeds the
+imported would draw the same numbers in all workers. Therefore, each worker seeds the
 global generators of `random`, NumPy and PyTorch, and every generator that it can reach
 from the globals of the user's modules and functions: through default arguments,
 closures, the user's classes and functions, and objects whose class belongs to the user
@@ -25,8 +25,9 @@ import numpy as np
 
 from envserve.envs import registry, user_envs
 
-#: Limits that keep the search short: elements of a container, and objects in total.
+#: Maximum number of elements of a container whose elements are searched.
 _MAX_ELEMENTS: Final = 2000
+#: Maximum number of objects to search.
 _MAX_OBJECTS: Final = 20_000
 _NUMPY: Final = (
     *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
@@ -39,14 +40,16 @@ def seed_global_generators(
 ) -> None:
     """Seed all generators of this process that an env may use but does not own.
 
-    Generators keep their identity, so other references to them see the new state.
+    Generators are reseeded in place, so the new state applies to all references to
+    them.
 
     Args:
-      env_name: Name of the worker's envs, whose module is imported if necessary.
+      env_name: Name of the worker's envs; its module is imported if necessary.
       seed: Seed in [0, 2**32).
-      functions: Functions and classes that create envs, and were not imported.
+      functions: Functions and classes that create envs but belong to no imported
+        module.
     """
-    # A failed import is reported when the env is built.
+    # If the import fails, the error is reported when the env is built.
     with contextlib.suppress(BaseException):
         registry.preload(env_name)
     torch: Any = sys.modules.get("torch")
@@ -86,7 +89,7 @@ def _objects_of(
         kind = type(value)
         owner = value if issubclass(kind, (type, FunctionType)) else kind
         package = str(owner.__module__).partition(".")[0]
-        # For example lists, closures, iterators and namespaces.
+        # Whether the value is, for example, a list, a closure or an iterator.
         is_standard = owner is kind and package in sys.stdlib_module_names
         if (
             package in packages
@@ -100,7 +103,7 @@ def _objects_of(
 def _seed_numpy(value: Any, sequence: np.random.SeedSequence) -> None:
     """Replace the state of a generator or a SeedSequence in place."""
     bits = getattr(value, "bit_generator", value)
-    seeds = getattr(bits, "seed_seq", bits)  # from which `spawn` creates generators
+    seeds = getattr(bits, "seed_seq", bits)  # the source of seeds for `spawn`
     if isinstance(seeds, np.random.SeedSequence):
         options: Any = {"spawn_key": sequence.spawn_key, "pool_size": seeds.pool_size}
         np.random.SeedSequence.__init__(seeds, sequence.entropy, **options)

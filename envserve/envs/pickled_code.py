@@ -1,10 +1,10 @@
 """Code of the user's process that the workers of the same host cannot import.
 
 A script may define env classes, register envs, and pass functions that create envs, as
-for Gymnasium's `AsyncVectorEnv`. The client pickles them with cloudpickle, and the pool
-sends them to each of its workers in BUILD, over their socket pair. No message on the
-network has a field for pickled code: an `EnvRequest` has none, so a server never passes
-any to its workers.
+for Gymnasium's `AsyncVectorEnv`. The client pickles this code with cloudpickle, and the
+pool sends it to each of its workers in a BUILD message, over the worker's socket pair.
+No message on the network has a field for pickled code, and neither has `EnvRequest`, so
+a server never passes pickled code to its workers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Envs to register in each worker, by name: those that this process has
-        registered, because an env or function may create any of them.
-      env_fns: Functions that create the env of each row; empty if the envs are created
-        by name.
+      specs: Specs of the envs to register in each worker, by name. They include all
+        envs that this process has registered, because an env or function may create any
+        of them.
+      env_fns: One function per row, which creates the env of the row; empty if the envs
+        are created by name.
       wrappers: Classes and functions to register as wrappers in each worker, by name.
       kwargs: Arguments of the env's constructor that have to be pickled: one dict for
         all envs, or one for each env.
@@ -59,7 +60,7 @@ class UserCode:
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
-        """Return an env's reference for `name_and_imports`, and its code.
+        """Return an env's reference for `name_and_imports`, and the code of the env.
 
         Args:
           env: See `BatchEnv.local`.
@@ -68,7 +69,7 @@ class UserCode:
           TypeError: An element of a list is not a function.
           ValueError: The list is empty.
         """
-        # Gymnasium's own specs are left out, because every worker has them.
+        # Gymnasium's own specs are omitted, because every worker has them.
         specs = {
             name: spec
             for name, spec in gymnasium.registry.items()
@@ -127,7 +128,8 @@ class UserCode:
     def name_wrappers(self, wrappers: Any) -> Any:
         """Return the wrappers, with names in place of classes and functions.
 
-        Registered classes keep their own name, so that crashes can be replayed.
+        Classes that are registered as wrappers are replaced with their registered
+        names, so that crashes can be replayed.
         """
         if not isinstance(wrappers, Sequence) or isinstance(wrappers, str):
             return wrappers  # `parse_wrappers` raises the error
@@ -138,7 +140,7 @@ class UserCode:
             table = table_of(wrapper)
             if callable(table):
                 name = user_envs.name_of_code(wrapper)[:180]
-                table = {"name": f"<{name} {position}>"}  # not the name of a module
+                table = {"name": f"<{name} {position}>"}  # cannot name a module
                 self.wrappers[table["name"]] = wrapper
             tables.append(table)
         return tables
@@ -147,11 +149,12 @@ class UserCode:
         """Return the pickled code; b"" if there is none.
 
         Raises:
-          EnvStartError: Some of the code cannot be pickled, or is too large.
+          EnvStartError: A part of the code cannot be pickled, or the code is too large.
         """
         if not (self.specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
-        # One pickle, so that objects shared by several closures are included only once.
+        # Pickle all code at once, so that an object that several closures share is
+        # included only once.
         try:
             pickled = _pickle(self)
         except Exception:
@@ -202,9 +205,10 @@ class UserCode:
         return code
 
     def copy_env_fn(self, row: int) -> Callable[[], Env] | None:
-        """Return a copy of the function of a row; None if there are no functions.
+        """Return a copy of the function that creates a row's env.
 
-        Copies share no objects, as if each env had its own process.
+        Copies share no objects, as if each env had its own process. Returns None if the
+        envs are created by name.
         """
         if not self.env_fns:
             return None
@@ -213,7 +217,7 @@ class UserCode:
 
     @property
     def roots(self) -> list[Callable[..., Any]]:
-        """The functions and classes, except those that workers import by name."""
+        """The user's functions and classes, except those that workers can import."""
         entry_points = [spec.entry_point for spec in self.specs.values()]
         local_code = [
             entry_point
@@ -225,7 +229,7 @@ class UserCode:
 
 
 def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
-    """Apply a wrapper with the arguments that Gymnasium has recorded."""
+    """Apply a wrapper with the arguments that Gymnasium has recorded in its spec."""
     if spec.kwargs is None:
         raise WrapperError(
             f"{spec.name}: expected a wrapper that records its arguments with "
@@ -244,7 +248,7 @@ def _pickle(value: object) -> bytes:
 
 
 def _can_be_pickled(spec: EnvSpec) -> bool:
-    """Return whether a spec can be sent to workers; it is left out otherwise."""
+    """Return whether a spec can be sent to workers."""
     try:
         _pickle(spec if callable(spec.entry_point) or spec.kwargs else None)
     except Exception:

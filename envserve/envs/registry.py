@@ -1,7 +1,8 @@
 """The env names that a server or pool offers, and functions that build their envs.
 
 Clients can request only names that are registered at startup. The operator of the
-server or pool chooses the modules to import; a name from a peer never imports one.
+server or pool chooses the modules to import; a name that a client sends never causes an
+import.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ Env = gymnasium.Env[Any, Any]
 
 #: Maximum length of an env name that a client can request, in characters.
 _MAX_NAME_LENGTH: Final = 200
-#: The envserve extra that installs a missing package.
+#: For each package, the envserve extra that installs it.
 _EXTRAS: Final = {"ale_py": "atari"} | {x: x for x in ("mujoco", "box2d", "envpool")}
 _INSTALL_HINT: Final = "install it, or add it to PYTHONPATH, where the envs run"
-#: Messages of TypeErrors about missing or unexpected constructor arguments.
+#: Message of a TypeError about a missing or unexpected constructor argument.
 _BAD_ARGUMENT: Final = re.compile(
     r"(__init__\(\) missing)|got an unexpected keyword argument '(\w+)'"
 )
-#: Packages that are never part of the user's envs.
+#: Packages that never belong to the user's code.
 _LIBRARIES: Final = {"", "envserve", "gymnasium", "numpy", *sys.stdlib_module_names}
 _KEYWORD_KINDS: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -110,7 +111,7 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
 
     Raises:
       EnvStartError: A module or file cannot be imported.
-      UnknownEnv: A module or file has no env with that name.
+      UnknownEnv: A reference names an env that its module or file does not have.
     """
     names: list[str] = []
     for reference in references:
@@ -136,7 +137,7 @@ def _import_module(module: str) -> ModuleType:
     """
     user_envs.check_files_exist([module])
     user_envs.modules_being_imported.append(module)
-    arguments, sys.argv = sys.argv, [module]  # in case the module parses its arguments
+    arguments, sys.argv = sys.argv, [module]  # the module may parse the command line
     pid = os.getpid()
     try:
         return _import_file(module) if module.endswith(".py") else import_module(module)
@@ -157,7 +158,7 @@ def _import_module(module: str) -> ModuleType:
             f"failed with {type(error).__name__}: {error}{where}{hint}"
         ) from error
     finally:
-        if os.getpid() != pid:  # the module has forked this process
+        if os.getpid() != pid:  # this is a child process that the module has forked
             os._exit(1)
         sys.argv = arguments
         user_envs.modules_being_imported.pop()
@@ -172,7 +173,8 @@ def _import_file(file: str) -> ModuleType:
             f"expected a Python file whose name has only letters, digits, _ and -; "
             f"got {path}"
         )
-    if path.stem in sys.stdlib_module_names:  # imported first, or shadowed by the file
+    # Either the standard module or the file would shadow the other one.
+    if path.stem in sys.stdlib_module_names:
         raise ValueError(
             "a module of the standard library has the same name; rename your file"
         )
@@ -186,13 +188,14 @@ def _import_file(file: str) -> ModuleType:
     module = import_module(path.stem)
     if not os.path.samefile(module.__file__ or "/", path):
         raise ValueError(
-            f"a different module has the same name, {module.__file__}; rename your file"
+            f"{module.__file__} is a different module with the same name; rename your "
+            f"file"
         )
     return module
 
 
 def _register(reference: str, module: ModuleType, name: str) -> str:
-    """Register the env of a reference under its plain name; return that name."""
+    """Register the env of a reference under its plain name; return the plain name."""
     env_name = user_envs.env_name_of(reference)
     spec = gymnasium.registry.get(name)
     if spec is None:
@@ -204,8 +207,8 @@ def _register(reference: str, module: ModuleType, name: str) -> str:
         elif (spec := registered_spec(name)) is None:
             callables = [key for key, value in vars(module).items() if callable(value)]
             raise UnknownEnv(
-                f"expected {name!r} to be registered by {module.__name__}, or a class "
-                f"or function in it that creates an env; got neither"
+                f"expected {module.__name__} to register the env {name!r}, or to "
+                f"define a class or function of this name; got neither"
                 f"{did_you_mean(name, [*gymnasium.registry, *callables])}"
             )
     gymnasium.registry[env_name] = spec
@@ -216,14 +219,15 @@ def _register(reference: str, module: ModuleType, name: str) -> str:
 def _register_installed() -> None:
     """Register the envs that installed packages offer as entry points.
 
-    An entry point is a name with its class, `NAME = "module:Class"`, or a module that
-    registers envs.
+    An entry point names a class, `NAME = "module:Class"`, or a module that registers
+    envs.
     """
     for entry in entry_points(group="envserve.envs"):
         if not entry.attr:
             import_env_modules([entry.module])
         elif entry.name not in gymnasium.registry:
-            # A string, so that the module is imported only when the env is built.
+            # Because this is a string, the module is imported only when the env is
+            # built.
             entry_point = f"{entry.module}:{entry.attr}"
             gymnasium.registry[entry.name] = EnvSpec(
                 entry.name, entry_point=entry_point
@@ -245,14 +249,15 @@ def make_env(
 ) -> Env:
     """Build a registered env, or call the function that creates it; apply wrappers.
 
-    Gymnasium's OrderEnforcing and PassiveEnvChecker are left out: workers always reset
+    Gymnasium's OrderEnforcing and PassiveEnvChecker are omitted: workers always reset
     an env before they step it, and check its values when they write them to the slab.
 
     Args:
       name: Registered name.
       kwargs: Constructor arguments of the env.
       wrappers: Wrappers to apply, the innermost first.
-      env_fn: Function that creates the env; its wrappers are kept.
+      env_fn: Function to call instead of building the registered env; the wrappers
+        that the function applies are kept.
 
     Raises:
       UnknownEnv: No env of that name is registered.
@@ -288,7 +293,11 @@ def make_env(
 
 
 def _call(create: Callable[[], Env], name: str) -> Env:
-    """Return the env that a function creates."""
+    """Return the env that a function creates.
+
+    Raises:
+      EnvStartError: The function returned something else.
+    """
     env = create()
     if not hasattr(env, "step"):
         raise EnvStartError(
@@ -301,8 +310,9 @@ def _call(create: Callable[[], Env], name: str) -> Env:
 def _can_be_registered(entry_point: object) -> bool:
     """Return whether `gymnasium.make` can create all envs of an entry point.
 
-    It sets their `spec`, and accepts only instances of `gymnasium.Env`. Which envs a
-    function creates is not known in advance.
+    `gymnasium.make` sets the `spec` of an env, and accepts only instances of
+    `gymnasium.Env`. For a function, the result is False, because it is not known in
+    advance which envs the function creates.
     """
     if isinstance(entry_point, str | None):
         return True
@@ -326,7 +336,7 @@ def _raise_for_arguments(
 
 
 def arguments_of(creator: Callable[..., Any]) -> set[str]:
-    """Return the keyword arguments of a function, or of a class and its bases."""
+    """Return the keyword arguments that a function, or a class and its bases, takes."""
     inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
     parameters = [item for init in inits for item in signature(init).parameters.items()]
     return {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
@@ -335,18 +345,18 @@ def arguments_of(creator: Callable[..., Any]) -> set[str]:
 def env_creator_of(spec: EnvSpec) -> Any:
     """Return the class or function that creates a registered env.
 
-    Returns None if there is none: the env exists only as a vector env.
+    Returns None if the env exists only as a vector env.
     """
     entry = spec.entry_point
     return load_env_creator(entry) if isinstance(entry, str) else entry
 
 
 def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
-    """Return the globals of the user's loaded modules, by name.
+    """Return the globals of the user's loaded modules, by module name.
 
     These are the modules that `import_env_modules` has imported, the module that
-    defines the env, and the modules of their packages. If one of them belongs to no
-    package, they include all modules in its folder.
+    defines the env, and the modules of their packages. If one of these modules belongs
+    to no package, all modules in its folder are included, too.
     """
     names = {Path(item.removesuffix(".py")).name for item in _names_by_module}
     names.add(user_envs.module_of(env_name))
@@ -371,7 +381,10 @@ def preload(name: str) -> None:
 
 
 def registered_spec(name: str) -> EnvSpec | None:
-    """Return the spec of a registered env; without a version, that of the latest."""
+    """Return the spec of a registered env; None if there is none.
+
+    If the name has no version, return the spec of the latest version.
+    """
     spec = gymnasium.registry.get(name)
     versions = [
         item

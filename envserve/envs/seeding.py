@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 MAX_ROOT_SEED = 2**63 - 1
-#: Added to the first incarnation of a client's envs with every new lease, so that seeds
-#: do not repeat. No env is rebuilt that often within one lease.
+#: Number that each new lease adds to the first incarnation of a client's envs, so that
+#: seeds do not repeat. No env is rebuilt this often within one lease.
 INCARNATIONS_PER_LEASE = 1 << 18
 
 

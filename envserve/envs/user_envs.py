@@ -1,8 +1,8 @@
 """References to user envs: "my_env.py:Walk", "my_package:Walk-v0", or a class.
 
 A reference determines the plain name of the env, which batches, servers and clients
-use, and the module or file that workers import for it. It comes from the user who
-starts the envs on this host, never from a peer.
+use, and the module or file that workers import for the env. References come from the
+user who starts the envs on this host, never from a peer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def name_of_code(code: Any) -> str:
 
 def is_importable(name: str) -> bool:
     """Return whether other processes can import the class or function of this name."""
-    return not (name.startswith("__main__:") or {*"<("} & {*name})  # <lambda>, <locals>
+    # "<" is part of <lambda> and <locals>, and "(" of "(...)".
+    return not (name.startswith("__main__:") or {*"<("} & {*name})
 
 
 def name_and_imports(
@@ -98,7 +99,7 @@ def name_and_imports(
     Raises:
       EnvStartError: A module starts envs while it is being imported.
       TypeError: The env has the wrong type, or `import_modules` is a single string.
-      UnknownEnv: The env is only the name of a file.
+      UnknownEnv: The env is a file without the name of an env in it.
     """
     # Workers that import the module would start further workers, endlessly.
     if modules_being_imported:
@@ -120,7 +121,7 @@ def name_and_imports(
         module = module_of(name)
         packages = {Path(path).name.partition(".")[0] for path in import_modules}
         if module.partition(".")[0] in {"gymnasium", "__main__", *packages}:
-            module = ""  # imported anyway, or not importable
+            module = ""  # workers import this module anyway, or cannot import it
     elif not is_importable(name):
         module = ""
     modules = filter(None, map(with_absolute_path, (*import_modules, module)))
@@ -140,9 +141,9 @@ def module_of(name: str) -> str:
 def writable_by_others(path: str) -> str:
     """Return the path through which other users can change a file or folder, or "".
 
-    The result is the path itself, the target of a link, or a parent folder, up to the
-    home folder. Sticky parent folders are skipped, because users cannot replace each
-    other's files there. Members of the user's group are trusted.
+    The result is the path itself, the target of a symbolic link, or a parent folder, up
+    to the home folder. Sticky parent folders are skipped, because users cannot replace
+    each other's files there. Members of the user's group are trusted.
     """
     home = os.path.expanduser("~")
     for start in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
