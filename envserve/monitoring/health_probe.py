@@ -25,7 +25,7 @@ class HealthProblem(enum.IntEnum):
     NO_ADDRESS = 2
     """The address is invalid or cannot be resolved."""
     STARTING = 3
-    """The server cannot start workers, because imports are running or have failed."""
+    """The server cannot start workers: its imports have not finished or have failed."""
     LAGGING = 4
     """The event loop was late by more than 5 s within the last 10 s."""
     DRAINING = 5

@@ -67,7 +67,7 @@ class LocalStatusServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; may be called twice, before or after closing the batch."""
+        """Stop the thread; may be called twice, before or after the batch is closed."""
         self._is_closing.set()
         self._context.term()  # wakes the thread, which closes the socket
         self._thread.join()
@@ -123,7 +123,8 @@ class LocalStatusServer:
             pool.metrics.watch(now)
             lease = {"number": number, "seconds": now - self._started_at}
             status = pool.inspector.status(_MAX_EPISODES, **lease)
-            # The envs of a closed batch are not absent: nothing will replace them.
+            # Absent envs are expected to return, which the envs of a closed batch do
+            # not.
             leases.append(replace(status, absent=()) if pool.is_closed else status)
         return ServerStatus(
             **status_fields(sum_counts(pool.metrics.counts for pool in pools)),

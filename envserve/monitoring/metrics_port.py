@@ -95,7 +95,7 @@ class MetricsPort(socketserver.TCPServer):
 
     @cached_property
     def _full_names(self) -> set[str]:
-        """Full name of this host, which is looked up only when a request needs it."""
+        """The fully qualified name of this host, looked up when first needed."""
         return {socket.getfqdn().lower()}
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -114,7 +114,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: MetricsPort
 
     def setup(self) -> None:
-        """Receive the request before a deadline; socket timeouts apply per `recv`."""
+        """Receive the request before a deadline.
+
+        A timeout of the socket would apply to each `recv` separately.
+        """
         super().setup()
         head, deadline = b"", time.monotonic() + _TIMEOUT_SECONDS
         while b"\r\n\r\n" not in head and len(head) < _MAX_HEAD_BYTES:

@@ -21,7 +21,7 @@ class Observer:
     """A connection for requests that need no lease. Not thread-safe."""
 
     def __init__(self, address: str, *, insecure: bool = False) -> None:
-        """Start to connect; see `Connection` for the arguments and errors."""
+        """Start connecting; see `Connection` for the arguments and errors."""
         self.address = address
         self._connection = Connection(address, insecure=insecure)
         self._num_requests = 0
@@ -47,7 +47,9 @@ class Observer:
         timeout_seconds: float = 2.0,
         after: Sequence[int] = (),
     ) -> list[RenderedFrame]:
-        """Return the latest frame of each row, and keep rendering enabled for 3 s.
+        """Return the latest frame of each row.
+
+        The server renders these rows until 3 s after the last request for frames.
 
         Args:
           lease: Number of the lease, from `LeaseStatus`.

@@ -21,7 +21,7 @@ from envserve.wire.status import Histogram, ServerStatus
 _IN_WELCOME = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
 
 
-#: Names of the values of an episode and of a recovery, in a lease's status.
+#: Names of the values in a tuple, for the fields of a lease's status that list tuples.
 _NAMES: Final = {
     "episodes": ("number", "row", "return", "length"),
     "recoveries": ("number", "row", "milliseconds"),
@@ -34,9 +34,9 @@ class MonitoredServer:
     Attributes:
       address: Address of the server.
       name: The address without `tcp://`.
-      status: The answer to the last poll; None if there was none. If the server is too
-        old for STATUS, its `version` is empty and only the fields that WELCOME also has
-        are set.
+      status: The answer to the last poll; None if the server did not answer. If the
+        server is too old for STATUS, the field `version` is empty, and only the fields
+        that WELCOME also has are set.
       error: The reason why the last poll got no answer; empty otherwise.
       is_resolved: Whether the address could be resolved; if not, the server is not
         polled.
@@ -52,7 +52,7 @@ class MonitoredServer:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Env steps per second since the previous poll; None after the first poll."""
+        """The rate of env steps since the previous poll; None after the first poll."""
         now, previous = self.status, self._previous
         if not (now and previous and now.version and now.seconds > previous.seconds):
             return None
@@ -60,10 +60,10 @@ class MonitoredServer:
 
     @property
     def env_step_seconds(self) -> Histogram:
-        """Durations of env steps since the previous poll.
+        """The durations of env steps since the previous poll.
 
-        Durations of all steps if there were none since then, or if this poll is the
-        first.
+        The durations of all env steps if there was no step since the previous poll, or
+        no previous poll.
         """
         total = (self.status or ServerStatus()).env_step_seconds
         recent = total - (self._previous or ServerStatus()).env_step_seconds
@@ -101,7 +101,7 @@ class MonitoredServer:
 
 
 def _readable(value: Any, key: str = "") -> Any:
-    """Return a value with dicts instead of tuples, and nested fields at the end."""
+    """Return a value with dicts instead of tuples; nested values come last in dicts."""
     if isinstance(value, Mapping):
         items = ((name, _readable(part, name)) for name, part in value.items())
         return dict(sorted(items, key=lambda item: isinstance(item[1], dict | list)))

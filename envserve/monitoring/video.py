@@ -47,7 +47,7 @@ def find_ffmpeg() -> str:
 
 
 class VideoWriter:
-    """Context manager that writes one video; an exception in its body removes the file.
+    """Context manager that writes one video, unless its body raises an exception.
 
     Attributes:
       frames_per_second: Frame rate of the video; fixed once the first frame is added.
@@ -55,7 +55,9 @@ class VideoWriter:
     """
 
     def __init__(self, path: Path, frames_per_second: float = 30.0) -> None:
-        """Find ffmpeg; it is started for the first frame, and replaces existing files.
+        """Find ffmpeg, which is started when the first frame is added.
+
+        An existing file is replaced once the video is complete.
 
         Raises:
           VideoError: The suffix is not .mp4 or .gif, or ffmpeg was not found.
@@ -136,7 +138,7 @@ class VideoWriter:
         except OSError as error:
             raise VideoError(
                 f"{self._ffmpeg} cannot be run: {error.strerror}; "
-                f"{install_command('video')}, which includes an ffmpeg"
+                f"{install_command('video')}, which includes an ffmpeg binary"
             ) from error
 
     def _complete(self, process: subprocess.Popen[bytes]) -> None:

@@ -1,10 +1,10 @@
 """Poll servers, follow a run's metrics, and send both to all browsers.
 
-Observers block, so each server has a polling thread, and another thread reads the
-metrics. The threads pass encoded events to the event loop, which owns the subscribers
-and queues the events for them. Frames are requested only for tiles that a browser
-shows, once for all browsers. A slow browser does not delay other browsers, and its
-queue is bounded, because an event replaces an unsent one with the same key.
+Requests of observers block, so each server has a polling thread, and another thread
+reads the metrics. The threads pass encoded events to the event loop, which owns the
+subscribers and queues the events for them. Frames are requested only for tiles that a
+browser shows, once for all browsers. A slow browser does not delay other browsers, and
+its queue is bounded, because an event replaces an unsent event with the same key.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _MAX_ROWS: Final = 64
 _MAX_EPISODES: Final = 64
 _MAX_POINTS: Final = 600
 _MAX_READ_BYTES: Final = 4 << 20
-#: Errors raised by a line that is not a JSON object with numbers.
+#: Errors that occur if a line is not a JSON object with numbers.
 _INVALID: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _CURVES: Final = ("mean_return", "evaluation_return")
 #: Names of the statuses of rows without a fault.
 _NOT_LOST: Final = {Status.OK.name, Status.PENDING.name, Status.LATE.name}
 
-#: Index of the server, number of the lease, row.
+#: An env on the page: index of the server, number of the lease, row.
 Tile = tuple[int, int, int]
 #: Subject of an event: "run", the index of a server, or a tile.
 Key = str | int | Tile
@@ -109,7 +109,10 @@ class DataFeed:
         self._threads: list[threading.Thread] = []
 
     async def start(self) -> None:
-        """Start all threads. Call other methods only from the running event loop."""
+        """Start all threads.
+
+        Call the other methods in the same event loop, unless they allow any thread.
+        """
         loop = self._loop = asyncio.get_running_loop()
 
         def publish(key: Key, event: bytes) -> None:
@@ -121,7 +124,7 @@ class DataFeed:
             self._threads.append(thread)
 
     def finish_run(self) -> None:
-        """Notify browsers that the run has ended; may be called in any thread."""
+        """Notify all browsers that the run has ended; may be called in any thread."""
         event = encode_event("finished", {})
         self._loop.call_soon_threadsafe(self.publish, "finished", event)
 
@@ -135,7 +138,7 @@ class DataFeed:
             await asyncio.to_thread(thread.join)
 
     def subscribe(self) -> Subscriber:
-        """Return a new subscriber; the latest events of servers and run are queued."""
+        """Return a new subscriber, with the latest events of servers and run queued."""
         subscriber = Subscriber()
         self.subscribers[subscriber.name] = subscriber
         for key, event in self._latest.items():
@@ -150,7 +153,7 @@ class DataFeed:
         self._update_pollers()
 
     def set_tiles(self, name: str, tiles: Mapping[Tile, int]) -> bool:
-        """Set the tiles that a subscriber shows; return False for an unknown name."""
+        """Set the tiles that a subscriber shows; return False if it does not exist."""
         subscriber = self.subscribers.get(name)
         if subscriber is None:
             return False
@@ -161,14 +164,19 @@ class DataFeed:
         return True
 
     def publish(self, key: Key, event: bytes) -> None:
-        """Queue an event for all subscribers, or for those that show the tile."""
+        """Queue an event for all subscribers.
+
+        An event about a tile is queued only for the subscribers that show the tile.
+        """
         self._latest[key] = event
         for subscriber in self.subscribers.values():
             if not isinstance(key, tuple) or key in subscriber.tiles:
                 subscriber.put(key, event)
 
     def record(self, tile: Tile) -> bytes:
-        """Return the flight record of an env, as a repro file; may run in any thread.
+        """Return the flight record of an env, as the content of a repro file.
+
+        This method may be called in any thread.
 
         Raises:
           EnvserveError: There is no such env, or the server does not answer.
@@ -181,7 +189,7 @@ class DataFeed:
             return observer.record(lease, row, _TIMEOUT_SECONDS)
 
     def _update_pollers(self) -> None:
-        """Let the threads poll all shown tiles, each at its largest shown width."""
+        """Let the threads poll all shown tiles, each in its largest shown width."""
         widths: dict[Tile, int] = {}
         for subscriber in self.subscribers.values():
             for tile, width in subscriber.tiles.items():
@@ -203,7 +211,7 @@ class DataFeed:
 
 
 class _ServerPoller:
-    """Polls one server in a thread, which the event loop controls with the attributes.
+    """Polls one server in a thread; the event loop sets the attributes to control it.
 
     Attributes:
       observer: Function that returns an observer of the server.
@@ -217,7 +225,7 @@ class _ServerPoller:
         self._state: dict[str, Any] = {"index": index, "address": str(address)}
         self._state |= {"error": "", "status": None}
         self._pid, self._counts = 0, Counter[str]()
-        self._earlier = Counter[str]()  # the counts before the server was restarted
+        self._earlier = Counter[str]()  # sum of the last counts before each restart
         self._index, self.observer = index, partial(observe, address)
         self.tiles: Mapping[Tile, int] = {}
         self.has_subscribers = self.has_ended = False
@@ -244,7 +252,8 @@ class _ServerPoller:
             pause = _STATUS_SECONDS if self.has_subscribers else _IDLE_SECONDS
             if now >= status_at + pause:
                 status_at, status = now, observer.status(_TIMEOUT_SECONDS)
-                if self._count(status):  # a restarted server counts serials from 1
+                if self._count(status):
+                    # A restarted server numbers its frames from 1 again.
                     serials = {}
                 leases = [
                     asdict(lease) | {"episodes": lease.episodes[-_MAX_EPISODES:]}
@@ -261,10 +270,14 @@ class _ServerPoller:
             self.wake.wait(max(0.0, due_at - time.monotonic()))
 
     def _count(self, status: ServerStatus) -> bool:
-        """Update the totals over all restarts; return whether this was a restart.
+        """Update the totals over all restarts of the server.
 
-        A server's counts and its uptime never decrease. Together they also reveal a
-        restart in a container, where the process id stays the same.
+        While a server runs, its counts and its uptime never decrease. Lower ones reveal
+        a restart even in a container, where the process id stays the same.
+
+        Returns:
+          Whether the server has been restarted since the last status, or this status is
+          the first.
         """
         rows = Counter(status.rows)
         counts = Counter(
@@ -278,14 +291,19 @@ class _ServerPoller:
         if is_restart:
             self._earlier += self._counts
         self._pid, self._counts = status.pid, counts
-        # A hostile server may report counts whose sum is too large for JSON integers.
+        # Use floats: a hostile server may report counts whose sum is too large for a
+        # JSON integer.
         self._state["totals"] = {n: float(self._earlier[n] + counts[n]) for n in counts}
         return is_restart
 
     def _poll_frames(
         self, observer: Observer, serials: Mapping[Tile, int], publish: _Publish
     ) -> dict[Tile, int]:
-        """Publish frames newer than these serials; return the latest serials."""
+        """Publish all frames that are newer than the frames with these serial numbers.
+
+        Returns:
+          The latest serial number of each tile.
+        """
         tiles = self.tiles
         latest = {tile: serials.get(tile, 0) for tile in tiles}
         groups: dict[tuple[int, int], list[Tile]] = {}
@@ -310,7 +328,7 @@ class _ServerPoller:
 
 
 class _MetricsTail:
-    """Follows a `metrics.jsonl`: one JSON object with `steps` and metrics per line."""
+    """Reads a growing `metrics.jsonl`: per line, a JSON object of steps and metrics."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "metrics.jsonl"
@@ -322,7 +340,11 @@ class _MetricsTail:
         self._points: dict[str, list[tuple[float, float]]] = {n: [] for n in _CURVES}
 
     def read(self) -> bool:
-        """Read the lines written since the last call; return whether there were any."""
+        """Read the lines written since the last call.
+
+        Returns:
+          Whether there were any, or reading has failed with a new error.
+        """
         try:
             with open_regular(self._path) as file:
                 # Resuming a run truncates its file to the checkpoint's iteration.
@@ -335,7 +357,8 @@ class _MetricsTail:
         except OSError as error:
             previous_error, self._error = self._error, f"{self._path}: {error.strerror}"
             return previous_error != self._error
-        if b"\n" in text or len(text) < _MAX_READ_BYTES:  # else, skip a long line
+        # Ignore an incomplete last line, but skip a line that is too long.
+        if b"\n" in text or len(text) < _MAX_READ_BYTES:
             text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)
         for line in text.splitlines():

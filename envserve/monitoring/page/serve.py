@@ -31,7 +31,7 @@ _MAX_IDLE_SECONDS: Final = 10.0
 
 
 class _Protocol(H11Protocol):
-    """HTTP protocol that closes connections which send no complete request in time."""
+    """HTTP protocol that closes connections that send no complete request in time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def _listen(host: str, port: int) -> socket.socket:
                 f"the page cannot listen at {host}:{number}: {error.strerror}; pass an "
                 f"address of this host as --host, and a --port that you may use"
             ) from None
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit this
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit the option
             option = socket.TCP_USER_TIMEOUT
             listening.setsockopt(socket.IPPROTO_TCP, option, _MAX_UNREAD_MS)
         return listening
@@ -99,7 +99,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def page_process(
     addresses: Sequence[str], run: Path, *, insecure: bool = False
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start a process that serves the page; return it, and the URL of the page.
+    """Start a process that serves the page; return the process and the page's URL.
 
     The process ends when this process ends. Ctrl-C does not reach it, because it runs
     in a new session.
