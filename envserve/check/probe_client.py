@@ -171,10 +171,13 @@ class ProbeClient:
         return message
 
     def answer(self, *copies: Message) -> Message:
-        """Wait for the answer to one of several copies of a message; return it.
+        """Return the answer to a message that was sent, or to one of its copies.
 
-        If the message is an operation, wait longer while PONG lists one of its blocks
-        as running.
+        If the message is an operation, the timeout is extended while PONG lists one of
+        its blocks as running.
+
+        Args:
+          copies: The message, followed by its copies.
         """
         first, num_silent, num_waits = copies[0], 0, 0
         name = getattr(first.type, "name", first.type)

@@ -48,8 +48,8 @@ class CheckResult(NamedTuple):
     """Reason for a failed or skipped rule."""
 
 
-#: The check of each rule, and its argument `with_lease`; see `rule`. The keys are the
-#: results of servers that follow the rules.
+#: For each rule: the check, and whether its client holds a lease; see `rule`. The keys
+#: are the results of a server that follows all rules.
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 
@@ -111,7 +111,7 @@ def welcome(c: ProbeClient) -> None:
 
 @rule("WELCOME")
 def versions(c: ProbeClient) -> None:
-    """Answer a HELLO for other versions with VERSION_MISMATCH, in its own version."""
+    """Answer HELLO for other versions with VERSION_MISMATCH in the HELLO's version."""
     body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
@@ -220,7 +220,7 @@ def separate_sessions(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def copies(c: ProbeClient) -> None:
-    """Rule 4: Answer each copy of a finished request once, without executing it."""
+    """Rule 4: Answer each copy of a finished request once, with the stored result."""
     c.link.receive(1.1)
     result = c.read(c.request(replace(c.last, attempt=1)))
     expect(result.raw == c.last_result.raw, "the same rows again", "different rows")

@@ -68,7 +68,7 @@ def doctor(
 
 
 def _format(finding: _Finding) -> str:
-    """Return a finding as text, wrapped to the width if stdout is a terminal."""
+    """Return a finding as text; if stdout is a terminal, wrap it to the width."""
     text = "; ".join(filter(None, (finding["text"], finding["remedy"])))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
     level = finding["level"]

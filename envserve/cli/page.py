@@ -68,15 +68,16 @@ def page(
 def _wait_for_parent(feed: DataFeed) -> None:
     """Wait until stdin is closed, which also happens if the parent process is killed.
 
-    A parent that has finished normally writes to stdin before it closes it. In this
-    case, also wait until no browser shows the page.
+    A parent that has finished normally writes to stdin before closing it. In this case,
+    also wait until no browser shows the page.
     """
     if sys.stdin.read() and feed.subscribers:
         feed.finish_run()
         seconds = f"up to {_VIEWING_SECONDS} s"
         print(f"The page stays open for {seconds}; Ctrl-C closes it.", flush=True)
         for _ in range(_VIEWING_SECONDS):
-            time.sleep(1.0)  # long enough for a browser that reloads the page
+            # A browser that reloads the page reconnects within this time.
+            time.sleep(1.0)
             if not feed.subscribers:
                 return
 

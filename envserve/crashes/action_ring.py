@@ -229,8 +229,8 @@ class RowRecord:
         """Record that an env is about to autoreset, and keep the start point.
 
         Returns:
-          False, and no record was made, if the start point is too old: then call
-          `begin_episode`.
+          Whether the start point was kept. If it is too old, nothing is recorded: call
+          `begin_episode` instead.
         """
         count = self._counts[self._row]
         if count >= self._renewal_due_at:

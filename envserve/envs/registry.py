@@ -226,8 +226,8 @@ def _register_installed() -> None:
         if not entry.attr:
             import_env_modules([entry.module])
         elif entry.name not in gymnasium.registry:
-            # Because this is a string, the module is imported only when the env is
-            # built.
+            # A string instead of the class, so that the module is imported only when
+            # the env is built.
             entry_point = f"{entry.module}:{entry.attr}"
             gymnasium.registry[entry.name] = EnvSpec(
                 entry.name, entry_point=entry_point

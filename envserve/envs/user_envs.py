@@ -2,7 +2,7 @@
 
 A reference determines the plain name of the env, which batches, servers and clients
 use, and the module or file that workers import for the env. References come from the
-user who starts the envs on this host, never from a peer.
+user of this process, never from a peer.
 """
 
 from __future__ import annotations

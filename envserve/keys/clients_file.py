@@ -44,8 +44,8 @@ class ClientsFile:
 
     Attributes:
       run_refresh: Function that is called when the file has changed, with a function
-        that reads the file. By default, it reads the file immediately. A server sets
-        it to read the file in a thread, and uses the old contents until then.
+        that reads the file. The default calls that function immediately. A server calls
+        it in a thread, and uses the old contents until the thread has read the file.
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
@@ -176,7 +176,7 @@ class ClientsFile:
             )
 
     def remove(self, name: str) -> bool:
-        """Remove a client's key and invitation; return whether there was any.
+        """Remove a client's key and invitation; return whether there was one.
 
         Raises:
           KeyFileError: The file cannot be read or changed.

@@ -125,7 +125,7 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text to a private file, replacing the old file atomically.
+    """Write text to a private file, replacing the old file atomically.
 
     Raises:
       KeyFileError: The file cannot be written; the old file is kept.

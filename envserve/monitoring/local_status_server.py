@@ -123,8 +123,8 @@ class LocalStatusServer:
             pool.metrics.watch(now)
             lease = {"number": number, "seconds": now - self._started_at}
             status = pool.inspector.status(_MAX_EPISODES, **lease)
-            # Absent envs are expected to return, which the envs of a closed batch do
-            # not.
+            # The envs of a closed batch are not reported as absent, because they will
+            # not be replaced.
             leases.append(replace(status, absent=()) if pool.is_closed else status)
         return ServerStatus(
             **status_fields(sum_counts(pool.metrics.counts for pool in pools)),

@@ -417,7 +417,7 @@ def test_the_next_free_port_is_used() -> None:
 
 
 def test_an_address_of_another_host_raises() -> None:
-    with pytest.raises(ServerError, match=r"cannot listen at 192\.0\.2\.1:80"):
+    with pytest.raises(ServerError, match=r"cannot listen on 192\.0\.2\.1:80"):
         page_server(build_over(FakeServer()), "192.0.2.1", 80)
 
 

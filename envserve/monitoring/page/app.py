@@ -46,7 +46,7 @@ _TOKEN_EXPECTED: Final = (
 
 
 def _csp_hash(tag: str) -> str:
-    """Return the CSP source that allows only the page's own inline script or style."""
+    """Return the Content-Security-Policy hash of the page's inline script or style."""
     pattern = rf"<{tag}>(.*?)</{tag}>".encode()
     (text,) = re.findall(pattern, _HTML, re.DOTALL)
     return f"'sha256-{b64encode(sha256(text).digest()).decode()}'"

@@ -153,7 +153,7 @@ class DataFeed:
         self._update_pollers()
 
     def set_tiles(self, name: str, tiles: Mapping[Tile, int]) -> bool:
-        """Set the tiles that a subscriber shows; return False if it does not exist."""
+        """Set the tiles that a subscriber shows; return False for an unknown name."""
         subscriber = self.subscribers.get(name)
         if subscriber is None:
             return False
@@ -299,7 +299,7 @@ class _ServerPoller:
     def _poll_frames(
         self, observer: Observer, serials: Mapping[Tile, int], publish: _Publish
     ) -> dict[Tile, int]:
-        """Publish all frames that are newer than the frames with these serial numbers.
+        """Publish all frames that are newer than those with the given serial numbers.
 
         Returns:
           The latest serial number of each tile.

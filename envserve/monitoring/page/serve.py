@@ -84,7 +84,7 @@ def _listen(host: str, port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 continue
             raise ServerError(
-                f"the page cannot listen at {host}:{number}: {error.strerror}; pass an "
+                f"the page cannot listen on {host}:{number}: {error.strerror}; pass an "
                 f"address of this host as --host, and a --port that you may use"
             ) from None
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit the option
