@@ -65,7 +65,10 @@ def configs(
 
 
 def _print_keys(config: Config, *, all_: bool) -> None:
-    """Print the changed settings and, with `all_`, the others, with descriptions."""
+    """Print the settings that differ from the defaults; with `all_`, print all.
+
+    Each setting is followed by its description.
+    """
     values, docs = dict(vars(config)), field_docs(Config)
     changed = config.non_defaults()
     if kind := SETTINGS_TYPES.get(config.algorithm):
