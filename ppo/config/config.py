@@ -118,7 +118,10 @@ def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
         ConfigError: The value is not a table, or the algorithm is not `name`.
     """
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{name}: expected a table of settings, got {table!r:.200}.")
+        raise ConfigError(
+            f"{name}: expected a table of settings of the algorithm {name}, got "
+            f"{table!r:.200}."
+        )
     if table and name != algorithm:
         raise ConfigError(
             f"{name}: expected this table only with the algorithm {name}; the "
