@@ -1,4 +1,4 @@
-"""Common parts of the sub-commands: options, measurements and results."""
+"""Parts that all sub-commands share: options, measurements and results."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def say(text: str) -> None:
 
 
 def sub_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn a function of a `Run` and of options into a command with the common options.
+    """Return a command that also has the options `--only` and `--outdir`.
 
-    The common options are `--only` and `--outdir`.
+    The arguments of `function` are a `Run`, followed by the other options.
     """
 
     def common(

@@ -137,7 +137,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return the number of layers for which a call of the policy takes this time."""
+    """Return the number of layers for which the policy takes `microseconds`."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
@@ -180,7 +180,7 @@ def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
 def rolling_out(
     load: Workload, layers: int, horizon: int, num_splits: int
 ) -> Iterator[Measure]:
-    """Collect rollouts."""
+    """Measure rollouts with the busy policy."""
     load_tensorflow()
     from ppo.in_graph_batch_env import InGraphBatchEnv
     from ppo.simulate import Simulation
@@ -191,7 +191,10 @@ def rolling_out(
 
 
 def busy_policy(layers: int) -> Any:
-    """Return a policy that multiplies matrices of sizes proportional to its rows."""
+    """Return a policy whose number of matrix products is `layers`.
+
+    The time of each product is proportional to the number of rows.
+    """
     import tensorflow as tf
 
     weights = tf.random.stateless_normal([_WIDTH, _WIDTH], (0, 0)) / _WIDTH**0.5
@@ -202,7 +205,7 @@ def busy_policy(layers: int) -> Any:
         features = tf.reshape(tf.repeat(observation[:, :1], 8 * _WIDTH), [-1, _WIDTH])
         for _ in range(layers):
             features = tf.tanh(features @ weights + 0.1)
-        # Always false, but TensorFlow cannot infer it without computing the products.
+        # This is always false, but TensorFlow must compute the products to find out.
         is_large = tf.reduce_max(features) > 2.0
         action = tf.fill([rows], tf.cast(is_large, tf.int64))
         return action, tf.zeros([rows])
