@@ -204,7 +204,8 @@ class Learners:
                 ordering_token=[],
                 merge_op=merge_op,
                 final_op="Id",
-                communication_hint="ring",  # a timeout would need a thread
+                communication_hint="ring",
+                # No timeout is set, because TensorFlow would use a thread for it.
             )
 
 

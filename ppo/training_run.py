@@ -96,7 +96,8 @@ class TrainingRun:
             )
             trackables["acting"] = tf.nest.flatten(self._snapshot)
         self.state = training_state(self.agent, trackables)
-        #: Called with this run between the rollout and the update; returns metrics.
+        #: Function that is called with this run between the rollout and the update; it
+        #: returns metrics.
         self.before_update: Callable[[Any], dict[str, float]] = lambda run: {}
         self._next_rollout: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)

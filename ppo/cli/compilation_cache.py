@@ -15,8 +15,9 @@ import tempfile
 from pathlib import Path
 
 _FLAG = "--tf_xla_persistent_cache_directory"
-_MAX_BYTES = 256 << 20  # maximum cache size; an update takes about 2 MB
-_UNFINISHED_SECONDS = 3600.0  # killed processes have left older temporary files
+_MAX_BYTES = 256 << 20  # maximum cache size; the code of an update has about 2 MB
+#: Age of a temporary file after which the process that wrote it must have been killed.
+_UNFINISHED_SECONDS = 3600.0
 
 
 def enable_compilation_cache(tensorflow_version: str) -> None:

@@ -48,7 +48,7 @@ def configs(
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("name", "env", "steps", "return", "time"):
-        table.add_column(title, no_wrap=title != "return")  # do not split names
+        table.add_column(title, no_wrap=title != "return")  # do not wrap names
     for name, config in CONFIGS.items():
         thousands = config.total_steps // 1000
         expected, duration = expected_result(config)

@@ -89,7 +89,7 @@ def train_on_ray(given: GivenOptions) -> int:
 def _train_once(
     ray: Any, resources: list[dict[str, float]], words: list[str], resume: list[str]
 ) -> int:
-    """Start all learners, and return the exit code of the first learner.
+    """Start all learners, wait for the first learner, and return its exit code.
 
     Raises:
         LearnerLostError: The first learner failed, and a restart may help.

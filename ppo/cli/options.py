@@ -111,7 +111,10 @@ def setting_keys() -> list[str]:
 
 
 def run_folders() -> list[str]:
-    """Return run folders in the working directory and in runs/, for completion."""
+    """Return the run folders in the working directory and in runs/.
+
+    They are used for shell completion.
+    """
     return [
         str(path.parent)
         for folder in (".", "runs")
@@ -132,7 +135,7 @@ Run = Annotated[Path, Option("Run folder of `ppo train`.", values=run_folders)]
 
 
 class EnvOptions(NamedTuple):
-    """The options that select the envs of a command; None if an option is omitted."""
+    """The options --connect, --import and --trust of a command; None if omitted."""
 
     connect: list[str] | None = None
     import_modules: list[str] | None = None
@@ -220,7 +223,7 @@ def deferred_stderr() -> Iterator[None]:
         os.dup2(buffer.fileno(), 2)
         try:
             yield
-        except Exception:  # an interrupt discards the output
+        except Exception:  # after an interrupt, the output is discarded
             buffer.seek(0)
             os.write(before, buffer.read())
             raise

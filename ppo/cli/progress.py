@@ -90,7 +90,7 @@ class Screen:
             console=console,
             get_renderable=self._rows,
             transient=True,
-            redirect_stderr=sys.stderr.isatty(),  # do not redirect it from a log file
+            redirect_stderr=sys.stderr.isatty(),  # if it is a file, leave it as it is
         )
 
     def __enter__(self) -> Self:

@@ -98,7 +98,7 @@ def _train(
             while waiting and len(running) < at_once and not stop.has_fired():
                 seed = waiting.pop(0)
                 running[seed] = _start(runs[seed], workers)
-            for process in [*running.values()][:1]:  # none is left after a signal
+            for process in [*running.values()][:1]:  # a signal may prevent any start
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1.0)
             for seed in [seed for seed in running if running[seed].poll() is not None]:
@@ -165,5 +165,6 @@ def _mean_return(plan: Plan, run: RunFolder) -> float | None:
         return None
     is_finished = plan.config.total_steps == evaluation.get("total_steps")
     is_finished |= plan.config.is_finished_after(last)
-    is_finished &= actions == plan.config.evaluation_actions  # not `evaluate --sampled`
+    # `ppo evaluate --sampled` may have replaced the result of the final evaluation.
+    is_finished &= actions == plan.config.evaluation_actions
     return mean if is_finished and steps == last else None

@@ -656,9 +656,9 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield invalid names of user code, and settings that conflict with others.
+    """Yield settings with an unknown name, and settings that conflict with others.
 
-    Each is yielded as the key of the setting and a description of valid values.
+    Each item consists of the key of the setting and a description of valid values.
     """
     for key, known in CODE_SETTINGS.items():
         name = getattr(config, key)

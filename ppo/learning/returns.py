@@ -38,9 +38,10 @@ def advantages_and_targets(
     discount: float,
     gae_lambda: float,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return generalised advantage estimates (Schulman et al. 2016, equation 16).
+    """Return generalised advantage estimates, and value targets.
 
-    With `delta_t = r_t + discount * V(next_t) * (1 - terminated_t) - V(o_t)`,
+    The estimates are those of Schulman et al. 2016, equation 16. With
+    `delta_t = r_t + discount * V(next_t) * (1 - terminated_t) - V(o_t)`,
 
         A_t = delta_t + discount * lambda * (1 - done_t) * A_{t+1},
 

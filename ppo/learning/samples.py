@@ -3,7 +3,8 @@
 A sequence contains consecutive steps of one env. The recurrent states at its start are
 stored in the rollout; the later states are computed with the current parameters.
 
-Rows `[T, B]` are reordered to `[S * L]`: sequence k * B + b contains steps k * L to
+Rows `[T, B]` are reordered to `[S * L]`, where L is the length of a sequence. An env
+has K = T / L sequences, so S = K * B. Sequence k * B + b contains steps k * L to
 (k + 1) * L - 1 of env b.
 """
 
@@ -79,7 +80,7 @@ class StepSampler:
     def values(
         self, rollout: Rollout, features: Any, final_features: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Compute the values of all observations of a rollout.
+        """Return the values of all observations of a rollout.
 
         Args:
             rollout: Rollout, of which only recurrent states and episode ends are used.
@@ -163,7 +164,7 @@ class SequenceSampler(StepSampler):
     def values(
         self, rollout: Rollout, features: Any, final_features: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Compute the values of all observations of a rollout.
+        """Return the values of all observations of a rollout.
 
         A final observation belongs to the episode that it ends. Its value is therefore
         computed from the recurrent state before the reset for the next episode.

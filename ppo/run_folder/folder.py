@@ -78,8 +78,8 @@ class RunFolder:
     ) -> "RunFolder":
         """Create a run folder, and save the config and the env source in it.
 
-        A folder that contains only these files is treated as empty, because its run
-        never started.
+        A folder that contains only files from before the first iteration is treated as
+        empty, because its run never started.
 
         Raises:
             RunFolderError: The folder is not empty, or cannot be written.

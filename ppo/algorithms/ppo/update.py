@@ -177,7 +177,7 @@ class Updater:
         samples, inputs, advantages, (value, deviation) = self._jit(self._prepare)(
             rollout, reward_scale
         )
-        first_metrics = {  # before the first gradient step
+        first_metrics = {  # of the networks before the first gradient step
             "ratio_deviation": self._learners.max(deviation),
             "explained_variance": losses.explained_variance(
                 value, advantages["target"], samples["weight"], self._mean

@@ -142,6 +142,8 @@ class SAC(Algorithm):
     ) -> dict[str, float]:
         """Add a rollout to the replay buffer, then take gradient steps.
 
+        Take no steps until the buffer contains `random_steps` transitions.
+
         Raises:
             DivergedError: A loss is not finite; the parameters are now unusable.
         """
