@@ -30,6 +30,8 @@ class Run:
     """One run of a sub-command.
 
     Attributes:
+      name: Name of the sub-command.
+      options: Values of its options, which the result contains.
       only: Substrings of the names of cases to measure; empty for all cases.
       outdir: Folder for the result; None for a new folder.
     """

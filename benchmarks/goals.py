@@ -54,7 +54,7 @@ class Goal:
 
 
 def _ratio(case: str, base: str, number: str = SPEED) -> Value:
-    """Return a function that computes the ratio of one case to another."""
+    """Return a function that computes the ratio of `case` to `base` for a number."""
     return lambda result: _measurements(result).ratio(case, base, number)
 
 

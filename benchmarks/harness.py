@@ -50,10 +50,10 @@ class Case:
 
 
 def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of the words; all cases by default.
+    """Return the cases whose names contain a word of `only`; if it is empty, all cases.
 
     Raises:
-      BenchmarkError: No case contains one of the words.
+      BenchmarkError: A word is not contained in any name.
     """
     names = [case.name for case in cases]
     for word in only:

@@ -44,7 +44,7 @@ MAX_ABSENCE_SECONDS: Final = 3.0
 
 
 class Measured(NamedTuple):
-    """99th percentiles of the time of a step and of a new connection; server memory."""
+    """99th percentiles of the duration of a step and of connecting; server memory."""
 
     step_ms: float
     connect_seconds: float
@@ -62,7 +62,7 @@ class UnknownKeyClient:
         self._until = time.monotonic() + 1.0
 
     def is_disconnected(self) -> bool:
-        """Return whether the server has rejected the client."""
+        """Return whether a second has passed; by then, the server has rejected it."""
         return time.monotonic() > self._until
 
 

@@ -118,7 +118,7 @@ class Cluster:
         return is_complete is None or (rows[-1]["valid_fraction"] == 1.0) == is_complete
 
     def wait_for_training(self, name: str, is_complete: bool | None = None) -> None:
-        """Wait for three more metrics rows."""
+        """Wait for three more rows of metrics; see `has_rows` for `is_complete`."""
         before = len(rows_of(self.run))
         wait_for(name, lambda: self.has_rows(before + 3, is_complete), TIMEOUT_SECONDS)
 
@@ -131,7 +131,7 @@ class Cluster:
         return sum(pod.log().count("granted to trainer") for pod in pods)
 
     def wait_for_leases(self, name: str, num_leases: int = 1) -> None:
-        """Wait until a server has granted at least `num_leases` to the trainer."""
+        """Wait until a server has granted enough leases to the trainer."""
         wait_for(
             f"{name} is in use",
             lambda: self.num_leases(name) >= num_leases,

@@ -96,7 +96,7 @@ def fit(keys: bool = False, turns: int = 3) -> None:
 def check() -> None:
     """Measure 8 to 512 servers, splits, slow envs, and real servers."""
     points = [
-        Point(1, 1024, 16),  # the same rows from one server
+        Point(1, 1024, 16),  # one server with as many rows as 64 servers of 16 envs
         *(Point(*x, 16) for x in ((8, 16), (256, 16), (512, 32))),
         *(Point(64, 16, 16, k, splits) for k in (False, True) for splits in (1, 2)),
         *(Point(64, *x, k) for x in ((1, 16), (16, 1024)) for k in (False, True)),

@@ -39,7 +39,7 @@ from tests.envserve.server_process import ServerProcess
 GOAL = 475.0  # mean return of 100 evaluation episodes
 STEPS = 150_000
 WORKER_SECONDS = 1.0
-FIRST_SERVER_SECONDS = 5.0  # short enough for fast machines
+FIRST_SERVER_SECONDS = 5.0  # so short that training on a fast machine is not over
 SERVER_SECONDS = 20.0
 OPTIONS = ("--workers", "1", "--log-level", "error")
 
@@ -114,7 +114,9 @@ class RowCheck:
     """
 
     def __init__(self) -> None:
-        self.left: set[str] = set()  # addresses of servers that are leaving
+        self.left: set[str] = (
+            set()
+        )  # addresses of servers that have left or are leaving
         self.num_steps = self.moved = self.missing = 0
 
     def watch(self, env: BatchEnv) -> BatchEnv:

@@ -21,7 +21,10 @@ MODULE: Final = __name__
 
 
 class _ConstantEnv(gymnasium.Env[Array, np.int64]):
-    """Env that returns the same observation for `episode_length` steps."""
+    """Env that always returns the same observation.
+
+    Episodes have `episode_length` steps; with 0, they never end.
+    """
 
     def __init__(self, observation_space: spaces.Box, episode_length: int) -> None:
         self.observation_space = observation_space
@@ -94,7 +97,7 @@ class BusyEnv(_ConstantEnv):
         self._step_seconds = step_seconds
 
     def step(self, action: np.int64) -> Transition:
-        """Compute, and count the step."""
+        """Use CPU time, and count the step."""
         # The CPU time of this thread does not depend on other processes.
         end = time.thread_time() + self._step_seconds
         while time.thread_time() < end:

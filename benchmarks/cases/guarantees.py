@@ -47,7 +47,7 @@ def guarantees(
     seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Compare BatchEnv with bare workers without checks or fault tolerance."""
+    """Compare BatchEnv with workers that have no checks and no fault tolerance."""
     cases = []
     for name in env or _ENVS:
         for size in num_envs or _SIZES:

@@ -117,7 +117,7 @@ def _envpool_with(load: Workload) -> Any:
 
 
 def peer_cases(load: Workload) -> list[Case]:
-    """Return a case for each project."""
+    """Return a case for each project, and one of EnvPool's envs on envserve."""
     work = {"load": load}
     return [
         Case(SYNC, vector_env, {**work, "kind": "SyncVectorEnv"}),

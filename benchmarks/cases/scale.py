@@ -81,7 +81,7 @@ def scale(
 
 @contextlib.contextmanager
 def memory_of(load: Workload) -> Iterator[Measure]:
-    """Step briefly, and measure the memory of all processes."""
+    """Step a batch, then measure the memory of this process and its descendants."""
     processes = import_peer("benchmarks.lab.processes")
     with batch_env(load) as batch:
         make_measure(batch.step, load.actions(), load)()

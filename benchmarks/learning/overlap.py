@@ -61,8 +61,9 @@ class Pieces(NamedTuple):
     def best_with_two_splits(self) -> float:
         """Return the minimum duration of a batch step with two splits.
 
-        The cores share the work equally at best, a worker and the policy each do one
-        thing at a time, and the envs of a split wait for its policy.
+        It is the longest of four times: all work divided by the number of cores; the
+        envs of one worker; the policy of both splits; the policy of one split, followed
+        by this split's envs in one worker.
         """
         work = self.num_envs * self.env + 2 * self.policy_per_split
         worker = self.envs_per_worker * self.env
@@ -151,7 +152,7 @@ def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
 
 @contextlib.contextmanager
 def env_alone(load: Workload) -> Iterator[Measure]:
-    """Step one env in this process."""
+    """Measure the steps of one env in this process."""
     env = make_env(load.env_name, load.env_kwargs)
     env.reset(seed=0)
 
@@ -167,7 +168,7 @@ def env_alone(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
-    """Run the policy repeatedly, each time in a separate call."""
+    """Measure the policy alone; TensorFlow is called for each batch step."""
     load_tensorflow()
     import tensorflow as tf
 

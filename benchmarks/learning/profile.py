@@ -103,7 +103,7 @@ def profile(
 
 @contextlib.contextmanager
 def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
-    """Step envs that measure their own time; return the time of the slowest worker."""
+    """Measure the time of the envs in the slowest worker; each env measures its own."""
     timed = replace(
         load,
         env_name="envserve/Timed-v0",

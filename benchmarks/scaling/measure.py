@@ -61,7 +61,7 @@ class Point(NamedTuple):
 
 
 def measure(point: Point, seconds: float = 0.6) -> Point:
-    """Run the servers of a point on this host; return it with the measured costs."""
+    """Run the servers of a point on this host; return the point with its costs."""
     with _batch(point) as batch:
         return measure_batch(point, batch, seconds)
 

@@ -48,7 +48,7 @@ def table_rows(scores: Mapping[str, Sequence[Score]]) -> list[list[str]]:
 
 
 def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
-    """Replace the tables in a Markdown document, between its two marks.
+    """Replace the tables between the marks `scores` in a Markdown document.
 
     Raises:
         ValueError: The marks are missing.
