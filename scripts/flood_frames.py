@@ -5,8 +5,8 @@
 The script first sends malformed messages: mutated messages of the attacker's lease,
 messages with chosen routing ids, and messages over connections that break. It then
 sends messages with the ids of another client's lease. Finally, it searches for secret
-keys in all data that others can read. Exits with 1 if a goal is missed, or if a row is
-wrong or lost. Linux only.
+keys in all data that other users may read. Exits with 1 if a goal is missed, or if a
+row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -267,7 +267,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield data that others may read, with its place.
+    """Yield data that other users may read, with its place.
 
     The places are command lines, the memory of workers, the log and crash files.
     """
@@ -283,7 +283,7 @@ def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]
 
 
 def search_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
-    """Search for secrets in all data that others may read.
+    """Search for secrets in all data that other users may read.
 
     Then check that the server writes no core file when it crashes.
     """

@@ -3,8 +3,8 @@
     python scripts/rehearse_pods.py
 
 Each pod is a network namespace, and each container is a process with its own root
-and with the commands, probes, volumes and users of the manifests. tests/pods.py lists
-the parts that this does not test.
+directory and with the commands, probes, volumes and users of the manifests.
+tests/pods.py lists the parts of the manifests that the script does not test.
 
 The trainer waits for servers and trains. One server is killed and restarts at another
 address; the other server is evicted. The trainer is evicted, resumes with two of four

@@ -1,7 +1,7 @@
 """Load configs by name, from files or for an env, and apply `--set KEY=VALUE`.
 
 A named config contains the settings of a task that differ from the defaults, which suit
-continuous control. Comments explain these settings. Similar tasks share settings.
+continuous control. Comments explain the differences. Similar tasks share settings.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Evaluate a policy on exactly N complete episodes.
+"""Evaluate a policy on exactly N episodes.
 
 The policy takes its most likely actions, or samples its actions as in training. Every
 env plays a fixed number of episodes, because the first N episodes that end are shorter
