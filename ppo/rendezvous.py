@@ -131,8 +131,8 @@ def _accept_learners(addresses: Sequence[str], deadline: float) -> list[int]:
             with contextlib.suppress(OSError):
                 peer.settimeout(_CONNECT_SECONDS)
                 peer.sendall(_READY)
-                # Wait until the learner closes the connection: the chief's port is free
-                # again only if the chief is not the first to close it.
+                # Let the learner close the connection first, so that the chief's port
+                # is free again.
                 peer.recv(1)
     return missing
 

@@ -135,7 +135,7 @@ Run = Annotated[Path, Option("Run folder of `ppo train`.", values=run_folders)]
 
 
 class EnvOptions(NamedTuple):
-    """The options --connect, --import and --trust of a command; None if omitted."""
+    """The values of --connect, --import and --trust; None or False if omitted."""
 
     connect: list[str] | None = None
     import_modules: list[str] | None = None
@@ -186,7 +186,7 @@ def sigterm_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
-    """Raise interrupts again at the end of the block, because libraries suppress some.
+    """Raise interrupts again at the end of the block, in case its code suppressed them.
 
     Args:
         is_deferred: Whether to raise interrupts only at the end of the block.
@@ -239,7 +239,7 @@ def start_tensorflow(
 
     Args:
         intra_op_threads: Threads per operation; 0 lets TensorFlow choose. Two threads
-            shorten an update of small networks by a third; rollouts use only one.
+            shorten an update of small networks by a third, but not rollouts.
         inter_op_threads: Operations to run in parallel; 0 lets TensorFlow choose.
         config: Settings of the run. Without `jit_compile` (for image observations),
             oneDNN is enabled: it halves the time of convolutions, but slows down small

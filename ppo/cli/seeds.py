@@ -98,7 +98,7 @@ def _train(
             while waiting and len(running) < at_once and not stop.has_fired():
                 seed = waiting.pop(0)
                 running[seed] = _start(runs[seed], workers)
-            for process in [*running.values()][:1]:  # a signal may prevent any start
+            for process in [*running.values()][:1]:  # empty if a signal came first
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1.0)
             for seed in [seed for seed in running if running[seed].poll() is not None]:

@@ -32,7 +32,8 @@ from ppo.simulate import Simulation
 
 _LOGGER = logging.getLogger("envserve")
 _HORIZON = 100  # batch steps between two checks of `time_limit`
-#: Batch steps without the end of an episode; reached only if envs are unavailable.
+#: Maximum number of batch steps without a complete episode, in addition to the time
+#: limit; reached only if envs are unavailable.
 _MAX_IDLE_STEPS = 100_000
 _MAX_LOST_IN_A_ROW = 20
 TIME_LIMIT_REMEDY = (
