@@ -1,4 +1,4 @@
-"""The benchmark command and its sub-commands; the import does not load TensorFlow."""
+"""The benchmark command and its sub-commands. The module does not load TensorFlow."""
 
 from __future__ import annotations
 

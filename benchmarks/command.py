@@ -1,4 +1,4 @@
-"""Common parts of the sub-commands: options, measurements and results."""
+"""Parts that all sub-commands share: options, measurements and results."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Run:
     """One run of a sub-command.
 
     Attributes:
+      name: Name of the sub-command.
+      options: Values of its options, which the result contains.
       only: Substrings of the names of cases to measure; empty for all cases.
       outdir: Folder for the result; None for a new folder.
     """
@@ -66,9 +68,9 @@ def say(text: str) -> None:
 
 
 def sub_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn a function of a `Run` and of options into a command with the common options.
+    """Return a command that also has the options `--only` and `--outdir`.
 
-    The common options are `--only` and `--outdir`.
+    The arguments of `function` are a `Run`, followed by the other options.
     """
 
     def common(

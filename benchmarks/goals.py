@@ -54,7 +54,7 @@ class Goal:
 
 
 def _ratio(case: str, base: str, number: str = SPEED) -> Value:
-    """Return a function that computes the ratio of one case to another."""
+    """Return a function that computes the ratio of `case` to `base` for a number."""
     return lambda result: _measurements(result).ratio(case, base, number)
 
 
@@ -71,7 +71,7 @@ def _median(case: str, number: str = "seconds") -> Value:
 
 
 def _overlap(result: Result) -> float | None:
-    """Return the ratio of best possible to measured time, with two splits."""
+    """Return the best possible time divided by the measured time, with two splits."""
     measured = _median("2 splits", MICROSECONDS)(result)
     if measured is None:
         return None
@@ -88,7 +88,10 @@ def _gigabytes(case: str) -> Value:
 
 
 def _growth(result: Result) -> float | None:
-    """Return the largest growth factor of the time per env step from size to size."""
+    """Return the largest factor by which the time per env step grows.
+
+    Each batch size is compared with the next smaller one.
+    """
     measured = _measurements(result)
     sizes = itertools.pairwise(measured.by_case)
     growths = (measured.median(a, SPEED) / measured.median(b, SPEED) for a, b in sizes)
@@ -96,7 +99,7 @@ def _growth(result: Result) -> float | None:
 
 
 def _megabytes(result: Result) -> float | None:
-    """Return the memory of 1,024 envs in MB, without the memory of imports."""
+    """Return the memory of 1,024 envs in MB, without the memory that imports need."""
     memory = result["results"]["proportional_set_bytes"]
     total, base = memory.get("1024 envs"), memory[result["results"]["base"]]
     return None if total is None else float(total - base) / 1e6

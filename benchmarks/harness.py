@@ -1,7 +1,7 @@
 """Measure cases alternately, each in its own process.
 
-Separate processes do not share threads, imports or an interpreter lock. While other
-cases are measured, a process waits for a message on its pipe.
+Separate processes do not share threads, imports or an interpreter lock. While another
+case is measured, the process of a case waits for a message on its pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from envserve.bench import interleaved
 from envserve.bench.interleaved import Measure, Measurements
 from envserve.errors import EnvserveError
 
-#: Timeout for closing a case; other projects may take long to close 64 processes.
+#: Timeout for closing a case. Some projects take long to close 64 processes.
 _CLOSE_SECONDS: Final = 30.0
 _REMEDY: Final = "exclude it by selecting other cases with --only"
 
@@ -50,10 +50,10 @@ class Case:
 
 
 def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of the words; all cases by default.
+    """Return the cases whose names contain a word of `only`; if it is empty, all cases.
 
     Raises:
-      BenchmarkError: No case contains one of the words.
+      BenchmarkError: A word is not contained in any name.
     """
     names = [case.name for case in cases]
     for word in only:
@@ -120,7 +120,7 @@ class _CaseProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()  # the process then ends, see `_serve`
+        self._connection.close()  # `_serve` then returns, and the process exits
         self._process.join(_CLOSE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -156,7 +156,7 @@ def _serve(case: Case, connection: Connection) -> None:
     # By default, a spawned process also spawns its children. Restore the platform's
     # default, which other projects expect.
     multiprocessing.set_start_method(None, force=True)
-    # If another case has failed, the other end is closed and the result is not needed.
+    # If another case has failed, the other end is closed, because no result is needed.
     with contextlib.suppress(BrokenPipeError):
         try:
             with case.open(**case.arguments) as measure:

@@ -21,16 +21,16 @@ from benchmarks.lab.tables import TABLE_WIDTH, as_markdown, as_table
 from envserve.bench.interleaved import Measurements, Metric
 
 Column = Callable[[Measurements, str], str]
-"""Returns the text of a case's cell."""
+"""Function that returns the text of the column's cell for a case."""
 
 
 def median(number: Metric, form: str = ",.0f") -> Column:
-    """Return a column of medians."""
+    """Return a column with the median of a number over the repetitions."""
     return lambda measured, case: f"{measured.median(case, number):{form}}"
 
 
 def spread(number: Metric, form: str = ",.0f") -> Column:
-    """Return a column with the lowest and the highest value."""
+    """Return a column with the lowest and the highest value of a number."""
 
     def cell(measured: Measurements, case: str) -> str:
         values = measured.values(case, number)

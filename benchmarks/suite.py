@@ -20,7 +20,8 @@ from benchmarks.lab.machine import describe_machine
 from envserve.errors import EnvserveError
 
 _CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")
-#: Options that exclude projects that import large packages in each of 256 processes.
+#: Options that exclude SB3 and Tianshou, which would import large packages in each of
+#: 256 processes.
 _LIGHT: Final = tuple(
     part
     for name in ("limit", "envserve", "gymnasium", "EnvPool")
@@ -59,7 +60,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def make_suite(run: Callable[[Sequence[str]], Any]) -> Callable[..., None]:
-    """Return the sub-command; `run` runs a command line."""
+    """Return the sub-command `suite`; `run` runs the command line of a part."""
 
     def suite(
         part: Annotated[

@@ -1,7 +1,7 @@
 """CartPole as a batched simulator in JAX, trained with Stable-Baselines3's PPO.
 
-`step` does not reset rows whose episode has ended. envserve resets them with
-`reset_mask`, after it has read the last observation of the episode.
+`step` does not reset rows whose episode has ended. envserve resets such rows with
+`reset_mask`, after it has read the final observation of the episode.
 
 python examples/jax_env.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 envserve start examples/jax_env.py --vector jax/CartPole-v0
@@ -22,7 +22,7 @@ NAME = "jax/CartPole-v0"
 
 @jax.jit
 def reset_rows(keys: Any, state: Any, mask: Any) -> Any:
-    """Return the keys and states after a reset of the rows in a mask."""
+    """Return the keys and states after a reset of the rows whose mask is true."""
     new_keys, draws = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
     start = jax.vmap(lambda key: jax.random.uniform(key, (4,), float, -0.05, 0.05))
     mask = mask[:, None]
@@ -66,7 +66,7 @@ class JaxCartPole(VectorEnv[Any, Any, Any]):
         seed: int | list[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all rows, or those in `options["reset_mask"]`."""
+        """Reset all rows, or only the rows whose `options["reset_mask"]` is true."""
         seeds = [seed] * self.num_envs if not isinstance(seed, list) else seed
         for row, row_seed in enumerate(seeds):
             if row_seed is not None:

@@ -28,8 +28,8 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
 
         Args:
             num_envs: Number of rows, a multiple of the number of agents.
-            game: Name of a module with a function `parallel_env`.
-            options: Arguments of `parallel_env`.
+            game: Name of a module that has a function `parallel_env`.
+            options: Keyword arguments of `parallel_env`.
         """
         make = import_module(game).parallel_env
         first = make(**options)
@@ -51,7 +51,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         self._terminated = np.zeros(num_envs, bool)
 
     def rows_of(self, number: int) -> range:
-        """Return the rows of a game."""
+        """Return the rows of the game with this number."""
         return range(number * len(self.agents), (number + 1) * len(self.agents))
 
     def reset(
@@ -60,7 +60,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         seed: int | list[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all games, or only the games with a row in `options["reset_mask"]`."""
+        """Reset all games, or only those that have a row in `options["reset_mask"]`."""
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
         for number in range(len(self.games)):
             rows = self.rows_of(number)
@@ -70,7 +70,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         return self._observation(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Step all games; restart games that were over."""
+        """Step all games; reset the games that ended in the previous step."""
         row_actions = list(iterate(self.action_space, actions))
         rewards = np.zeros(self.num_envs)
         terminated, truncated = np.zeros((2, self.num_envs), bool)

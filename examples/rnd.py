@@ -13,9 +13,9 @@ SCALE = 0.1  # standard deviation of the bonus
 
 
 class Novelty:
-    """Adds a bonus to the rewards: the error in predicting a random network's outputs.
+    """Adds a bonus to the rewards: the prediction error for a random network's outputs.
 
-    The error is large for observations that differ from all earlier ones.
+    The error is large for observations that differ from all earlier observations.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Novelty:
 
     def before_update(self, run: Any, rollout: Any) -> dict[str, float]:
         """Change the rewards of a rollout, and train the predictor."""
-        # The observations after the steps, rows [T * B, ...].
+        # The observation after each step, [T * B, ...].
         next_observation = tf.nest.map_structure(
             lambda rows: rows[1:].reshape(-1, *rows.shape[2:]), rollout.observation
         )

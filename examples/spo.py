@@ -17,8 +17,8 @@ def loss(
 ) -> tf.Tensor:
     """Return the loss of a minibatch of N rows; docs/research.md lists the arguments.
 
-    A parabola in the ratio replaces clipping. The maximum of the parabola is where PPO
-    clips, so the loss pulls ratios outside the clip range back.
+    Instead of clipping, the objective is a parabola in the ratio. Its maximum is at the
+    bound of PPO's clip range, so gradients move ratios outside the range back into it.
     """
     ratio = tf.exp(log_ratio)
     penalty = tf.abs(advantage) / (2.0 * clip_range) * tf.square(ratio - 1.0)

@@ -23,6 +23,7 @@ As in PettingZoo, the mask has one flag per action, which is 1 if the action is 
 For MultiDiscrete, the flags of all choices are concatenated, as in SB3-contrib, or are
 a Tuple with an array per choice, as for `MultiDiscrete.sample`."""
 
+#: Maximum number of attempts in `first_step`, because a reset or step may fail.
 _MAX_FIRST_STEPS = 100
 _Wrappers = tuple[Mapping[str, Any], ...]
 
@@ -59,7 +60,8 @@ def env_maker(
         addresses: Env servers, such as sim1 or tcp://sim1:5555. Without addresses, the
             envs run in worker processes on this host.
         num_workers: Number of local worker processes; one per core by default.
-        import_modules: Modules that register envs or wrappers, for local workers.
+        import_modules: Modules that register envs or wrappers; local workers import
+            them.
         autoreset: When an env is reset after an episode; rollouts need "same_step".
         first_env_index: Index of the first training env among the envs of all learners.
             The seeds of the envs depend on it.
@@ -131,7 +133,8 @@ def env_maker(
 def first_step(env: BatchEnv, max_seconds: float = 10.0) -> bool:
     """Reset a new env and step it with a random action; return whether it was stepped.
 
-    Returns False if the env takes longer than `max_seconds`, or if it masks actions.
+    If the reset or the step fails, try again. Return False if the env takes longer than
+    `max_seconds`, or if it masks actions.
 
     Args:
         env: Batch of one env.
@@ -151,13 +154,13 @@ def first_step(env: BatchEnv, max_seconds: float = 10.0) -> bool:
             env.send(batch_space(env.action_space, 1).sample())
             if env.recv(timeout=deadline - time.monotonic())[1].valid.all():
                 return True
-    except EnvTimeout:  # training has its own time limits, which may be longer
+    except EnvTimeout:  # training has its own timeouts, which may be longer
         pass
     return False
 
 
 def _training_wrappers(config: Config) -> _Wrappers:
-    """Return the wrappers of training envs, which may have a lower time limit.
+    """Return the wrappers of the config, and those of its training-only settings.
 
     `StaggerEpisodes` wraps the outermost `TimeLimit`, from which it reads the limit.
     """

@@ -9,7 +9,7 @@ _SMALLEST_SIDE = 8
 
 
 def is_image(space: gymnasium.Space[Any]) -> bool:
-    """Return whether a leaf is an image, which convolutions can process.
+    """Return whether a leaf of an observation space is an image for convolutions.
 
     An image is a uint8 Box [0, 255] with 2 to 4 axes and at least 8x8 pixels. Smaller
     uint8 Boxes are treated like any other Box.

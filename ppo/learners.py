@@ -46,7 +46,8 @@ class Learners:
     Attributes:
         num: Number of learners.
         index: Index of this learner.
-        is_chief: Whether this is the first learner, which evaluates and saves.
+        is_chief: Whether this is the first learner, which evaluates the agent and
+            writes metrics and checkpoints.
         wait_seconds: Maximum number of seconds between two calls of `gather`, after
             which pending collectives fail.
     """
@@ -97,7 +98,7 @@ class Learners:
     def sum(self, nest: Any) -> Any:
         """Return the element-wise sums of a nest of tensors over all learners.
 
-        All tensors of a dtype are concatenated and summed in one collective.
+        All tensors of the same dtype are concatenated and summed in one collective.
         """
         if self.num == 1:
             return nest
@@ -203,7 +204,8 @@ class Learners:
                 ordering_token=[],
                 merge_op=merge_op,
                 final_op="Id",
-                communication_hint="ring",  # no timeout, which would need a thread
+                communication_hint="ring",
+                # No timeout is set, because TensorFlow would use a thread for it.
             )
 
 

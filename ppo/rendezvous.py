@@ -17,9 +17,9 @@ from typing import Final
 
 from ppo.errors import ConfigError, LearnerLostError
 
-#: Timeout of a connection attempt, and of the wait until a learner disconnects.
+#: Timeout of a connection attempt, and of waiting for a learner to disconnect.
 _CONNECT_SECONDS: Final = 5.0
-#: Pause between two attempts to connect.
+#: Pause between two connection attempts.
 _RETRY_SECONDS: Final = 0.25
 _MAX_LINE_BYTES: Final = 1 << 16
 _READY: Final = b'"ready"\n'
@@ -63,7 +63,7 @@ def wait_for_learners(
 
 
 def _wait_for_chief(addresses: Sequence[str], index: int, deadline: float) -> bool:
-    """Connect to the chief; return whether it reports that all have connected."""
+    """Connect to the chief; return whether it reports that all learners connected."""
     host, _, port = addresses[0].rpartition(":")
     address = host.strip("[]"), int(port)
     with socket.create_connection(address, _CONNECT_SECONDS) as chief:
@@ -81,7 +81,11 @@ def _wait_for_chief(addresses: Sequence[str], index: int, deadline: float) -> bo
 
 
 def _accept_learners(addresses: Sequence[str], deadline: float) -> list[int]:
-    """Accept all other learners (chief only); return the indices of missing ones."""
+    """Accept the connections of all other learners; only the chief calls this function.
+
+    Returns:
+        The indices of the learners that did not connect before `deadline`.
+    """
     port = addresses[0].rpartition(":")[2]
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
@@ -127,7 +131,9 @@ def _accept_learners(addresses: Sequence[str], deadline: float) -> list[int]:
             with contextlib.suppress(OSError):
                 peer.settimeout(_CONNECT_SECONDS)
                 peer.sendall(_READY)
-                peer.recv(1)  # the learner closes first, so that the port is free again
+                # Let the learner close the connection first, so that the chief's port
+                # is free again.
+                peer.recv(1)
     return missing
 
 

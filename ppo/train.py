@@ -158,8 +158,8 @@ class _Loop:
 
     The counters determine when evaluations and reports are due, so a resumed run
     continues their schedules. Each iteration updates, evaluates, reports and saves, in
-    this order. Therefore the metrics of a killed run are complete up to its newest
-    checkpoint.
+    this order. Therefore the metrics of a run that was killed are complete up to its
+    newest checkpoint.
     """
 
     _run: TrainingRun
@@ -201,7 +201,7 @@ class _Loop:
                 raise
             ends = self._learners.gather((self._run.is_finished, should_stop()))
             if any(is_finished for is_finished, _ in ends):
-                self._run.stop()  # another learner's callback may have stopped it
+                self._run.stop()  # another learner's callback may have stopped the run
             is_last = any(map(any, ends))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
@@ -305,10 +305,11 @@ def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
 
 
 def _first_counters(run_folder: RunFolder) -> Counters:
-    """Return the counters of a run to resume; zero if it ended in its first iteration.
+    """Return the counters of a run to resume; zeros if it has no checkpoint yet.
 
     Raises:
-        CheckpointError: The run has completed iterations, but there is no checkpoint.
+        CheckpointError: There is no checkpoint, although the run has completed more
+            than one iteration.
     """
     is_at_start = last_iteration(run_folder.metrics_path) <= 1
     if is_at_start and not run_folder.has_checkpoint():

@@ -2,8 +2,8 @@
 
 With `overlap`, the next rollout is collected during the update. The update then runs in
 a second thread, while the calling thread steps the envs and runs the rollout loop. The
-two share no variables, because the rollout uses a copy of the parameters from before
-the update.
+two threads share no variables, because the rollout uses a copy of the parameters from
+before the update.
 """
 
 import collections
@@ -34,7 +34,7 @@ from ppo.simulate import Simulation
 
 __all__ = ["TrainingRun"]
 
-_RECENT_EPISODES = 100
+_RECENT_EPISODES = 100  # which `mean_return` averages
 
 
 class TrainingRun:
@@ -88,14 +88,16 @@ class TrainingRun:
                     f"variables; got {type(part).__name__}, which is not built yet; "
                     "build it in __init__, so that a checkpoint can restore it."
                 )
-        self._snapshot: Any = None  # with `overlap`, a copy of the agent's variables
+        # With `overlap`, a copy of the agent's variables, which rollouts use.
+        self._snapshot: Any = None
         if config.overlap:
             self._snapshot = tf.nest.map_structure(
                 lambda value: tf.Variable(value, trainable=False), self.agent.snapshot()
             )
             trackables["acting"] = tf.nest.flatten(self._snapshot)
         self.state = training_state(self.agent, trackables)
-        #: Called with this run between the rollout and the update; returns metrics.
+        #: Function that is called with this run between the rollout and the update; it
+        #: returns metrics.
         self.before_update: Callable[[Any], dict[str, float]] = lambda run: {}
         self._next_rollout: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)
@@ -107,7 +109,7 @@ class TrainingRun:
         self.is_stopped = True
 
     def _noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw noise for the rows of all learners, and return this learner's part.
+        """Draw action noise for the rows of all learners; return this learner's part.
 
         The noise of an env therefore does not depend on the number of learners.
         """
@@ -131,7 +133,7 @@ class TrainingRun:
     def _collect(self, iteration: int) -> Rollout:
         """Return the rollout that was collected during the last update, or a new one.
 
-        If collecting it failed during the update, the exception is raised here.
+        If an exception interrupted the collection during the update, raise it here.
         """
         if self._next_rollout is not None:
             future, self._next_rollout = self._next_rollout, None
@@ -159,9 +161,9 @@ class TrainingRun:
         return numbers
 
     def _learn_and_collect(self, rollout: Rollout, after: Counters) -> dict[str, float]:
-        """Update in another thread while this one collects the next rollout.
+        """Update the agent in another thread while collecting the next rollout.
 
-        If collecting fails, the next `_collect` raises the exception, so that this
+        If the collection fails, the next `_collect` raises the exception, so that this
         iteration can still be completed and saved.
         """
         acting, newest = self._snapshot, self.agent.snapshot()
@@ -196,7 +198,7 @@ class TrainingRun:
         )
         after = Counters(counters.iteration + 1, counters.steps + num_valid)
         self.recent.extend(Episode(*episode) for part in parts for episode in part[3])
-        callback_metrics = self.before_update(self)  # may change rewards
+        callback_metrics = self.before_update(self)  # may change rollout.reward
         learn = self._learn_and_collect if config.overlap else self._learn
         learned = learn(rollout, after)
         # Update the statistics after learning, because the log-probabilities in the

@@ -1,9 +1,9 @@
 """Load and call user code that a config names: algorithms, networks, losses, callbacks.
 
 A name is `package.module:NAME` or `path/to/file.py:NAME`, with a path relative to the
-working directory. Each file is loaded once, like a module, so its functions share its
-global variables. It is loaded again only if it has changed on disk. Errors in user code
-are reported with its file and line.
+working directory. Each file is loaded once, like a module, so the functions of a file
+share its global variables. A file is loaded again only if it has changed on disk.
+Errors in user code are reported with the file and line at which they were raised.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def _load_file(path: str) -> ModuleType:
         loader = SourceFileLoader(path.replace(".", "_"), path)
         module = ModuleType(loader.name)
         module.__file__ = path
-        sys.modules[loader.name] = module  # dataclasses look up their module
+        sys.modules[loader.name] = module  # dataclasses look up their module there
         loader.exec_module(module)
         _loaded[path] = version, module
     return module
@@ -67,7 +67,7 @@ def _load_file(path: str) -> ModuleType:
 def user_code_errors(
     what: str, code: Any, kind: type[PpoError] = ConfigError
 ) -> Iterator[None]:
-    """Turn exceptions of user code into one-line errors with its file and line.
+    """Turn exceptions of user code into one-line errors with the file and line.
 
     Args:
         what: The setting and its value, with which the message begins.

@@ -3,8 +3,8 @@
     python scripts/besiege_server.py [--seconds 30]                about 2 minutes
 
 Some clients send nothing, some begin a greeting or a handshake and do not finish it,
-and some use unknown keys. A worker is killed at the same time. The server first runs
-without a limit on file descriptors, then with a low one. Exits with 1 if a goal is
+and some use unknown keys. A worker is killed during the attack. The server first runs
+without a limit on file descriptors, then with a low limit. Exits with 1 if a goal is
 missed, or if a row is wrong or lost. Requires the extra `dev` (psutil).
 """
 
@@ -36,7 +36,7 @@ from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client
 
 OPTIONS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--workers", "3")
-#: Maxima without a limit on file descriptors, and with a low one.
+#: Maximum time to connect: without a limit on file descriptors, and with a low limit.
 MAX_CONNECT_SECONDS: Final = (1.0, 3.0)
 MAX_P99_RATIO: Final = 1.5
 MAX_GROWTH_MIB: Final = 64.0
@@ -44,7 +44,7 @@ MAX_ABSENCE_SECONDS: Final = 3.0
 
 
 class Measured(NamedTuple):
-    """99th percentiles of steps (ms) and of new connections (s), and memory (MiB)."""
+    """99th percentiles of the duration of a step and of connecting; server memory."""
 
     step_ms: float
     connect_seconds: float
@@ -62,12 +62,16 @@ class UnknownKeyClient:
         self._until = time.monotonic() + 1.0
 
     def is_disconnected(self) -> bool:
-        """Return whether the server has rejected the client."""
+        """Return whether a second has passed; by then, the server has rejected it."""
         return time.monotonic() > self._until
 
 
 def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
-    """Keep connections open: `counts` clients of each kind, in the order of `main`."""
+    """Keep connections of unauthorised clients open, and replace those that are closed.
+
+    `counts` is the number of clients of each kind, in the order of the options of
+    `main`.
+    """
     raise_file_limit()
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     peers: list[Stranger | UnknownKeyClient | None] = [None] * len(kinds)
@@ -151,7 +155,12 @@ def kill_worker(server: ServerProcess) -> float:
 def run(
     seconds: float, counts: tuple[int, int, int, int], descriptors: int, cores: Cores
 ) -> tuple[Measured, Measured, float]:
-    """Return measurements before and during an attack, and a worker's downtime in s."""
+    """Attack a new server.
+
+    Returns:
+      Measurements before and during the attack, and the seconds until the env of a
+      killed worker steps again.
+    """
     limit = ("sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -3,9 +3,9 @@
     python scripts/cluster.py --servers 4
 
 Each container is a network namespace with the container's name, and its command is a
-process in it. The script trains, checks the page and the metrics, kills a server with
-its host, and restarts it. Exits with 1 if anything does not recover. Linux only;
-requires root and iproute2.
+process in the namespace. The script trains, checks the page and the metrics, kills a
+server, and restarts it. Exits with 1 if anything does not recover. Linux only; requires
+root and iproute2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
 
 
 class Cluster:
-    """The services of docker-compose.yml, each on a host, and `sim` on several.
+    """The services of docker-compose.yml, each on one host; `sim` runs on several.
 
     Attributes:
       servers: Names of the hosts that run `sim`.
@@ -59,19 +59,25 @@ class Cluster:
         self.hosts = Hosts([*self.servers, *others], aliases)
 
     def command(self, host: str, words: list[str]) -> list[str]:
-        """Return a command line for a host, with the folder in place of the volumes."""
+        """Return the command line that runs `words` on a host.
+
+        Paths in volumes are replaced with paths in the folder.
+        """
         program, *rest = words
         arguments = [word.replace("/keys", f"{self.folder}/keys") for word in rest]
         return self.hosts.command(host, str(BIN / program), *arguments)
 
     def environment(self, service: str) -> dict[str, str]:
-        """Return a service's environment, with the folder in place of the volumes."""
+        """Return a service's environment variables.
+
+        Paths in volumes are replaced with paths in the folder.
+        """
         variables = self.services[service].get("environment", {})
         home = variables.get("ENVSERVE_HOME", "/nowhere")
         return os.environ | {"ENVSERVE_HOME": f"{self.folder}{home}"}
 
     def start(self, service: str, host: str = "", *more: str) -> None:
-        """Start the command of a service; its output goes to a file."""
+        """Start the command of a service; its output is appended to a log file."""
         host = host or service
         program = "ppo" if service == "trainer" else "envserve"
         words = [program, *self.services[service]["command"], *more]
@@ -99,7 +105,7 @@ class Cluster:
         return (self.folder / f"{host}.log").read_text()
 
     def kill_host(self, host: str) -> None:
-        """Kill the process of a host, so that it sends nothing before it exits."""
+        """Kill the process of a host with SIGKILL, so that it cannot send a message."""
         process = self.processes.pop(host)
         process.kill()
         process.wait()
@@ -177,7 +183,7 @@ def rehearse(cluster: Cluster) -> None:
         return len(rows_of(run)) >= num_rows
 
     def has_moved(before: int) -> bool:
-        """Return whether env steps were lost after row `before`, and none are now."""
+        """Return whether steps were lost after row `before`, but none in the last."""
         fractions = [row["valid_fraction"] for row in rows_of(run)[before:]]
         return min(fractions, default=1.0) < 1.0 == fractions[-1]
 

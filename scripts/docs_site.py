@@ -1,4 +1,4 @@
-"""Hooks of the docs site, which mkdocs.yml names."""
+"""Hooks for MkDocs, which builds the docs site; mkdocs.yml names this file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on_config(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rank the page in search results by its section."""
+    """Set the rank of the page in search results according to its section."""
     for section in page.ancestors:
         page.meta["search"] = {"boost": _SEARCH_BOOSTS.get(section.title, 1)}
     return markdown

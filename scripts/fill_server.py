@@ -3,10 +3,10 @@
     python scripts/fill_server.py [--seconds 10]                       about a minute
 
 The attacker first connects with the routing ids that the server would assign next if it
-did not seed libzmq's counter. It then sends large messages over four connections with
-the same id, and finally a message that never ends. A normal client steps at the same
-time. Exits with 1 if the server exits or does not release the memory, if a step takes
-too long, or if a row is wrong or lost. Linux only.
+did not set libzmq's counter to a random value. The attacker then sends large messages
+over four connections with the same id, and finally a message that never ends. A normal
+client steps at the same time. Exits with 1 if the server exits or does not release the
+memory, if a step takes too long, or if a row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -40,7 +40,8 @@ MAX_GROWTH_MIB: Final = 300.0
 MAX_STEP_MS: Final = 500.0
 SETTLE_SECONDS: Final = 3.0
 _MIB: Final = bytes(1 << 20)
-#: Frames of a message; more than memory can hold, so the message never ends.
+#: Number of 1 MiB frames of a message. Together, they exceed the memory of the server,
+#: so the message never ends.
 _ENDLESS: Final = 20_000
 _CHUNK_SIZE: Final = 250
 _CLIENTS_WITHOUT_ID: Final = 20
@@ -54,7 +55,7 @@ def keys_of(home: Path, address: str) -> CurveKeys:
 
 
 def let_in(home: Path, address: str) -> CurveKeys:
-    """Authorise a new client with this key folder; return its keys."""
+    """Authorise a new client whose key folder is `home`; return its keys."""
     public, _ = keys_of(KeyFolder().path, address)
     KeyFolder(home).add_pin([address], public, home.name)
     keys = keys_of(home, address)
@@ -64,7 +65,7 @@ def let_in(home: Path, address: str) -> CurveKeys:
 
 
 def send_with_one_id(address: str, home: Path) -> None:
-    """Send endlessly over four connections with one id; the server reads only one."""
+    """Send endlessly over four connections with the same id; the server reads one."""
     with zmq.Context() as context:
         peers = [context.socket(zmq.DEALER) for _ in range(4)]
         for peer in peers:
@@ -84,13 +85,16 @@ def send_endless(address: str, home: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         use_keys(peer, *keys_of(home, address))
         peer.connect(address)
-        while True:  # ZeroMQ discards unsent data when the server disconnects
+        while True:  # start again if the server disconnects, which discards unsent data
             peer.send_multipart([_MIB] * _ENDLESS, copy=False)
             peer.poll(1000)
 
 
 def announce(address: str, keys: CurveKeys, count: int) -> int:
-    """Connect with predicted routing ids; return the number of rejected clients."""
+    """Connect clients with predicted routing ids, and some clients without an id.
+
+    Return the number of clients that the server rejected.
+    """
     predicted, num_rejected = predicted_ids(count), 0
     for start in range(0, count, _CHUNK_SIZE):
         with contextlib.ExitStack() as stack:
@@ -112,8 +116,8 @@ def fill(
 ) -> tuple[float, float]:
     """Run `send` in a process; return the server's peak and final memory in MiB.
 
-    The final value is measured some seconds after the process has been stopped, while
-    it is still connected.
+    The final value is measured some seconds after SIGSTOP has paused the process, which
+    remains connected.
     """
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=send, args=(server.address, home))

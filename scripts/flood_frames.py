@@ -1,12 +1,12 @@
-"""Send malformed messages and messages of another lease, while a client checks rows.
+"""Send malformed messages, and messages of another lease, while a client checks rows.
 
     python scripts/flood_frames.py [--messages 1000000]            about 4 minutes
 
 The script first sends malformed messages: mutated messages of the attacker's lease,
 messages with chosen routing ids, and messages over connections that break. It then
 sends messages with the ids of another client's lease. Finally, it searches for secret
-keys in all data that others can read. Exits with 1 if a goal is missed, or if a row is
-wrong or lost. Linux only.
+keys in all data that other users may read. Exits with 1 if a goal is missed, or if a
+row is wrong or lost. Linux only.
 """
 
 import contextlib
@@ -57,12 +57,13 @@ MAX_GROWTH_MIB: Final = 32.0
 MAX_MORE_DESCRIPTORS: Final = 8
 _OPTIONS: Final = ("--allow-kwarg", "length", "--allow-kwarg", "fault:any")
 _WARM_UP: Final = 20_000
-#: Numbers of messages between steps of the attacker's env, and between connections.
+#: Number of messages between two steps of the attacker's env, and between two new
+#: connections.
 _STEP_EVERY, _PEER_EVERY = 32, 1000
 #: Seconds after which an answer is considered lost.
 _STEP_SECONDS: Final = 2.0
 _STRANGERS: Final = 50
-#: Maximum number of unread answers; the server drops answers beyond twice this number.
+#: Maximum number of unread answers. If twice as many are unread, the server drops some.
 _MAX_UNREAD: Final = 24
 _SETTLE_SECONDS: Final = 10.0
 _PLANTED: Final = "planted-3f1c0a7be94d"
@@ -82,7 +83,7 @@ class Peer(Attacker):
         self._renew()
 
     def _renew(self) -> None:
-        """Create the next operation of the lease, which is also sent mutated."""
+        """Create the next operation of the lease; mutated copies are also sent."""
         self._seq += 1
         kind, body = MessageType.STEP, bytes(8)
         if self._seq == 1:
@@ -99,9 +100,9 @@ class Peer(Attacker):
         self.valid[2] = encode(self._next_operation)
 
     def step(self) -> None:
-        """Step the env, so that the server has handled all earlier messages.
+        """Step the env; the server then has handled all earlier messages.
 
-        If a mutated message has ended the lease, attach again.
+        If a mutated message has ended the lease, attach in a new session.
         """
         seq = self._seq
         deadline = time.monotonic() + _STEP_SECONDS
@@ -154,7 +155,7 @@ def send_bad(address: str, count: int, seed: int) -> Counter[int]:
 
 
 def announce(address: str, routing_id: bytes) -> None:
-    """Send HELLO as a peer that has chosen its routing id, and disconnect."""
+    """Send HELLO as a client that has chosen its routing id, and disconnect."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, routing_id)
         dealer.setsockopt(zmq.LINGER, 0)
@@ -168,10 +169,16 @@ def announce(address: str, routing_id: bytes) -> None:
 def send_as_another(
     address: str, count: int, numbers: tuple[int, int], attach: bytes
 ) -> tuple[int, list[Any], list[Any]]:
-    """Send messages with the ids of another key's lease and of an unknown session.
+    """Send messages with the ids of another client's lease, and of an unknown session.
+
+    Args:
+      address: Address of the server.
+      count: Number of messages.
+      numbers: Session and epoch of the other client's lease.
+      attach: Body of the ATTACH message of the other client.
 
     Returns:
-      The number of answers, and the kinds of answers for each of the two sessions.
+      The number of answers, and the different answers for each of the two sessions.
     """
 
     @functools.cache
@@ -236,7 +243,7 @@ def as_attacker(home: Path, cores: Cores, run: Callable[..., Any], *args: Any) -
 
 
 def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
-    """Return the secrets that must not be found anywhere, by name."""
+    """Return the secrets that other users must not be able to read, by name."""
     secrets = {"environment variable": _PLANTED.encode()}
     pairs = {"server": folder.key("server"), "client": folder.key("client")}
     for name, pair in pairs.items():
@@ -249,7 +256,7 @@ def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
 
 
 def memory_of(pid: int) -> Iterator[bytes]:
-    """Yield the memory that a core file of a process would contain."""
+    """Yield the parts of a process's memory that a core file would contain."""
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             found = re.match(r"([0-9a-f]+)-([0-9a-f]+) r", line)
@@ -260,7 +267,10 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield data that others can read, by place: argv, memory, the log, crash files."""
+    """Yield data that other users may read, with its place.
+
+    The places are command lines, the memory of workers, the log and crash files.
+    """
     pid, *started = with_descendants(server.process.pid)
     yield "argv of the server", Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:
@@ -273,7 +283,10 @@ def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]
 
 
 def search_for_secrets(server: ServerProcess, folder: Path, goals: Goals) -> None:
-    """Search for secrets in all readable places; check that a crash leaves no core."""
+    """Search for secrets in all data that other users may read.
+
+    Then check that the server writes no core file when it crashes.
+    """
     secrets = planted_secrets(KeyFolder())
     crashing = attach_lane(server, FAULTY, 1, env_kwargs={"fault": "raise"})
     with contextlib.closing(crashing) as lane:

@@ -3,10 +3,11 @@
     python scripts/flood_servers.py                                    about 4 minutes
     python scripts/flood_servers.py --kinds ping attach --connections 1 20
 
-A client steps 8 CartPole envs: without a flood, while another server on the same CPUs
-is flooded, and while its own server is flooded. The goals are the ratio of the last two
-speeds, and the longest step. The flood `strangers` consists of 500 handshakes a second
-with unknown keys; the file `clients` has 5,000 lines. Exits with 1 if a goal is missed.
+A client steps 8 CartPole envs: without a flood, while another server is flooded, and
+while its own server is flooded. The goals are the ratio of the last two speeds, and the
+longest step. The flood `strangers` consists of 500 handshakes a second with unknown
+keys. The server's file of authorised clients has 5,000 lines. Exits with 1 if a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ _MIN_RATIO = 0.9
 _MAX_STEP_MS = 100.0
 _STARTED = "started"
 _OPTIONS = ("--drain-grace", "0", "--max-processes", "16", "--metrics-port", "0")
-#: Number of lines in the file `clients`.
+#: Number of lines in the file `clients` of the server's key folder.
 _NUM_CLIENTS = 5_000
-#: Handshakes of strangers per second, and number of sockets that stay open.
+#: Handshakes with unknown keys per second, and number of their sockets that stay open.
 _STRANGERS_PER_SECOND = 500
 _NUM_OPEN = 100
 _ATTACH_LOOPS = {"attach": ("CartPole-v1", 1), "attach-cheetah": ("HalfCheetah-v5", 8)}
@@ -136,7 +137,10 @@ class _Peer:
         return answer.type is MessageType.GRANTED
 
     def record_request(self) -> tuple[MessageType, bytes]:
-        """Attach and reset envs; return a request for the flight record of one env."""
+        """Attach and reset envs; return a request for the flight record of one env.
+
+        The request is returned as a message type and a body.
+        """
         # The leases of an earlier flood expire some seconds after it.
         while not self.attach("CartPole-v1", _NUM_ENVS):
             time.sleep(0.1)
@@ -147,7 +151,7 @@ class _Peer:
         return MessageType.FRAME, body
 
     def send_many(self, kind: str) -> None:
-        """Send as many messages as possible, and read all answers."""
+        """Send up to 32 messages without blocking, and read all answers."""
         with contextlib.suppress(zmq.Again):
             for _ in range(32):
                 frames: Sequence[Buffer] = (
@@ -198,7 +202,7 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
 
 @contextlib.contextmanager
 def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
-    """Flood a server from a separate process during the block."""
+    """Flood a server from a separate process, with a secret key, during the block."""
     script = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     command = python_command(script, "--flood", kind, address, str(count))
     environment = os.environ | {"FLOOD_KEY": key}

@@ -1,12 +1,12 @@
-"""Pass malformed messages to every decoder.
+"""Pass malformed message bodies to every decoder.
 
     python scripts/fuzz_decoders.py                       1 million message bodies
     python scripts/fuzz_decoders.py --bodies 10000000     10 million bodies
     python scripts/fuzz_decoders.py --seed 7              1 million other bodies
     python scripts/fuzz_decoders.py --guided 300          each decoder for 5 minutes
 
-`--guided` requires Atheris, which chooses bytes by code coverage instead of at random.
-The script fails at the first body that is neither decoded nor rejected.
+`--guided` requires Atheris, which uses code coverage to choose bytes instead of random
+numbers. The script fails at the first body that is neither decoded nor rejected.
 """
 
 import contextlib

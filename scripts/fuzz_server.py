@@ -52,7 +52,7 @@ OPTIONS: Final = (
 )
 MAX_GROWTH_MIB: Final = 32.0
 MIN_RESULTS: Final = 0.03
-#: Timeout, longer than the lifetime of leases that malformed messages acquired.
+#: Timeout of a request. Leases that malformed messages have acquired expire earlier.
 _TIMEOUT_SECONDS: Final = 150.0
 
 
@@ -63,7 +63,7 @@ class FuzzingClient:
       answers: Number of answers by type.
       num_sent: Number of malformed messages.
       num_valid_results: Number of answers to valid steps and resets.
-      num_leases: Number of leases that were needed.
+      num_leases: Number of leases requested, because malformed messages end leases.
     """
 
     def __init__(self, address: str, *, is_insecure: bool) -> None:
@@ -101,7 +101,7 @@ class FuzzingClient:
             self._last_step = replace(self._last_step, attempt=attempt)
         messages = [
             *[step] * 3,
-            *[self._last_step or step] * 3,  # a copy, which gets the same answer
+            *[self._last_step or step] * 3,  # a duplicate, which gets the same answer
             self._message(MessageType.STEP, self._next()[:1], ACTIONS[: 8 * 2]),
             self._message(MessageType.RESET, self._next(), reset),
             self._message(MessageType.CALL, self._next()[:1], call),
@@ -112,7 +112,7 @@ class FuzzingClient:
     def step(self) -> None:
         """Step all envs once; get another lease first if necessary."""
         while not self._is_idle():
-            self._socket.poll(10)  # until running operations have finished
+            self._socket.poll(10)  # wait until operations in progress are complete
         if not self._has_lease:
             self._attach()
         self._last_step = self._message(MessageType.STEP, self._next(), ACTIONS)
@@ -120,7 +120,7 @@ class FuzzingClient:
         self.num_valid_results += answer.type is MessageType.RESULT
 
     def _is_idle(self) -> bool:
-        """Return whether no operation of the lease is running."""
+        """Return whether no operation of the lease is in progress."""
         if not self._has_lease:
             return True
         answer = self._ask(MessageType.PING)
@@ -164,7 +164,7 @@ class FuzzingClient:
         return self._request(self._message(kind, entries, body))
 
     def _request(self, message: Message) -> Message:
-        """Send a valid message, and return the last answer to it."""
+        """Send a valid message, and return the final answer to it."""
         self._socket.send_multipart(encode(message))
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:

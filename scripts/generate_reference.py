@@ -1,7 +1,7 @@
 """Write docs/settings.md: options of batches, servers and training runs, from the code.
 
-Run it after changing an option or its docstring; the test suite checks that the page
-is current.
+Run this script after changing an option or its docstring; the test suite checks that
+the page is up to date.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _meaning(option: Option) -> str:
 
 
 def _type(hint: Any) -> str:
-    """Return a type in words."""
+    """Return a description of a type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in args)

@@ -6,11 +6,11 @@ DIR is a checkout of the installed release of Gymnasium. `envserve.make_vec` rep
 `AsyncVectorEnv` and, in tests/wrappers/vector, also `SyncVectorEnv`; only tests that
 use a replaced class are counted. gymnasium_tests.txt lists the expected failures, with
 reasons. The exit code is 1 if any other test fails, or if a listed test passes.
-RecordVideo needs moviepy; without OpenGL, `-k "not Ant-v4"` excludes the tests that
-render with it.
+The tests of RecordVideo need moviepy. On a host without OpenGL, add `-k "not Ant-v4"`,
+which excludes the tests that render with OpenGL.
 
-With --tcp, the envs run on a server. Because servers do not accept functions, this file
-is then also an env module, with which the workers unpickle the functions of the tests.
+With --tcp, the envs run on a server. Servers do not accept functions, so the workers
+import this file as an env module, which unpickles the functions of the tests.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _count = itertools.count()
 
 
 def make_pickled(path: str) -> gymnasium.Env[Any, Any]:
-    """Create the next env of a worker; workers create their envs in row order."""
+    """Create the next env of a worker, which creates its envs in row order."""
     functions = pickle.loads(Path(path).read_bytes())
     env: gymnasium.Env[Any, Any] = functions[next(_count) % len(functions)]()
     return env
@@ -95,7 +95,10 @@ class Harness:
             )
 
     def substitute(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for Gymnasium's classes that records its users."""
+        """Return a replacement for Gymnasium's classes that calls `make`.
+
+        It records the tests that use it in `users`.
+        """
 
         def make_vec(*arguments: Any, **options: Any) -> Any:
             self.users.add(self.test)

@@ -6,7 +6,7 @@
 Runs `ppo train cartpole` as a separate process, and kills it with SIGKILL: every
 fourth time at a random moment after its start, otherwise after its first checkpoint.
 Exits with 1 if a process does not resume the run, if more than a checkpoint interval is
-lost, or if the metrics of the finished run have gaps or repetitions.
+lost, or if an iteration is missing from or repeated in the metrics of the finished run.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def kill_after(
 ) -> bool:
     """Kill a process after some seconds; return whether it was still running.
 
-    With `is_late`, the seconds start at the next checkpoint.
+    With `is_late`, count the seconds from the next checkpoint.
     """
     saved = progress(folder)[1]
     try:

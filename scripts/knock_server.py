@@ -2,10 +2,11 @@
 
     python scripts/knock_server.py [--tries 10000]                      about a minute
 
-Three kinds of clients use ZMTP without keys, three have keys that were valid before,
-one has an unknown key, and one expects the key of another server. An authorised client
-steps at the same time. Exits with 1 if another client is accepted or answered, if the
-server reads one of its messages, or if a row of the authorised client is wrong or lost.
+There are eight kinds of such clients: three use ZMTP without keys, three have keys that
+were valid before, one has an unknown key, and one expects the key of another server. An
+authorised client steps at the same time. Exits with 1 if the server accepts or answers
+a client of these kinds or reads a message from it, or if a row of the authorised client
+is wrong or lost.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ _METRICS_SECONDS: Final = 1.5
 
 
 def without_keys(address: str, mechanism: str) -> Stranger:
-    """Return a peer that uses a mechanism without keys."""
+    """Return a client that uses a ZMTP mechanism without keys."""
     peer = Stranger(address, None)
     peer.greet_with(mechanism)
     return peer

@@ -2,7 +2,7 @@
 
     python scripts/pip_install.py --constraint constraints.txt --editable '.[train]'
 
-On its own, pip prints either nothing or hundreds of lines, and nothing while it unpacks
+By itself, pip prints either nothing or hundreds of lines, and no line while it unpacks
 large packages. Requires only pip.
 """
 
@@ -16,14 +16,15 @@ import time
 from pathlib import Path
 
 SECONDS_BETWEEN_LINES = 5.0
-#: -P: do not import files in the working directory. envserve may not be installed yet.
+#: -P prevents imports from the working directory. `envserve.python_process` cannot be
+#: used here, because envserve may not be installed yet.
 PYTHON = (sys.executable, "-P")  # noqa: TID251
 COMMAND = (*PYTHON, "-m", "pip", "--disable-pip-version-check", "install")
 OPTIONS = ("--no-compile", "--progress-bar", "off")
 
 
 def normalised(name: str) -> str:
-    """Return a package name in a form that can be compared."""
+    """Return the normalised form of a package name, for comparisons."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -62,8 +63,9 @@ def main() -> int:
                 seconds = time.monotonic() - started
                 print(f"  {seconds:3.0f} s  {progress(lines)}", flush=True)
     if process.returncode == 0:
-        # pip compiles on one core. Like pip, ignore files that cannot be compiled: some
-        # packages contain code for other versions of Python.
+        # pip would compile on one core; this call uses all cores. Like pip, it ignores
+        # files that cannot be compiled: some packages contain code for other versions
+        # of Python.
         seconds = time.monotonic() - started
         print(f"  {seconds:3.0f} s  compiling the packages ...", flush=True)
         libraries = sysconfig.get_path("purelib")

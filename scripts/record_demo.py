@@ -76,7 +76,7 @@ class Recording:
     def save(self, path: Path) -> None:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in self.frames]
         frames = [image.resize(GIF_SIZE) for image in images]
-        # The default method would omit the colours of thin lines.
+        # The default method of `quantize` would omit the colours of thin lines.
         palette = frames[-1].quantize(NUM_COLORS, Image.Quantize.MAXCOVERAGE)
         first, *others = (
             frame.quantize(palette=palette, dither=Image.Dither.NONE)

@@ -3,15 +3,15 @@
     python scripts/rehearse_pods.py
 
 Each pod is a network namespace, and each container is a process with its own root
-and with the commands, probes, volumes and users of the manifests. tests/pods.py lists
-the parts that this does not test.
+directory and with the commands, probes, volumes and users of the manifests.
+tests/pods.py lists the parts of the manifests that the script does not test.
 
 The trainer waits for servers and trains. One server is killed and restarts at another
 address; the other server is evicted. The trainer is evicted, resumes with two of four
 servers, uses the other two when they start, and continues while one of them is
-disconnected. Then it is killed, and resumes until its job is complete. Every valid row
-must follow from the previous one by CartPole's dynamics. Exits with 1 if a check fails.
-Linux only; requires root and iproute2.
+disconnected. Then the trainer is killed, and resumes until its job is complete. Every
+valid row must follow from the previous row by CartPole's dynamics. Exits with 1 if a
+check fails. Linux only; requires root and iproute2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SERVERS = pod_spec("Deployment", "envs")
 TRAINER = pod_spec("Job", "trainer")
 #: Timeout for starting TensorFlow and running some iterations.
 TIMEOUT_SECONDS = 240
-#: Settings of all runs, and of a run that continues until it is stopped.
+#: Options of all runs, and of a run that continues until it is stopped.
 COMMON = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
 ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *COMMON)
 #: The trainer's callback, which aborts training at a wrong row.
@@ -105,10 +105,10 @@ class Cluster:
         pod.start(*more)
 
     def has_rows(self, num_rows: int, is_complete: bool | None = None) -> bool:
-        """Return whether there are `num_rows` metrics rows, the last one as expected.
+        """Return whether there are at least `num_rows` rows of metrics.
 
-        With `is_complete` True, all steps of the last row must be valid; with False, at
-        least one step must be invalid.
+        If `is_complete` is True, all steps of the last row must also be valid; if it is
+        False, at least one step must be invalid.
         """
         if self.trainer.process.poll() is not None:
             raise ChildProcessError(self.trainer.log()[-3000:])
@@ -118,17 +118,20 @@ class Cluster:
         return is_complete is None or (rows[-1]["valid_fraction"] == 1.0) == is_complete
 
     def wait_for_training(self, name: str, is_complete: bool | None = None) -> None:
-        """Wait for three more metrics rows."""
+        """Wait for three more rows of metrics; see `has_rows` for `is_complete`."""
         before = len(rows_of(self.run))
         wait_for(name, lambda: self.has_rows(before + 3, is_complete), TIMEOUT_SECONDS)
 
     def num_leases(self, *names: str) -> int:
-        """Return how many leases these servers, or all, have granted to the trainer."""
+        """Return the number of leases that servers have granted to the trainer.
+
+        `names` selects the servers; by default, all servers count.
+        """
         pods = [self.servers[name] for name in names or self.servers]
         return sum(pod.log().count("granted to trainer") for pod in pods)
 
     def wait_for_leases(self, name: str, num_leases: int = 1) -> None:
-        """Wait until a server has granted a number of leases to the trainer."""
+        """Wait until a server has granted enough leases to the trainer."""
         wait_for(
             f"{name} is in use",
             lambda: self.num_leases(name) >= num_leases,
@@ -151,13 +154,13 @@ def end(pod: Pod, code: int, seconds: float) -> None:
 
 
 def evict(pod: Pod, code: int) -> None:
-    """Terminate a pod, which must end within its grace period."""
+    """Terminate a pod; it must exit with `code` within its grace period."""
     pod.terminate()
     end(pod, code, pod.spec["terminationGracePeriodSeconds"])
 
 
 def action_of(code: int) -> str:
-    """Return the job's action for an exit code of the trainer."""
+    """Return the action of the job's failure policy for an exit code of the trainer."""
     policy = resource("Job", "trainer")["spec"]["podFailurePolicy"]
     rules = [rule for rule in policy["rules"] if "onExitCodes" in rule]
     actions = (r["action"] for r in rules if code in r["onExitCodes"]["values"])

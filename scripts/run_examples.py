@@ -2,9 +2,9 @@
 
     python scripts/run_examples.py [sb3_ppo ...] [--kill-every 2] [--seed 0]
 
-Prints the env steps/s on the library's own envs, on local envs, and on servers. Exits
-with 1 if a mean return is below its goal. Requires the packages that `make examples`
-installs.
+Prints the env steps/s with the envs of each library, with local envs of envserve, and
+with servers. Exits with 1 if a mean return is below its goal. Requires the packages
+that `make examples` installs.
 """
 
 import contextlib

@@ -51,7 +51,7 @@ app = typer.Typer(help=__doc__)
 
 #: Envs per server, and size of an observation in bytes.
 SHAPES = [(1, 16), (16, 16), (64, 16), (16, 1024), (16, 28224)]
-#: Options of the servers of `namespaces` and `attach`: one worker, whose envs sleep.
+#: Options of the servers in `namespaces` and `attach`: one worker, whose envs sleep.
 SLEEPING = (
     *("--workers", "1", "--envs-per-worker", "16", "--env", "envserve/Sleep-v0"),
     *("--allow-kwarg", "step_seconds:any", "--drain-grace", "0"),
@@ -96,7 +96,7 @@ def fit(keys: bool = False, turns: int = 3) -> None:
 def check() -> None:
     """Measure 8 to 512 servers, splits, slow envs, and real servers."""
     points = [
-        Point(1, 1024, 16),  # the same rows from one server
+        Point(1, 1024, 16),  # one server with as many rows as 64 servers of 16 envs
         *(Point(*x, 16) for x in ((8, 16), (256, 16), (512, 32))),
         *(Point(64, 16, 16, k, splits) for k in (False, True) for splits in (1, 2)),
         *(Point(64, *x, k) for x in ((1, 16), (16, 1024)) for k in (False, True)),
@@ -122,7 +122,8 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
         make = ("keys", "make", folder, "server", "trainer", "--at", "tcp://*:5555")
         command = main_command("envserve.__main__", *map(str, make))
         subprocess.run(command, check=True, stdout=sys.stderr)
-        # The trainer uses the server's key folder, because its relay is on loopback.
+        # The trainer connects to a relay on loopback, for which only the key folder of
+        # the servers has keys.
         home = {"ENVSERVE_HOME": str(folder / "server")}
         stack.callback(hosts.remove)
         hosts.create()
@@ -163,7 +164,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
 
 @app.command(hidden=True)
 def measure_running(point_json: str, targets: list[str]) -> None:
-    """Measure running servers as their trainer, and print the result."""
+    """Connect to running servers as a trainer, and print the measured point as JSON."""
     point = Point(*json.loads(point_json))
     context = multiprocessing.get_context("spawn")
     connection, child_end = context.Pipe()
@@ -187,7 +188,10 @@ def measure_running(point_json: str, targets: list[str]) -> None:
 
 
 def relay(connection: Connection, targets: Sequence[str], delay_ms: float) -> None:
-    """Forward connections to the targets, with a round-trip delay."""
+    """Forward connections to the targets with a round-trip delay.
+
+    Send the addresses to connect to over `connection`, and then never return.
+    """
     delay = NetworkFaults(latency_seconds=delay_ms / 2000)
     proxies = [Proxy(target, to_server=delay, to_client=delay) for target in targets]
     connection.send([proxy.address for proxy in proxies])

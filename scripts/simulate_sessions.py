@@ -1,10 +1,11 @@
-"""Simulate sessions in virtual time, with failures of network, hosts and workers.
+"""Simulate sessions in virtual time, with failures of the network, hosts and workers.
 
     python scripts/simulate_sessions.py                       1 million events
     python scripts/simulate_sessions.py --events 100000000    100 million
     python scripts/simulate_sessions.py --seed 7              repeat seed 7 only
 
-A failure is reported as a seed: add it to tests/simulation/test_simulation.py.
+If a simulation fails, the script prints its seed; add the seed to
+tests/simulation/test_simulation.py.
 """
 
 import sys

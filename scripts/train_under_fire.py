@@ -3,11 +3,11 @@
     python scripts/train_under_fire.py [--seed 0] [--servers 2]
     python scripts/train_under_fire.py --leave --servers 4
 
-With --leave, servers are not restarted: one is killed, another is drained, and a new
-server is added to the address file. Rows whose server is running must then be valid in
-every batch step, except for one lost row after a move to another server. Prints the
-number of lost steps, and exits with 1 if the agent has not learned the task, or if a
-row was not valid. Requires the extra `dev` (psutil).
+With --leave, servers are not restarted: one server is killed, another is drained, and a
+new server is added to the address file. A row whose server is running must be valid in
+every batch step, except in the first step after its move to another server. Prints the
+number of lost steps, and exits with 1 if the agent has not learned the task or, with
+--leave, if another row was not valid. Requires the extra `dev` (psutil).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from tests.envserve.server_process import ServerProcess
 GOAL = 475.0  # mean return of 100 evaluation episodes
 STEPS = 150_000
 WORKER_SECONDS = 1.0
-FIRST_SERVER_SECONDS = 5.0  # short enough for fast machines
+FIRST_SERVER_SECONDS = 5.0  # so short that training on a fast machine is not over
 SERVER_SECONDS = 20.0
 OPTIONS = ("--workers", "1", "--log-level", "error")
 
@@ -62,7 +62,7 @@ def run_in_thread(
 def kill_repeatedly(
     servers: Sequence[ServerProcess],
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill workers and servers during the block; yield their counts."""
+    """Kill workers and servers during the block; yield the number of each."""
 
     def kill(is_over: threading.Event, killed: Counter[str]) -> None:
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
@@ -86,7 +86,7 @@ def kill_repeatedly(
 def swap(
     servers: Sequence[ServerProcess], add: Callable[[], ServerProcess], left: set[str]
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill one server, drain one and add one; yield the counts.
+    """Kill one server, drain one and add one during the block; yield the counts.
 
     The address of a server is added to `left` before it is killed or drained.
     """
@@ -110,11 +110,13 @@ class RowCheck:
     """Counts rows that are not valid although their server is running.
 
     If a row's server has left, the row may be invalid until it has moved to another
-    server; the result that reports the move may be invalid, too.
+    server. In the result that reports the move, the row may also be invalid.
     """
 
     def __init__(self) -> None:
-        self.left: set[str] = set()  # addresses of servers that are leaving
+        self.left: set[str] = (
+            set()
+        )  # addresses of servers that have left or are leaving
         self.num_steps = self.moved = self.missing = 0
 
     def watch(self, env: BatchEnv) -> BatchEnv:

@@ -21,7 +21,10 @@ MODULE: Final = __name__
 
 
 class _ConstantEnv(gymnasium.Env[Array, np.int64]):
-    """Env that returns the same observation for `episode_length` steps."""
+    """Env that always returns the same observation.
+
+    Episodes have `episode_length` steps; with 0, they never end.
+    """
 
     def __init__(self, observation_space: spaces.Box, episode_length: int) -> None:
         self.observation_space = observation_space
@@ -41,12 +44,12 @@ class _ConstantEnv(gymnasium.Env[Array, np.int64]):
 
     def step(self, action: np.int64) -> Transition:
         self._step += 1
-        truncated = self._step == self._episode_length  # never if the length is 0
+        truncated = self._step == self._episode_length  # always false if it is 0
         return self._observation, 0.0, False, truncated, {}
 
 
 class SleepEnv(_ConstantEnv):
-    """Env that sleeps in step and reset, as if it waited for a simulator process."""
+    """Env whose steps and resets sleep, as if they waited for a simulator process."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class SleepEnv(_ConstantEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Sleep, and begin an episode."""
+        """Sleep, and start a new episode."""
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
         result = super().reset(seed=seed, options=options)
@@ -94,7 +97,7 @@ class BusyEnv(_ConstantEnv):
         self._step_seconds = step_seconds
 
     def step(self, action: np.int64) -> Transition:
-        """Compute, and count the step."""
+        """Use CPU time, and count the step."""
         # The CPU time of this thread does not depend on other processes.
         end = time.thread_time() + self._step_seconds
         while time.thread_time() < end:
@@ -124,7 +127,7 @@ class RequestEnv(gymnasium.Env[Array, Array]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Reset the count of steps."""
+        """Set the step count to 0."""
         super().reset(seed=seed)
         self._steps = 0
         return np.array([-1, 0], np.int64), {}

@@ -47,7 +47,7 @@ def guarantees(
     seconds: Seconds = 0.6,
     repetitions: Repetitions = 5,
 ) -> None:
-    """Compare BatchEnv with bare workers without checks or fault tolerance."""
+    """Compare BatchEnv with workers that have no checks and no fault tolerance."""
     cases = []
     for name in env or _ENVS:
         for size in num_envs or _SIZES:
@@ -114,7 +114,7 @@ def bare_slab(load: Workload) -> Iterator[Measure]:
 def _work(
     load: Workload, rows: list[int], actions: Any, slab: list[Any], peer: socket.socket
 ) -> None:
-    """Step the envs of some rows whenever the peer sends a byte."""
+    """Step the envs of `rows` whenever the peer sends a byte."""
     observations, rewards, terminated, truncated = slab
     envs = [(row, make_env(load.env_name, load.env_kwargs)) for row in rows]
     for row, env in envs:

@@ -45,7 +45,7 @@ def images(
     seconds: Seconds = 1.0,
     repetitions: Repetitions = 3,
 ) -> None:
-    """Measure GB/s of images, uint8 84x84x4, from envs that do nothing else."""
+    """Measure GB/s of images, uint8 84x84x4, from envs that do no other work."""
     modules = (envs.MODULE,)
     name = "envserve/Image-v0"
     load = Workload(name, num_envs, workers, seconds, import_modules=modules)

@@ -1,4 +1,4 @@
-"""envserve cases: in-process, on a server over ipc or tcp, on two servers."""
+"""Cases of envserve: envs in-process, on one server over ipc or tcp, or on two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BINDS_BY_CASE = {
 
 
 def our_cases(load: Workload) -> list[Case]:
-    """Return one case per transport, one without keys, and one for `make_vec`."""
+    """Return a case per transport, one over tcp without keys, and one of `make_vec`."""
     return [
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
         for name, binds in _BINDS_BY_CASE.items()
@@ -38,7 +38,7 @@ def our_cases(load: Workload) -> list[Case]:
 
 @contextlib.contextmanager
 def stepping_without_keys(load: Workload) -> Iterator[Measure]:
-    """Step over tcp without keys, to measure the cost of keys."""
+    """Step envs on a server over tcp without keys, to measure the cost of keys."""
     options = ("--insecure-no-auth",)
     with batch_env(load, BINDS["tcp"], options, insecure=True) as batch:
         yield make_measure(batch.step, load.actions(), load)
@@ -46,7 +46,7 @@ def stepping_without_keys(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def stepping_vector_env(load: Workload) -> Iterator[Measure]:
-    """Step the envs of `make_vec`: in-process, with infos in every step."""
+    """Step the envs of `make_vec` in-process, with infos in every step."""
     envs = make_vec(
         load.env_name,
         load.num_envs,

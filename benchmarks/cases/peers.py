@@ -35,7 +35,7 @@ PEERS = {
     TIANSHOU: "tianshou",
     ENVPOOL: "EnvPool",
 }
-"""Names of all cases, with short names for column headings."""
+"""Names of the cases of other projects, with short names for column headings."""
 
 
 def import_peer(module: str) -> Any:
@@ -49,7 +49,8 @@ def import_peer(module: str) -> Any:
 def sb3_vec_env(load: Workload, kind: str) -> Any:
     """Return Stable-Baselines3's "SubprocVecEnv" or "DummyVecEnv"."""
     module = import_peer("stable_baselines3.common.vec_env")
-    # Forked workers run the same loop as spawned workers, but need not import torch.
+    # Fork the workers: they run the same loop as spawned workers, but start faster,
+    # because they need not import torch.
     is_forked = kind == "SubprocVecEnv" and sys.platform == "linux"
     options = {"start_method": "fork"} if is_forked else {}
     return getattr(module, kind)(load.env_functions(), **options)
@@ -116,7 +117,7 @@ def _envpool_with(load: Workload) -> Any:
 
 
 def peer_cases(load: Workload) -> list[Case]:
-    """Return a case for each project."""
+    """Return a case for each project, and one of EnvPool's envs on envserve."""
     work = {"load": load}
     return [
         Case(SYNC, vector_env, {**work, "kind": "SyncVectorEnv"}),

@@ -81,7 +81,7 @@ def scale(
 
 @contextlib.contextmanager
 def memory_of(load: Workload) -> Iterator[Measure]:
-    """Step briefly, and measure the memory of all processes."""
+    """Step a batch, then measure the memory of this process and its descendants."""
     processes = import_peer("benchmarks.lab.processes")
     with batch_env(load) as batch:
         make_measure(batch.step, load.actions(), load)()
@@ -97,7 +97,8 @@ def _measure_memory(name: str, load: Workload) -> float | None:
     """Return the memory in bytes, or None if the system does not report it."""
     if sys.platform != "linux":
         return None
-    # Measure each case alone: other cases would share memory pages with its processes.
+    # Measure each case alone. Otherwise, its processes would share memory pages with
+    # those of other cases, which would decrease their proportional set sizes.
     case = Case(name, memory_of, {"load": replace(load, seconds=0.1)})
     return measure_cases([case], 1).median(name, _MEMORY)
 

@@ -51,7 +51,7 @@ def slow_reset(
     fast = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
     steps = {
         "num_steps": episodes * episode_length,
-        # The first episode of each env, including spare envs, is shorter.
+        # Exclude the first episode of each env (and each spare env), which is shorter.
         "first_steps": 2 * episode_length if staggered else 0,
     }
     spare = {"spare_envs": True}
@@ -84,7 +84,10 @@ def slow_reset(
 def episodes_of(
     load: Workload, num_steps: int, first_steps: int, spare_envs: bool = False
 ) -> Iterator[Measure]:
-    """Measure `num_steps` batch steps at a time, after `first_steps` others."""
+    """Measure `num_steps` batch steps at a time; do not measure the first ones.
+
+    `first_steps` is the number of batch steps before the first measurement.
+    """
     actions = np.zeros(load.num_envs, np.int64)
     with batch_env(load, spare_envs=spare_envs) as batch:
         time_each(batch.step, [actions] * first_steps)

@@ -101,7 +101,7 @@ def sending(
                 requests.check(rows, result.observation, result.valid)
                 batch.send(requests.draw(rows), rows)
             elapsed = time.perf_counter() - started
-            rows, result = batch.recv(load.num_envs)  # no row remains in flight
+            rows, result = batch.recv(load.num_envs)  # complete all steps in progress
             requests.check(rows, result.observation, result.valid)
             return {SPEED: steps / elapsed, "replies": requests.take_count()}
 
@@ -112,7 +112,7 @@ def sending(
 def stepping_all(
     load: Workload, binds: tuple[str, ...], microseconds: float, factor: float
 ) -> Iterator[Measure]:
-    """Step all rows together: the cost of a slow env without `send` and `recv`."""
+    """Step all rows together with `step`, which waits for the slow env each time."""
     with batch_env(load, binds) as batch:
         requests = _Requests(load.num_envs, microseconds, factor)
         all_rows = np.arange(load.num_envs)
@@ -164,6 +164,6 @@ class _Requests:
         self._count += len(rows)
 
     def take_count(self) -> int:
-        """Return the number of replies compared since the previous call."""
+        """Return the number of replies checked since the previous call."""
         count, self._count = self._count, 0
         return count

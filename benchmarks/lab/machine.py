@@ -19,7 +19,7 @@ _PACKAGES: Final = (
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the cores, the processor, the system and the versions of packages."""
+    """Return the number of cores, processor, system and package versions, by name."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # not installed
@@ -34,7 +34,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
-    """Return a line of text with the facts of `machine_facts`."""
+    """Return one line of text that describes the result of `machine_facts`."""
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     return (
         f"{machine['cores']} cores of {machine['processor']}, "

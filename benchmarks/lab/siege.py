@@ -1,4 +1,4 @@
-"""Helpers for scripts that attack a server: assigned CPU cores, and goals."""
+"""Helpers for scripts that attack a server: assign CPU cores, and check goals."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from rich.console import Console
 
 from benchmarks.lab.tables import TABLE_WIDTH, as_table
 
-#: Number of cores for each side, if the machine has enough for all sides.
+#: Number of cores that each side gets, if the machine has enough for all sides.
 _CORES: Final = {"server": 4, "control": 4, "client": 2, "attacker": 2}
 
 
 class Cores:
-    """CPU cores of the server, control, client and attacker, if there are enough."""
+    """CPU cores of each side: the server, control, client and attacker.
+
+    If there are too few cores, all processes share all cores.
+    """
 
     def __init__(self) -> None:
         is_linux = hasattr(os, "sched_setaffinity")
@@ -56,7 +59,7 @@ class Goals:
     """Measured values and their goals.
 
     Attributes:
-      num_missed: Number of goals that are missed.
+      num_missed: Number of values that miss their goal.
     """
 
     def __init__(self) -> None:

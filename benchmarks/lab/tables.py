@@ -15,7 +15,10 @@ TABLE_WIDTH: Final = 200
 def as_markdown(
     columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1
 ) -> str:
-    """Return a table in Markdown; the first `num_texts` columns hold text."""
+    """Return a table in Markdown.
+
+    The first `num_texts` columns contain text, and the others contain numbers.
+    """
     numbers = len(columns) - num_texts
     lines = [columns, ["---"] * num_texts + ["---:"] * numbers, *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -34,7 +37,7 @@ def as_table(
 
 
 def replace_marked(path: Path, name: str, text: str) -> None:
-    """Replace the text between the begin and end marks of this name in a document.
+    """Replace the text between the marks `NAME: begin` and `NAME: end` in a document.
 
     Raises:
       ValueError: The marks are missing.

@@ -1,1 +1,1 @@
-"""Benchmarks of the trainer; only the processes that measure cases load TensorFlow."""
+"""Benchmarks of the trainer. Only the processes that measure cases load TensorFlow."""

@@ -61,8 +61,9 @@ class Pieces(NamedTuple):
     def best_with_two_splits(self) -> float:
         """Return the minimum duration of a batch step with two splits.
 
-        The cores share the work equally at best, a worker and the policy each do one
-        thing at a time, and the envs of a split wait for its policy.
+        It is the longest of four times: all work divided by the number of cores; the
+        envs of one worker; the policy of both splits; the policy of one split, followed
+        by this split's envs in one worker.
         """
         work = self.num_envs * self.env + 2 * self.policy_per_split
         worker = self.envs_per_worker * self.env
@@ -137,7 +138,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return the number of layers for which a call of the policy takes this time."""
+    """Return the number of layers for which the policy takes `microseconds`."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
@@ -151,7 +152,7 @@ def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
 
 @contextlib.contextmanager
 def env_alone(load: Workload) -> Iterator[Measure]:
-    """Step one env in this process."""
+    """Measure the steps of one env in this process."""
     env = make_env(load.env_name, load.env_kwargs)
     env.reset(seed=0)
 
@@ -167,7 +168,7 @@ def env_alone(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
-    """Run the policy repeatedly, each time in a separate call."""
+    """Measure the policy alone; TensorFlow is called for each batch step."""
     load_tensorflow()
     import tensorflow as tf
 
@@ -180,7 +181,7 @@ def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
 def rolling_out(
     load: Workload, layers: int, horizon: int, num_splits: int
 ) -> Iterator[Measure]:
-    """Collect rollouts."""
+    """Measure rollouts with the busy policy."""
     load_tensorflow()
     from ppo.in_graph_batch_env import InGraphBatchEnv
     from ppo.simulate import Simulation
@@ -191,7 +192,10 @@ def rolling_out(
 
 
 def busy_policy(layers: int) -> Any:
-    """Return a policy that multiplies matrices of sizes proportional to its rows."""
+    """Return a policy whose number of matrix products is `layers`.
+
+    The time of each product is proportional to the number of rows.
+    """
     import tensorflow as tf
 
     weights = tf.random.stateless_normal([_WIDTH, _WIDTH], (0, 0)) / _WIDTH**0.5
@@ -202,7 +206,7 @@ def busy_policy(layers: int) -> Any:
         features = tf.reshape(tf.repeat(observation[:, :1], 8 * _WIDTH), [-1, _WIDTH])
         for _ in range(layers):
             features = tf.tanh(features @ weights + 0.1)
-        # Always false, but TensorFlow cannot infer it without computing the products.
+        # This is always false, but TensorFlow must compute the products to find out.
         is_large = tf.reduce_max(features) > 2.0
         action = tf.fill([rows], tf.cast(is_large, tf.int64))
         return action, tf.zeros([rows])

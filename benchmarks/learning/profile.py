@@ -1,4 +1,4 @@
-"""`profile`: the duration of each part of a batch step, and how to reduce it."""
+"""`profile`: measure each part of a batch step, and suggest how to make it faster."""
 
 import contextlib
 import itertools
@@ -103,7 +103,7 @@ def profile(
 
 @contextlib.contextmanager
 def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
-    """Step envs that measure their own time; return the time of the slowest worker."""
+    """Measure the time of the envs in the slowest worker; each env measures its own."""
     timed = replace(
         load,
         env_name="envserve/Timed-v0",
@@ -133,11 +133,14 @@ def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
 
 
 def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
-    """Return the time of the slowest worker, increased if workers outnumber cores.
+    """Return the time of the slowest worker, or of all workers divided by `cores`.
+
+    The result is the larger of these times, because workers that outnumber the cores
+    cannot all run at the same time.
 
     Args:
         spent: Time of each env, by row.
-        workers: Number of processes that share the rows.
+        workers: Number of processes; each steps an equal share of the rows.
         cores: Number of processes that can run at the same time.
     """
     per_worker = [part.sum() for part in np.array_split(spent, workers)]
@@ -145,7 +148,10 @@ def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
 
 
 def _parts(measured: Measurements, repetition: int) -> dict[str, float]:
-    """Return the parts of a batch step in us; their sum is the time of the rollout."""
+    """Return the parts of a batch step in us, by name.
+
+    Their sum is the time of a batch step in a rollout.
+    """
     value = {c: measured.values(c, MICROSECONDS)[repetition] for c in measured.by_case}
     local_lane = _LOCAL_LANE if _LOCAL_LANE in value else _LANE
     local, client = value[local_lane], measured.values(local_lane, THREAD)[repetition]

@@ -50,7 +50,7 @@ class RolloutLoad:
         return Agent(batch.observation_space, batch.action_space, config)
 
     def repeating(self, run: Callable[[], Any]) -> Measure:
-        """Return a function that measures `run`, which collects one rollout."""
+        """Return a function that measures `run`, which must collect one rollout."""
         return repeating(run, self.horizon, self.load.seconds)
 
 
@@ -63,11 +63,17 @@ def load_tensorflow() -> None:
 
 
 def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measure:
-    """Return a function that measures `run`, which takes `batch_steps` batch steps."""
+    """Return a function that calls `run` for some seconds and measures its duration.
+
+    Args:
+        run: The function to measure.
+        batch_steps: Number of batch steps in each call of `run`.
+        seconds: Minimum duration of a measurement.
+    """
     run()
 
     def measure() -> Mapping[str, float]:
-        run()  # refills the caches after other cases
+        run()  # refill the CPU caches, which other cases have used
         num_runs, started = 0, time.perf_counter()
         while num_runs == 0 or time.perf_counter() - started < seconds:
             run()

@@ -1,4 +1,4 @@
-"""`stalls`: rollouts on many servers, where some steps take much longer."""
+"""`stalls`: rollouts on many servers, on which some steps take much longer."""
 
 import contextlib
 import itertools

@@ -36,7 +36,7 @@ from ppo.config import Config
 from ppo.run_folder.folder import RunFolder
 
 ROLLOUT, UPDATE, TOTAL = "rollout_seconds", "update_seconds", "total_seconds"
-"""Seconds per iteration."""
+"""Names of measured numbers: seconds per iteration."""
 
 _ENDLESS = 10**9
 
@@ -149,7 +149,7 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
 
 
 class Gate:
-    """Pauses a training run in another thread after each iteration."""
+    """Pauses a training run, which another thread executes, after each iteration."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -164,7 +164,7 @@ class Gate:
             self._permits.acquire()
 
     def let_pass(self, iterations: int) -> float:
-        """Let training run some iterations; return their duration in seconds."""
+        """Let training run a number of iterations; return their duration in seconds."""
         started = time.perf_counter()
         for _ in range(iterations):
             self._permits.release()
@@ -175,7 +175,7 @@ class Gate:
 
     @contextlib.contextmanager
     def kept_by(self, train: Callable[[], Any]) -> Iterator[None]:
-        """Run `train` in a thread; let it finish at the end of the `with` block."""
+        """Run `train` in a thread; let it end at the end of the `with` block."""
 
         def run() -> None:
             self._permits.acquire()
@@ -243,13 +243,17 @@ def training_sb3(
 
 
 class _Clock:
-    """Measures the total duration of calls, by name."""
+    """Measures the total duration of function calls.
+
+    Attributes:
+        seconds: Total duration by name.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `function` and adds the duration to `name`."""
+        """Return a function that calls `function` and adds the time to `name`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()

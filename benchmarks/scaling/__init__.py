@@ -1,1 +1,1 @@
-"""The costs of a batch on many servers for the trainer that steps it."""
+"""The costs for a trainer of a batch that is spread over many servers."""

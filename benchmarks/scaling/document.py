@@ -1,4 +1,4 @@
-"""Tables of docs/scaling.md, generated from the measurements in docs/scaling.json."""
+"""The tables of docs/scaling.md, generated from the numbers in docs/scaling.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scaling.measure import Point
 from benchmarks.scaling.model import CORES, Clock, Model, errors, fit, plan, slowdown
 
-#: Durations of an env step in microseconds, and sizes of an observation in bytes.
+#: Rows and columns of the planning table: durations of an env step in microseconds, and
+#: sizes of an observation in bytes.
 _ENV_US: Final = (10, 100, 1_000, 10_000)
 _SIZES: Final = (16, 1_024, 28_224)
 _LARGE: Final = Point(64, 16, 16)
@@ -25,7 +26,7 @@ Points = Mapping[str, Sequence[Point]]
 
 
 def write_document(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Replace the tables in a page, each between two marks with its name."""
+    """Replace the tables in a page; two marks with its name enclose each table."""
     for name, table in tables(numbers).items():
         replace_marked(path, name, table)
 

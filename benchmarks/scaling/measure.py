@@ -19,7 +19,7 @@ from envserve.client import BatchEnv
 
 _CHUNKS: Final = 5
 _WARM_UP: Final = 10
-#: Envs of real servers, by the size of their observation in bytes.
+#: Envs that real servers run, by the size of an observation in bytes.
 _REAL: Final = {16: "envserve/Sleep-v0", 28224: "envserve/Image-v0"}
 
 
@@ -31,8 +31,8 @@ class Point(NamedTuple):
       envs: Envs per server.
       size: Size of an observation in bytes.
       keys: Whether messages are encrypted.
-      splits: Number of splits, which are sent and received alternately.
-      env_us: Microseconds that a server takes to answer.
+      splits: Number of splits of the batch, which are stepped alternately.
+      env_us: Microseconds that the envs of a server take to step.
       delay_ms: Round-trip delay of the network in milliseconds.
       servers_are: "stand-in" for simulated servers, "real" for `envserve start`.
       thread: CPU time of the thread that steps the batch, in microseconds.
@@ -61,7 +61,7 @@ class Point(NamedTuple):
 
 
 def measure(point: Point, seconds: float = 0.6) -> Point:
-    """Run a point's servers on this host; return the point with the measured costs."""
+    """Run the servers of a point on this host; return the point with its costs."""
     with _batch(point) as batch:
         return measure_batch(point, batch, seconds)
 
@@ -93,7 +93,10 @@ def _batch(point: Point) -> Iterator[BatchEnv]:
 def measure_batch(
     point: Point, batch: BatchEnv, seconds: float, interface: str = "lo"
 ) -> Point:
-    """Step a batch for some seconds, in chunks; return the medians over the chunks."""
+    """Step a batch for some seconds; return the point with the measured costs.
+
+    The costs are medians over chunks of the steps.
+    """
     step = _stepper(batch, point.splits)
     for _ in range(_WARM_UP):
         step()
@@ -113,7 +116,7 @@ def measure_batch(
 
 
 def _stepper(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
-    """Return a function that steps all rows once, split by split as a trainer does."""
+    """Return a function that steps all rows once, one split after the other."""
     actions = np.zeros(batch.num_envs, np.int64)
     if num_splits == 1:
         return lambda: batch.step(actions)
@@ -129,7 +132,10 @@ def _stepper(batch: BatchEnv, num_splits: int) -> Callable[[], object]:
 
 
 def _read_counters(interface: str) -> Sequence[float]:
-    """Return CPU seconds of thread and process, elapsed seconds, and bytes."""
+    """Return CPU seconds of the thread and the process, elapsed seconds, and bytes.
+
+    The bytes are those that have passed the network interface.
+    """
     lines = Path("/proc/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.strip().startswith(f"{interface}:"))
     numbers = line.partition(":")[2].split()

@@ -1,4 +1,4 @@
-"""A linear model of the cost of a batch step for the trainer, and its predictions."""
+"""A linear model of the CPU time that a trainer spends on a batch step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from benchmarks.scaling.measure import Point
 
 Clock = Literal["thread", "process"]
-#: Cores and envs of a host in the planning table.
+#: Cores of a host, and envs per core, in the planning table.
 CORES: Final = 16
 ENVS_PER_CORE: Final = 4
 
 
 class Model(NamedTuple):
-    """Costs of a batch step in microseconds.
+    """Coefficients of the model: the CPU time of a batch step in microseconds.
 
     Attributes:
-      split: Cost of each split.
-      server: Cost of each server, per split.
-      env: Cost of each env.
-      kilobyte: Cost of 1,000 bytes of observations.
+      split: Time per split.
+      server: Time per server and split.
+      env: Time per env.
+      kilobyte: Time per 1,000 bytes of observations.
     """
 
     split: float
@@ -42,8 +42,8 @@ class Plan(NamedTuple):
 
     Attributes:
       hosts: Number of hosts, with `CORES` cores each, that keep the trainer busy.
-      steps: Env steps per second with these hosts.
-      gbit: Observations in Gbit per second.
+      steps: Env steps per second on these hosts.
+      gbit: Data rate of the observations in Gbit per second.
     """
 
     hosts: int
@@ -70,7 +70,7 @@ def fit(points: Sequence[Point], clock: Clock) -> Model:
 
 
 def errors(model: Model, points: Sequence[Point], clock: Clock) -> list[float]:
-    """Return the relative error of each prediction."""
+    """Return the relative error of the prediction for each point, in their order."""
     return [model.predict(p) / getattr(p, clock) - 1.0 for p in points]
 
 
@@ -113,7 +113,7 @@ def plan(
 
 
 def _terms(point: Point) -> np.ndarray:
-    """Return the factors of the coefficients of `Model`."""
+    """Return the factors by which `Model.predict` multiplies the coefficients."""
     return np.array(
         [
             point.splits,

@@ -1,7 +1,7 @@
-"""Simulated servers ("stand-ins"): many in one process, each with a socket.
+"""Simulated servers ("stand-ins"): many in one process, each with its own socket.
 
-They use real sessions and messages, but have no workers or envs. Their rows never
-change, and they answer a step after the time that envs would take.
+Simulated servers use real sessions and messages, but have no workers or envs. Their
+rows never change, and they answer a step after the time that envs would take.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _MAX_ENVS: Final = 4096
 
 
 class Stalls(NamedTuple):
-    """Random stalls: a fraction of all steps takes this many seconds."""
+    """Random stalls: a fraction of all steps takes `seconds` instead of the usual time.
+
+    All envs of a server stall together.
+    """
 
     fraction: float = 0.0
     seconds: float = 0.0
@@ -69,7 +72,8 @@ class StandIn:
     Attributes:
       address: Address at which it listens.
       socket: ROUTER socket.
-      due: Operations in progress: time of completion, session and outcomes of each.
+      due: Operations in progress, each with the monotonic time at which it completes,
+        its session and its outcomes.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class StandIn:
                 self._execute(self._session.pool_finished(session, outcomes), now)
 
     def _execute(self, decisions: Any, now: float) -> None:
-        """Execute the decisions of the session, as an event loop does."""
+        """Execute the decisions of the session, as the event loop of a server does."""
         for decision in decisions:
             if isinstance(decision, Reply):
                 self.socket.send_multipart([decision.peer[0], *decision.frames])
@@ -176,7 +180,7 @@ def _serve(
     while True:
         latest = time.monotonic() + 1.0
         next_due = min((s.due[0][0] for s in servers if s.due), default=latest)
-        # Poll for whole milliseconds, and sleep for the remaining fraction.
+        # `poll` takes whole milliseconds, so sleep for the remaining fraction.
         milliseconds = max(0, int(1000 * (next_due - time.monotonic())))
         for socket, _ in poller.poll(milliseconds):
             by_socket[socket].receive()

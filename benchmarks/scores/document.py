@@ -17,11 +17,14 @@ COLUMNS = (
     *("seeds", "lowest E", "largest KL", "reached", "seconds"),
 )
 NUM_TEXTS = 4
-"""Number of text columns, which come first."""
+"""Number of columns that contain text, which come first."""
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
-    """Return one number per seed, whose mean is the measure; see `Task.measure`."""
+    """Return one number per seed; the mean of these numbers is the measure.
+
+    `Task.measure` describes the measures.
+    """
     if measure == "E":
         return [score.final for score in scores]
     if measure == "B":
@@ -31,7 +34,10 @@ def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
 
 
 def _curves(scores: Sequence[Score]) -> np.ndarray:
-    """Return the evaluations `[points, seeds]`, up to the end of the shortest curve."""
+    """Return the mean returns of evaluations during training, `[evaluations, seeds]`.
+
+    If curves have different lengths, they are cut to the length of the shortest.
+    """
     curves = ([mean for _, mean in score.curve] for score in scores)
     return np.array(list(zip(*curves, strict=False)))
 
@@ -42,7 +48,7 @@ def table_rows(scores: Mapping[str, Sequence[Score]]) -> list[list[str]]:
 
 
 def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
-    """Replace the tables in a Markdown document, between its two marks.
+    """Replace the tables between the marks `scores` in a Markdown document.
 
     Raises:
         ValueError: The marks are missing.
@@ -86,9 +92,9 @@ def _normalised(task: Task, values: Sequence[float]) -> np.ndarray:
 
 
 def draw_curves(scores: Mapping[str, Sequence[Score]], path: Path) -> None:
-    """Draw the evaluations of each task: mean over seeds, and their range.
+    """Draw the learning curve of each task: the mean and the range over seeds.
 
-    Needs matplotlib (extra `plot`).
+    Requires matplotlib (extra `plot`).
     """
     from matplotlib.figure import Figure
 
@@ -142,7 +148,10 @@ def _largest_kl(scores: Sequence[Score]) -> str:
 
 
 def _label(task: Task, scores: Sequence[Score]) -> list[str]:
-    """Return env and steps, with a mark if the settings have changed since the run."""
+    """Return the cells `env` and `steps` of a row.
+
+    They have a mark if the settings have changed since the runs.
+    """
     is_current = all(task.is_made_by(score.settings) for score in scores)
     algorithm = CONFIGS[task.config].algorithm.upper().removeprefix("PPO")
     steps = ", ".join(filter(None, (task.budget, algorithm, task.variant)))
@@ -160,7 +169,7 @@ def _remarks(scores: Mapping[str, Sequence[Score]]) -> str:
 
 
 def _declines(scores: Sequence[Score]) -> bool:
-    """Return whether policies were better during training than at the end."""
+    """Return whether the policies were better during training than at its end."""
     finals = measured("E", scores)
     end, best = np.mean(finals), np.mean(measured("B", scores))
     return bool(end < best - 0.05 * abs(best) or min(finals) < end - 0.5 * abs(end))

@@ -10,7 +10,7 @@ from gymnasium.wrappers import TransformObservation
 
 def _make(**kwargs: Any) -> gymnasium.Env[Any, Any]:
     env = gymnasium.make("CartPole-v1", **kwargs)
-    positions = Box(-np.inf, np.inf, (2,), np.float32)  # of the cart and the pole
+    positions = Box(-np.inf, np.inf, (2,), np.float32)  # cart position, pole angle
     return TransformObservation(env, lambda observation: observation[::2], positions)
 
 

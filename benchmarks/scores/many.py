@@ -1,4 +1,4 @@
-"""The command, which trains the missing runs in parallel and writes their scores."""
+"""The command: train the missing runs in parallel, and write the scores of all runs."""
 
 import concurrent.futures
 import json
@@ -95,9 +95,10 @@ def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Sco
 def _read(
     jobs: Iterable[tuple[Task, int, Path]], path: Path | None
 ) -> dict[str, list[Score]]:
-    """Return the scores of the runs, and the other scores in the JSON file, by task.
+    """Return the scores of the runs and of the JSON file at `path`, by task.
 
-    If a task has scores with the current settings, its other scores are omitted.
+    If both contain a score of a task and seed, the score of the run counts. If a task
+    has scores with the current settings, its other scores are omitted.
     """
     numbers = json.loads(path.read_text("utf-8")) if path and path.exists() else []
     found = {(row["task"], row["seed"]): Score(**row) for row in numbers}

@@ -16,7 +16,7 @@ from ppo.config.named_configs import CONFIGS
 Measure = Literal["E", "B", "M"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
-#: Settings that do not influence learning, or that follow from the task or the seed.
+#: Settings to ignore: they do not influence learning, or follow from the task or seed.
 _ASIDE = re.compile(
     "import_modules|preload|total_steps|seed|num_splits|act_on|spare_envs|jit_compile|"
     "use_gpu|on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
@@ -36,7 +36,7 @@ class Task:
       goal: Score to reach.
       anchors: Published scores by measure, starting with the goal's measure.
       changes: Settings that differ from the config, such as a different env name.
-      variant: Name of these changes, if the table also has a row without them.
+      variant: Name of the changes, if the table also has a row without them.
       episodes: Episodes of the final evaluation (E).
     """
 
@@ -63,7 +63,7 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Current settings that influence learning and are not 0, false or empty."""
+        """The current settings that influence learning, without 0, false and empty."""
         values = json.loads(json.dumps(vars(self.make_config(0)))).items()
         return {k: v for k, v in values if v and not _ASIDE.match(k)}
 
@@ -71,7 +71,7 @@ class Task:
         """Return whether the recorded settings of a run equal the current ones.
 
         A setting that is not recorded did not exist at that time. It is assumed to have
-        its current value if that is a string, and to be off otherwise.
+        had its current value if this value is a string, and to have been off otherwise.
         """
         texts = {k: v for k, v in self.settings.items() if isinstance(v, str)}
         return settings is not None and texts | dict(settings) == self.settings

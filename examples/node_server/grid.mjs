@@ -1,4 +1,4 @@
-// An env with a walker that searches for a goal on a grid; the env seeds of the protocol.
+// An env in which a walker searches for a goal on a grid, and the protocol's derivation of env seeds.
 
 const SIZE = 5;
 const MAX_STEPS = 30;
@@ -9,7 +9,7 @@ export const NUM_ACTIONS = MOVES.length;
 export const NUM_OBSERVED = 4;
 
 export class Grid {
-  /** Begins an episode; without a seed (null), the random generator is not reset. */
+  /** Starts an episode. If the seed is null, the random generator keeps its state. */
   reset(seed) {
     if (seed !== null) this.state = Number(BigInt.asUintN(32, BigInt(seed)));
     const cell = () => Math.floor(this.random() * SIZE);

@@ -33,14 +33,14 @@ const z85 = (bytes) => {
   return text;
 };
 
-/** Returns the options of a ROUTER socket that accepts only clients authorised by `answerZap`. */
+/** Returns the options of a ROUTER socket that accepts only the clients that `answerZap` authorises. */
 export function socketOptions() {
   const secret = secretOf("server.key");
   if (!secret) throw new Error(`expected a key in ${FOLDER}/server.key; run "envserve keys new"`);
   return { curveServer: true, curveSecretKey: z85(secret), zapDomain: "envserve", zapEnforceDomain: true };
 }
 
-/** Authorises this user, and the clients in the file `clients` that have no limits. */
+/** Authorises the clients of this user, and all clients in the file `clients` that have no limits. */
 export async function answerZap(socket) {
   await socket.bind("inproc://zeromq.zap.01");
   for await (const [version, request, , , , mechanism, key] of socket) {

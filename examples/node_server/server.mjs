@@ -29,7 +29,7 @@ const oneOf = (...values) => (value) => values.includes(value);
 const isMap = (value) => Object.getPrototypeOf(value ?? 0) === Object.prototype;
 const isSeed = (value) => isInt(value, 0, 2n ** 63n - 1n);
 const isFlag = oneOf(true, false);
-// For each field of ATTACH: the default (undefined if the field is required), and a check of its value.
+// For each field of ATTACH: the default (undefined if the field is required), and a function that checks its value.
 const ATTACH = {
   env_name: [undefined, isText], num_envs: [undefined, (n) => isInt(n, 1, 65536)],
   num_splits: [1, (n) => isInt(n, 1, 4096)], blocks_per_split: [0, (n) => isInt(n, 0, 65536)],
@@ -102,7 +102,7 @@ class Lease {
     const mustReset = (row) => row.needsReset && (row.isNew || this.autoreset === "disabled");
     if (indices.some((index) => mustReset(this.rows[index]))) refuse(Code.BAD_MESSAGE, "expected a RESET first");
     indices.forEach((index, position) => {
-      if (this.rows[index].needsReset) return this.begin(index, null); // next_step
+      if (this.rows[index].needsReset) return this.begin(index, null); // autoreset is next_step
       const stepped = this.envs[index].step(Number(actions[position]));
       const row = Object.assign(this.rows[index], stepped, { final: stepped.observation });
       row.needsReset = row.terminated || row.truncated;
@@ -142,7 +142,7 @@ class Lease {
   }
 }
 
-/** The state of all sessions; performs no I/O. */
+/** Handles the messages of all sessions, without performing I/O. */
 export class Server {
   constructor(leaseSeconds = 60) {
     Object.assign(this, { leaseSeconds, leases: new Map(), ended: new Map(), numLeases: 0 });
@@ -279,7 +279,7 @@ async function main() {
   console.log(`ready on ${router.lastEndpoint}`);
   for await (const [route, ...frames] of router) {
     const answer = server.handle(frames, performance.now());
-    // A client that cannot be reached, or reads too slowly, sends the request again.
+    // Ignore errors: a client that is unreachable, or reads too slowly, will resend its request.
     if (answer) await router.send([route, ...answer]).catch(() => {});
   }
 }

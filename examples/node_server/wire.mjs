@@ -24,7 +24,7 @@ export class Refusal extends Error {
   }
 }
 
-/** Parses frames; returns null if the prefix is invalid. `trouble` describes other errors. */
+/** Parses frames; returns null if the prefix is invalid. The field `trouble` describes any other error. */
 export function read(frames) {
   const [head, payload = Buffer.alloc(0), report = Buffer.alloc(0)] = frames;
   if (head.length < PREFIX_BYTES || head.toString("latin1", 0, 4) !== "ENVS") return null;
@@ -83,7 +83,7 @@ export function unpack(body) {
   return value;
 }
 
-/** Encodes the rows of a RESULT: rewards, two flags, statuses, observations, and final observations of ended rows. */
+/** Encodes the rows of a RESULT: rewards, two flags, statuses, observations, and final observations of episodes. */
 export function packRows(rows) {
   const count = rows.length;
   const ended = rows.filter((row) => row.terminated || row.truncated);

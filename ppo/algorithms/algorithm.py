@@ -90,7 +90,7 @@ class Algorithm:
                 its arrays, so copy rows that must be kept. Rows that are not `valid`
                 must not be used.
             progress: Fraction of the run that is complete, in [0, 1).
-            seed: Seed for random numbers, which differs in every iteration.
+            seed: Seed for random numbers; it differs in every iteration.
 
         Returns:
             Metrics by name.
@@ -98,12 +98,15 @@ class Algorithm:
         raise NotImplementedError
 
     def statistics(self) -> dict[str, float]:
-        """Return metrics of the current state; reports contain their latest values."""
+        """Return metrics of the current state.
+
+        A row of metrics contains their latest values, not means over its iterations.
+        """
         return self.agent.preprocess.statistics()
 
     @classmethod
     def read_settings(cls, config: Config) -> Any:
-        """Return the algorithm-specific settings of a config; None if it has none.
+        """Return the algorithm-specific settings; None without a `settings_type`.
 
         Raises:
             ConfigError: A setting is unknown or invalid.

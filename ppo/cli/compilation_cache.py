@@ -15,14 +15,16 @@ import tempfile
 from pathlib import Path
 
 _FLAG = "--tf_xla_persistent_cache_directory"
-_MAX_BYTES = 256 << 20  # maximum cache size; an update takes about 2 MB
-_UNFINISHED_SECONDS = 3600.0  # older temporary files are from killed processes
+_MAX_BYTES = 256 << 20  # maximum cache size; the code of an update has about 2 MB
+#: Age of a temporary file after which the process that wrote it must have been killed.
+_UNFINISHED_SECONDS = 3600.0
 
 
 def enable_compilation_cache(tensorflow_version: str) -> None:
     """Set `TF_XLA_FLAGS` so that TensorFlow caches compiled code.
 
-    Does nothing if the user has set a cache folder, or if no folder is usable.
+    Do nothing if the user has set a cache folder, or if this module's folder cannot be
+    used.
     """
     flags = os.environ.get("TF_XLA_FLAGS", "").strip()
     # Instead of flags, the variable may contain the name of a file with flags.
@@ -42,7 +44,7 @@ def enable_compilation_cache(tensorflow_version: str) -> None:
 
 
 def _machine_hash() -> str:
-    """Return a hash of the hardware and the flags that compiled code depends on."""
+    """Return a hash of the hardware and the XLA flags that compiled code depends on."""
     facts = [platform.machine(), platform.processor(), str(os.cpu_count())]
     facts.append(os.environ.get("XLA_FLAGS", ""))
     for gpu in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):

@@ -48,7 +48,7 @@ def configs(
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("name", "env", "steps", "return", "time"):
-        table.add_column(title, no_wrap=title != "return")  # do not split names
+        table.add_column(title, no_wrap=title != "return")  # do not wrap names
     for name, config in CONFIGS.items():
         thousands = config.total_steps // 1000
         expected, duration = expected_result(config)
@@ -65,7 +65,10 @@ def configs(
 
 
 def _print_keys(config: Config, *, all_: bool) -> None:
-    """Print the changed settings and, with `all_`, the others, with descriptions."""
+    """Print the settings that differ from the defaults; with `all_`, print all.
+
+    Each setting is followed by its description.
+    """
     values, docs = dict(vars(config)), field_docs(Config)
     changed = config.non_defaults()
     if kind := SETTINGS_TYPES.get(config.algorithm):

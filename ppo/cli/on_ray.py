@@ -24,8 +24,8 @@ from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
 _CLUSTER: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
-#: Environment variable with the command that resumes training on Ray; the first learner
-#: prints this command.
+#: Environment variable that contains the command to resume training on Ray; the first
+#: learner prints this command.
 RESUME_COMMAND: Final = "PPO_TRAIN_AGAIN"
 _PLACEMENT_SECONDS, _STOP_SECONDS, _MAX_FAILURES = 60, 10, 3
 
@@ -89,7 +89,7 @@ def train_on_ray(given: GivenOptions) -> int:
 def _train_once(
     ray: Any, resources: list[dict[str, float]], words: list[str], resume: list[str]
 ) -> int:
-    """Start all learners, and return the exit code of the first learner.
+    """Start all learners, wait for the first learner, and return its exit code.
 
     Raises:
         LearnerLostError: The first learner failed, and a restart may help.
@@ -139,11 +139,15 @@ def _free_address() -> str:
 
 
 def _learn(words: list[str], extra: dict[str, str], cluster: str, folder: str) -> None:
-    """Run a learner on this node; raise `LearnerLostError` with its last output."""
+    """Run a learner on this node until it exits.
+
+    Raises:
+        LearnerLostError: The learner failed; the message contains its last output.
+    """
     env = os.environ | extra | {"RAY_ADDRESS": cluster}
     cwd = folder if os.path.isdir(folder) else None
     process = start_training(words, env=env, cwd=cwd, stdout=PIPE, stderr=STDOUT)
     output = process.communicate()[0].decode(errors="replace")
     if process.returncode not in (0, 3):
-        time.sleep(_STOP_SECONDS / 2)  # the first learner may report the same error
+        time.sleep(_STOP_SECONDS / 2)  # let the first learner report its error first
         raise LearnerLostError(f"exit code {process.returncode}: {last_line(output)}")

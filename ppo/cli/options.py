@@ -57,7 +57,8 @@ _BAD_INPUT = (
     *(AddressError, VideoError),
 )
 
-#: Names of timeouts in error messages of envserve; the settings of ppo add `_seconds`.
+#: Names of timeouts in error messages of envserve. The settings of ppo have the same
+#: names with the suffix `_seconds`.
 _SECONDS: Final = re.findall(
     r"(\w+_(?:after|timeout))_seconds", " ".join(Config.__dataclass_fields__)
 )
@@ -110,7 +111,10 @@ def setting_keys() -> list[str]:
 
 
 def run_folders() -> list[str]:
-    """Return run folders in the working directory and in runs/, for completion."""
+    """Return the run folders in the working directory and in runs/.
+
+    They are used for shell completion.
+    """
     return [
         str(path.parent)
         for folder in (".", "runs")
@@ -131,7 +135,7 @@ Run = Annotated[Path, Option("Run folder of `ppo train`.", values=run_folders)]
 
 
 class EnvOptions(NamedTuple):
-    """The options that select the envs of a command; an omitted option is None."""
+    """The values of --connect, --import and --trust; None or False if omitted."""
 
     connect: list[str] | None = None
     import_modules: list[str] | None = None
@@ -147,7 +151,10 @@ class EnvOptions(NamedTuple):
         return EnvSource(addresses=addresses, import_modules=modules)
 
     def with_moved_files(self, config: Config) -> Config:
-        """Replace each file in a config with the file of the same name in --import."""
+        """Return a config whose env file and imported files are taken from --import.
+
+        Each of these files is replaced with the file of the same name, if there is one.
+        """
         modules = self.applied_to(EnvSource()).import_modules
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
 
@@ -179,7 +186,7 @@ def sigterm_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
-    """Raise an interrupt again at the end of the block if code in it suppressed it.
+    """Raise interrupts again at the end of the block, in case its code suppressed them.
 
     Args:
         is_deferred: Whether to raise interrupts only at the end of the block.
@@ -206,7 +213,7 @@ def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_stderr() -> Iterator[None]:
-    """Buffer output on stderr, and write it only if the `with` block raises.
+    """Buffer output on stderr; write it only if the `with` block raises an exception.
 
     TensorFlow reports on stderr that it uses oneDNN and finds no GPU; its log levels
     do not suppress these messages.
@@ -216,7 +223,7 @@ def deferred_stderr() -> Iterator[None]:
         os.dup2(buffer.fileno(), 2)
         try:
             yield
-        except Exception:  # an interrupt discards the output
+        except Exception:  # after an interrupt, the output is discarded
             buffer.seek(0)
             os.write(before, buffer.read())
             raise
@@ -232,7 +239,7 @@ def start_tensorflow(
 
     Args:
         intra_op_threads: Threads per operation; 0 lets TensorFlow choose. Two threads
-            shorten an update of small networks by a third; rollouts do not use them.
+            shorten an update of small networks by a third, but not rollouts.
         inter_op_threads: Operations to run in parallel; 0 lets TensorFlow choose.
         config: Settings of the run. Without `jit_compile` (for image observations),
             oneDNN is enabled: it halves the time of convolutions, but slows down small
@@ -312,8 +319,8 @@ def check_trust(
     Code and servers that the user named in the command need no confirmation.
 
     Args:
-        name: Argument CONFIG; if it is a file and no run is used, the file is checked.
-        resume: Run folder to use.
+        name: Argument CONFIG. If it is a file, it is checked unless `resume` is given.
+        resume: Run folder to check.
         changes: Values of --set.
         options: Options that select the envs.
 

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from ppo.train import Progress
 
 _TRAINING = "training"
-_MIN_WIDTH, _MAX_WIDTH, _GAP = 8, 40, 2  # of bars and sparklines, in columns
-#: Training is shown as stalled after the time of three iterations plus these seconds.
+#: Widths of bars and sparklines, and of the gap between cells, in columns.
+_MIN_WIDTH, _MAX_WIDTH, _GAP = 8, 40, 2
+#: Training is shown as stalled if an iteration takes more than three times as long as
+#: the mean iteration, plus this number of seconds.
 _STALLED_SECONDS = 10.0
 _METRICS = ("value_loss", "policy_loss", "entropy")
 
@@ -77,7 +79,8 @@ class Screen:
         self._seconds_between_lines = seconds_between_lines
         self._phase, self._is_transient, self._began = "", True, 0.0
         self._progress: Progress | None = None
-        self._first = self._last = (0.0, 0)  # (time, env steps) of progress reports
+        # (time, env steps) of the first and the last progress report
+        self._first = self._last = (0.0, 0)
         self._num_reports = 0
         self._returns: list[float] = []
         self._spinner = Spinner("dots" if self._has_glyphs else "line", style="cyan")
@@ -87,7 +90,7 @@ class Screen:
             console=console,
             get_renderable=self._rows,
             transient=True,
-            redirect_stderr=sys.stderr.isatty(),  # otherwise, stderr is a log file
+            redirect_stderr=sys.stderr.isatty(),  # if it is a file, leave it as it is
         )
 
     def __enter__(self) -> Self:
@@ -172,7 +175,7 @@ class Screen:
         return ", ".join((*timing, *results, time_left))
 
     def _cells(self, progress: "Progress") -> tuple[list[str], list[str]]:
-        """Return a list of texts about time and steps, and one about results.
+        """Return a list of texts about time and steps, and a list about results.
 
         The most important texts come first. The first list begins with the time left
         and the number of env steps.

@@ -60,7 +60,8 @@ class Plan(NamedTuple):
     def decay_warning(self, steps: int) -> str:
         """Return a warning if decaying settings increase because the run is longer now.
 
-        Returns an empty string if none increases.
+        Return an empty string if no setting increases. `steps` is the number of env
+        steps so far.
         """
         config, earlier = self.config, self.earlier_config or self.config
         is_decaying = {
@@ -165,7 +166,7 @@ def plan_resumed_run(
 def save_env_source(plan: Plan, earlier: Config) -> None:
     """Save the env source of a resumed run, after the user has agreed to use its code.
 
-    The changed config is not saved until it has been checked against the checkpoint.
+    The changed config is saved later, after the checkpoint has been loaded with it.
     """
     run, source = plan.run_folder, plan.env_source
     was_trusted = is_trusted(earlier, run.env_source(), run.path)
@@ -185,10 +186,10 @@ def plan_new_run(
     *,
     film: bool = False,
 ) -> Plan:
-    """Plan a new run, create its folder, and append it to `runs`.
+    """Plan a new run, create its folder, and append the folder to `runs`.
 
-    Starts an env to read its spaces, and to check that it can be stepped and, for a
-    film, rendered. An env without a named config gets settings that suit its spaces.
+    Start an env to read its spaces, and to check that it can be stepped and, with
+    `film`, rendered. An env without a named config gets settings that suit its spaces.
     """
     if name is None:
         raise ConfigError(f"Expected {CONFIG_FORMS}.")
@@ -220,7 +221,8 @@ def plan_new_run(
             origin = "suited to its spaces"
             base = base.replace(**recommended_settings(*spaces))
             config = with_absolute_paths(apply_settings(base, changes))
-    with preserved_interrupts(is_deferred=True):  # `runs` must contain the new folder
+    # An interrupt must not leave a new folder that `runs` does not contain.
+    with preserved_interrupts(is_deferred=True):
         path = run_dir or create_folder(name)
         runs.append(RunFolder.create(path, config, source))
     return Plan(runs[-1], config, origin, source)

@@ -64,7 +64,7 @@ def train_seeds(
             f"std {scores.std(ddof=min(1, len(scores) - 1)):.1f}, 95 % interval "
             f"{low:.1f} to {high:.1f}, lowest {scores.min():.1f}"
         )
-        if len(scores) >= 4:  # with fewer scores, it equals the mean
+        if len(scores) >= 4:  # otherwise, the interquartile mean equals the mean
             low, high = bootstrap_interval(scores, statistic=interquartile_mean)
             screen.print(
                 f"Interquartile mean {interquartile_mean(scores):.1f}, 95 % interval "
@@ -98,7 +98,7 @@ def _train(
             while waiting and len(running) < at_once and not stop.has_fired():
                 seed = waiting.pop(0)
                 running[seed] = _start(runs[seed], workers)
-            for process in [*running.values()][:1]:  # empty after a signal
+            for process in [*running.values()][:1]:  # empty if a signal came first
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1.0)
             for seed in [seed for seed in running if running[seed].poll() is not None]:
@@ -165,5 +165,6 @@ def _mean_return(plan: Plan, run: RunFolder) -> float | None:
         return None
     is_finished = plan.config.total_steps == evaluation.get("total_steps")
     is_finished |= plan.config.is_finished_after(last)
-    is_finished &= actions == plan.config.evaluation_actions  # False after --sampled
+    # `ppo evaluate --sampled` may have replaced the result of the final evaluation.
+    is_finished &= actions == plan.config.evaluation_actions
     return mean if is_finished and steps == last else None

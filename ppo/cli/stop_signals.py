@@ -70,7 +70,8 @@ class StopSignals:
                 self._must_stop_now = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Python calls this once if two signals arrive during one TensorFlow call.
+        # If two signals arrive during one TensorFlow call, Python calls this handler
+        # only once.
         if self.received is not None or self._must_stop_now:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

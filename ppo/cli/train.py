@@ -184,7 +184,7 @@ def train(
                 save_env_source(plan, plan.earlier_config)
             if seeds is not None or _is_study(plan.run_folder.path):
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
-            plan.config.per_learner(len(addresses))  # raises if not divisible
+            plan.config.per_learner(len(addresses))  # raises if envs are not divisible
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
@@ -348,8 +348,8 @@ class Monitors(contextlib.ExitStack):
     """The optional monitors of a run: a web page and a Prometheus port.
 
     Attributes:
-        finish_page: Called after the run; waits until no browser shows the page, or
-            until Ctrl-C.
+        finish_page: Function to call after the run. It waits until no browser shows the
+            page, or until Ctrl-C.
     """
 
     def __init__(
@@ -398,7 +398,8 @@ class Monitors(contextlib.ExitStack):
             self._evaluated |= {k: v for k, v in new if k.startswith("evaluation_")}
             row = {**self._evaluated, **progress.metrics}
             self._metrics.update(progress.steps, row, self._env.stats())
-        self._screen.show(progress)  # last, so that the metrics are already up to date
+        # Update the screen last: when it shows an iteration, its metrics are available.
+        self._screen.show(progress)
 
 
 def _finish(screen: Screen, plan: Plan, is_filmed: bool) -> None:

@@ -25,10 +25,11 @@ CODE_SETTINGS = {
     "optimizer": ("adam", "adamw", "rmsprop", "sgd"),
     "learning_rate_schedule": ("constant", "linear", "kl_adaptive"),
 }
-"""Settings whose value is a built-in name or user code, with the built-in names."""
+"""Settings whose value is a built-in name or the name of user code, and the built-in
+names of each."""
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
-_MAX_DEPTH = 30  # messages to env servers allow 32 levels
+_MAX_DEPTH = 30  # of nested lists and dicts; messages to env servers allow 32 levels
 _Count = Annotated[int, Meta(ge=1, le=2**53)]
 _Steps = Annotated[int, Meta(ge=0, le=2**53)]
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -79,8 +80,8 @@ _Type = TypeVar("_Type", bound=type)
 def _accept_algorithm_settings(kind: _Type) -> _Type:
     """Let the constructor of `Config` accept algorithm-specific settings as arguments.
 
-    The constructor then also applies the algorithm's own defaults for settings that all
-    algorithms have.
+    The constructor then also applies the defaults of the algorithm for settings that
+    all algorithms have.
     """
     untyped: Any = kind
     create, known = untyped.__init__, untyped.__dataclass_fields__
@@ -97,7 +98,9 @@ def _accept_algorithm_settings(kind: _Type) -> _Type:
                 )
             values |= table
         specific = {key: values.pop(key) for key in [*values] if key not in known}
-        if ":" not in algorithm:  # a user's class checks its settings when it is loaded
+        if (
+            ":" not in algorithm
+        ):  # `Algorithm.check` checks the settings of a user's class
             _check_keys(specific, algorithm, known)
         settings = values.get("algorithm_settings", {})
         if specific and isinstance(settings, Mapping):
@@ -109,11 +112,20 @@ def _accept_algorithm_settings(kind: _Type) -> _Type:
 
 
 def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
-    """Return the settings in a table `[name]` of a config file."""
-    if not isinstance(table, Mapping) or (table and name != algorithm):
+    """Return the settings in a table `[name]` of a config file.
+
+    Raises:
+        ConfigError: The value is not a table, or the algorithm is not `name`.
+    """
+    if not isinstance(table, Mapping):
         raise ConfigError(
-            f"{name}: expected a table of settings for the algorithm {name}; got "
-            f"{table!r:.200} for the algorithm {algorithm}."
+            f"{name}: expected a table of settings of the algorithm {name}, got "
+            f"{table!r:.200}."
+        )
+    if table and name != algorithm:
+        raise ConfigError(
+            f"{name}: expected this table only with the algorithm {name}; the "
+            f"algorithm is {algorithm}. Remove the table, or change the algorithm."
         )
     return table
 
@@ -121,7 +133,10 @@ def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
 def _check_keys(
     values: Mapping[str, Any], algorithm: Any, known: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` unless all keys are settings of a built-in algorithm."""
+    """Raise `ConfigError` unless all keys are settings of the built-in `algorithm`.
+
+    `known` contains the fields of `Config`, which get a different error message.
+    """
     settings = {
         name: [field.name for field in dataclasses.fields(kind)]
         for name, kind in SETTINGS_TYPES.items()
@@ -482,7 +497,7 @@ class Config:
 
     num_servers: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Number of env servers to spread the environments over. Set it if more servers
-    will join later; 0 means the servers that have an address at the start."""
+    will join later; 0 means the number of servers that have an address at the start."""
 
     insecure: bool = False
     """Whether to connect to env servers without keys, that is, without encryption and
@@ -608,11 +623,11 @@ def _defaults_of(algorithm: str) -> dict[str, Any]:
 
 
 def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a copy of a value that has only JSON types: tuples become lists.
+    """Return a copy of a value that has only JSON types; tuples become lists.
 
     Args:
         value: The value.
-        where: Name of the value, for error messages.
+        where: Setting and keys that lead to the value, for error messages.
         depth: Number of lists and dicts that contain the value, at most `_MAX_DEPTH`.
 
     Raises:
@@ -641,7 +656,10 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield settings that conflict with other settings, and their expected values."""
+    """Yield settings with an unknown name, and settings that conflict with others.
+
+    Each item consists of the key of the setting and a description of valid values.
+    """
     for key, known in CODE_SETTINGS.items():
         name = getattr(config, key)
         if name not in known and not _FUNCTION.fullmatch(name):

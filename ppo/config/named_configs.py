@@ -1,7 +1,7 @@
 """Load configs by name, from files or for an env, and apply `--set KEY=VALUE`.
 
 A named config contains the settings of a task that differ from the defaults, which suit
-continuous control. Comments explain these settings. Similar tasks share settings.
+continuous control. Comments explain the differences. Similar tasks share settings.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ __all__ = ["CONFIGS"]
 #: Maximum size of a file with settings or results.
 _MAX_TABLE_BYTES = 1 << 24
 
-# With a lambda of 0.95, advantages are noisier, and the return of some seeds stays far
-# below that of the others. Gradient norms differ by a factor of 100 between a steady
-# gait and falls. The small maximum norm makes all gradient steps equally large; with a
-# larger maximum, no gradients are clipped.
+# With a GAE lambda of 0.95, advantages are noisier, and the return of some seeds stays
+# far below that of the others. Gradient norms differ by a factor of 100 between a
+# steady gait and falls. The small maximum norm makes all gradient steps equally large;
+# with a much larger maximum, no gradients are clipped.
 _MUJOCO: dict[str, Any] = {
     "gae_lambda": 0.9,
     "max_gradient_norm": 0.02,
@@ -87,8 +87,7 @@ _PIXELS: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Config] = {
-    # With two splits, a rollout takes two thirds of the time. HalfCheetah is an
-    # exception: its envs keep all cores busy, so two splits slow its rollouts down.
+    # With two splits, a rollout takes two thirds of the time.
     "cartpole": Config(env_name="CartPole-v1", total_steps=100_000, num_splits=2),
     # Every step has the same reward until the end, so the differences between actions
     # are small after reward scaling. Normalised advantages enlarge them.
@@ -100,8 +99,9 @@ CONFIGS: dict[str, Config] = {
         normalize_advantages=True,
     ),
     # Torques take effect within a second, so a low discount suffices, and makes values
-    # easier to learn. With 0.9, some seeds never swing up. Four envs with 256 steps
-    # each give twice as many updates, and rollouts that contain whole episodes.
+    # easier to learn. With a discount of 0.9, some seeds never swing up. Four envs with
+    # 256 steps each give twice as many iterations as the defaults, and rollouts that
+    # contain whole episodes.
     "pendulum": Config(
         env_name="Pendulum-v1",
         total_steps=300_000,
@@ -113,8 +113,8 @@ CONFIGS: dict[str, Config] = {
     "inverted_pendulum": _variant(_MUJOCO, "InvertedPendulum-v5", total_steps=300_000),
     # Once the pole is balanced, only rare falls are informative. With minibatches of
     # 64, most gradients are noise, so the policy drifts until the pole falls again.
-    # Most falls happen at the start of an episode. With the time limit, ten times as
-    # many episodes start.
+    # Most falls happen at the start of an episode. With the lower time limit, ten times
+    # as many episodes start.
     "double_pendulum": _variant(
         _MUJOCO,
         "InvertedDoublePendulum-v5",
@@ -139,7 +139,8 @@ CONFIGS: dict[str, Config] = {
         learning_rate=6e-4,
     ),
     "hopper": _variant(_MUJOCO, "Hopper-v5"),
-    # Episodes end only at the time limit, so more envs mean more diverse rollouts.
+    # Episodes end only at the time limit, so more envs mean more diverse rollouts. The
+    # envs keep all cores busy, so two splits would slow the rollouts down.
     "cheetah": _variant(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
     # The walker learns from falls, which cause large gradients. With the maximum
     # gradient norm of the other MuJoCo tasks, the return was 2,560 instead of 4,063
@@ -163,14 +164,14 @@ CONFIGS: dict[str, Config] = {
     "lunar_lander": _variant(
         _BOX2D, "LunarLander-v3", entropy_coefficient=0.01, learning_rate=1e-3
     ),
-    # With the entropy bonus and a quarter of the envs, some seeds hover and land late
-    # (return 267 instead of 278, means of five seeds).
+    # With the entropy bonus and the 16 envs of lunar_lander, some seeds hover and land
+    # late (return 267 instead of 278, means of five seeds).
     "lunar_lander_continuous": _variant(
         _BOX2D, "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
     ),
-    # Every step forward is rewarded. With an entropy bonus, the noise grows to five
-    # times the action range. With iterations of 2,048 steps, the return decreases again
-    # late in training.
+    # Every step forward is rewarded. With an entropy bonus, the action noise grows to
+    # five times the action range. With iterations of 2,048 instead of 8,192 steps, the
+    # return decreases again late in training.
     "bipedal_walker": _variant(
         _BOX2D,
         "BipedalWalker-v3",
@@ -233,8 +234,8 @@ the highest mean of a seed; see "Scores" in the docs."""
 def expected_result(config: Config) -> tuple[str, str]:
     """Return the expected return of a config, and its training time on one core.
 
-    The return is followed by its range over seeds. Both texts are empty unless the
-    config was measured; its seed does not matter.
+    The return is followed by its range over seeds. Both texts are empty if the config
+    has not been measured. The seed of the config is ignored.
     """
     for name, (returns, seconds) in EXPECTED_RESULTS.items():
         if config.replace(seed=CONFIGS[name].seed) == CONFIGS[name]:
@@ -284,11 +285,12 @@ def recommended_settings(observation_space: Any, action_space: Any) -> dict[str,
     """Return settings for an env without a named config, by name.
 
     Envs with images get the Atari settings, without the entropy bonus if actions are
-    continuous. If the observations also contain other parts than images, the networks
+    continuous. If the observations also contain parts that are not images, the networks
     get hidden layers: otherwise, policy and value would be linear in these parts.
 
     Envs without images get normalised advantages and an entropy bonus if actions are
-    discrete, and lambda 0.9, like most MuJoCo tasks, if actions are continuous.
+    discrete. If actions are continuous, they get a GAE lambda of 0.9, like most MuJoCo
+    tasks.
     """
     is_continuous = action_space.dtype is not None and action_space.dtype.kind == "f"
     are_images = list(_are_images(observation_space, excluded="action_mask"))
@@ -440,7 +442,7 @@ def _run_config(path: Path) -> Config:
 
 
 def _parse_value(text: str, kind: type[Any] | None) -> Any:
-    """Parse the text of a setting; return invalid text, or its invalid parts, unparsed.
+    """Parse the text of a setting; return invalid text, or invalid list items, as str.
 
     `Config` then rejects the value with an error that names the expected type.
 

@@ -41,7 +41,7 @@ class SACSettings:
     """Initial weight of the entropy in the objective."""
 
 
-#: Defaults of SAC for settings that all algorithms have.
+#: Defaults of SAC for settings that all algorithms have, where they differ from PPO's.
 SAC_DEFAULTS: dict[str, Any] = {
     # Iterations are short, because a gradient step follows each env step.
     "horizon": 4,

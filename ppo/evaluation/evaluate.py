@@ -1,4 +1,4 @@
-"""Evaluate a policy on exactly N complete episodes.
+"""Evaluate a policy on exactly N episodes.
 
 The policy takes its most likely actions, or samples its actions as in training. Every
 env plays a fixed number of episodes, because the first N episodes that end are shorter
@@ -31,8 +31,10 @@ from ppo.run_folder.metrics_file import read_metrics
 from ppo.simulate import Simulation
 
 _LOGGER = logging.getLogger("envserve")
-_HORIZON = 100
-_MAX_IDLE_STEPS = 100_000  # batch steps; reached only if envs are unavailable
+_HORIZON = 100  # batch steps between two checks of `time_limit`
+#: Maximum number of batch steps without a complete episode, in addition to the time
+#: limit; reached only if envs are unavailable.
+_MAX_IDLE_STEPS = 100_000
 _MAX_LOST_IN_A_ROW = 20
 TIME_LIMIT_REMEDY = (
     "train with a time limit, for example --set "
@@ -151,11 +153,11 @@ class PeriodicEvaluator:
     ) -> None:
         self._agent, self._config = agent, config
         self._episodes = config.curve_episodes
-        # Use the fewest envs that play all episodes in the same number of rounds.
+        # Use the fewest envs that play all episodes in as few rounds as `num_envs`.
         rounds = math.ceil(self._episodes / config.num_envs)
         self._num_envs = math.ceil(self._episodes / rounds)
         # The final evaluation uses another seed: the best checkpoint is selected by its
-        # return on these episodes, so this return is a biased score.
+        # return on the episodes of this seed, so this return is a biased score.
         self._seed = derived_seed(config.seed, 0, 3)
         self._make_env = make_env
         self._on_step = on_step
@@ -294,7 +296,7 @@ def _simulation(
         log_prob=agent.log_prob,
         # Without noise, a sample is the mode.
         noise=agent.actions.noise if actions == "sample" else zeros,
-        state_sizes=agent.state_sizes[:1],  # acting needs no value function
+        state_sizes=agent.state_sizes[:1],  # of the policy only
     )
 
 

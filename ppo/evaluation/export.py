@@ -42,7 +42,7 @@ def export_run(
         OutputError: The folder is not empty, or cannot be written.
     """
     _check_unused(folder)
-    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # fail before an env starts
+    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # raise an error early
     with make_env(num_envs=1, seed=config.seed) as env:
         agent = make_agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)

@@ -17,7 +17,7 @@ from ppo.errors import BadInputError, OutputError, suggestion
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
-_MAX_KEYS = 3
+_MAX_KEYS = 3  # settings in the label of a curve
 
 
 class Curve(NamedTuple):
@@ -123,7 +123,8 @@ def _labels(groups: Sequence[_Group]) -> list[str]:
 def _names(groups: Sequence[Sequence[Path]]) -> list[str]:
     """Return the name of each group's folder, with parents if names are not unique.
 
-    The folder of a group is its first run's folder or, for a study, the study's.
+    The folder of a group is the folder of its first run or, if its runs are the seeds
+    of a study, the folder of the study.
     """
     folders = [paths[0].resolve() for paths in groups]
     for number, paths in enumerate(groups):

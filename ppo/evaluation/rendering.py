@@ -1,4 +1,4 @@
-"""Create envs that render, and return their frames, without TensorFlow.
+"""Create envs that render, and return their frames. TensorFlow is not imported.
 
 If the env does not render, or a rendering library is missing on its host, the error
 explains what to install or change.
@@ -25,6 +25,8 @@ _DEFAULT_FRAMES_PER_SECOND = 30.0
 _PYGAME_MODULES = tuple(
     f"gymnasium.envs.{name}" for name in ("box2d", "classic_control", "toy_text")
 )
+#: Patterns in the traceback of a failed rendering, with remedies; the first match
+#: applies.
 _REMEDIES = (
     ("pygame", f"{install_command('video')} where the envs run"),
     (

@@ -72,7 +72,7 @@ def visualize_run(
         EnvDataError: An episode does not end.
         EnvsLostError: Too many episodes were lost in a row.
     """
-    find_ffmpeg()  # fail before an env starts
+    find_ffmpeg()  # raise an error before an env starts
     checkpoint.checkpoint_at(run_folder.checkpoints, which)
     seed = evaluation_seed(config.seed) if seed is None else seed
     played: dict[Path, Episode] = {}

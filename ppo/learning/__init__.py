@@ -1,5 +1,5 @@
-"""Losses, advantages and minibatches, which algorithms share.
+"""Losses, advantages and minibatches, for use by algorithms.
 
-`returns` computes advantages and value targets, `losses` has losses and means over
+`returns` computes advantages and value targets, `losses` computes losses and means over
 valid rows, and `samples` arranges a rollout as minibatches.
 """

@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 _DUAL_CLIP = 3.0
+#: A function of values and weights, such as `masked_mean`, or a mean over all learners.
 _Mean = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
@@ -32,7 +33,7 @@ def masked_mean(values: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
 def normalized_advantages(
     advantage: tf.Tensor, weight: tf.Tensor, mean: _Mean = masked_mean
 ) -> tf.Tensor:
-    """Shift and scale advantages to mean 0 and standard deviation 1."""
+    """Return advantages shifted and scaled to mean 0 and standard deviation 1."""
     centred = advantage - mean(advantage, weight)
     variance = mean(tf.square(centred), weight)
     return centred / (tf.sqrt(variance) + 1e-8)
@@ -90,7 +91,7 @@ def value_loss(
     old_value: tf.Tensor | None = None,
     clip_range: float | None = None,
 ) -> tf.Tensor:
-    """Return half the mean squared error.
+    """Return half the mean squared error of values.
 
     With `clip_range`, the error of a row is the larger of two: the error of `value`,
     and the error of `value` clipped to within `clip_range` of `old_value`. A larger
@@ -104,7 +105,10 @@ def value_loss(
 
 
 def approximate_kl(log_ratio: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Estimate KL(old || new) in nats as `(r - 1) - log r` (Schulman 2020, k3)."""
+    """Estimate KL(old || new) in nats as the mean of `(ratio - 1) - log_ratio`.
+
+    This is the estimator k3 of Schulman 2020.
+    """
     return masked_mean(tf.exp(log_ratio) - 1.0 - log_ratio, weight)
 
 

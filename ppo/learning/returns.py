@@ -1,18 +1,22 @@
 """Advantages and value targets over whole rollouts `[T, B]`.
 
-The sum over time stops in three cases. A `terminated` step does not bootstrap. A
-`truncated` step bootstraps from the value of its final observation. A row that is not
-`valid` has advantage and target 0, and later advantages do not propagate through it.
+An advantage is a sum over the step itself and later steps. The sum ends at three kinds
+of steps:
+
+* A `terminated` step does not bootstrap.
+* A `truncated` step bootstraps from the value of its final observation.
+* A step that is not `valid` has advantage and target 0. The step before it bootstraps
+  from the value of its observation.
 """
 
 import tensorflow as tf
 
 
 def next_values(value: tf.Tensor, final_value: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
-    """Return the value of the observation that each step produced.
+    """Return the value `[T, B]` of the observation that each step returned.
 
-    Envs are reset within the step that ends an episode. After such a step, the next row
-    belongs to a new episode, so the value of the final observation is used instead.
+    The step that ends an episode also resets the env, so the next row belongs to a new
+    episode. The value of the final observation is used instead.
 
     Args:
         value: float32 `[T + 1, B]`, values of the observations before each step and
@@ -34,14 +38,14 @@ def advantages_and_targets(
     discount: float,
     gae_lambda: float,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return generalised advantage estimates (Schulman et al. 2016, equation 16).
+    """Return generalised advantage estimates, and value targets.
 
-    With `delta_t = r_t + discount * V(next_t) * (1 - terminated_t) - V(o_t)`,
+    The estimates are those of Schulman et al. 2016, equation 16. With
+    `delta_t = r_t + discount * V(next_t) * (1 - terminated_t) - V(o_t)`,
 
         A_t = delta_t + discount * lambda * (1 - done_t) * A_{t+1},
 
-    and `A_t = 0` where row t is not valid. The row before an invalid row bootstraps
-    from the value of the invalid row's observation, and the sum ends there.
+    and `A_t = 0` if step t is not valid.
 
     Args:
         reward: float32 `[T, B]`.
@@ -51,11 +55,11 @@ def advantages_and_targets(
         truncated: bool `[T, B]`.
         valid: bool `[T, B]`.
         discount: Gamma, in [0, 1].
-        gae_lambda: lambda, in [0, 1].
+        gae_lambda: Lambda, in [0, 1].
 
     Returns:
-        Advantages and value targets (advantage + value), float32 `[T, B]`, zero
-        where a row is not valid.
+        Advantages and value targets (advantage + value), float32 `[T, B]`; both are 0
+        for steps that are not valid.
     """
     zero = tf.zeros_like(reward)
     bootstrap = tf.where(terminated, zero, next_value)

@@ -3,7 +3,8 @@
 A sequence contains consecutive steps of one env. The recurrent states at its start are
 stored in the rollout; the later states are computed with the current parameters.
 
-Rows `[T, B]` are reordered to `[S * L]`: sequence k * B + b contains steps k * L to
+Rows `[T, B]` are reordered to `[S * L]`, where L is the length of a sequence. An env
+has K = T / L sequences, so S = K * B. Sequence k * B + b contains steps k * L to
 (k + 1) * L - 1 of env b.
 """
 
@@ -31,7 +32,7 @@ class StepSampler:
         self.num_samples = config.steps_per_iteration
 
     def reorder(self, rows: tf.Tensor) -> tf.Tensor:
-        """Reorder rows of a rollout, `[T * B, ...]`, as samples."""
+        """Return rows of a rollout, `[T * B, ...]`, in the order of the samples."""
         return rows
 
     def uses_observation(self, rollout: Rollout) -> tf.Tensor:
@@ -46,14 +47,16 @@ class StepSampler:
         """Shuffle the samples and split them into minibatches.
 
         Args:
-            samples: Leaves `[T * B, ...]`, or `[S, ...]` with one row per sequence.
+            samples: Nest of tensors `[T * B, ...]`, or `[S, ...]` with one row per
+                sequence.
             count: Number of minibatches; must divide S.
             seed: int32 pair.
 
         Returns:
-            Leaves `[count, T * B / count, ...]` or `[count, S / count, ...]`.
+            Nest of tensors `[count, T * B / count, ...]` or `[count, S / count, ...]`.
         """
-        # Sort random numbers, because XLA cannot compile `stateless_shuffle`.
+        # Shuffle by sorting random numbers, because XLA cannot compile
+        # `stateless_shuffle`.
         order = tf.argsort(tf.random.stateless_uniform([self.num_samples], seed))
 
         def split(rows: tf.Tensor) -> tf.Tensor:
@@ -77,10 +80,10 @@ class StepSampler:
     def values(
         self, rollout: Rollout, features: Any, final_features: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Compute the values of all observations of a rollout.
+        """Return the values of all observations of a rollout.
 
         Args:
-            rollout: Provides recurrent states and episode ends.
+            rollout: Rollout, of which only recurrent states and episode ends are used.
             features: Preprocessed observations, rows `[(T + 1) * B, ...]`.
             final_features: Preprocessed final observations, rows `[T * B, ...]`.
 
@@ -107,7 +110,7 @@ class SequenceSampler(StepSampler):
         self.num_samples //= self.length
 
     def reorder(self, rows: tf.Tensor) -> tf.Tensor:
-        """Reorder rows of a rollout, `[T * B, ...]`, as samples."""
+        """Return rows of a rollout, `[T * B, ...]`, in the order of the samples."""
         inner = list(rows.shape[1:])
         shape = [-1, self.length, self._num_envs, *inner]
         rows = tf.reshape(rows, shape)  # [T * B, ...] -> [K, L, B, ...]
@@ -161,10 +164,10 @@ class SequenceSampler(StepSampler):
     def values(
         self, rollout: Rollout, features: Any, final_features: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Compute the values of all observations of a rollout.
+        """Return the values of all observations of a rollout.
 
         A final observation belongs to the episode that it ends. Its value is therefore
-        computed from the state after the preceding step, before the state is reset.
+        computed from the recurrent state before the reset for the next episode.
         """
         agent, core = self._agent, self._agent.cores[1]
         num_rows = self.num_samples * self.length
@@ -184,7 +187,7 @@ class SequenceSampler(StepSampler):
     def _unroll(
         self, index: int, embedding: tf.Tensor, samples: dict[str, Any]
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Unroll a recurrent network over M sequences.
+        """Unroll the recurrent network `index` (0: policy, 1: value) over M sequences.
 
         Returns:
             Outputs `[L, M, units]`, and final states `[M, units]`.

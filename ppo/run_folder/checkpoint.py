@@ -76,7 +76,7 @@ def save(
     """
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
-    for leftover in folder.glob("*.partial"):  # from a run that was killed
+    for leftover in folder.glob("*.partial"):  # a run that was killed left them
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     state.write(str(partial / "state"))
@@ -120,7 +120,7 @@ def variables(state: tf.train.Checkpoint) -> list[tf.Variable]:
 
 
 def load_agent(folder: Path, agent: Agent, which: CheckpointId = None) -> Counters:
-    """Load only the agent from a checkpoint, which is sufficient for acting.
+    """Load the agent from a checkpoint, without the other objects of the run.
 
     Raises:
         CheckpointError: The checkpoint does not exist, or does not match the networks.
@@ -218,7 +218,7 @@ def _load_state(
     path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool
 ) -> None:
     try:
-        for file in path.glob("state.*"):  # TensorFlow would wait for a pipe
+        for file in path.glob("state.*"):  # a FIFO would block TensorFlow
             open_regular(file).close()
         status = checkpoint.read(str(path / "state"))
         status.assert_existing_objects_matched()
@@ -241,7 +241,7 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that it never looks complete."""
+    """Remove a checkpoint; rename it first, so that its remains never look complete."""
     renamed = path.with_name(f"{path.name}.old.partial")
     path.rename(renamed)
     shutil.rmtree(renamed)

@@ -48,6 +48,7 @@ __all__ = ["RunFolder"]
 
 _LOGGER = logging.getLogger("envserve")
 _SETTINGS = ("config.json", "envs.json")
+#: Files that exist before the first iteration.
 _FIRST_FILES = ("lock", *_SETTINGS, *(f"{name}.partial" for name in _SETTINGS))
 
 
@@ -77,8 +78,8 @@ class RunFolder:
     ) -> "RunFolder":
         """Create a run folder, and save the config and the env source in it.
 
-        A folder that contains only these files is treated as empty, because its run
-        never started.
+        A folder that contains only files from before the first iteration is treated as
+        empty, because its run never started.
 
         Raises:
             RunFolderError: The folder is not empty, or cannot be written.
@@ -154,8 +155,8 @@ class RunFolder:
     def remove_if_unused(self) -> bool:
         """Remove the folder if it has no results; return whether it no longer exists.
 
-        Metrics and checkpoints count as results. Files that do not come from a run are
-        not removed either.
+        Metrics and checkpoints count as results. The folder is also kept if it contains
+        files that do not come from a run.
         """
         if not self.path.is_dir():
             return True
@@ -245,7 +246,7 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            tf = sys.modules.get("tensorflow")  # None: the error is not TensorFlow's
+            tf = sys.modules.get("tensorflow")  # None if it is not imported
             if isinstance(error, OSError):
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 reason = _reason(error)
@@ -271,9 +272,10 @@ def _reason(error: OSError) -> str:
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file to write to it, but not a link, nor a pipe that no process reads.
+    """Open a file for writing, but refuse symbolic links and FIFOs without a reader.
 
-    Another user may have created the link or pipe.
+    Another user may have created the link or FIFO. The arguments and the result are
+    those of the `opener` of `open`.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 

@@ -1,8 +1,8 @@
 """Write the metrics of a run: one JSON object per line, and TensorBoard events.
 
-A report aggregates all iterations since the previous report. Counts and durations are
-summed. Settings and running statistics are taken from the last iteration. For
-divergences, the maximum is reported, and for other metrics the mean over iterations.
+A row aggregates all iterations since the previous row. Counts and durations are summed.
+Settings and running statistics are taken from the last iteration. For divergences, the
+row contains the maximum, and for other metrics the mean over iterations.
 """
 
 import dataclasses
@@ -137,7 +137,10 @@ def _truncate_events(folder: Path, step: int) -> None:
 
 
 def is_due(every: int, before: int, after: int) -> bool:
-    """Return whether (before, after] has a multiple of `every`; False if it is 0."""
+    """Return whether (before, after] contains a multiple of `every`.
+
+    If `every` is 0, return False.
+    """
     return every > 0 and before // every < after // every
 
 

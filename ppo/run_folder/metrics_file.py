@@ -1,7 +1,8 @@
 """Read and truncate a run's `metrics.jsonl`.
 
-The file of a killed run may end with an incomplete line, which is ignored, or with rows
-of iterations after the newest checkpoint. A resumed run first removes both.
+The file of a run that was killed may end with an incomplete line, which is ignored, or
+with rows of iterations after the newest checkpoint. When the run is resumed, such lines
+and rows are removed first.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 from envserve.regular_file import open_regular
 from ppo.errors import RunFolderError
 
-#: Maximum size of the file; millions of rows are smaller.
+#: Maximum size of the file, which is enough for millions of rows.
 _MAX_BYTES = 1 << 30
 
 

@@ -71,7 +71,7 @@ def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]
 def describe_code(
     config: Config, source: EnvSource = LOCAL, typed: Collection[str] = ()
 ) -> str:
-    """Describe the code and servers of a run in one line; "" if it names none.
+    """Return one line that lists the code and servers of a run; empty if none.
 
     Args:
         config: The config of the run.
@@ -139,9 +139,11 @@ def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path
 
 
 def _resolve(name: str, folder: Path | None) -> str:
-    """Return a code name with the path of its file: absolute, or `./...` in the run.
+    """Return the name of code with the path of its file.
 
-    Names of modules that are not in the working directory are returned unchanged.
+    The path is relative, `./...`, if the file is in the run folder, and otherwise
+    absolute. Names of modules that are not in the working directory are returned
+    unchanged.
     """
     # The file of an env ends at the first colon, the file of a function at the last.
     ends = name.partition(":")[0], name.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""Select the policy loss: the built-in one, or a function that the config names.
+"""Load the policy loss: the built-in one, or a function that the config names.
 
 A user's loss is traced and compiled as part of the update.
 """
@@ -21,9 +21,9 @@ def load_policy_loss(
 ) -> Callable[..., tf.Tensor]:
     """Return the policy loss that the config names.
 
-    With `is_tested`, a user's loss is first called on a small example in which all
-    ratios are 1, unless it uses observations or the model. The action space is not
-    known yet, so it suffices that the loss accepts categorical or Gaussian actions.
+    With `is_tested`, a user's loss is first called on a small batch in which all ratios
+    are 1, unless the loss uses observations or the model. The action space is not known
+    yet, so it suffices that the loss accepts either categorical or Gaussian actions.
 
     Raises:
         ConfigError: The function does not exist, expects arguments that are not
@@ -70,7 +70,10 @@ def load_policy_loss(
 def _loss_and_norm(
     policy_loss: Any, distribution: Any, parameters: Any, action: tf.Tensor
 ) -> Any:
-    """Return the loss and its gradient norm where the old and new policy are equal."""
+    """Return the loss of a small batch, and the norm of its gradient.
+
+    The old and the new policy are equal, so all ratios are 1.
+    """
     number = tf.constant([1.0, -0.5, 0.0])
     with tf.GradientTape() as tape:
         tape.watch(parameters)

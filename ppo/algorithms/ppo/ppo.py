@@ -20,7 +20,8 @@ class PPO(Algorithm):
 
     Attributes:
         updater: Trains the agent on the rollout of an iteration.
-        return_scale: Scales rewards by the standard deviation of the return.
+        return_scale: Computes the factor that scales rewards: the inverse of the
+            running standard deviation of the return.
     """
 
     supports_several_learners = True

@@ -16,7 +16,7 @@ from ppo.user_code import load_user_code, user_code_errors
 
 
 class Coefficients(NamedTuple):
-    """Coefficients of one iteration: Python floats, or float32 scalars in a graph."""
+    """Coefficients of an iteration: Python floats, or float32 scalars in a graph."""
 
     learning_rate: Any
     clip_range: Any
@@ -32,15 +32,16 @@ class AdaptiveCoefficient:
         initial: Initial value; clipped to the bounds.
         low_kl: KL divergence, in nats, below which the coefficient is divided by
             `factor`.
-        high_kl: KL divergence above which it is multiplied by `factor`.
+        high_kl: KL divergence, in nats, above which the coefficient is multiplied by
+            `factor`.
         factor: Above 1 if a larger coefficient slows policy changes (a penalty), below
             1 if it accelerates them (a learning rate).
         bounds: Minimum and maximum. The minimum must be positive, because
             multiplication cannot leave 0.
-        idle_kl: KL divergence below which the coefficient does not change.
+        idle_kl: KL divergence, in nats, below which the coefficient does not change.
 
     Attributes:
-        variable: float64 variable with the value, to be stored in checkpoints.
+        variable: float64 variable that holds the coefficient; checkpoints store it.
     """
 
     initial: float
@@ -61,7 +62,7 @@ class AdaptiveCoefficient:
         return float(self.variable)
 
     def update(self, kl: float) -> None:
-        """Adapt to the mean KL divergence of an iteration, in nats."""
+        """Adapt the coefficient to the mean KL divergence of an iteration, in nats."""
         if kl > self.high_kl:
             self.variable.assign(self._clip(self.value * self.factor))
         elif self.idle_kl <= kl < self.low_kl:
@@ -87,9 +88,9 @@ class Schedules:
         self._function = None
         if ":" in name:
             self._function = load_user_code("learning_rate_schedule", name)
-            self._custom_factor(0.0)  # raises errors before training starts
-        # This is the rule of batch-ppo. The penalty can return from its minimum to 1
-        # within 18 iterations.
+            self._custom_factor(0.0)  # raise errors before training starts
+        # The rule is that of batch-ppo. With these bounds, the penalty can return from
+        # its minimum to 1 within 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(
             initial=config.initial_kl_penalty,
             low_kl=0.7 * config.kl_target,
@@ -97,10 +98,10 @@ class Schedules:
             factor=1.5,
             bounds=(1e-3, 1e6),
         )
-        # This is the rule of rl_games with two changes: the rate does not change if the
-        # policy hardly changed, and it never exceeds its initial value. Once a task is
-        # solved, the KL divergence is small, and increasing the rate would destroy the
-        # policy.
+        # The rule is that of rl_games, with two changes: the rate does not change if
+        # the policy hardly changed, and the rate never exceeds its initial value. Once
+        # a task is solved, the KL divergence is small, and increasing the rate would
+        # destroy the policy.
         self._kl_learning_rate = AdaptiveCoefficient(
             initial=config.learning_rate,
             low_kl=0.5 * config.kl_target,
@@ -148,7 +149,7 @@ class Schedules:
         return factor
 
     def update(self, kl: float) -> None:
-        """Adapt the active coefficients to the mean KL of an iteration, in nats."""
+        """Adapt the coefficients in use to the mean KL of an iteration, in nats."""
         if self._config.penalizes_kl:
             self._kl_penalty.update(kl)
         if self._config.learning_rate_schedule == "kl_adaptive":

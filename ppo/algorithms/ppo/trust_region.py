@@ -1,9 +1,9 @@
 """Keep the updated policy close to the policy that collected the rollout.
 
-Ratio clipping alone is not enough: once most ratios are outside the clip range, nothing
-pulls them back. Therefore the update measures the KL divergence after every epoch and
-rolls back an epoch that moved the policy too far. Gradients are clipped per network, so
-that a single large gradient does not cause a large step after many small ones.
+Ratio clipping alone is not enough: the gradient of a clipped ratio is 0, so nothing
+moves the ratio back. Therefore the update measures the KL divergence after every epoch
+and rolls back an epoch that moved the policy too far. Gradients are clipped per
+network, so that a large gradient after many small ones does not cause a large step.
 """
 
 from collections.abc import Sequence
@@ -36,16 +36,16 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         optimizer = function(config)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"expected a keras Optimizer, got {optimizer!r}")
-        optimizer.learning_rate = config.learning_rate  # raises if it is a schedule
+        optimizer.learning_rate = config.learning_rate  # raises if a schedule is set
     return optimizer
 
 
 class EpochRollback:
     """Restores variables to their values before an epoch.
 
-    Adam's first moments are restored as well, because they would continue in the wrong
-    direction. Its second moments are kept, because they make the next steps smaller.
-    The momentum of other optimizers is restored too, if they have one.
+    Adam's first moments are restored as well, because they would move the variables in
+    the wrong direction again. Adam's second moments are kept, because they make the
+    next steps smaller. If another optimizer has momentum, it is restored as well.
 
     Args:
         variables: Variables to restore.
@@ -62,11 +62,11 @@ class EpochRollback:
         self._variables = [variable.value for variable in (*variables, *momentums)]
 
     def save(self) -> list[tf.Tensor]:
-        """Return the current values, for `restore`."""
+        """Return the current values of the variables, to pass to `restore` later."""
         return [variable.read_value() for variable in self._variables]
 
     def restore(self, saved: Sequence[tf.Tensor], condition: tf.Tensor) -> None:
-        """Restore all values if `condition`, a bool scalar, is true."""
+        """Restore values from `save` if `condition`, a bool scalar, is true."""
         for variable, before in zip(self._variables, saved, strict=True):
             variable.assign(tf.where(condition, before, variable))
 
@@ -78,7 +78,7 @@ def clip_by_network(
 
     Args:
         gradients: Gradients of all variables.
-        networks: Indices of the gradients of each network.
+        networks: For each network, the indices of its gradients in `gradients`.
         max_norm: Maximum global norm of the gradients of one network.
 
     Returns:

@@ -35,8 +35,9 @@ METRICS = (
     "gradient_norm",
 )
 """Minibatch diagnostics, averaged over the valid rows of the last epoch. After a
-rollback, `value_loss` and `gradient_norm` are those of the last epoch, and the others
-are those of the last epoch that was not rolled back."""
+rollback, `value_loss` and `gradient_norm` are those of the last epoch. The others are
+those of the last epoch that was not rolled back (of the first epoch if there is none).
+"""
 
 _POLICY_METRICS = tuple(name not in {"value_loss", "gradient_norm"} for name in METRICS)
 
@@ -77,7 +78,7 @@ class Updater:
         # Otherwise, the value function continues to learn.
         self._has_separate_value = len(policy) < len(self._variables)
         is_policy = [any(v is other for other in policy) for v in self._variables]
-        self._networks = [  # indices of the policy's variables, and of the others
+        self._networks = [  # indices of the policy's variables, and of all others
             [index for index, flag in enumerate(is_policy) if flag is wanted]
             for wanted in (True, False)
             if wanted in is_policy
@@ -140,18 +141,21 @@ class Updater:
         metrics["learning_rate"] = coefficients.learning_rate
         if config.penalizes_kl:
             metrics["kl_penalty"] = coefficients.kl_penalty
-        # If the first epoch was rolled back, the KL is 0, but the schedules must react
-        # to a policy that moved too far.
+        # If the first epoch was rolled back, the policy is unchanged, so the KL is 0.
+        # The schedules must nevertheless react as if it had moved too far.
         has_moved = metrics["epochs_run"] > 0
         self._schedules.update(metrics["kl"] if has_moved else math.inf)
         return metrics
 
     def _jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a part of the update that needs no communication between learners.
+        """Return a part of the update; with several learners, compile it with XLA.
 
-        XLA cannot compile all-reduce operations on CPUs. With a single learner, the
-        whole update is compiled instead. AutoGraph takes seconds, so it converts these
-        parts only for a user's model, which may branch on tensors.
+        The part must not communicate between learners, because XLA cannot compile
+        all-reduce operations on CPUs. With a single learner, the whole update is
+        compiled instead.
+
+        AutoGraph takes seconds, so it converts the part only for a user's model, which
+        may branch on tensors.
         """
         converts = self._agent.custom_model is not None
         if self._learners.num == 1:
@@ -173,7 +177,7 @@ class Updater:
         samples, inputs, advantages, (value, deviation) = self._jit(self._prepare)(
             rollout, reward_scale
         )
-        first_metrics = {  # before the first gradient step
+        first_metrics = {  # of the networks before the first gradient step
             "ratio_deviation": self._learners.max(deviation),
             "explained_variance": losses.explained_variance(
                 value, advantages["target"], samples["weight"], self._mean
@@ -210,9 +214,9 @@ class Updater:
         """Prepare the rollout for learning.
 
         Returns:
-            The samples; the arguments of `_advantages` after `rollout`; the advantages
-            and targets; and a pair of the values of the samples and the
-            `ratio_deviation`.
+            A tuple of the samples, the arguments of `_advantages` after `rollout`, the
+            advantages and targets, and a pair: the value of each sample, and the
+            metric `ratio_deviation`.
         """
         features, final_features = [
             self._agent.preprocess(tf.nest.map_structure(_flat, observation))
@@ -254,7 +258,7 @@ class Updater:
         """Take one gradient step per minibatch.
 
         Returns:
-            The means of `METRICS` over the valid rows, in that order.
+            The means over the valid rows, in the order of `METRICS`.
         """
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size
@@ -294,10 +298,11 @@ class Updater:
     def _gradients(
         self, minibatch: dict[str, Any], coefficients: Coefficients
     ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """Return the gradients, and all `METRICS` except for `gradient_norm`."""
+        """Return the gradients, and all `METRICS` by name except `gradient_norm`."""
         config = self._config
         clip_range = coefficients.clip_range
-        # If the coefficient is the constant 0, XLA omits the entropy gradient.
+        # Use a Python number if the coefficient is constant: if it is 0, XLA omits the
+        # entropy gradient.
         entropy_coefficient = (
             coefficients.entropy
             if config.decay_entropy_coefficient
@@ -322,7 +327,8 @@ class Updater:
             if config.penalizes_kl:
                 kl = losses.masked_mean(old.kl(distribution), weight)
                 if "kl" in minibatch:
-                    # Use the mean over all learners, but the gradient of this learner.
+                    # The penalty depends on the mean KL over all learners, but its
+                    # gradient is that of this learner.
                     kl += tf.stop_gradient(minibatch["kl"] - kl)
                 policy_loss += losses.kl_penalty_loss(
                     kl,
@@ -353,7 +359,10 @@ class Updater:
         }
 
     def _samples(self, rollout: Rollout, features: Any) -> dict[str, Any]:
-        """Collect the inputs that all epochs share, rows `[T * B, ...]`."""
+        """Return the tensors that all epochs share, `[T * B, ...]`, by name.
+
+        Their rows are in the order of the samples.
+        """
         valid = _flat(rollout.valid)
         is_used = _flat(self._sampler.uses_observation(rollout))
         count = self._config.steps_per_iteration
@@ -375,7 +384,11 @@ class Updater:
     def _advantages(
         self, rollout: Rollout, features: Any, final_features: Any, reward: tf.Tensor
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """Compute values `[T + 1, B]`, and advantages and targets, `[T * B]`."""
+        """Return values, and a dict of advantages and targets.
+
+        The values `[T + 1, B]` are in the order of the rollout; the advantages and
+        targets `[T * B]` are in the order of the samples.
+        """
         config = self._config
         value, final_value = self._sampler.values(rollout, features, final_features)
         advantage, target = advantages_and_targets(

@@ -30,9 +30,9 @@ from ppo.rollout import Rollout
 __all__ = ["SAC"]
 
 METRICS = ("value_loss", "policy_loss", "entropy", "value", "temperature")
-"""Means over the gradient steps of an iteration: half the squared error of the critics,
-the policy loss, the entropy of the policy in nats (of actions scaled to [-1, 1]), the
-smaller of the two critics' values, and the temperature."""
+"""Means over the gradient steps of an iteration: half the sum of the two critics'
+squared errors, the policy loss, the entropy of the policy in nats (of actions scaled to
+[-1, 1]), the smaller of the two critics' values, and the temperature."""
 
 
 class SAC(Algorithm):
@@ -133,7 +133,7 @@ class SAC(Algorithm):
         config = config.replace(
             action_distribution="squashed_gaussian",
             state_dependent_std=True,
-            value_layers=(),  # the critics have these layers
+            value_layers=(),  # only the critics have hidden layers of this size
         )
         return Agent(observation_space, action_space, config)
 
@@ -141,6 +141,8 @@ class SAC(Algorithm):
         self, rollout: Rollout, *, progress: float, seed: tuple[int, int]
     ) -> dict[str, float]:
         """Add a rollout to the replay buffer, then take gradient steps.
+
+        Take no steps until the buffer contains `random_steps` transitions.
 
         Raises:
             DivergedError: A loss is not finite; the parameters are now unusable.
@@ -187,7 +189,9 @@ class SAC(Algorithm):
 
         with tf.GradientTape() as tape:
             policy = agent.distribution(features)
-            action = policy.sample(noise)  # before tanh, like all actions of the agent
+            action = policy.sample(
+                noise
+            )  # not squashed by tanh, like all actions of the agent
             log_prob = policy.log_prob(action)
             values = self._values(self._critics, features, tf.tanh(action))
             value = tf.minimum(*values)
@@ -195,7 +199,8 @@ class SAC(Algorithm):
         self._apply("policy", tape, policy_loss)
 
         entropy = -tf.reduce_mean(log_prob)
-        gradient = entropy - self._target_entropy  # of the temperature loss
+        # This is the gradient of the temperature loss.
+        gradient = entropy - self._target_entropy
         self._optimizers["temperature"].apply([gradient], [self._log_temperature])
 
         for critic, target_network in zip(self._critics, self._targets, strict=True):
@@ -208,10 +213,11 @@ class SAC(Algorithm):
     def _target(
         self, batch: dict[str, Any], noise: tf.Tensor, temperature: tf.Tensor
     ) -> tf.Tensor:
-        """Return the target of the critics, r + discount * (min Q - t * log pi).
+        """Return the target of the critics: reward + discount * next value.
 
-        A terminated episode has no next value. A truncated episode has the value of its
-        final observation, which is the next observation of the transition.
+        The next value is min Q - temperature * log pi of the next observation, or 0 if
+        the episode was terminated. If the episode was truncated, the next observation
+        of the transition is the final observation.
         """
         features = self.agent.preprocess(batch["next_observation"])
         policy = self.agent.distribution(features)
@@ -224,7 +230,7 @@ class SAC(Algorithm):
     def _values(
         self, critics: list[Any], features: Any, action: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Return each critic's values `[N]` of actions in [-1, 1]."""
+        """Return, for each critic, the values `[N]` of actions in [-1, 1]."""
         inputs, _ = self.agent.preprocess.inputs(features)
         rows = tf.concat([flatten_observation(inputs), action], axis=1)
         return [tf.squeeze(critic(rows), axis=1) for critic in critics]
