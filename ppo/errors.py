@@ -73,7 +73,7 @@ class CallbackError(PpoError):
 
 
 class EnvDataError(PpoError):
-    """An env returned an observation or a reward that is not finite."""
+    """An env returned NaN or infinity, or its episodes do not end."""
 
 
 class EnvsLostError(PpoError):

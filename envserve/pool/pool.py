@@ -83,7 +83,7 @@ class Pool:
         )
         self._clock = clock
         self._workers = WorkerSet(config, self.blocks, launcher, clock)
-        self._has_cores_for_all = len(self._workers.all) <= num_cores()
+        self._workers_use_all_cores = len(self._workers.all) == num_cores()
         log = FaultLog(config, self.blocks, label, owner)
         counts_resets = config.autoreset == "next_step"
         self.metrics = PoolMetrics(self.blocks, counts_resets=counts_resets)
@@ -252,11 +252,12 @@ class Pool:
     ) -> float:
         """Wait for an event until the timeout, and process all events.
 
-        If the caller needs all workers and each worker has its own core, do not wake up
-        for every worker, because waking up takes a core from a worker that is still
-        running. Instead, wait for the worker that answered last the previous time,
-        because it will probably be last again. With several workers per core, it is
-        faster to read answers while other workers run.
+        If the caller needs all workers, and there are as many workers as cores, do not
+        wake up for every worker, because waking up takes a core from a worker that is
+        still running. Instead, wait for the worker that answered last the previous
+        time, because it will probably be last again. With fewer workers, this process
+        has its own core, and with more, other workers run meanwhile; in both cases, it
+        is faster to read each answer as it arrives.
 
         Returns:
           The time at which the events were read.
@@ -268,7 +269,7 @@ class Pool:
         try:
             if (
                 needs_all
-                and self._has_cores_for_all
+                and self._workers_use_all_cores
                 and last is not None
                 and last.num_unanswered
                 and last.process is not None

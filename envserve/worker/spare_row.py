@@ -140,8 +140,8 @@ class SpareRow:
         """Begin an episode, write its first observation, and return the info.
 
         Without seed and options, the row switches to the prepared spare, unless the
-        active env has never been reset. With a seed or options, the prepared episode is
-        discarded.
+        active env has never been reset. With a seed, or with options after the active
+        env's first reset, the row also switches, and the spare is reset again.
 
         Args:
           seed: Seed of this reset, from which the spare's next seed is derived.

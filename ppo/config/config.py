@@ -328,7 +328,8 @@ class Config:
     max_kl: _Weight = 0.05
     """Maximum KL divergence per iteration, KL(old || new) in nats; 0 means no limit. An
     epoch that exceeds it is undone: the policy's weights are restored to their values
-    before the epoch, and the remaining epochs only train the value network."""
+    before the epoch, and the remaining epochs only train the value network. If the two
+    networks share variables, the update ends instead."""
 
     value_coefficient: _Weight = 0.5
     """Coefficient of the value loss."""
