@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 #: Maximum size in bytes of one value of a described space.
 _MAX_VALUE_BYTES: Final = 1 << 30
-#: Bytes charged for each space in a description, in addition to its arrays.
+#: Bytes charged to the budget for each space in a description, besides its arrays.
 _SPACE_BYTES: Final = 1 << 18
 #: Number of copies of non-uniform bounds that Gymnasium holds while it builds a space.
 _BOUNDS_COPIES: Final = 16
@@ -60,12 +60,15 @@ class EnvSpec:
 
     @cached_property
     def observation_leaves(self) -> tuple[Leaf, ...]:
-        """Leaves of the observation space, in order."""
+        """Leaves of the observation space, in the order of its items."""
         return leaves_of(self.observation_space)
 
     @cached_property
     def action_leaves(self) -> tuple[Leaf, ...]:
-        """Leaves of the action space, in order; `EMPTY_LEAF` if it has none."""
+        """Leaves of the action space, in the order of its items; never empty.
+
+        If the space has no leaves, `EMPTY_LEAF` takes their place.
+        """
         return leaves_of(self.action_space) or (EMPTY_LEAF,)
 
     @cached_property
@@ -262,7 +265,7 @@ def _restore(
 def _compact(value: Any) -> Any:
     """Convert a space's attribute to a plain value.
 
-    An array of equal values becomes its shape and one value; otherwise the bounds of an
+    An array of equal values becomes its shape and one value, because the bounds of an
     image would take megabytes.
     """
     if isinstance(value, tuple):
