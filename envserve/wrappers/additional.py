@@ -44,8 +44,8 @@ def ActionRepeat(env: Env, amount: int) -> Env:
     return RepeatAction(env, amount)
 
 
-#: Maximum number of episodes that may end during the random actions after one reset;
-#: the next episode starts without random actions.
+#: If this number of episodes have ended during the random actions after one reset, the
+#: next episode starts without random actions.
 _MAX_ATTEMPTS: Final = 10
 #: Value of `np_random_seed` in Gymnasium if the env assigned its own generator.
 _ASSIGNED_BY_ENV: Final = -1
