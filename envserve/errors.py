@@ -178,7 +178,7 @@ class EnvsBusy(ServerError):
 
     Attributes:
       holder: Name of the client that has leased the most envs, such as "host:pid";
-        "others" if that client belongs to another user; empty if no env is leased.
+        "others" if the client belongs to another user; empty if no env is leased.
       held_seconds: Seconds for which the holder had leased its envs when the server
         answered; 0 for "others".
     """

@@ -122,7 +122,8 @@ class Rows:
 
 #: Value of a heartbeat's column 1 during the first step of an env.
 FIRST_STEP: Final = 2
-#: Each env call adds this to its worker's heartbeat. The lower bits are the row + 1.
+#: Amount by which each env call increases its worker's heartbeat. The bits below it
+#: contain the called row + 1.
 BEAT_INCREMENT: Final = 1 << 20
 
 
@@ -290,9 +291,10 @@ class Slab:
         return slab
 
     def withhold_from_children(self) -> None:
-        """Do not map the memory in processes that this process forks.
+        """Exclude the memory from the processes that this process forks.
 
-        If a child of an env returned from `step`, it would write to the env's rows.
+        If an env forks a child that also returns from `step`, the child must not write
+        to the env's row.
         """
         if sys.platform == "darwin":
             memory = np.frombuffer(self._memory, np.uint8)
