@@ -19,7 +19,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["health"]:
             _run_health_probe(sys.argv[2:])
-        if sys.argv[1:2] == ["bench"]:  # multiprocessing passes -P to its processes
+        if sys.argv[1:2] == ["bench"]:
+            # The processes that multiprocessing starts must also run with -P.
             from envserve.python_process import restart_with_safe_path
 
             restart_with_safe_path("envserve.__main__")

@@ -150,11 +150,11 @@ class EnvTimeout(EnvserveError, TimeoutError):
 
 
 class KeyFileError(EnvserveError, RuntimeError):
-    """A key file cannot be read or written, or other users own it or can read it."""
+    """A key file cannot be read or written, or is owned or readable by other users."""
 
 
 class ServerError(EnvserveError, RuntimeError):
-    """Base class of errors between a client and a server."""
+    """Base class of errors in the communication between a client and a server."""
 
 
 class ConnectError(ServerError, ConnectionError):
@@ -204,7 +204,7 @@ class ProtocolError(ServerError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side attempted an operation that the protocol does not allow now."""
+    """This side attempted an operation that its protocol state does not allow."""
 
 
 class RemoteProtocolError(ProtocolError):

@@ -119,7 +119,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
 
 
 class _Server:
-    """Ray actor that runs `envserve start` on its node, and exits with it."""
+    """Ray actor that runs `envserve start` on its node until the server exits."""
 
     def __init__(self, options: Sequence[str]) -> None:
         import ray
@@ -207,7 +207,7 @@ def _late_text(
 
 
 def addresses(namespace: str, name: str) -> list[str]:
-    """Return the addresses of the servers ray://namespace/name that are ready.
+    """Return the addresses of the servers at ray://namespace/name that are ready.
 
     Raises:
       AddressError: No server is ready, there is no cluster, or Ray is not installed.
@@ -245,7 +245,7 @@ def _find(namespace: str, name: str) -> list[str]:
 
 
 def _named_actors(ray: Any, namespace: str, name: str) -> list[dict[str, str]]:
-    """Return name and namespace of the actors ray://namespace/name, by age."""
+    """Return name and namespace of each actor at ray://namespace/name, oldest first."""
     found = [
         actor
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -290,7 +290,7 @@ def parse(address: str) -> tuple[str, str]:
     """
     namespace, _, name = address.removeprefix("ray://").partition("/")
     if not (address.startswith("ray://") and namespace and name):
-        raise AddressError(f"expected ray://namespace/name, got {address!r:.200}")
+        raise AddressError(f"expected ray://namespace/name; got {address!r:.200}")
     return namespace, name
 
 

@@ -243,7 +243,7 @@ class BatchVecEnv(VecEnv):
             raise
 
     def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
-        """Return whether each selected env has a wrapper whose class has this name."""
+        """Return whether each selected env has a wrapper named like `wrapper_class`."""
         rows = self._get_indices(indices)
         try:
             names = self.batch.get_attr("wrapper_names", rows)

@@ -270,7 +270,7 @@ class EnvRequest(_Validated):
             )
 
     def kwargs_of(self, row: int) -> Mapping[str, Any]:
-        """Return the keyword arguments of a row's env, with placeholders."""
+        """Return the keyword arguments of a row's env; placeholders are not filled."""
         env_kwargs = self.env_kwargs
         return env_kwargs if isinstance(env_kwargs, Mapping) else env_kwargs[row]
 

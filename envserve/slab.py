@@ -133,7 +133,7 @@ def private_heartbeat() -> memoryview:
 
 
 def next_beat(beat: int, row: int) -> int:
-    """Return the next heartbeat, for a call of a row's env; it differs from `beat`."""
+    """Return a heartbeat for the next call, of a row's env; it differs from `beat`."""
     return (beat & -BEAT_INCREMENT) + BEAT_INCREMENT + row + 1
 
 
@@ -178,7 +178,7 @@ def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
 
 
 def _aligned(nbytes: int) -> int:
-    """Return the bytes of an array and its padding, which is at least one byte."""
+    """Return the size of an array with its padding, which is at least one byte."""
     return (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
 
 

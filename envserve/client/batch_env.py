@@ -3,7 +3,7 @@
 A batch combines one or more lanes: a pool of worker processes on this host, or one lane
 per server. With the same seed, it returns the same rows wherever the envs run. All
 methods run in the caller's thread. A signal handler may interrupt any of them; a later
-call never returns the result of an interrupted call. `lane_group` explains why.
+call never returns the result of an interrupted call. `lane_group` explains how.
 """
 
 from __future__ import annotations

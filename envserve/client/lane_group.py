@@ -55,7 +55,7 @@ class LaneGroup:
         self.absence = Absence(self.blocks, padding_after_seconds)
         self._cancelled: set[int] = set()  # blocks whose step was cancelled
         self._called: set[int] = set()  # blocks with a reset or call in flight
-        #: Outcomes of steps that ended while their block was in `_called`, by block.
+        #: Outcomes of late steps, kept during a reset or call, by block position.
         self._deferred: dict[int, DeferredOutcome] = {}
 
     # Steps.

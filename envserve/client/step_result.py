@@ -40,9 +40,9 @@ class StepResult(NamedTuple):
       valid: bool `[n]`; False for transitions that must not be used for training,
         because the env, its worker or its server failed; see `status`.
       final_observation: `[n, ...]`; the last observation of each episode that ended in
-        this step. All other rows are zero, or unchanged if `out` is used. Ignore it if
-        the episode was lost: it may come from a step that was never returned, or may
-        not belong to this episode at all.
+        this step. All other rows are zero, or unchanged if `out` is used. Ignore the
+        final observation of a lost episode: it may come from a step that was never
+        returned, or may not belong to this episode at all.
       status: uint8 `[n]`, see `envserve.client.Status`. A lost episode ends with one
         truncated row, whose status is the reason. That row is returned once the env is
         available again, possibly after PENDING rows. The actions of PENDING rows are

@@ -107,7 +107,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
           observation_mode: See `make_vec`.
         """
         super().__init__()
-        # Closes the batch if the user drops this object without closing it.
+        # Closes the batch if this object is garbage-collected without being closed.
         self._finalizer = weakref.finalize(self, batch.close)
         self._finalizer.atexit = False
         self._batch = batch

@@ -132,6 +132,6 @@ def _write(array: Array, parts: Sequence[tuple[list[int], Any]]) -> None:
     for rows, values in parts:
         if array.ndim == 1:
             array[slice(None) if len(rows) == len(array) else rows] = values
-        else:  # one by one, so that a number fills its own row, as in Gymnasium
+        else:  # one by one, because a number must fill its whole row, as in Gymnasium
             for row, value in zip(rows, values, strict=True):
                 array[row] = value

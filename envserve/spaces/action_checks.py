@@ -54,7 +54,7 @@ class ActionBounds:
         ]
 
     def all_within(self, start: int, stop: int) -> bool:
-        """Return whether rows `start` to `stop` (exclusive) are within bounds."""
+        """Return whether the actions in rows [start, stop) are within bounds."""
         return all(
             [_all_within(array[start:stop], limits) for array, limits in self._leaves]
         )
@@ -181,7 +181,7 @@ def _cast(leaf: Leaf, array: Array) -> Array:
     """Cast an array to the leaf's dtype, unless that would change its values."""
     kind, actual = leaf.dtype.kind, array.dtype.kind
     if kind in "ui" and actual in "uib":
-        return array  # only the bounds check ensures that the values fit
+        return array  # the bounds check later rejects values that do not fit
     with np.errstate(over="ignore", invalid="ignore"):
         if kind in "ui" and actual == "f":  # accept whole numbers, as Gymnasium does
             cast = array.astype(leaf.dtype)

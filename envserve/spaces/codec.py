@@ -1,8 +1,8 @@
 """Encode plain values as bytes: scalars, strings, lists, dicts and NumPy arrays.
 
 The format is msgpack with extension types for arrays, NumPy scalars, tuples and large
-ints; the dtype is a number from a fixed table. Decoding never executes code. Both ends
-first validate the bytes with `check`, so that a value that is nested too deeply, too
+ints; the dtype is a number from a fixed table. Decoding never executes code. Both sides
+validate the bytes with `check` first, so that a value that is nested too deeply, too
 large or truncated is rejected before any object is created.
 """
 
@@ -211,7 +211,7 @@ def check(
         if is_map and num_left & 1:
             raise CodecError("expected a scalar as a dict key; got a list or dict")
         if len(outer) == max_depth:
-            raise CodecError(f"nested deeper than {_MAX_DEPTH} levels")
+            raise CodecError(f"expected at most {_MAX_DEPTH} nested levels; got more")
         if is_tuple:
             depth = max_depth - len(outer)
             remaining -= check(

@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 #: Maximum size in bytes of one value of a described space.
 _MAX_VALUE_BYTES: Final = 1 << 30
-#: Bytes charged to the budget for each space in a description, besides its arrays.
+#: Bytes charged to the budget for each space in a description, in addition to arrays.
 _SPACE_BYTES: Final = 1 << 18
 #: Number of copies of non-uniform bounds that Gymnasium holds while it builds a space.
 _BOUNDS_COPIES: Final = 16
@@ -190,7 +190,7 @@ class _SpaceBudget:
     """
 
     def __init__(self) -> None:
-        self._left = [_MAX_VALUE_BYTES]  # in a list, to share it with nested budgets
+        self._left = [_MAX_VALUE_BYTES]  # a list, so that nested budgets share it
         self._copies, self._longest, self.times = 1, _MAX_VALUE_BYTES, 1
 
     def nested(self, copies: int) -> _SpaceBudget:
@@ -205,7 +205,12 @@ class _SpaceBudget:
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Charge the memory of `times` arrays of a shape.
+        """Charge the memory of arrays to the budget.
+
+        Args:
+          sizes: Shape of each array.
+          num_bytes: Size of an element in bytes.
+          times: Number of arrays.
 
         Raises:
           SpaceError: The arrays exceed the budget.

@@ -114,7 +114,7 @@ class Welcome(Body, frozen=True, kw_only=True):
       num_names: Total number of offered envs.
       total_envs: Number of envs that the client may lease in total.
       free_envs: Number of envs that the client may lease now.
-      is_starting: Whether workers cannot be started yet.
+      is_starting: Whether the server cannot start workers yet.
       is_draining: Whether no new leases are granted, because the server is about to
         stop.
       loop_lag_ms: Largest recent delay of the server's event loop.

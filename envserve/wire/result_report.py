@@ -297,8 +297,8 @@ def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
 def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]]:
     """Unpack sets of indices; raise RemoteProtocolError if an index occurs twice.
 
-    An unpacked index takes far more memory than its bit, so repetitions are not
-    allowed.
+    An unpacked index takes far more memory than its bit in a bitmap, so repetitions are
+    not allowed.
     """
     seen: set[int] = set()
     unpacked, count = [], 0

@@ -46,7 +46,7 @@ def set_common_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.TCP_MAXRT, 3000)  # milliseconds; some systems ignore it
+    socket.setsockopt(zmq.TCP_MAXRT, 3000)  # milliseconds; not all systems support it
 
 
 def use_keys(

@@ -23,7 +23,8 @@ from envserve.worker.worker_report import decode_report, encode_report, fault_fr
 _LENGTH: Final = struct.Struct("<I")
 #: Once the values in an answer exceed this size, no further row is called.
 _SOFT_LIMIT_BYTES: Final = 4 << 20
-#: The same limit for the answers of all blocks together, which share it equally.
+#: Maximum total size of the values in the answers of all blocks of a pool; each block
+#: may use an equal share.
 _POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
 #: Maximum number of values in the result of a row, counted as in `codec.check`. It is
 #: limited because each value takes time to decode. All rows of an answer together have

@@ -64,7 +64,7 @@ class MessageKind(enum.IntEnum):
     BUILT = 7  # another env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
-    FAILED = 10  # traceback; the worker exits. If block is 1, a restart would fail too
+    FAILED = 10  # traceback; the worker exits. Block 1: a restart would fail, too
     VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
     UNKNOWN_ENV = 11  # error message; the worker exits
     BAD_WRAPPER = 15  # error message; the worker exits
@@ -145,8 +145,9 @@ class MessageDecoder:
         """
         buffer = self._buffer
         if not buffer and len(data) == HEADER.size:
+            # Fast path for a single message without a payload.
             code, block, sequence, length = HEADER.unpack(data)
-            if length == 0 and code in _KINDS:  # fast path for one without payload
+            if length == 0 and code in _KINDS:
                 return [
                     _TUPLE_NEW(ChannelMessage, (_KINDS[code], block, sequence, b""))
                 ]
@@ -225,7 +226,7 @@ class Channel:
         if not self.unsent and passed_fd is None:
             try:
                 sent = self.socket.send(data)
-            except OSError:  # it is full or closed; `flush` finds out which
+            except OSError:  # the socket is full or closed; `flush` handles both
                 sent = 0
             if sent == len(data):
                 return

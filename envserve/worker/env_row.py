@@ -114,7 +114,7 @@ class EnvRow:
         prepare_rendering(kwargs)
         with self._context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
-        self.step = self._first_step  # type: ignore[method-assign]  # for one call
+        self.step = self._first_step  # type: ignore[method-assign]  # first call only
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = getattr(self._env, "unwrapped", self._env)
@@ -213,7 +213,7 @@ class EnvRow:
     def _end_episode(
         self, observation: Any, reward: float, info: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Write the last observation, reset the env if required; return the info."""
+        """Write the last observation; reset the env if "same_step"; return the info."""
         self._write(self._final_observation, observation)
         # Check the observation before the next episode begins, while the record still
         # describes this episode.

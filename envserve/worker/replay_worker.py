@@ -35,8 +35,8 @@ def run(channel: socket.socket, payload: bytes, num_frames: int = 0) -> None:
     Args:
       channel: The worker's end of the socket pair.
       payload: Content of the repro file.
-      num_frames: Number of last actions before each of which a VIDEO_FRAME is sent; if
-        it is not 0, another one is sent before READY.
+      num_frames: Number of actions, counted from the end, before which a VIDEO_FRAME is
+        sent. If it is positive, another VIDEO_FRAME is sent before READY.
     """
     repro = decode_repro(payload)
     first_frame = len(repro.played.actions[0]) - num_frames + 1

@@ -52,7 +52,7 @@ class ResetThreads(ThreadPoolExecutor):
         return reset
 
     def close(self, timeout_seconds: float) -> None:
-        """Cancel resets that have not started, and wait until the others have ended."""
+        """Cancel resets that have not started, and wait for running ones to finish."""
         self.shutdown(wait=False, cancel_futures=True)
         wait([*self._resets], timeout_seconds)
 
@@ -68,7 +68,7 @@ class SpareRow:
     """
 
     def __init__(self, active: EnvRow, spare: EnvRow, threads: ResetThreads) -> None:
-        """Store two rows of the same settings; `build` and `build_spare` build them."""
+        """Store two equal rows; `build` and `build_spare` build their envs."""
         self._active, self._spare = active, spare
         self._spare.attributes = self._active.attributes
         # This class resets the envs, so they must not reset themselves.

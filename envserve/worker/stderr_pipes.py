@@ -33,7 +33,7 @@ _MAX_BUFFER_BYTES: Final = 1 << 14
 #: Maximum size of the output buffered for a slow reader of the template's stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
 #: Limits on forwarded output: size of a burst, and bytes per second on average. If a
-#: limit is exceeded, output is dropped for `_DROP_SECONDS`.
+#: limit is exceeded, output is dropped for at least `_DROP_SECONDS`.
 _MAX_BURST_BYTES: Final = 8 << 20
 _BYTES_PER_SECOND: Final = 1 << 14
 _DROP_SECONDS: Final = 1.0

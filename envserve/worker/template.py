@@ -21,7 +21,7 @@ adopted by the template (as a subreaper, on Linux) and also killed.
 
 The template and the workers stay in the owner's session, because Linux may schedule
 each session as a group (autogroup). A worker that polls yields its core only to
-processes of its own group. In another session, it would make the owner wait until it
+processes of the same group. In another session, it would make the owner wait until it
 has stopped polling.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
@@ -62,21 +62,20 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 #: Signal that makes a worker write its Python stack to stderr. An env may replace the
 #: handler of this signal.
 _STACK_SIGNAL: Final = signal.SIGUSR2
-#: A worker that writes its stack is killed after the first time; once the first part of
-#: the stack has arrived, after the second time.
+#: Maximum time for a worker to write its stack before it is killed.
 _STACK_SECONDS: Final = 0.08
+#: Maximum time for the rest of the stack, once its first part has arrived.
 _STACK_REST_SECONDS: Final = 0.005
 #: Delay between the end of a child and the search for orphans, so that one search is
 #: enough if many children end at once.
 _ORPHAN_DELAY_SECONDS: Final = 0.1
-#: Maximum time for the interpreter to exit, which may wait for threads of imported
-#: modules.
+#: Maximum time for the interpreter to exit; it waits for threads of imported modules.
 _EXIT_SECONDS: Final = 0.4
 #: Maximum time to kill all processes. The owner waits one second for the template to
 #: exit.
 _KILL_ALL_SECONDS: Final = 0.5
-#: Added to a worker's OOM score (at most 1000), by which the kernel selects the process
-#: to kill when memory runs out.
+#: Amount added to a worker's OOM score (at most 1000). When memory runs out, the kernel
+#: kills the process with the highest score.
 _OOM_SCORE_INCREASE: Final = 500
 
 
@@ -94,9 +93,9 @@ def main(fd: int) -> None:
         # A killed worker would lose buffered output.
         sys.stdout.reconfigure(line_buffering=True)
     template = _Template(owner)
-    # The first exit handler to be registered is the last to run. A handler of
-    # multiprocessing must run before it, because until then, a `Pool` restarts killed
-    # processes.
+    # Exit handlers run in reverse order of their registration, so `close` runs after
+    # the handler of multiprocessing. Until that handler has run, a `Pool` restarts
+    # killed processes.
     atexit.register(template.close)
     # Imported lazily, because importing this module must not load gymnasium.
     from envserve.worker import process  # noqa: F401
@@ -129,7 +128,7 @@ class _Template:
         self._import_error = ""
         self._worker_imports: list[str] = []  # modules that each worker imports itself
         self._workers: dict[int, int] = {}  # process ids by number of the request
-        self._kill_at: dict[int, float] = {}  # for workers that write their stack
+        self._kill_at: dict[int, float] = {}  # when to kill workers that write a stack
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
             # Adopt processes that leave a worker's group by setsid or a double fork.
@@ -148,7 +147,8 @@ class _Template:
     def _undo_import_effects(self) -> None:
         """Undo changes by imported modules that would break the template."""
         for number in (signal.SIGCHLD, signal.SIGCONT):
-            unpatched.signal(number, lambda *_: None)  # only to use the wakeup socket
+            # Without a handler, the signal would not be written to the wakeup socket.
+            unpatched.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         # With SIGPIPE ignored, a write to a closed pipe only returns an error.
         unpatched.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -210,17 +210,23 @@ class _Template:
                     pass
 
     def _other_children(self) -> set[int]:
-        """Return the ids of all children except the resource tracker, which exits."""
+        """Return the ids of all children except the resource tracker.
+
+        The resource tracker exits by itself.
+        """
         return {*_child_pids()} - {self._tracker_pid}
 
     def _kill_orphans(self) -> None:
-        """Kill processes that workers have left behind when they ended."""
+        """Kill the processes that ended workers have left behind."""
         self._kill_orphans_at = math.inf
         for pid in {*_child_pids()} - self._import_children - {*self._workers.values()}:
             kill_group(pid)
 
     def _kill_overdue(self) -> int | None:
-        """Kill overdue workers and orphans; return milliseconds until the next kill."""
+        """Kill overdue workers and orphans.
+
+        Return the milliseconds until the next kill, or None if none is planned.
+        """
         now = time.monotonic()
         if now >= self._kill_orphans_at:
             self._kill_orphans()
@@ -340,7 +346,7 @@ class _Template:
                 # sending steps to other workers. The system may forbid SCHED_BATCH.
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            os.setpgid(0, 0)  # so that its children can be killed with the worker
+            os.setpgid(0, 0)  # so that the worker's children can be killed with it
             if sys.platform == "linux":
                 self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:
@@ -427,7 +433,7 @@ def _import_error(modules: list[str]) -> str:
         registry.import_env_modules(modules)
     except Exception as error:
         return str(error)
-    except BaseException as error:  # SystemExit; this process receives no Ctrl-C
+    except BaseException as error:  # SystemExit, for example; Ctrl-C cannot occur
         return f"importing {', '.join(modules)} raised {error!r}"
     return ""
 
@@ -451,7 +457,7 @@ def _child_pids() -> list[int]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of a worker, which its envs' processes belong to."""
+    """Kill a worker and all other processes of its process group."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A block that is one `gymnasium.vector.VectorEnv`, stepped in a single call.
 
 The `vector_entry_point` of a registered env builds the vector env. Values are checked
-as in `env_block`, but for all rows of the block at once. Therefore, a fault ends the
+as in `env_block`, for all rows of the block at once. Therefore, a fault ends the
 episodes of all these rows, and the vector env is rebuilt.
 """
 
@@ -324,7 +324,7 @@ class VectorBlock:
         return [first, *others]
 
     def render(self, row: int) -> Any:
-        """Return the rendered frame of one env, although the vector env renders all."""
+        """Render all envs of the vector env, and return the frame of one of them."""
         return render(self._env)[row - self.rows.start]
 
     def call(self, payload: bytes) -> bytes:
@@ -396,7 +396,7 @@ def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
 
 
 def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
-    """Return the info of one env from a vector env's infos, arrays with masks."""
+    """Return the info of one env from the infos of a vector env (arrays with masks)."""
     info: dict[str, Any] = {}
     for key, value in infos.items():
         mask = infos.get(f"_{key}")

@@ -68,7 +68,7 @@ class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset the env; repeat this if the episode ends during the random actions."""
+        """Reset the env and take the random actions; retry if they end the episode."""
         observation, info = self.env.reset(seed=seed, options=options)
         generator = self._generator(seed)
         self._actions.seed(int(generator.integers(2**31)))
