@@ -301,7 +301,7 @@ class Lane(Protocol):
 
     @property
     def give_up_error(self) -> EnvserveError | None:
-        """Error to raise for absent envs; None while they may become available."""
+        """Error to raise instead of waiting for absent envs; None to keep waiting."""
 
     def finish_start(self, deadline: float) -> None:
         """Wait until all envs are built.

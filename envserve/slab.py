@@ -133,7 +133,7 @@ def private_heartbeat() -> memoryview:
 
 
 def next_beat(beat: int, row: int) -> int:
-    """Return a heartbeat for the next call, of a row's env; it differs from `beat`."""
+    """Return the next heartbeat, for a call of the env of `row`."""
     return (beat & -BEAT_INCREMENT) + BEAT_INCREMENT + row + 1
 
 

@@ -119,7 +119,7 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting; None if any lane may recover."""
+        """Return an error to raise instead of waiting; None if some lane has none."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 

@@ -104,8 +104,8 @@ def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> 
 
     Args:
       leaf: A leaf of the observation space.
-      value: The value that the env returned. With `strict_spaces`, only arrays are
-        rejected because of their dtype; lists and numbers have none.
+      value: The value that the env returned. `strict_spaces` applies only to arrays,
+        because lists and numbers have no dtype.
       checks: Settings of the checks; a warning about a cast is added to its `warnings`.
       env_class: Class of the env, for the warning.
     """

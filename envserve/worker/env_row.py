@@ -213,7 +213,10 @@ class EnvRow:
     def _end_episode(
         self, observation: Any, reward: float, info: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Write the last observation; reset the env if "same_step"; return the info."""
+        """Write the last observation of an episode, and return the info.
+
+        With autoreset "same_step", also reset the env.
+        """
         self._write(self._final_observation, observation)
         # Check the observation before the next episode begins, while the record still
         # describes this episode.

@@ -21,7 +21,7 @@ adopted by the template (as a subreaper, on Linux) and also killed.
 
 The template and the workers stay in the owner's session, because Linux may schedule
 each session as a group (autogroup). A worker that polls yields its core only to
-processes of the same group. In another session, it would make the owner wait until it
+processes of the same group, so an owner in another session would wait until the worker
 has stopped polling.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
