@@ -19,7 +19,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["health"]:
             _run_health_probe(sys.argv[2:])
-        if sys.argv[1:2] == ["bench"]:  # it starts processes with multiprocessing
+        if sys.argv[1:2] == ["bench"]:
+            # The processes that multiprocessing starts must also run with -P.
             from envserve.python_process import restart_with_safe_path
 
             restart_with_safe_path("envserve.__main__")
@@ -31,7 +32,7 @@ def main() -> None:
 
 
 def _run_health_probe(arguments: list[str]) -> None:
-    """Run a simple health check and exit; return if the arguments need the parser."""
+    """Run a simple health check and exit; return if it needs the option parser."""
     from envserve.monitoring.health_probe import probe
 
     options = probe.__kwdefaults__ or {}
@@ -50,7 +51,7 @@ def _run_health_probe(arguments: list[str]) -> None:
 
             show_error(text)
         else:
-            with contextlib.suppress(OSError):  # the exit code is the result
+            with contextlib.suppress(OSError):  # stdout is closed: use the exit code
                 os.write(1, f"{text}\n".encode())
         sys.exit(code)
 

@@ -150,11 +150,11 @@ class EnvTimeout(EnvserveError, TimeoutError):
 
 
 class KeyFileError(EnvserveError, RuntimeError):
-    """A key file cannot be read or written, or other users own it or can read it."""
+    """A key file cannot be read or written, or is owned or readable by other users."""
 
 
 class ServerError(EnvserveError, RuntimeError):
-    """Base class of errors between a client and a server."""
+    """Base class of errors in the communication between a client and a server."""
 
 
 class ConnectError(ServerError, ConnectionError):
@@ -178,7 +178,7 @@ class EnvsBusy(ServerError):
 
     Attributes:
       holder: Name of the client that has leased the most envs, such as "host:pid";
-        "others" if that client belongs to another user; empty if no env is leased.
+        "others" if the client belongs to another user; empty if no env is leased.
       held_seconds: Seconds for which the holder had leased its envs when the server
         answered; 0 for "others".
     """
@@ -204,7 +204,7 @@ class ProtocolError(ServerError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side attempted an operation that the protocol does not allow now."""
+    """This side attempted an operation that its protocol state does not allow."""
 
 
 class RemoteProtocolError(ProtocolError):

@@ -1,9 +1,9 @@
 """Support for `gymnasium.make_vec("envserve.gym:CartPole-v1", num_envs=4)`.
 
 Gymnasium imports the module before the colon, and then makes the env that is registered
-under the name after it. Therefore, importing this module has a side effect: it sets the
-vector entry point of all registered envs to `envserve.make_vec`. From then on,
-`gymnasium.make_vec("CartPole-v1")` uses envserve too, unless `vectorization_mode` is
+under the name after the colon. Therefore, importing this module has a side effect: it
+sets the vector entry point of all registered envs to `envserve.make_vec`. From then on,
+`gymnasium.make_vec("CartPole-v1")` also uses envserve, unless `vectorization_mode` is
 "sync" or "async". For envs that are not registered in this process, use
 `envserve/Remote-v0`.
 """

@@ -39,7 +39,8 @@ class RenderedFrame(Struct, frozen=True, kw_only=True):
       jpeg: The image; empty if there is none.
       text: Text to show instead of an image: the text that the env renders, or the
         reason why there is no image.
-      seed: Seed of the last seeded reset; None if the env cannot be reproduced from it.
+      seed: Seed of the last seeded reset; None if the env's state cannot be reproduced
+        from this seed.
       episode_steps: Number of steps in the current episode.
       episode_return: Sum of the episode's rewards; None if some were not recorded.
     """
@@ -206,15 +207,15 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of an operation on a block; the rows contain the data.
+    """The result of an operation on a block, without the data in the lane's rows.
 
     Attributes:
       block: Index of the block.
-      infos: Info dicts by row; the batch's option `infos` determines which are
-        included.
+      infos: Info dicts by row; the batch's option `infos` determines which rows have
+        one.
       faults: Faults of this operation; for a `Call`, one per row without a value.
-      result: For a `Call`, the encoded list of values of the first rows, as many as fit
-        into one answer. The other rows were not called.
+      result: For a `Call`, the encoded list of the values of the first rows, as many as
+        fit into one answer. The other rows were not called.
       error: Error if the whole operation failed; otherwise None.
       warnings: Warnings about the envs, each reported once and logged by their host.
       packed_infos: The infos in the worker's encoding, so that a server can forward
@@ -260,7 +261,8 @@ class Lane(Protocol):
     A block is lost if a fault ends its envs (a worker died, for example). The next step
     of a lost block resets it instead, and its outcome is a lost transition: truncated,
     with a status and a fault. A block in flight is absent while its envs are not
-    available. Its rows of `final_observation` then contain the last known observation.
+    available. The block's rows of `final_observation` then contain the last known
+    observations.
 
     A signal handler may raise an exception (KeyboardInterrupt, for example) at any
     point of a call. If `collect` was only waiting, or `submit_step` was sending an
@@ -295,11 +297,11 @@ class Lane(Protocol):
 
     @property
     def absent(self) -> Collection[int]:
-        """Blocks in flight whose envs are not available at the moment."""
+        """Indices of blocks in flight whose envs are not available at the moment."""
 
     @property
     def give_up_error(self) -> EnvserveError | None:
-        """Error to raise if all envs are absent; None if waiting may still help."""
+        """Error to raise instead of waiting for absent envs; None to keep waiting."""
 
     def finish_start(self, deadline: float) -> None:
         """Wait until all envs are built.
@@ -325,8 +327,8 @@ class Lane(Protocol):
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Wait until `min_finished` operations have finished, and return the outcomes.
 
-        Return fewer after the timeout, if no more operations are in flight, or if a
-        block in flight has become absent since the last call.
+        Return fewer outcomes after the timeout, if no more operations are in flight, or
+        if a block in flight has become absent since the last call.
         """
 
     def invalidate(self, reason: str) -> None:
@@ -336,13 +338,16 @@ class Lane(Protocol):
         """
 
     def stats(self) -> Mapping[str, int]:
-        """Return counters since the lane was created; names depend on the lane type."""
+        """Return counters since the lane was created, by name.
+
+        The names depend on the type of the lane.
+        """
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `collect(0)` may return results.
 
-        It is always the same one. Call this again before you wait for it if `collect`
-        was called with a timeout.
+        The descriptor is always the same. After a call of `collect` with a timeout, it
+        may not become readable until `fileno` is called again.
         """
 
     def begin_close(self) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 from envserve.envs.user_envs import writable_by_others
 from envserve.text import clone_folder
 
-#: Folder from which this process imports envserve; its children must use it, too.
+#: Folder from which this process and its child processes import envserve.
 _ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -71,7 +71,7 @@ def search_path() -> list[str]:
     if is_added and working_dir != _ROOT:
         path = [entry for entry in path if entry]
         if len(path) == len(sys.path) and working_dir in path:
-            path.remove(working_dir)  # the first one: PYTHONPATH may also contain it
+            path.remove(working_dir)  # one entry; PYTHONPATH may contain another
         if working_dir and not writable_by_others(working_dir):
             path.append(working_dir)
     return [os.path.normpath(os.path.join(working_dir, entry)) for entry in path]

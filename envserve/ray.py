@@ -1,4 +1,4 @@
-"""Runs servers on a Ray cluster, and finds their addresses by name.
+"""Run servers on a Ray cluster, and find their addresses by name.
 
 Each server is a child process of a named Ray actor. If a node fails, Ray restarts its
 actors on other nodes, at other addresses. Ray kills its clients when the head node
@@ -28,7 +28,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _READY: Final = "envserve: ready on "
 #: Seconds until a warning reports servers that have not started.
 _REPORT_SECONDS: Final = 20.0
-#: Seconds between two checks whether a server's node is about to be shut down.
+#: Interval in seconds of checking whether Ray drains a server's node.
 _DRAIN_POLL_SECONDS: Final = 1.0
 
 
@@ -119,7 +119,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
 
 
 class _Server:
-    """Ray actor that runs `envserve start` on its node, and exits with it."""
+    """Ray actor that runs `envserve start` on its node until the server exits."""
 
     def __init__(self, options: Sequence[str]) -> None:
         import ray
@@ -164,10 +164,10 @@ class _Server:
     def _watch(self) -> None:
         import ray
 
-        while self._forward_output():  # printed again after a --reload
+        while self._forward_output():  # the address is printed after each --reload
             pass
         if self._process.wait() or self._is_draining:
-            os._exit(1)  # Ray restarts the actor unless it was stopped
+            os._exit(1)  # Ray restarts the actor, unlike after `ray.kill`
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _drain_with_node(self) -> None:
@@ -207,7 +207,7 @@ def _late_text(
 
 
 def addresses(namespace: str, name: str) -> list[str]:
-    """Return the addresses of the servers ray://namespace/name that are ready.
+    """Return the addresses of the servers at ray://namespace/name that are ready.
 
     Raises:
       AddressError: No server is ready, there is no cluster, or Ray is not installed.
@@ -245,7 +245,7 @@ def _find(namespace: str, name: str) -> list[str]:
 
 
 def _named_actors(ray: Any, namespace: str, name: str) -> list[dict[str, str]]:
-    """Return name and namespace of the actors ray://namespace/name, by age."""
+    """Return name and namespace of each actor at ray://namespace/name, oldest first."""
     found = [
         actor
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -263,7 +263,7 @@ def scale_down(address: str, num_servers: int, timeout: float = 60.0) -> int:
     Args:
       address: Address ray://namespace/name.
       num_servers: Number of servers to keep.
-      timeout: Maximum seconds to wait until these servers have stopped.
+      timeout: Maximum seconds to wait until the surplus servers have stopped.
 
     Returns:
       The number of servers that are left.
@@ -290,7 +290,7 @@ def parse(address: str) -> tuple[str, str]:
     """
     namespace, _, name = address.removeprefix("ray://").partition("/")
     if not (address.startswith("ray://") and namespace and name):
-        raise AddressError(f"expected ray://namespace/name, got {address!r:.200}")
+        raise AddressError(f"expected ray://namespace/name; got {address!r:.200}")
     return namespace, name
 
 

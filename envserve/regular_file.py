@@ -1,4 +1,4 @@
-"""Open files that other people may have made, such as those of a copied run folder."""
+"""Open files that others may have created, such as those of a copied run folder."""
 
 from __future__ import annotations
 

@@ -118,7 +118,10 @@ class BatchVecEnv(VecEnv):
         self.metadata |= metadata_of(batch)
 
     def reset(self) -> Any:
-        """Reset all envs and return the observations; clear their seeds and options."""
+        """Reset all envs and return the observations.
+
+        The seeds and options that were set for this reset are cleared.
+        """
         if self.batch.num_in_flight:
             self.batch.drain()
         options = [each or None for each in self._options]  # some envs reject options
@@ -204,7 +207,7 @@ class BatchVecEnv(VecEnv):
         return all(self.env_method("has_wrapper_attr", attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """Return the values of an attribute, one per env.
+        """Return the values of an attribute of the selected envs, one per env.
 
         Raises:
           AttributeError: An env has no such attribute.
@@ -221,14 +224,14 @@ class BatchVecEnv(VecEnv):
             raise AttributeError(str(error)) from error
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Set an attribute of each of these envs to the same value."""
+        """Set an attribute of the selected envs to one value."""
         rows = self._get_indices(indices)
         self.batch.set_attr(attr_name, [value for _ in rows], rows)
 
     def env_method(
         self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of each of these envs, and return the values."""
+        """Call a method of the selected envs, and return one value per env."""
         rows = self._get_indices(indices)
         # HerReplayBuffer passes infos as object arrays, which cannot be encoded.
         plain = [x.tolist() if getattr(x, "dtype", 0) == "O" else x for x in args]
@@ -240,11 +243,11 @@ class BatchVecEnv(VecEnv):
             raise
 
     def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
-        """Return whether each env has a wrapper with the name of this class."""
+        """Return whether each selected env has a wrapper named like `wrapper_class`."""
         rows = self._get_indices(indices)
         try:
             names = self.batch.get_attr("wrapper_names", rows)
-        except CallError:  # a vector env, for example
+        except CallError:  # the env is a vector env, for example
             names = [()] * len(rows)
         return [wrapper_class.__name__ in row_names for row_names in names]
 

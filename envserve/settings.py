@@ -100,8 +100,9 @@ def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
     Args:
       value: Value made of plain types, as parsed from JSON.
       kind: Target type.
-      is_strict: Whether a string is only accepted as a str. If False, "3" can also
-        become a number, and a string is passed to a class such as Path.
+      is_strict: Whether strings are accepted only where a str is expected. If False,
+        "3" can also become a number, and a string can become an instance of a class
+        such as Path.
 
     Raises:
       ValueError: The value is invalid. The message contains the expected type and the
@@ -232,7 +233,7 @@ class EnvRequest(_Validated):
     first_env_index: _U32 = 0
     """Index of the first env's row in the whole batch, which can span several lanes."""
     num_batch_envs: _U32 = 0
-    """Number of rows of the whole batch; 0 if this request contains its last row."""
+    """Number of rows of the whole batch; 0 if it ends with this request's rows."""
     first_incarnation: _U32 = 0
     """Number of times that each env was built before, on any host."""
     env_kwargs: EnvKwargs = field(default_factory=dict)
@@ -256,10 +257,10 @@ class EnvRequest(_Validated):
     actions: ActionMode = "check"
     """Handling of finite actions outside the action space."""
     observation_mode: ObservationMode = "same"
-    """Whether observation spaces are equal, or only their shapes and dtypes."""
+    """Whether the observation spaces of all envs are equal, or may differ in bounds."""
 
     def __post_init__(self) -> None:
-        """Also check that a list of `env_kwargs` has one map per env."""
+        """Validate all fields; a list of `env_kwargs` must have one map per env."""
         super().__post_init__()
         env_kwargs = self.env_kwargs
         if not isinstance(env_kwargs, Mapping) and len(env_kwargs) != self.num_envs:
@@ -269,12 +270,12 @@ class EnvRequest(_Validated):
             )
 
     def kwargs_of(self, row: int) -> Mapping[str, Any]:
-        """Return the keyword arguments of a row's env, with placeholders."""
+        """Return the keyword arguments of a row's env; placeholders are not filled."""
         env_kwargs = self.env_kwargs
         return env_kwargs if isinstance(env_kwargs, Mapping) else env_kwargs[row]
 
     def context_of(self, row: int, worker: int = 0, workers: int = 1) -> EnvContext:
-        """Return the place of a row's env in its batch, for one of several workers."""
+        """Return the place of a row's env in its batch, on one of `workers` workers."""
         first = self.first_env_index
         num_envs = self.num_batch_envs or first + self.num_envs
         return EnvContext(first + row, num_envs, worker, workers)
@@ -287,12 +288,16 @@ class EnvRequest(_Validated):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(_Validated):
-    """The number of a host's workers, and their limits."""
+    """The number of a host's workers, and their limits.
+
+    The docstrings below the fields are also help texts of `envserve start` options.
+    """
 
     num_workers: _Count = field(default_factory=num_cores)
     """Maximum number of worker processes for one client; by default, one per core."""
     import_modules: tuple[str, ...] = ()
     """Module or Python file that registers envs or wrappers; repeatable."""
+    # The docstring describes False, because it is the help text of --no-preload.
     preload: bool = True
     """Import the env modules in each worker, instead of once in the process from which
     workers are forked. Workers start more slowly, but modules may start threads or use
@@ -322,8 +327,8 @@ class WorkerSettings(_Validated):
 class HostSettings(WorkerSettings):
     """Permissions and limits that a host sets for its clients.
 
-    Envs, arguments and attributes that are not allowed here are refused. The docstring
-    below each field is also the help text of its `envserve start` option.
+    Requests for envs, arguments and attributes that are not allowed here are refused.
+    The docstring below each field is also the help text of its `envserve start` option.
     """
 
     envs_per_worker: _Count = 64
@@ -410,7 +415,8 @@ class HostSettings(WorkerSettings):
                 is_local_address(address)
             except ValueError as error:
                 raise ValueError(f"binds: {error}") from None
-        home = os.path.expanduser(f"~{self.worker_user}")  # unchanged if unknown
+        # `expanduser` returns the path unchanged if there is no such user.
+        home = os.path.expanduser(f"~{self.worker_user}")
         if self.worker_user and (home.startswith("~") or os.geteuid() != 0):
             raise ValueError(
                 f"worker_user: expected a user of this host, and a server started by "

@@ -122,7 +122,8 @@ class Rows:
 
 #: Value of a heartbeat's column 1 during the first step of an env.
 FIRST_STEP: Final = 2
-#: Each env call adds this to its worker's heartbeat. The lower bits are the row + 1.
+#: Amount by which each env call increases its worker's heartbeat. The bits below it
+#: contain the called row + 1.
 BEAT_INCREMENT: Final = 1 << 20
 
 
@@ -132,7 +133,7 @@ def private_heartbeat() -> memoryview:
 
 
 def next_beat(beat: int, row: int) -> int:
-    """Return the next heartbeat, for a call of a row's env; it differs from `beat`."""
+    """Return the next heartbeat, for a call of the env of `row`."""
     return (beat & -BEAT_INCREMENT) + BEAT_INCREMENT + row + 1
 
 
@@ -177,7 +178,7 @@ def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
 
 
 def _aligned(nbytes: int) -> int:
-    """Return the bytes of an array and its padding, which is at least one byte."""
+    """Return the size of an array with its padding, which is at least one byte."""
     return (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
 
 
@@ -290,9 +291,10 @@ class Slab:
         return slab
 
     def withhold_from_children(self) -> None:
-        """Do not map the memory in processes that this process forks.
+        """Exclude the memory from the processes that this process forks.
 
-        If a child of an env returned from `step`, it would write to the env's rows.
+        If an env forks a child that also returns from `step`, the child must not write
+        to the env's row.
         """
         if sys.platform == "darwin":
             memory = np.frombuffer(self._memory, np.uint8)

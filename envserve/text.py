@@ -19,13 +19,15 @@ from msgspec import Meta
 #: A name in a message, such as that of an env or client; at most 200 characters.
 Name = Annotated[str, Meta(max_length=200)]
 
-#: The folders of the path in a traceback line, and of any other absolute path.
+#: Pattern of the folders in the path of a traceback line, or in another absolute path.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
-#: The clone's path in an install command; `without_folders` replaces it with ".".
+#: Pattern of the clone's path in an install command; `without_folders` replaces it with
+#: ".".
 _CLONE: Final = re.compile(r"-e '/[^'\n]*(?=\[\w+\]')")
 #: Minimum time in seconds between two log lines of the same kind.
 LOG_INTERVAL: Final = 1.0
-#: The parts of a message that `words_without_numbers` compares.
+#: Maximum number of characters, and of words in them, that `words_without_numbers`
+#: considers at the end of a message.
 _MAX_COMPARED_CHARS: Final = 1 << 12
 _MAX_COMPARED_WORDS: Final = 50
 _WORD: Final = re.compile(r'^  File ".*|[^\W_]+(?:-[^\W_]+)*', re.MULTILINE)
@@ -156,7 +158,8 @@ class LogThrottle:
     def take_suppressed(self, kind: object, now: float, least_age: float = 0.0) -> str:
         """Return "N more in the last T s" if lines were suppressed, and reset N.
 
-        Return "" if the last line is younger than `least_age` seconds.
+        Return "" if there were none, or if the last line is younger than `least_age`
+        seconds.
         """
         logged_at, num_suppressed = self._kinds.get(kind, (now, 0))
         if now < logged_at + least_age:

@@ -1,6 +1,6 @@
 """A vector env for Tianshou, with envs in worker processes or on servers.
 
-Tianshou steps any subset of the rows, so each row is a block. It cannot mask invalid
+Tianshou may step any subset of the rows, so each row is a block. It cannot mask invalid
 rows, so a lost episode is returned as a truncated one, and steps wait for absent envs
 instead of returning padding. Only this module imports Tianshou.
 """
@@ -51,7 +51,7 @@ class BatchVectorEnv(BaseVectorEnv):
         self._last_observations: list[Any] = [None] * self.env_num
 
     def get_env_attr(self, key: str, id: Any = None) -> list[Any]:
-        """Return an attribute of each of these envs.
+        """Return an attribute of the selected envs, one value per env.
 
         The spaces and the spec are returned without querying the envs.
         """
@@ -63,12 +63,16 @@ class BatchVectorEnv(BaseVectorEnv):
         return self.batch.get_attr(key, rows)
 
     def set_env_attr(self, key: str, value: Any, id: Any = None) -> None:
-        """Set an attribute of each of these envs to the same value."""
+        """Set an attribute of the selected envs to one value."""
         rows = self._wrap_id(id)
         self.batch.set_attr(key, [value] * len(rows), rows)
 
     def reset(self, env_id: Any = None, **kwargs: Any) -> tuple[Array, Array]:
-        """Reset these envs with `seed` and `options`; return observations and infos."""
+        """Reset the selected envs with the given `seed` and `options`.
+
+        Returns:
+          Observations and infos, in the order of `env_id`.
+        """
         if self.batch.num_in_flight:  # after Ctrl-C, for example
             self.batch.drain()
         rows = self._wrap_id(env_id)
@@ -80,7 +84,7 @@ class BatchVectorEnv(BaseVectorEnv):
         return self._store_observations(rows, stacked), np.array(infos)
 
     def step(self, action: Any, id: Any = None) -> tuple[Any, ...]:
-        """Step these envs; return their transitions and infos in the order of `id`."""
+        """Step the selected envs; return transitions and infos in the order of `id`."""
         rows = self._wrap_id(id)
         order = np.argsort(np.argsort(rows))
         self.batch.send(np.asarray(action), rows, together=True)
@@ -104,7 +108,10 @@ class BatchVectorEnv(BaseVectorEnv):
         return self._store_observations(rows, stacked), *ends, np.array(infos)
 
     def seed(self, seed: Any = None) -> list[Any]:
-        """Reset env i with `seed + i`, or with `seed[i]` if `seed` is a list."""
+        """Reset env i with `seed + i`, or with `seed[i]` if `seed` is a list.
+
+        Return the seeds, each in a list; without a seed, reset nothing.
+        """
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
             if self.batch.num_in_flight:

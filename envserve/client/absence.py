@@ -54,7 +54,7 @@ class Absence:
         self.padded: set[int] = set()
         self._blocks = tuple(blocks)
         self._padding_after = padding_after_seconds
-        self._since: dict[int, float] = {}  # when each block was first found absent
+        self._since: dict[int, float] = {}  # time since which each block is absent
 
     def mark_late(self, positions: Set[int]) -> None:
         """Record that the callers of these steps no longer wait for them."""
@@ -63,7 +63,10 @@ class Absence:
         self.padded -= positions
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
-        """Record that a caller waits for late steps; return blocks without one."""
+        """Record that a caller waits for the late steps of some blocks.
+
+        Return the positions of the blocks without a late step.
+        """
         late = self.late_steps & positions
         self.late_steps -= late
         self.awaited_late_steps |= late
@@ -72,8 +75,8 @@ class Absence:
     def returned_rows(self, num_rows: int, ended: Collection[int]) -> Array:
         """Return a mask of the rows whose `observation` the caller has received.
 
-        The other rows belong to late steps. The last observation of such a row that the
-        caller received is in `final_observation`.
+        In all other rows, which belong to late steps, the last observation that the
+        caller has received is in `final_observation`.
 
         Args:
           num_rows: Number of rows of the batch.
@@ -104,7 +107,7 @@ class Absence:
           waiting: Positions of unfinished blocks that a caller waits for.
           now: Monotonic seconds.
         """
-        # The waiting time for padding starts when at least one block is present.
+        # The time until padding starts to run once at least one block is present.
         previous = self._since if self._is_any_present() else {}
         self._since = {at: previous.get(at, now) for at in absent}
         self.padded.clear()
@@ -121,7 +124,7 @@ class Absence:
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return when a block becomes padding; there is no delay for a late step."""
+        """Return the time at which a block becomes padding; at once for a late step."""
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
@@ -145,7 +148,8 @@ class Absence:
 class DeferredOutcome:
     """The outcome of a late step, kept during a call or partial reset of its block.
 
-    The outcome has not been returned yet, and the call or reset would overwrite it.
+    The outcome was not returned to the caller before the call or reset, which would
+    overwrite it.
     """
 
     def __init__(

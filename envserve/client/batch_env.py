@@ -3,7 +3,7 @@
 A batch combines one or more lanes: a pool of worker processes on this host, or one lane
 per server. With the same seed, it returns the same rows wherever the envs run. All
 methods run in the caller's thread. A signal handler may interrupt any of them; a later
-call never returns the result of an interrupted call. `lane_group` explains why.
+call never returns the result of an interrupted call. `lane_group` explains how.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class BatchEnv:
 
         Args:
           lanes: Started lanes. The batch takes ownership of them and closes them.
-          autoreset: The mode that the lanes were built with.
+          autoreset: The autoreset mode that the lanes were built with.
           on_fault: See `local`.
           padding_after: See `local`.
-          actions: The mode that the lanes were built with.
-          observation_mode: The mode that the lanes were built with.
+          actions: The action mode that the lanes were built with.
+          observation_mode: The observation mode that the lanes were built with.
 
         Raises:
           SpaceError: The spaces of two lanes differ.
@@ -148,10 +148,11 @@ class BatchEnv:
         self._actions = actions
         self._raises_faults = on_fault == "raise"
         self._has_reset = False
-        #: Rows and block positions of the reset in flight, and whether all rows have
-        #: been reset once it has finished.
+        #: Rows and block positions of the reset in flight, and whether all rows of the
+        #: batch will have been reset when it has finished.
         self._pending_reset: tuple[Array, Set[int], bool] | None = None
-        #: Waits for the call in flight until a deadline, and returns its values.
+        #: Function that waits for the call in flight until a deadline, and returns its
+        #: values.
         self._pending_call: Callable[[float], list[Any]] | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
@@ -425,7 +426,7 @@ class BatchEnv:
             if seed is not None and not (is_int and 0 <= seed <= MAX_ROOT_SEED):
                 raise ValueError(f"seed: expected an int in [0, 2**63); got {seed!r}")
         self._begin()
-        has_reset, self._has_reset = self._has_reset, False  # in case of an interrupt
+        has_reset, self._has_reset = self._has_reset, False  # until `recv_reset`
         try:
             positions = self._group.start_reset(indices, seeds, encoded)
         except LocalProtocolError:  # nothing was started
@@ -819,7 +820,8 @@ class BatchEnv:
                     f"Env {indices[0]}: {name}: {error}", env_index=indices[0]
                 ) from None
 
-        shared = pack(rows) if kind != "set" else b""  # the same for all rows
+        # Calls and gets have the same arguments for all rows.
+        shared = pack(rows) if kind != "set" else b""
 
         def start(missing: Sequence[int]) -> list[tuple[BatchBlock, list[int]]]:
             calls, called = {}, []
@@ -927,8 +929,8 @@ class BatchEnv:
         """Copy the rows of the lanes into a result, with padding and late rows.
 
         Returns:
-          The result, and the position of the first block with an error to raise and
-          that error, or None.
+          The result; and, if an error must be raised, the position of the first failed
+          block and the error, otherwise None.
         """
         infos: RowInfos | None = None
         first_error = None

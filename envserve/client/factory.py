@@ -52,7 +52,7 @@ OnServerLost = Literal["raise", "pad"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SECONDS: Final = "_seconds"
-#: Errors of one server that other servers may not return.
+#: Errors that concern a single server, so that the batch can start with the others.
 _SERVER_ERRORS: Final = (ConnectError, EnvsBusy, EnvStartError, UnknownEnv)
 
 
@@ -80,7 +80,7 @@ def local_settings(
     reference, code = UserCode.of(env_name)
     spec = code.specs.get(reference)
     if spec is not None and spec.entry_point is None:
-        options.setdefault("vectorized", True)  # it exists only as a vector env
+        options.setdefault("vectorized", True)  # the env exists only as a vector env
     name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
@@ -185,8 +185,8 @@ def start_remote(
     """Connect to all servers concurrently, and return a batch of their lanes.
 
     If `min_servers` allows it, some servers may be missing or unable to create the
-    envs. Their lanes are vacant: they have the spaces of the other lanes and wait for a
-    server. If anything fails, all lanes are closed.
+    envs. The lanes of these servers are vacant: they have the spaces of the other lanes
+    and wait for a server. If an error is raised, all lanes are closed.
     """
     deadline = time.monotonic() + timeout_seconds
     count = len(servers.addresses) if num_servers is None else num_servers

@@ -55,7 +55,7 @@ class LaneGroup:
         self.absence = Absence(self.blocks, padding_after_seconds)
         self._cancelled: set[int] = set()  # blocks whose step was cancelled
         self._called: set[int] = set()  # blocks with a reset or call in flight
-        #: Outcomes of steps that ended while their block was in `_called`, by block.
+        #: Outcomes of late steps, kept during a reset or call, by block position.
         self._deferred: dict[int, DeferredOutcome] = {}
 
     # Steps.
@@ -76,7 +76,7 @@ class LaneGroup:
           together: Whether to submit all blocks of a lane in one request, which a
             server answers with one reply.
           is_cancelled: Whether the step counts as cancelled until it is released, so
-            that an interrupted caller does not need to cancel it.
+            that a caller that is interrupted need not cancel it.
 
         Raises:
           LocalProtocolError: Some of the rows are in flight.
@@ -101,7 +101,7 @@ class LaneGroup:
                     except BaseException as error:
                         if not pop_harmless_mark(error):
                             raise
-                        interrupt = error  # raised once all blocks are submitted
+                        interrupt = error  # to be raised once all blocks are submitted
         started = self._cancelled if is_cancelled else self.in_flight
         started.update(row_set.positions)
         queue.is_updating = False
@@ -195,7 +195,12 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Start to reset some rows, with one seed per row if seeds are given.
+        """Start a reset of some rows.
+
+        Args:
+          env_indices: Rows of the batch.
+          seeds: One seed or None per row; None for no seeds.
+          options: See `lane.Reset`.
 
         Returns:
           Positions of the blocks, for `finish_reset`.
@@ -212,7 +217,7 @@ class LaneGroup:
         """Wait for a reset that `start_reset` has started.
 
         Args:
-          positions: The blocks that `start_reset` has returned.
+          positions: Positions of the blocks, as returned by `start_reset`.
           deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
 
         Returns:
@@ -230,7 +235,11 @@ class LaneGroup:
         }
 
     def start_call(self, calls: Mapping[int, Call]) -> None:
-        """Start attribute accesses by block position, at most one per block."""
+        """Start attribute accesses.
+
+        Args:
+          calls: At most one call per block, by the position of the block.
+        """
         self._start(calls, lambda lane, group: lane.submit_call(group))
 
     def _start(
@@ -238,7 +247,7 @@ class LaneGroup:
         operations: Mapping[int, Operation],
         submit: Callable[[Lane, list[Operation]], None],
     ) -> None:
-        """Start operations other than steps, once their blocks are idle."""
+        """Start resets or calls, once their blocks are idle."""
         positions = operations.keys()
         if not self.in_flight.isdisjoint(positions):
             raise self.blocks.in_flight_error(positions & self.in_flight)
@@ -269,7 +278,10 @@ class LaneGroup:
         self.queue.is_updating = False
 
     def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
-        """Wait until operations have finished; return one outcome per block.
+        """Wait until resets or calls have finished.
+
+        Returns:
+          One outcome per block, in ascending order of the positions.
 
         Raises:
           EnvserveError: The first error of a block.
@@ -287,9 +299,9 @@ class LaneGroup:
         return outcomes
 
     def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:
-        """Remove resets and calls, and return their outcomes.
+        """Remove and return the outcomes of finished resets and calls.
 
-        Deferred outcomes of late steps are restored.
+        Outcomes of late steps that were deferred until now are restored.
         """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True
@@ -320,10 +332,10 @@ class LaneGroup:
     # After interrupts.
 
     def recover(self) -> None:
-        """Invalidate all lanes if an interrupt has cut an update short.
+        """Invalidate all lanes if an interrupt has left an update incomplete.
 
-        Blocks in flight are submitted again, so that they return the row that ends the
-        lost episode.
+        Blocks in flight are submitted again, so that they return the rows that end the
+        lost episodes.
         """
         if not self.queue.is_updating:
             return

@@ -36,7 +36,8 @@ class Options(LocalOptions, total=False):
     """Options of `make_vec` and `make`: those of `BatchEnv.local` and `connect`.
 
     At runtime, other keywords are arguments of the env, as in `gymnasium.make_vec`.
-    Type checkers accept those only in `env_kwargs`, so that they find misspellings.
+    Type checkers accept arguments of the env only in `env_kwargs`, so that they find
+    misspelt options.
     """
 
     id: EnvLike
@@ -92,9 +93,9 @@ def make_vec(
       **options: See "Keyword Args".
 
     Keyword Args:
-      seed: Root seed, from which an env's seed is derived if its first reset specifies
-        none. Envs that replace failed ones also get their seeds from it. By default,
-        all these envs are reset with seed None.
+      seed: Root seed. If the first reset of an env specifies no seed, it uses one that
+        is derived from the root seed; so does the first reset of an env that replaces a
+        failed one. By default, these resets use seed None.
       wrappers: Wrappers of each env: names, dicts, or, on this host, classes and
         functions; see "Wrappers" in the docs.
       env_kwargs: Arguments of the env's constructor, or a list with those of each env;
@@ -105,7 +106,7 @@ def make_vec(
         Box, and "check" raises ActionError unless the difference is a rounding error.
       observation_mode: See `gymnasium.vector.AsyncVectorEnv`: "same", "different" if
         the observation spaces have different bounds, or a tuple of the batched and the
-        single observation space.
+        single observation space, in this order.
       padding_after: See `BatchEnv.local`; `math.inf` by default, so a step waits for
         absent envs. The other options are also those of `BatchEnv.local` or
         `BatchEnv.connect`.
@@ -116,7 +117,7 @@ def make_vec(
       ValueError: An option is out of bounds.
     """
     if isinstance(addresses, VectorizeMode) or addresses in ("sync", "async"):
-        # The third argument of `gymnasium.make_vec`.
+        # In `gymnasium.make_vec`, the third argument is the vectorization mode.
         addresses, vectorization_mode = None, addresses
     settings: dict[str, Any] = {**options}
     settings |= {"num_envs": num_envs, "num_workers": num_workers, "copy": copy}
@@ -194,16 +195,24 @@ def make(
 def _expand(
     env: EnvLike | None, options: dict[str, Any], function: Callable[..., Any]
 ) -> EnvLike:
-    """Separate the arguments of the env from the options in `options`; return the env.
+    """Move the arguments of the env from `options` to `env_kwargs`; return the env.
 
-    The options in the spec of a vector env replace those in `options`.
+    If the env is a list of functions, its arguments become `vector_kwargs`, as in
+    Gymnasium. If the env is a spec that `make` or `make_vec` has created, the options
+    in the spec replace those in `options`.
+
+    Args:
+      env: The env, or None if `options` contains it under Gymnasium's names.
+      options: Options and arguments of the env; changed in place.
+      function: The called function, `make` or `make_vec`.
 
     Raises:
       TypeError: There is no env, or a keyword is probably a misspelt option.
     """
     for name in ("id", "env_fns"):  # named as in Gymnasium
         env = options.pop(name, None) if env is None else env
-    # `make_batch` rejects the options of `make_vec` that `make` does not have.
+    # Options that only `make_vec` has are not arguments of the env either: `make_batch`
+    # rejects them if `make` was called.
     names = [
         name for called in (make_vec, function) for name in signature(called).parameters
     ]
@@ -215,8 +224,8 @@ def _expand(
         option_names = env.kwargs.keys() if has_options else env.kwargs.keys() & known
         options |= {name: env.kwargs[name] for name in option_names}
         kwargs = {key: env.kwargs[key] for key in env.kwargs.keys() - option_names}
-        if options.get("vectorization_mode") in ("sync", "async"):  # no warning needed
-            options["vectorization_mode"] = None
+        if options.get("vectorization_mode") in ("sync", "async"):
+            options["vectorization_mode"] = None  # usually from the spec: do not warn
         env = options.pop("env", env.id) if has_options else replace(env, kwargs=kwargs)
     if env is None:
         raise TypeError("env: expected the name of an env, or a function; got None")
@@ -248,7 +257,7 @@ def _add_kwargs(settings: dict[str, Any], added: Mapping[str, Any]) -> None:
 
 
 def _arguments_of(env: EnvLike) -> Collection[str]:
-    """Return the arguments of an env's constructor; none if it is not known here."""
+    """Return the argument names of an env's constructor; empty if it is unknown."""
     spec = gymnasium.registry.get(env) if isinstance(env, str) else env
     creator = env_creator_of(spec) if isinstance(spec, EnvSpec) else spec
     return arguments_of(creator) if callable(creator) else ()
@@ -314,7 +323,7 @@ def make_batch(
       num_envs: See `make_vec`.
       addresses: See `make_vec`.
       fixed: Options that the user must not set, with their values.
-      expected: Value to pass instead of such an option, for the error message.
+      expected: Text after "expected" in the error message about such an option.
       num_workers: See `make_vec`.
       render_mode: See `make_vec`.
       **options: See `make_vec`.
@@ -346,7 +355,7 @@ def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec
     spec = gymnasium.registry.get(env) if isinstance(env, str) else env
     if not isinstance(spec, EnvSpec):
         return None
-    if spec is env:  # its name may not be registered
+    if spec is env:  # the spec's name may not be registered
         kwargs, changes = {**spec.kwargs, **kwargs}, {}
     changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}
     return replace(copying.deepcopy(spec), **changes)

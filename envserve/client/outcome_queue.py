@@ -23,8 +23,8 @@ class OutcomeQueue:
       outcomes: Outcomes that were collected but not consumed yet, by the position of
         their block in the batch.
       is_updating: Whether the bookkeeping of the batch is being updated. If an
-        interrupt leaves this True, all lanes must be invalidated. An interrupt while a
-        lane only waits leaves it False.
+        interrupt leaves the flag True, all lanes must be invalidated. An interrupt
+        while a lane only waits leaves it False.
     """
 
     def __init__(self, lanes: Sequence[Lane], blocks: Sequence[BatchBlock]) -> None:
@@ -106,7 +106,7 @@ class OutcomeQueue:
                 selector.register(lane, selectors.EVENT_READ)
             self._selector = selector
         for lane in self._positions:
-            lane.fileno()  # an earlier `collect` may have ended its validity
+            lane.fileno()  # required after a `collect` with a timeout
         self._selector.select(min(timeout_seconds, _POLL_SECONDS))
 
     def absent(self) -> Set[int]:
@@ -119,16 +119,16 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting, if all lanes have given up."""
+        """Return an error to raise instead of waiting; None if some lane has none."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 
     def invalidate(self, reason: str) -> None:
         """Invalidate all lanes and discard their outcomes.
 
-        If an unconsumed outcome replaced a lost env, the caller has not received the
-        first observation of the new episode, so the last observation of the lost
-        episode is restored.
+        If a discarded outcome has a fault, the caller has not received the first
+        observation of the new episode. Therefore, the last observation of the lost
+        episode is restored in its row.
         """
         for lane in self._first_position:
             lane.invalidate(reason)

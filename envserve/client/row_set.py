@@ -31,9 +31,9 @@ class BatchBlock(NamedTuple):
       position: Index among all blocks of the batch.
       lane: The lane.
       lane_block: Index among the blocks of the lane.
-      start: Batch index of the block's first row.
-      stop: Batch index after the block's last row.
-      offset: Batch index of the lane's first row.
+      start: Index in the batch of the block's first row.
+      stop: Index in the batch of the row after the block's last row.
+      offset: Index in the batch of the lane's first row.
       split: Index of the split.
     """
 
@@ -52,7 +52,7 @@ class BatchBlock(NamedTuple):
 
     @property
     def ended(self) -> Array:
-        """Rows whose last step ended an episode, bool `[rows]`."""
+        """Mask of the block's rows whose last step ended an episode, bool `[n]`."""
         rows = self.lane.rows.at(self.lane_rows)
         return rows.terminated | rows.truncated
 
@@ -155,14 +155,13 @@ class RowSet:
             lane_parts.append(LanePart(blocks_of_lane, rows[0].start))
         self.lane_parts = tuple(lane_parts)
         views = [part.view for part in lane_parts if part.view is not None]
-        #: The arrays of `sources`, if they are all views.
+        #: The arrays that `sources` returns, if all of them are views.
         self._views = _by_field(views) if len(views) == len(lane_parts) else None
 
     def sources(self) -> Sequence[Sequence[Array]]:
-        """Return one array per lane for each field of a result.
+        """Return the arrays of each field of a result, one array per lane.
 
-        The fields are the leaves of the observation, reward, terminated, truncated and
-        status.
+        The fields are the observation leaves, reward, terminated, truncated and status.
         """
         if self._views is not None:
             return self._views
@@ -181,7 +180,7 @@ def _by_field(parts: Sequence[Rows]) -> Sequence[Sequence[Array]]:
 
 
 class RowSetCache:
-    """A cache of the most recently used row sets, by rows or by blocks.
+    """A cache of the most recently used row sets, by their rows or by their blocks.
 
     Attributes:
       all_rows: The set of all rows of the batch.

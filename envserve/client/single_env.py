@@ -11,7 +11,7 @@ from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError
 from envserve.spaces.leaves import unbatch
 
-#: Attributes of this class, which are not forwarded to the env.
+#: Attributes that this class has itself; all others are forwarded to the env.
 _OWN_ATTRIBUTES: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
 
 
@@ -30,8 +30,9 @@ class Env(gymnasium.Env[Any, Any]):
         self.action_space = batch.action_space
         (self.render_mode,) = batch.get_attr("render_mode")
         self.metadata = metadata_of(batch)
-        # In "human" mode the worker would open the window. If this mode is missing,
-        # Gymnasium applies HumanRendering, which opens the window in this process.
+        # With render mode "human", the worker would open the window. If the metadata
+        # lacks this mode, Gymnasium applies HumanRendering, which opens the window in
+        # this process.
         modes = self.metadata.get("render_modes", [])
         self.metadata["render_modes"] = [mode for mode in modes if mode != "human"]
 
@@ -67,7 +68,8 @@ class Env(gymnasium.Env[Any, Any]):
         """Close the env and end its worker; idempotent."""
         self._batch.close()
 
-    # Attributes of the env and its wrappers, in the worker or on the server.
+    # The following methods access attributes of the env and its wrappers, in the worker
+    # or on the server.
 
     def has_wrapper_attr(self, name: str) -> bool:
         """Return whether the env or one of its wrappers has an attribute."""

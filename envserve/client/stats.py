@@ -14,7 +14,7 @@ from envserve.slab import Status
 
 Array = np.ndarray[Any, Any]
 
-#: Number of steps whose latencies are kept.
+#: Number of recent steps whose latencies are kept.
 _NUM_LATENCIES: Final = 1024
 
 
@@ -26,12 +26,12 @@ class BatchStats:
       steps: Number of `step` and `recv` calls that returned rows.
       rows: Total number of rows that they returned.
       valid_rows: Number of valid rows, which can be used for training.
-      invalid_rows: Number of invalid rows for each status, by the status name (see
-        `envserve.client.Status`).
+      invalid_rows: Number of invalid rows by the name of their status; see
+        `envserve.client.Status`.
       latency_seconds: Median ("p50"), 99th percentile ("p99") and maximum ("max")
         duration of the last 1,024 calls to `step`; empty before the first call.
-      lanes: Counters of each lane, by lane name, such as "restarts" (of workers); for
-        servers also "resends" and "reattaches", for example.
+      lanes: Counters of each lane, by lane name: the number of worker "restarts", for
+        example, and of "resends" and "reattaches" if the lane leads to a server.
     """
 
     steps: int

@@ -21,6 +21,7 @@ from envserve.spaces.variable_length import decode_observation
 
 Array = np.ndarray[Any, Any]
 
+#: Minimum size of an array that gets its own memory mapping; see `_zeros`.
 _LARGE_BYTES: Final = 1 << 16
 _OK: Final = int(Status.OK)  # NumPy compares plain ints faster than enum members
 _LATE: Final = int(Status.LATE)
@@ -39,9 +40,9 @@ class StepResult(NamedTuple):
       valid: bool `[n]`; False for transitions that must not be used for training,
         because the env, its worker or its server failed; see `status`.
       final_observation: `[n, ...]`; the last observation of each episode that ended in
-        this step. All other rows are zero, or unchanged if `out` is used. Ignore it if
-        the episode was lost: it may come from a step that was never returned, or may
-        not belong to this episode at all.
+        this step. All other rows are zero, or unchanged if `out` is used. Ignore the
+        final observation of a lost episode: it may come from a step that was never
+        returned, or may not belong to this episode at all.
       status: uint8 `[n]`, see `envserve.client.Status`. A lost episode ends with one
         truncated row, whose status is the reason. That row is returned once the env is
         available again, possibly after PENDING rows. The actions of PENDING rows are
@@ -124,7 +125,7 @@ def gather_result(
         observation.append(leaf.copy())
         final.append(_zeros(leaf))
     valid = row_set.all_valid.copy()
-    if rows.flags.tobytes() != bytes(rows.flags.size):  # an end of an episode, a fault
+    if rows.flags.tobytes() != bytes(rows.flags.size):  # an episode ended, or a fault
         np.equal(rows.status, _OK, out=valid)
         _write_final(rows, final)
     if spec.single_observation is not None:
@@ -175,7 +176,7 @@ def _write_to(
     targets = *observation, out.reward, out.terminated, out.truncated, out.status
     for target, sources in zip(targets, row_set.sources(), strict=True):
         _check_shape(target, (len(row_set), *sources[0].shape[1:]))
-        if len(sources) > 1:  # one NumPy call for any number of lanes
+        if len(sources) > 1:  # one NumPy call copies from any number of lanes
             np.concatenate(sources, out=target, casting="unsafe")
         else:
             target[:] = sources[0]
@@ -210,7 +211,7 @@ def final_observations(
 
 
 def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:
-    """Return the observations of a step, with the previous ones of lost episodes.
+    """Return the observations of a step, but the previous ones of lost episodes.
 
     Args:
       space: Observation space of one env.

@@ -38,6 +38,7 @@ AUTORESET_MODES: Final[Mapping[Autoreset, AutoresetMode]] = {
     "same_step": AutoresetMode.SAME_STEP,
     "disabled": AutoresetMode.DISABLED,
 }
+#: Methods that `call` rejects, because `VectorEnv` has methods of the same names.
 _NOT_CALLED: Final = frozenset({"reset", "step", "close"})
 
 _all: Final = np.logical_and.reduce
@@ -49,7 +50,7 @@ class CallPending(AlreadyPendingCallError, LocalProtocolError):
 
 
 class NoCall(NoAsyncCallError, LocalProtocolError):
-    """A `_wait` method was called, but its operation is not pending."""
+    """A `_wait` method was called without a pending operation of its kind."""
 
 
 class EnvsTimeout(EnvTimeout, multiprocessing.TimeoutError):
@@ -57,7 +58,7 @@ class EnvsTimeout(EnvTimeout, multiprocessing.TimeoutError):
 
 
 def parse_observation_mode(mode: Any) -> ObservationMode:
-    """Return the mode of a batch for an `observation_mode` of Gymnasium.
+    """Convert Gymnasium's `observation_mode` to that of a batch.
 
     Raises:
       TypeError: The mode is a tuple, but does not consist of two spaces.
@@ -106,7 +107,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
           observation_mode: See `make_vec`.
         """
         super().__init__()
-        # Closes the batch if the user drops this object without closing it.
+        # Closes the batch if this object is garbage-collected without being closed.
         self._finalizer = weakref.finalize(self, batch.close)
         self._finalizer.atexit = False
         self._batch = batch
@@ -260,8 +261,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             )
         self._finalizer()
 
-    # Methods that AsyncVectorEnv has in addition to those of
-    # gymnasium.vector.VectorEnv.
+    # The following methods are those that `gymnasium.vector.AsyncVectorEnv` has in
+    # addition to those of `gymnasium.vector.VectorEnv`.
 
     @property  # type: ignore[misc]  # read-only, as in AsyncVectorEnv
     def np_random(self) -> Any:
@@ -321,7 +322,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             values = [values] * self.num_envs
         self._batch.set_attr(name, values)
 
-    # Gymnasium's tests, which this class passes, require the text of these errors.
+    # Gymnasium's tests require the text of the errors that these methods raise.
 
     def _check_idle(self, name: str) -> None:
         if self.closed:
@@ -395,7 +396,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             # In a valid row, the key "fault" comes from the env itself.
             is_lost = not result.valid[row] and "fault" in info
             fault = {"fault": info.pop("fault")} if is_lost else {}
-            # A server may send a value of any type.
+            # A server may send a `reset_info` of any type.
             reset_info = info.pop("reset_info", None)
             reset_info = reset_info if isinstance(reset_info, Mapping) else {}
             infos[row] = {**reset_info, **fault}

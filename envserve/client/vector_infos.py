@@ -23,7 +23,7 @@ _Part = tuple[list[int], Sequence[Any]]
 _NUMBERS: Final = frozenset({int, float, bool})
 #: Maximum total size of array elements for rows whose info lacks the array's key.
 _MAX_UNFILLED_BYTES: Final = 1 << 28
-#: Size of an element (a number or pointer) and its mask.
+#: Size of an array element (a number or pointer), including its mask.
 _ELEMENT_BYTES: Final = 9
 _MAX_NAMES: Final = 16
 
@@ -33,9 +33,10 @@ def batch_infos(
 ) -> dict[str, Any]:
     """Batch info dicts.
 
-    The memory for rows that do not have a key is limited to 256 MiB in total. If
-    numeric arrays would exceed it, a key is stored as an array of objects. If that also
-    exceeds it, the key is omitted, and the key "omitted" names the first omitted keys.
+    The memory for rows that do not have a key is limited to 256 MiB in total. If the
+    numeric array of a key would exceed the limit, the key is stored as an array of
+    objects. If this array would also exceed the limit, the key is omitted, and the key
+    "omitted" names the first omitted keys.
 
     Args:
       infos: Info dict by row, for rows that have one.
@@ -131,6 +132,6 @@ def _write(array: Array, parts: Sequence[tuple[list[int], Any]]) -> None:
     for rows, values in parts:
         if array.ndim == 1:
             array[slice(None) if len(rows) == len(array) else rows] = values
-        else:  # one by one, so that a number fills its own row, as in Gymnasium
+        else:  # one by one, because a number must fill its whole row, as in Gymnasium
             for row, value in zip(rows, values, strict=True):
                 array[row] = value

@@ -22,18 +22,18 @@ from envserve.spaces.variable_length import encode_row
 
 Array = np.ndarray[Any, Any]
 
-#: Returns the start of the error message about the action at an index.
+#: Function that returns the start of an error message, given the index of the action.
 _Prefix = Callable[[int], str]
 
-#: Names of envs for which actions outside the action space were reported.
+#: Names of envs for which the warning about actions outside the space was shown.
 _warned: Final[set[str]] = set()
 
 
 class ActionBounds:
-    """Fast check whether the actions of a range of rows are within bounds.
+    """Checks quickly whether the actions of a range of rows are within bounds.
 
-    If it fails, call `check_action_rows`, which raises an error that names the invalid
-    action.
+    If they are not, call `check_action_rows`, which raises an error that names the
+    invalid action.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ActionBounds:
         ]
 
     def all_within(self, start: int, stop: int) -> bool:
-        """Return whether rows `start` to `stop` (exclusive) are within bounds."""
+        """Return whether the actions in rows [start, stop) are within bounds."""
         return all(
             [_all_within(array[start:stop], limits) for array, limits in self._leaves]
         )
@@ -181,7 +181,7 @@ def _cast(leaf: Leaf, array: Array) -> Array:
     """Cast an array to the leaf's dtype, unless that would change its values."""
     kind, actual = leaf.dtype.kind, array.dtype.kind
     if kind in "ui" and actual in "uib":
-        return array  # only the bounds check ensures that the values fit
+        return array  # the bounds check later rejects values that do not fit
     with np.errstate(over="ignore", invalid="ignore"):
         if kind in "ui" and actual == "f":  # accept whole numbers, as Gymnasium does
             cast = array.astype(leaf.dtype)
@@ -225,10 +225,11 @@ def _to_bounds(
     mode: str,
     precision: np.dtype[Any],
 ) -> Array:
-    """Return actions that are within bounds, or that may be passed to the env.
+    """Return the actions to pass to the env, according to `mode`, or raise ActionError.
 
-    `low + range * x`, for example, may exceed `high` by some units in the last place.
-    Such rounding errors are clipped; `precision` is the dtype in which they occurred.
+    With "check", rounding errors are clipped: for example, `low + range * x` may exceed
+    `high` by some units in the last place. `precision` is the dtype in which they
+    occurred.
     """
     is_valid = _is_within(array, leaf.limits)
     if is_valid.all():
@@ -238,9 +239,10 @@ def _to_bounds(
         if env_name not in _warned:
             _warned.add(env_name)
             warnings.warn(
-                f"{_out_of_bounds(leaf, array, is_valid, prefix)}. It is passed to "
-                f"{env_name}, as in Gymnasium; actions='clip' clips all actions, and "
-                f"actions='check' makes this an error. This warning is shown once",
+                f"{_out_of_bounds(leaf, array, is_valid, prefix)}. The action is "
+                f"passed to {env_name}, as in Gymnasium; actions='clip' clips all "
+                f"actions, and actions='check' raises an error. This warning is shown "
+                f"once",
                 stacklevel=5,
             )
         return array
@@ -249,7 +251,7 @@ def _to_bounds(
         if mode == "clip":
             return clipped
         if precision.kind == "f":
-            with np.errstate(all="ignore"):  # infinite bounds
+            with np.errstate(all="ignore"):  # bounds may be infinite
                 largest = np.maximum(*np.abs(leaf.bounds)).astype(precision)
                 is_valid |= np.abs(array - clipped) <= 4 * np.spacing(largest)
         if is_valid.all():
@@ -264,7 +266,7 @@ def _prefix(env_indices: Sequence[int] | Array | None, num_envs: int, row: int) 
 
 
 def _all_within(array: Array, limits: tuple[Any, Any]) -> bool:
-    """Return whether all elements are within limits; NaN is not."""
+    """Return whether all elements are within limits; False if there is a NaN."""
     if type(limits[0]) is np.ndarray or not array.size:
         return bool(_is_within(array, limits).all())
     # argmin and argmax return the position of NaN if there is one. For small arrays,
@@ -308,7 +310,7 @@ def _out_of_bounds(leaf: Leaf, array: Array, is_valid: Array, prefix: _Prefix) -
 
 
 def _first_invalid(is_valid: Array) -> tuple[int, tuple[int, ...]]:
-    """Return the row of the first invalid action, and the position inside it."""
+    """Return the row of the first invalid action, and the index within the action."""
     row, *where = (int(i) for i in np.argwhere(~is_valid)[0])
     return row, tuple(where)
 

@@ -1,7 +1,7 @@
 """Convert attribute values that are not plain: spaces, generators, specs and methods.
 
-They are sent in a plain form. From this form, a client only creates objects of known
-classes; it looks up a spec by name.
+Such a value is sent in a plain form. From this form, a client creates only objects of
+known classes; it looks up a spec by its name.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from gymnasium.spaces import Space
 from envserve.errors import CodecError
 from envserve.spaces.env_spec import describe, restore
 
-#: Key whose value is the kind of value; other dicts are unlikely to contain this key.
+#: Key of a plain form that names the kind of the original value; other dicts are
+#: unlikely to contain this key.
 _KIND: Final = "envserve.kind"
-#: Replaces a method; the client calls the method by name instead.
+#: Sentinel that `from_plain` returns for a method. Methods cannot be sent, so clients
+#: call them by name.
 METHOD: Final = object()
 _BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def to_plain(value: Any) -> Any:
-    """Convert spaces, generators, specs and methods for `from_plain`; keep others."""
+    """Return the plain form of a space, generator, spec or method; keep others."""
     if isinstance(value, Space):
         return {_KIND: "space", "space": describe(value)}
     if isinstance(value, np.random.Generator):
-        # As JSON, because some states contain ints of 128 bits.
+        # Send the state as JSON, because some states contain ints of 128 bits.
         state = json.dumps(value.bit_generator.state, default=np.ndarray.tolist)
         return {_KIND: "generator", "state": state}
     if isinstance(value, EnvSpec):
@@ -40,7 +42,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Restore a value from the result of `to_plain`, which may come from any peer.
+    """Return the original value of a plain form, which an untrusted peer may have sent.
 
     Raises:
       CodecError: The value is not valid.

@@ -1,8 +1,8 @@
 """Encode plain values as bytes: scalars, strings, lists, dicts and NumPy arrays.
 
 The format is msgpack with extension types for arrays, NumPy scalars, tuples and large
-ints; the dtype is a number from a fixed table. Decoding never executes code. Both ends
-first validate the bytes with `check`, so that a value that is nested too deeply, too
+ints; the dtype is a number from a fixed table. Decoding never executes code. Both sides
+validate the bytes with `check` first, so that a value that is nested too deeply, too
 large or truncated is rejected before any object is created.
 """
 
@@ -30,8 +30,9 @@ DTYPES: Final = tuple(
 )
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-#: String dtypes, which encoded values may have, but spaces may not. String arrays are
-#: encoded as code points or bytes; an additional last dimension is the string width.
+#: Dtypes in which string arrays are encoded, by the kind of their dtype: as code points
+#: or bytes, with the string width as an additional last dimension. Values may contain
+#: string arrays, but spaces may not.
 _STRINGS: Final[dict[str, np.dtype[Any]]] = {"U": np.dtype("<u4"), "S": np.dtype("u1")}
 _STRING_KINDS: Final = dict(enumerate(_STRINGS, len(DTYPES)))
 
@@ -44,8 +45,8 @@ _MAX_DIMENSIONS: Final = 8
 _MAX_DEPTH: Final = 32
 #: Maximum number of items in a list, or of pairs in a dict.
 _MAX_ITEMS: Final = 1 << 16
-#: Number of Python scalars that take as long to decode as one value of each extension
-#: type, without the items of a tuple.
+#: Cost of a value of each extension type: the number of Python scalars that take as
+#: long to decode. The items of a tuple are counted in addition.
 _COSTS: Final = {_ARRAY: 16, _SCALAR: 4, _TUPLE: 4, _LARGE_INT: 4}
 #: Encoded size of a value in bytes, indexed by its first byte; 0 if the first byte does
 #: not determine the size.
@@ -61,8 +62,8 @@ _SIZES_BY_FIRST_BYTE: Final = bytes(
     ]
 )
 #: Header layout by first byte: width of the length field in bytes, and unit of the
-#: length. Units: 0 for bytes, -1 for items, -2 for pairs; n >= 1 for bytes that follow
-#: an extension type and n - 1 more bytes.
+#: length. Units: 0: bytes; -1: items; -2: key-value pairs; n >= 1: bytes of an
+#: extension value, in addition to n bytes, the first of which is the extension type.
 _HEADERS: Final = {
     **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1)},
     **{0xC9: (4, 1), 0xD4: (0, 2), 0xD5: (0, 3), 0xD6: (0, 5), 0xD7: (0, 9)},
@@ -104,9 +105,9 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
 
     Args:
       value: The value.
-      keep_types: Whether the value belongs to an env or a user: tuples and NumPy
-        scalars keep their types, arrays of other libraries become NumPy arrays, and an
-        Enum becomes its value. If False, tuples become lists, and NumPy scalars become
+      keep_types: Whether tuples and NumPy scalars keep their types, as values of envs
+        and users must. Arrays of other libraries then become NumPy arrays, and an Enum
+        becomes its value. If False, tuples become lists, and NumPy scalars become
         Python scalars.
 
     Raises:
@@ -178,7 +179,7 @@ def check(
     offset, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
     limit = remaining = end if max_values is None else max_values
     num_left, is_map = 1, False  # values left in the innermost open list or map
-    outer: list[tuple[int, bool]] = []  # (left, is_map) of enclosing lists and maps
+    outer: list[tuple[int, bool]] = []  # the same for enclosing lists and maps
     while offset < end:
         while not num_left and outer:
             num_left, is_map = outer.pop()
@@ -210,7 +211,7 @@ def check(
         if is_map and num_left & 1:
             raise CodecError("expected a scalar as a dict key; got a list or dict")
         if len(outer) == max_depth:
-            raise CodecError(f"nested deeper than {_MAX_DEPTH} levels")
+            raise CodecError(f"expected at most {_MAX_DEPTH} nested levels; got more")
         if is_tuple:
             depth = max_depth - len(outer)
             remaining -= check(
@@ -225,7 +226,7 @@ def check(
 
 
 def _read_header(data: _Buffer, offset: int, kind: int) -> tuple[int, int]:
-    """Parse a long header.
+    """Parse a header that begins with a byte in `_HEADERS`.
 
     Returns:
       The offset of the first item and the number of items; or, for a value without

@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 #: Maximum size in bytes of one value of a described space.
 _MAX_VALUE_BYTES: Final = 1 << 30
-#: Bytes charged for each space in a description, in addition to its arrays.
+#: Bytes charged to the budget for each space in a description, in addition to arrays.
 _SPACE_BYTES: Final = 1 << 18
 #: Number of copies of non-uniform bounds that Gymnasium holds while it builds a space.
 _BOUNDS_COPIES: Final = 16
@@ -60,12 +60,15 @@ class EnvSpec:
 
     @cached_property
     def observation_leaves(self) -> tuple[Leaf, ...]:
-        """Leaves of the observation space, in order."""
+        """Leaves of the observation space, in the order of its items."""
         return leaves_of(self.observation_space)
 
     @cached_property
     def action_leaves(self) -> tuple[Leaf, ...]:
-        """Leaves of the action space, in order; `EMPTY_LEAF` if it has none."""
+        """Leaves of the action space, in the order of its items; never empty.
+
+        If the space has no leaves, `EMPTY_LEAF` takes their place.
+        """
         return leaves_of(self.action_space) or (EMPTY_LEAF,)
 
     @cached_property
@@ -187,7 +190,7 @@ class _SpaceBudget:
     """
 
     def __init__(self) -> None:
-        self._left = [_MAX_VALUE_BYTES]  # in a list, to share it with nested budgets
+        self._left = [_MAX_VALUE_BYTES]  # a list, so that nested budgets share it
         self._copies, self._longest, self.times = 1, _MAX_VALUE_BYTES, 1
 
     def nested(self, copies: int) -> _SpaceBudget:
@@ -202,7 +205,12 @@ class _SpaceBudget:
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Charge the memory of `times` arrays of a shape.
+        """Charge the memory of arrays to the budget.
+
+        Args:
+          sizes: Shape of each array.
+          num_bytes: Size of an element in bytes.
+          times: Number of arrays.
 
         Raises:
           SpaceError: The arrays exceed the budget.
@@ -262,7 +270,7 @@ def _restore(
 def _compact(value: Any) -> Any:
     """Convert a space's attribute to a plain value.
 
-    An array of equal values becomes its shape and one value; otherwise the bounds of an
+    An array of equal values becomes its shape and one value, because the bounds of an
     image would take megabytes.
     """
     if isinstance(value, tuple):

@@ -3,7 +3,7 @@
 Most envs return the same numeric keys in every info. The numbers of adjacent rows with
 the same keys and types are packed into records, which are read as arrays in one call.
 This takes a fraction of the time that dicts take. The layout is sent with the records,
-and each end caches the layouts that it has seen.
+and each side caches the layouts that it has decoded.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _PYTHON_DTYPES: Final = {
     int: np.dtype(np.int64),
     float: np.dtype(np.float64),
 }
-#: Format for `struct` by dtype.
+#: Format character of `struct`, by dtype.
 _FORMATS: Final = dict(zip(codec.DTYPES, "?bhiqBHIQefd", strict=True))
-#: Maximum sizes in bytes. Larger values are encoded as dicts.
+#: Maximum sizes in bytes. Values that do not fit into a record are encoded in dicts.
 _MAX_RECORD_BYTES: Final = 1 << 9
 _MAX_LAYOUT_BYTES: Final = 1 << 13
 #: Upper bound in bytes for the lengths and the first row that precede the records.
 _HEADER_BYTES: Final = 32
-#: A column takes as long to decode as this number of values, in addition to its own.
+#: Fixed cost of decoding a column, as the number of values that take as long to decode.
 _VALUES_PER_COLUMN: Final = 16
 #: Maximum number of combinations of keys and types that a worker remembers.
 _MAX_PLANS: Final = 1 << 8
 
 
 class Layout(NamedTuple):
-    """The columns of records.
+    """The layout of records, each of which has one field per column.
 
     Attributes:
       encoded: A dict with a zero of each column's type, encoded by `codec`.
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
       is_python: For each column, whether its values are Python numbers.
       arrays: Position, dtype and shape of each column that consists of arrays.
       dtype: Dtype of a record; the names of its fields are "0", "1" and so on.
-      record: Packs a record.
+      record: `Struct` that packs the values of a record.
     """
 
     encoded: bytes
@@ -85,7 +85,7 @@ class InfoColumns(NamedTuple):
             yield key, layout.is_python[index], records[str(index)]
 
     def dicts(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield each row, and the numbers in its info as a dict."""
+        """Yield each row with a dict of the numbers in its info."""
         values = [
             column.tolist() if is_python else list(column.copy())
             for _, is_python, column in self.columns()
@@ -105,7 +105,7 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
 
     Attributes:
       columns: Numbers in the infos of adjacent rows.
-      others: All other values, by row.
+      others: Info dict by row, without the numbers in columns.
     """
 
     def __init__(
@@ -167,11 +167,14 @@ def split_columns(
 
 
 def read_columns(parts: Sequence[tuple[int, bytes, bytes]]) -> list[InfoColumns]:
-    """Decode columns from a peer: first row, layout and records of each.
+    """Decode columns that a peer has sent.
+
+    Args:
+      parts: First row, encoded layout and records of each.
 
     Raises:
-      CodecError: A layout is not valid, records have another length, or the rows are
-        not ascending.
+      CodecError: A layout is not valid, the records do not have the length that it
+        requires, or the rows are not ascending.
     """
     columns, last = [], 0
     for start, encoded, data in parts:
@@ -233,9 +236,9 @@ def _column_type(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     return dtype, shape, dtype.itemsize * math.prod(shape)
 
 
-#: Layout and keys without a column, by the keys and types of an info; None for infos
-#: without numbers. False for keys and types that have occurred only once: they get no
-#: layout yet, because envs may add keys at random.
+#: Cache of layouts, each with the keys that have no column, by the keys and types of an
+#: info. None for infos without numbers. False for keys and types that have occurred
+#: only once; they get no layout yet, because envs may add keys at random.
 _plans: Final[dict[Any, tuple[Layout, Sequence[Any]] | Literal[False] | None]] = {}
 
 
@@ -268,7 +271,7 @@ def split_infos(
         try:
             values = info.values() if is_plain else _values_of(info, layout)
             record = layout.record.pack(*values)
-        except (ValueError, struct.error):  # also an int beyond 64 bits
+        except (ValueError, struct.error):  # an array differs, or an int is too large
             unpacked[row] = info
             continue
         if row != stop:

@@ -1,7 +1,7 @@
 """Encode info dicts within a budget of bytes and values.
 
 Values that cannot be encoded are omitted, and so are the largest values of infos that
-exceed the budget. Their keys are listed under the key "omitted".
+exceed the budget. The keys of omitted values are listed under the key "omitted".
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import numpy as np
 from envserve.spaces import codec
 from envserve.spaces.info_columns import InfoColumns
 
-#: Maximum number of omitted keys listed per row, and maximum characters of each.
+#: Maximum number of omitted keys listed per row, and maximum length of each.
 _MAX_OMITTED_NAMES: Final = 16
 _MAX_OMITTED_NAME_LENGTH: Final = 32
-#: Upper bounds for the bytes and values of a row without its pairs and omitted keys.
+#: Upper bounds for the bytes and values of a row's info, in addition to its key-value
+#: pairs and omitted keys.
 _ROW_OVERHEAD_BYTES: Final = 32
 _ROW_OVERHEAD_VALUES: Final = 4
 _UNLIMITED: Final = 1 << 60
 #: Upper bound for the size of an encoded row number.
 _ROW_KEY_BYTES: Final = 9
-#: Maximum number of values for which `join_infos` omits individual pairs, which takes a
-#: few milliseconds.
+#: Maximum number of values for which `join_infos` omits individual pairs. With this
+#: number, it takes a few milliseconds.
 _MAX_VALUES_BY_PAIR: Final = 1 << 13
-#: Placeholder for an info that is omitted as a whole, and its number of values.
+#: Encoded placeholder for an info that is omitted as a whole, and its number of values.
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
 _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
@@ -65,7 +66,7 @@ class InfoBudget(NamedTuple):
         return InfoBudget(*map(min, self, other))
 
     def without(self, columns: Iterable[InfoColumns]) -> InfoBudget:
-        """Return the budget that remains for other infos, given these columns."""
+        """Return the budget that these columns leave for other infos."""
         num_bytes, num_values = self
         for part in columns:
             cost = part.cost
@@ -96,8 +97,8 @@ class PackedInfo(NamedTuple):
 class _EncodedInfo:
     """The encoded key-value pairs of one row's info, and its omitted keys.
 
-    Pairs of dicts directly inside the info, such as "reset_info", are omitted one by
-    one too.
+    If a value of the info is a dict, such as "reset_info", its pairs are also omitted
+    one by one.
     """
 
     def __init__(self, info: Mapping[Any, Any], depth: int = 2) -> None:
@@ -202,7 +203,7 @@ def join_infos(
 
     Args:
       packed: Encoded info by row.
-      infos: The same infos before encoding.
+      infos: The infos of the same rows, before they were encoded.
       budget: Budget for the infos of all rows together.
     """
     num_bytes = _ROW_OVERHEAD_BYTES + sum(
@@ -257,7 +258,7 @@ def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         copied: Mapping[str, Any] = _copy(info, {})
     except Exception:  # a user-defined container raised, or the nesting is too deep
-        return info  # values that cannot be encoded are omitted when it is sent
+        return info  # when the info is sent, values that cannot be encoded are omitted
     return copied
 
 

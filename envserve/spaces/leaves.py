@@ -2,8 +2,8 @@
 
 Box, Discrete, MultiBinary and MultiDiscrete are leaves. So are Text, Sequence, Graph
 and OneOf, whose values `variable_length` encodes as rows of bytes. Dict and Tuple are
-flattened in their own order. A subclass counts as its base class; any other Space is an
-error.
+flattened in the order of their items. An instance of a subclass is treated like an
+instance of its base class; any other Space raises SpaceError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ MAX_ROW_BYTES: Final = 1 << 20
 _NUM_ITEMS: Final = (32, 128)
 #: Upper bound for the bytes that the encoding adds to a row, and to each array in it.
 _HEADER_BYTES: Final = 32
-#: Replaces text spaces that do not derive from Text, such as MiniGrid's MissionSpace.
+#: Space that replaces a text space whose class does not derive from Text, such as
+#: MiniGrid's MissionSpace.
 _ANY_TEXT: Final = spaces.Text(
     1024, min_length=0, charset="".join(filter(str.isprintable, string.printable))
 )
@@ -90,8 +91,8 @@ class Leaf:
 
     @cached_property
     def empty_cost(self) -> int:
-        """Number of values that a copy of `empty_value` counts as, for limits."""
-        # Copying is faster than decoding.
+        """Number of values by which a copy of `empty_value` counts towards limits."""
+        # A copy counts less than a decoded value, because copying is faster.
         return 1 + codec.check(codec.encode(self.empty_value), 1 << 30) // 16
 
     @cached_property
@@ -155,7 +156,7 @@ def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
 
 
 def custom_space_classes(space: Space[Any]) -> dict[str, str]:
-    """Return the kind that each user-defined space class is treated as, by name."""
+    """Return the kind, such as "box", of each user-defined space class, by name."""
     kind, classes = kind_of(space), {}
     if not type(space).__module__.startswith("gymnasium.spaces"):
         classes[type(space).__qualname__] = kind
@@ -266,7 +267,7 @@ def _check_dtype(space: Space[Any], path: str) -> None:
 
 
 def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list[Any]:
-    """Return the leaf values of a value or batch of a space, in leaf order.
+    """Split a value or batch of a space into the values of its leaves, in leaf order.
 
     Args:
       space: The space.
@@ -312,7 +313,8 @@ def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
 def unbatch(space: Space[Any], batch: Any, rows: Iterable[int]) -> list[Any]:
     """Return the values of some rows of a batch.
 
-    Gymnasium's `iterate` has no rows if a Dict or Tuple contains an empty one.
+    Unlike Gymnasium's `iterate`, this function also works if a Dict or Tuple contains
+    an empty Dict or Tuple.
 
     Args:
       space: Space of one row.

@@ -22,11 +22,13 @@ from envserve.spaces.leaves import FIXED_SHAPE_KINDS, Leaf, flatten, kind_of, un
 
 Array = np.ndarray[Any, Any]
 
-_HEADER_BYTES: Final = 4  # the length
-#: Maximum number of values in a row, where an array counts as 16; each value takes
-#: microseconds to decode.
+#: Size of the length field.
+_HEADER_BYTES: Final = 4
+#: Maximum number of values in a row, where an array counts as 16. It is limited because
+#: each value takes microseconds to decode.
 _MAX_VALUES: Final = 1 << 13
-#: Maximum number of values in all rows of a step; decoding them takes a second or two.
+#: Maximum number of values in all rows of a step. Decoding this number takes one to two
+#: seconds.
 _MAX_BATCH_VALUES: Final = 1 << 18
 #: Exceptions that NumPy and Python raise if a decoded value does not match its space.
 _CONVERSION_ERRORS: Final = (
@@ -77,7 +79,7 @@ def decode_row(leaf: Leaf, row: Array) -> Any:
 
 
 def _decode_and_count(leaf: Leaf, row: Array) -> tuple[Any, int]:
-    """Return the value of a row, and the number of values it counts as in limits."""
+    """Return the value of a row, and the number by which it counts towards limits."""
     data = row.tobytes()
     stop = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
     if stop == _HEADER_BYTES:
@@ -112,8 +114,8 @@ def decode_observation(
       observation: Arrays `[n, ...]`, nested like the observation space.
       is_complete: bool `[n]`; False for rows that a killed worker may have written only
         partially.
-      ended: bool `[n]`; True for rows to decode. All other rows share one empty value.
-        None: decode all rows.
+      ended: bool `[n]`; True for rows whose episode has ended. Only these rows are
+        decoded, and all others share one empty value. None: decode all rows.
 
     Returns:
       The observation, with a tuple of n values in place of each encoded array, as
@@ -165,8 +167,8 @@ def decode_actions(spec: EnvSpec, arrays: Sequence[Array]) -> list[Any]:
 
     Args:
       spec: Spec of the envs.
-      arrays: One array `[n, ...]` per action leaf. They are copied, because envs may
-        store their actions.
+      arrays: One array `[n, ...]` per action leaf. The arrays are copied, because envs
+        may store their actions.
 
     Raises:
       CodecError: An encoded row is not valid.

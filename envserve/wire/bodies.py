@@ -219,7 +219,8 @@ class Pong(Body, frozen=True, kw_only=True):
 class Drain(Body, frozen=True, kw_only=True):
     """The server grants no more leases, and is about to stop (DRAIN).
 
-    A lease ends before that if each of its rows has completed an episode.
+    A lease ends once each of its rows has completed an episode, at the latest when the
+    server stops.
 
     Attributes:
       grace_ms: Time until the server stops.
@@ -236,9 +237,9 @@ class ResetBody(Body, frozen=True, kw_only=True):
     """Request to reset rows of some blocks, with optional seeds (RESET).
 
     Attributes:
-      resets: For each entry of the message, the rows of the lease (None: all rows of
-        the block), and a seed for each row or None; see `lane.Reset`.
-      options: Options for `reset` of these envs; see `pack_options`.
+      resets: For each entry of the message, the rows of the lease (None for all rows of
+        the block), and their seeds (None for no seeds); see `lane.Reset`.
+      options: Options for the `reset` of these envs; see `pack_options`.
     """
 
     resets: Annotated[
@@ -278,8 +279,8 @@ class CallBody(Body, frozen=True, kw_only=True):
     Attributes:
       kind: "call", "get" or "set".
       name: Name of the attribute.
-      calls: For each entry of the message, the rows of the lease and their arguments;
-        nil if the arguments equal those of the previous entry.
+      calls: For each entry of the message, the rows of the lease and their arguments.
+        The arguments are nil if they equal those of the previous entry.
     """
 
     kind: CallKind
@@ -327,8 +328,8 @@ class FrameRequest(Body, frozen=True, kw_only=True):
       lease: Number of the lease; see `LeaseStatus`.
       rows: Rows of the lease.
       width: Maximum width of an image in pixels.
-      after: Serial number of the latest image that the client has of each row, or 0;
-        may be shorter than `rows`.
+      after: For each row, the serial number of the latest image that the client has, or
+        0. Missing numbers count as 0.
       record: Whether to send the flight record of the first row instead of images.
     """
 

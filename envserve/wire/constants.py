@@ -22,8 +22,8 @@ MAX_ENTRIES: Final = 4096
 #: 1 MiB that servers accept by default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
 #: Limits of ATTACH and CALL. The time to decode Python values depends on their number
-#: rather than on their bytes, so both are limited; see the decision "No message
-#: occupies the server for more than 2 ms".
+#: rather than on their size, so both are limited; see the decision "No message occupies
+#: the server for more than 2 ms".
 MAX_ATTACH_BYTES: Final = 4 << 10
 MAX_ATTACH_VALUES: Final = 256
 MAX_CALL_BYTES: Final = 64 << 10
@@ -40,7 +40,7 @@ MAX_OPTIONS_VALUES: Final = 1024
 MAX_ARGUMENT_BLOCKS: Final = 64
 #: Maximum total size of the arguments of a CALL, over all its blocks.
 MAX_ARGUMENT_BYTES: Final = 1 << 20
-#: Maximum size of rows in a body; larger rows are sent in a separate frame.
+#: Maximum size of the rows in a body; the other rows are sent in a separate frame.
 MAX_INLINE_BYTES: Final = 64 << 10
 #: Limits of the report that accompanies a result (infos, faults, errors): its size, and
 #: the number of values in it.
@@ -50,10 +50,11 @@ MAX_REPORT_VALUES: Final = 1 << 17
 #: accept.
 MAX_RESULT_BYTES: Final = 1 << 30
 MAX_STATUS_BYTES: Final = 64 << 10
-#: Limits of a FRAME_RESULT: bytes of its images (in addition to 64 texts), rows, and
-#: bytes of a flight record.
+#: Maximum total size of the images in a FRAME_RESULT, without their texts.
 MAX_FRAMES_BYTES: Final = 640 << 10
+#: Maximum number of rows in a FRAME_RESULT.
 MAX_FRAME_ROWS: Final = 64
+#: Maximum size of a flight record in a FRAME_RESULT.
 MAX_RECORD_BYTES: Final = 16 << 20
 #: Limits of the texts in an ERROR.
 MAX_TEXT_BYTES: Final = 4 << 10
@@ -98,8 +99,8 @@ class MessageType(enum.IntEnum):
 class ErrorCode(enum.IntEnum):
     """Reason why a request failed.
 
-    The set is fixed within a protocol version: a new code requires a new version, or is
-    sent only in answer to requests that older clients never make.
+    The codes of a protocol version are fixed. A new code requires a new version, unless
+    it is sent only in answer to requests that older clients never make.
     """
 
     BAD_MESSAGE = 1

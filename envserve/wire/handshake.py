@@ -114,7 +114,7 @@ class Welcome(Body, frozen=True, kw_only=True):
       num_names: Total number of offered envs.
       total_envs: Number of envs that the client may lease in total.
       free_envs: Number of envs that the client may lease now.
-      is_starting: Whether workers cannot be started yet.
+      is_starting: Whether the server cannot start workers yet.
       is_draining: Whether no new leases are granted, because the server is about to
         stop.
       loop_lag_ms: Largest recent delay of the server's event loop.
@@ -157,7 +157,7 @@ class ErrorBody(Body, frozen=True, kw_only=True):
       env_index: Row of the lease that the error concerns; None if the error does not
         concern a single row.
       holder: In ENVS_BUSY, the client that has leased the most envs.
-      held_ms: In ENVS_BUSY, the time since that client leased them.
+      held_ms: In ENVS_BUSY, the time since that client leased its envs.
       is_draining: In ENVS_BUSY, whether the server grants no more leases.
     """
 
@@ -194,8 +194,8 @@ def clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
     Args:
       text: The text.
       max_bytes: Maximum size of the result.
-      keep_end: Whether to keep the end instead of the beginning, as for tracebacks,
-        whose last line names the error.
+      keep_end: Whether to keep the end instead of the beginning. Use it for tracebacks,
+        because their last line names the error.
     """
     data = text.encode(errors="replace")
     if len(data) <= max_bytes:
@@ -226,7 +226,7 @@ _EXCEPTIONS: Final[dict[ErrorCode, type[EnvserveError]]] = {
 
 
 def check_versions(welcome: Welcome, address: str) -> None:
-    """Raise ProtocolMismatch if client and server have no protocol in common."""
+    """Raise ProtocolMismatch if client and server have no version in common."""
     if welcome.min_version > VERSION or welcome.max_version < MIN_VERSION:
         raise ProtocolMismatch(
             f"{address}: the server speaks protocol {welcome.min_version} to "

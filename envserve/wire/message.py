@@ -45,7 +45,7 @@ _TYPES: Final = {int(member): member for member in MessageType}
 _STABLE_TYPES: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
 
 
-@dataclass(slots=True)  # not frozen, which would triple the time to create one
+@dataclass(slots=True)  # a frozen one would take three times as long to create
 class Message:
     """A message in either direction.
 
@@ -57,8 +57,8 @@ class Message:
       boot: Random number drawn by the server at its start; 0 if it is not known yet.
       epoch: Number of the lease; 0 before it is granted.
       request: The client's number for the request; an answer repeats it.
-      attempt: Number of times the request was sent before; an answer repeats the latest
-        attempt.
+      attempt: Number of times the request was sent before; an answer repeats that of
+        the latest copy of the request.
       entries: Pairs (block, seq) that the message concerns.
       body: Encoded msgpack in control messages, raw rows in STEP and RESULT.
       payload: More raw rows, or the encoded result of a call.
@@ -135,7 +135,7 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def set_attempt(frame: Buffer, attempt: int) -> bytes:
-    """Return frame 0 with another attempt number; a resend changes nothing else."""
+    """Return a copy of frame 0 with another attempt number, for a resend."""
     end = _ATTEMPT_OFFSET + _ATTEMPT.size
     patched = _ATTEMPT.pack(min(attempt, 0xFFFF))
     return bytes(frame[:_ATTEMPT_OFFSET]) + patched + bytes(frame[end:])
@@ -170,7 +170,7 @@ def session_and_block(frame: Buffer) -> tuple[bytes, bytes]:
 
 
 def peek(frames: Sequence[Buffer]) -> Message | None:
-    """Decode only the prefix of a message, to answer a malformed message.
+    """Decode only the prefix of a message, so that a malformed one can be answered.
 
     Return None if the frames do not begin with a valid prefix.
     """

@@ -61,11 +61,12 @@ _MAX_LISTED: Final = 64
 _EncodedInfos = tuple[Sequence[InfoColumns], bytes]
 _NO_INFOS: Final[_EncodedInfos] = (), b"\x80"
 
-#: Rows by (status, is_violation, text), and blocks by error.
+#: Rows by the fault's (status, is_violation, text).
 _Faults = dict[tuple[Status, bool, str], list[int]]
+#: Blocks by error.
 _Errors = dict["ErrorBody", list[int]]
 
-#: Maximum number of notes in a report, and maximum length of each.
+#: Maximum number of notes in a report, and maximum length of a note.
 _MAX_NOTES: Final = 4
 _MAX_NOTE_LENGTH: Final = 1024
 _Note = Annotated[str, Meta(max_length=_MAX_NOTE_LENGTH)]
@@ -105,8 +106,9 @@ class ResultReport:
       faults: Faults of rows.
       errors: Errors by block, for operations that failed as a whole.
       notes: A few short messages about the envs, each to be logged once.
-      packed_infos: Encoded infos by row, without the values in columns. Only senders
-        set them; they are used only if they include all rows of `infos`.
+      packed_infos: Encoded infos by row, without the numbers in columns. Only senders
+        set them. They are used only if they include all rows of `infos` that have other
+        values.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -116,7 +118,7 @@ class ResultReport:
     packed_infos: Mapping[int, PackedInfo] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Return the frame, at most MAX_REPORT_BYTES long; b"" for an empty report."""
+        """Return a frame of at most MAX_REPORT_BYTES; b"" for an empty report."""
         if not (self.infos or self.faults or self.errors or self.notes):
             return b""
         notes = tuple(dict.fromkeys(self.notes))[:_MAX_NOTES]
@@ -195,7 +197,8 @@ class ResultReport:
           where: Address of the server, for errors.
 
         Raises:
-          RemoteProtocolError: The report contains other rows or blocks than the RESULT.
+          RemoteProtocolError: The report contains rows or blocks that are not in the
+            RESULT.
         """
         infos = {block: RowInfos() for block, _ in entries}
         faults: dict[int, list[Fault]] = {block: [] for block in infos}
@@ -265,7 +268,7 @@ def _merge_faults(faults: _Faults) -> _Faults:
 
 
 def _merge_errors(errors: _Errors) -> _Errors:
-    """Merge all errors into one."""
+    """Merge all errors into one that names only the first."""
     if len(errors) < 2:
         return errors
     first = next(iter(errors))
@@ -294,8 +297,8 @@ def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
 def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]]:
     """Unpack sets of indices; raise RemoteProtocolError if an index occurs twice.
 
-    An unpacked index takes far more memory than its bit, so repetitions are not
-    allowed.
+    An unpacked index takes far more memory than its bit in a bitmap, so repetitions are
+    not allowed.
     """
     seen: set[int] = set()
     unpacked, count = [], 0

@@ -1,9 +1,10 @@
 """Encode rows as bytes, without a description of their layout.
 
-The fields are concatenated; each contains the rows of the listed blocks, in order. A
-STEP contains the action leaves. A RESULT contains reward, terminated, truncated, status
-and the observation leaves, followed by the final_observation leaves of the rows that
-are terminated or truncated.
+The encoding is a concatenation of fields, each of which contains the rows of the
+message's blocks in the order of its entries. The fields of a STEP are the action
+leaves. Those of a RESULT are reward, terminated, truncated, status and the observation
+leaves, followed by the final_observation leaves, which contain only the rows that are
+terminated or truncated.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from envserve.wire.constants import MAX_INLINE_BYTES
 from envserve.wire.message import Buffer
 
 Array = np.ndarray[Any, Any]
-#: First row, and row after the last.
+#: The first row of a range, and the row after its last row.
 Range = tuple[int, int]
 
 #: Status values that a server may send; clients set all other values themselves.
 _WIRE_STATUSES: Final = bytes(
     [Status.OK, Status.ENV_ERROR, Status.WORKER_DIED, Status.TIMEOUT]
 )
-#: Bytes per row of the reward, of reward and flags, and of reward, flags and status.
+#: Bytes per row of the fields before the flags (reward), before the status (reward and
+#: flags), and before the observation leaves (reward, flags and status).
 _FLAGS_OFFSET: Final = 8
 _STATUS_OFFSET: Final = 10
 _FIXED_FIELDS_BYTES: Final = 11
@@ -51,9 +53,12 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
     """Return the bytes for a message's body, and the bytes for a separate frame.
 
-    Short rows are placed in the body. If the rows are too long, the body contains only
-    their first fields, and a separate frame contains the remaining fields. A single
-    remaining field is sent without a copy.
+    If the fields are too long for the body, the body contains only the first fields,
+    and the separate frame contains the others. If there is only one other field, it is
+    sent without a copy.
+
+    Args:
+      buffers: The fields.
     """
     if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
         return b"".join(buffers), b""
@@ -66,7 +71,7 @@ def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
 
 
 class RowCodec:
-    """Byte views of the row arrays; the client and the server have one each.
+    """Views of the row arrays as bytes; the client and the server have one each.
 
     Attributes:
       num_envs: Number of rows.
@@ -136,8 +141,8 @@ class RowPart:
     def pack_actions(self) -> tuple[bytes, bytes]:
         """Return the body and payload of a STEP message, both as copies of the actions.
 
-        The copies are necessary because a resent request must contain the same bytes,
-        even if the rows have changed.
+        The copies are necessary because a resent request must contain the same bytes as
+        the original, even if the rows have changed.
         """
         if self._action_bytes <= MAX_INLINE_BYTES:  # the usual case
             return b"".join(self._actions), b""
@@ -261,7 +266,7 @@ def _views(arrays: Sequence[Array], ranges: Sequence[Range]) -> list[memoryview]
 def _join_unless_cut_at_field(
     first: Buffer, rest: Buffer, ends: Sequence[int], min_bytes: int
 ) -> tuple[memoryview, memoryview]:
-    """Join two pieces, unless the cut is between fields and after `min_bytes` bytes."""
+    """Join two pieces, unless they are cut between fields and after `min_bytes`."""
     if not len(first):
         first, rest = rest, b""
     elif len(rest) and not (len(first) >= min_bytes and len(first) in ends):
@@ -275,7 +280,7 @@ def _write(
     first: memoryview,
     rest: memoryview,
 ) -> None:
-    """Fill the targets in order from two pieces, divided at the end of a target."""
+    """Fill the targets in order from two pieces, which are cut between targets."""
     source, base, offset = first, 0, 0
     for target, end in zip(targets, ends, strict=True):
         if offset == len(first):

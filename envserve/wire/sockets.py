@@ -14,8 +14,8 @@ from envserve.keys.key_pair import KeyPair
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Maximum length of the path of the temporary folder; on macOS, the path of a socket
-#: has at most 103 bytes.
+#: Maximum length of the temporary folder's path, because on macOS, the path of a socket
+#: in the folder may have at most 103 bytes.
 _MAX_FOLDER_BYTES: Final = 70
 #: Plain ints, because ZeroMQ's own flags are slow to combine.
 NOBLOCK: Final = int(zmq.NOBLOCK)
@@ -30,7 +30,7 @@ UNKNOWN_KEY: Final = 400
 
 Frames = list[bytes | memoryview]
 
-#: Number of frames of an oversized message that are discarded in one call.
+#: Maximum number of frames that are discarded in one call, if a message has too many.
 _DISCARD_BATCH: Final = 1000
 
 
@@ -38,16 +38,15 @@ def set_common_options(socket: zmq.Socket[bytes]) -> None:
     """Set options so that a dead connection is detected within about 3 seconds.
 
     TCP keepalive alone is not sufficient, because it is inactive while sent data is
-    unacknowledged; TCP_MAXRT covers this case.
-    ZMTP heartbeats are not used, because libzmq 4.3.5 aborts the process if a
-    connecting socket's receive pipe is full.
+    unacknowledged; TCP_MAXRT covers this case. ZMTP heartbeats are not used, because
+    libzmq 4.3.5 aborts the process if a connecting socket's receive pipe is full.
     """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.TCP_MAXRT, 3000)  # ms; without effect where unsupported
+    socket.setsockopt(zmq.TCP_MAXRT, 3000)  # milliseconds; not all systems support it
 
 
 def use_keys(
@@ -66,13 +65,13 @@ def use_keys(
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder of mode 0700 for ipc addresses; in /tmp if TMPDIR is too long."""
+    """Create a folder of mode 0700 for ipc sockets; in /tmp if TMPDIR is too long."""
     is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
     return tempfile.TemporaryDirectory("", "envserve-", "/tmp" if is_long else None)
 
 
 def event_fd(socket: zmq.Socket[bytes]) -> int:
-    """Return the edge-triggered descriptor that signals a change of EVENTS."""
+    """Return a descriptor that becomes readable (edge-triggered) if EVENTS changes."""
     return int(socket.getsockopt(zmq.FD))
 
 
@@ -84,11 +83,11 @@ class FrameReceiver:
     frames.
 
     Attributes:
-      is_discarding: Whether the remaining frames of an oversized message are being
-        discarded.
+      is_discarding: Whether the remaining frames of a message that has too many are
+        being discarded.
       first_frame: First frame of the latest message; it carries ZeroMQ's metadata about
         the sender.
-      num_discarded: Number of discarded frames of the last oversized message.
+      num_discarded: Number of discarded frames of the last message that had too many.
       num_messages: Number of received messages.
     """
 
@@ -114,8 +113,8 @@ class FrameReceiver:
     def receive(self, *, wait: bool = False) -> Frames | None:
         """Return the next message, or None if there is none yet.
 
-        An oversized message is returned with the allowed number of frames. Its other
-        frames are discarded gradually, in this call and later calls.
+        A message with too many frames is returned with the allowed number of frames.
+        Its other frames are discarded in batches, in this call and later calls.
 
         Args:
           wait: Whether to wait for a message, at most for the socket's RCVTIMEO.

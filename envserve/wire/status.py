@@ -126,10 +126,10 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
     """Status of a server since it started, and of its leases.
 
-    `commit` identifies the build of the release `version`, and may be empty.
-    `num_leases` is the number of leases that the client may see; `leases` contains as
-    many of them as fit. Fields that `Welcome` also has are specific to the client. An
-    empty `version` represents a server that does not support STATUS.
+    An empty `version` represents a server that does not support STATUS. `commit`
+    identifies the build of a release, and may be empty. `num_leases` is the number of
+    leases that the client may see; `leases` contains as many of them as fit. The fields
+    that `Welcome` also has are described there.
     """
 
     version: Name = ""

@@ -23,14 +23,15 @@ tolerate any content:
 - `step_timings` counts durations;
 - the action ring (`envserve.crashes`) contains the last actions of each row, from which
   a crash is replayed;
-- the frame board contains rendered frames, and the pool's requests for them.
+- the frame board contains rendered frames, and the requests of the pool to render them.
 
 Death. A worker may be killed at any moment: by the kernel, by an env that crashes or
 exits, or by the pool when a heartbeat stops. This is safe for three reasons. No lock is
 shared between processes. The pool discards the result of an interrupted step: it
 replaces the step with a lost transition (truncated, reward 0), whose final observation
-consists of the finite values in the rows. And no other process writes these rows until
-the process is known to have ended: only then are its blocks marked as lost and a
-successor is started. The shared memory remains mapped in the pool, so afterwards the
-heartbeat and the action ring show which env was running, and with which action.
+consists of the finite values in the rows. The blocks of a worker are marked as lost,
+and a new worker is started, only once the process is known to have ended; until then,
+no other process writes these rows. The shared memory remains mapped in the pool, so
+afterwards the heartbeat and the action ring show which env was running, and with which
+action.
 """

@@ -1,8 +1,8 @@
 """Attribute access on the envs of a block: request, execution and answer.
 
-The answer contains the values of the first rows: as many as fit, and at least one. No
-call was made on the remaining rows, and the caller requests them again. A row whose
-call failed has a fault and no value.
+The answer contains the values of the first rows: as many as fit, and at least one. The
+remaining rows were not called, so the client sends another request for them. A row
+whose call failed has a fault, and None instead of a value.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from envserve.spaces.attribute_values import to_plain
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
-#: Length of the report, which precedes the values.
+#: Format of the report's length. An answer consists of this length, the report and the
+#: list of values.
 _LENGTH: Final = struct.Struct("<I")
-#: Once the values exceed this size, no further row is called. The second limit is
-#: divided by the number of blocks.
+#: Once the values in an answer exceed this size, no further row is called.
 _SOFT_LIMIT_BYTES: Final = 4 << 20
+#: Maximum total size of the values in the answers of all blocks of a pool; each block
+#: may use an equal share.
 _POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
-#: Maximum number of values in a row's result, counted as in `codec.check`, because each
-#: value takes time to decode. All rows of an answer together have less than twice this
-#: number.
+#: Maximum number of values in the result of a row, counted as in `codec.check`. It is
+#: limited because each value takes time to decode. All rows of an answer together have
+#: less than twice this number.
 MAX_RESULT_VALUES: Final = 1 << 17
 _NONE: Final = codec.encode(None)
 #: First byte of an encoded list; the length of the list follows.
@@ -50,7 +52,7 @@ def encode_call(call: Call, num_blocks: int = 1) -> bytes:
 
 
 class CallRequest(NamedTuple):
-    """A call as received by the worker: `lane.Call` and a size limit for the answer."""
+    """A call that the worker has received: `lane.Call` and the answer's size limit."""
 
     rows: list[int]
     kind: str
@@ -69,7 +71,14 @@ class CallRequest(NamedTuple):
         return self.kind in ("call", "set")
 
     def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
-        """Decode a new copy of the arguments for the row at a position in `rows`."""
+        """Decode a new copy of the arguments for one row.
+
+        Args:
+          position: Position of the row in `rows`.
+
+        Returns:
+          The positional and the keyword arguments.
+        """
         arguments, keywords = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
         return ([arguments[position]] if self.kind == "set" else arguments), keywords
 
@@ -84,9 +93,10 @@ def run_call(
 
     Args:
       request: The call.
-      get_value: Returns the value of the row at a position, or raises the env's error.
-      must_answer_all: Whether rows that do not fit get a fault instead of being left
-        for another request, because the call must not be repeated.
+      get_value: Function that calls the row at a position in `request.rows`; returns
+        its value, or raises the env's error.
+      must_answer_all: Whether rows whose values do not fit get a fault, because the
+        call must not be repeated. If False, they are left for another request.
     """
     values: list[bytes] = []
     faults: list[Fault] = []
@@ -98,7 +108,8 @@ def run_call(
                 break
             get_value = _raise_too_large
         try:
-            # Encode it in a list, because the answer is a list and nesting is limited.
+            # Encode the value inside a list, as in the answer, so that the limit on the
+            # nesting depth applies to both in the same way.
             value = codec.encode([to_plain(get_value(position))], keep_types=True)
             num_values += codec.check(value, MAX_RESULT_VALUES)
             value = value[1:]
@@ -109,7 +120,7 @@ def run_call(
                 )
         except Exception as error:
             value, fault = _NONE, fault_from_error(row, error)
-            if isinstance(error, codec.CodecError):  # its message is sufficient
+            if isinstance(error, codec.CodecError):  # it needs no traceback
                 fault = fault._replace(text=str(error))
             faults.append(fault)
             num_values += 1
@@ -128,10 +139,10 @@ def run_call(
 def run_call_on_vector_env(
     request: CallRequest, env: Any, rows: Sequence[int]
 ) -> bytes:
-    """Run a call once, on the vector env of all rows of a block.
+    """Run a call once, on the vector env of a block, and encode the answer.
 
-    Every row gets the returned value, or its own item if the value is a list or tuple
-    with one item per row of the block.
+    If the returned value is a list or tuple with one item per row of the block, each
+    row gets its item. Otherwise, each row gets the whole value.
     """
     try:
         value = _apply_to_vector_env(request, env)
@@ -151,7 +162,7 @@ def run_call_on_vector_env(
 def _raise_too_large(position: int) -> Any:
     raise ValueError(
         f"expected at most {_SOFT_LIMIT_BYTES >> 20} MiB of values for all rows of a "
-        f"vector env; got more; the call was executed, but must return less"
+        f"vector env; got more; the call was executed, but its values were dropped"
     )
 
 
@@ -184,6 +195,9 @@ def decode_results(payload: bytes, block: Block) -> Outcome:
     start = _LENGTH.size
     end = start + int.from_bytes(payload[:start], "little")
     if end > len(payload):
-        raise ValueError(f"expected an answer to a call; got {len(payload)} bytes")
+        raise ValueError(
+            f"expected a report of {end - start} bytes at the start of an answer of "
+            f"{len(payload)} bytes"
+        )
     outcome, _ = decode_report(payload[start:end], block, 1)
     return Outcome(block.index, faults=outcome.faults, result=payload[end:])

@@ -5,10 +5,10 @@ A message is a header (kind, block, sequence number, payload length) and a paylo
 the slab.
 
 The parent's end (`Channel`) does not block, because one loop serves all workers: unsent
-bytes are queued, and the selector reports when the socket is writable. A worker is idle
-between operations, so its end (`MessageReader`) blocks. The parent does not trust
-workers, because their envs may write anything to any descriptor: every kind of message
-has a size limit, and invalid bytes raise WorkerError.
+bytes are queued, and the selector reports when the socket is writable. The worker's end
+(`MessageReader`) blocks, because a worker has nothing else to do between operations.
+The parent does not trust workers, because their envs may write anything to any
+descriptor: every kind of message has a size limit, and invalid bytes raise WorkerError.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from envserve.settings import EnvRequest
 if TYPE_CHECKING:  # it imports gymnasium
     from envserve.envs.pickled_code import UserCode
 
-#: Kind, block, sequence number, number of payload bytes.
+#: Header of a message: kind, block, sequence number, number of payload bytes.
 HEADER: Final = struct.Struct("<BxHII")
-#: Size of a read in bytes; larger than any report of the template. Other messages may
-#: need several reads.
+#: Maximum number of bytes to read at once; larger than any report of the template.
+#: Other messages may need several reads.
 _MAX_READ_BYTES: Final = 1 << 18
-#: Errors after which a send can be retried, because the receiver is only slow.
+#: Errors of a send that can be retried, because the receiver is only slow.
 _BUSY_ERRNOS: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
 #: Maximum encoded size of the arguments of a call, and of its result for one row.
@@ -61,15 +61,15 @@ class MessageKind(enum.IntEnum):
     CLOSE = 6  # close the envs and exit
     REPLAY = 14  # instead of BUILD: replay a repro file, see `replay_worker`
     # Worker to pool.
-    BUILT = 7  # one more env is built
+    BUILT = 7  # another env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
-    FAILED = 10  # traceback; the worker exits. Block 1 means a restart would fail too
+    FAILED = 10  # traceback; the worker exits. Block 1: a restart would fail, too
     VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
     UNKNOWN_ENV = 11  # error message; the worker exits
     BAD_WRAPPER = 15  # error message; the worker exits
     # Between launcher and template, in both directions.
-    FORK = 16  # request to import modules, or to fork or kill a worker; or its result
+    FORK = 16  # a request (import modules, fork or kill a worker) or its result
 
 
 #: Exceptions for invalid requests, which no restart can fix, by message kind.
@@ -78,10 +78,10 @@ REQUEST_ERRORS: Final = {
     MessageKind.BAD_WRAPPER: WrapperError,
 }
 _KINDS: Final = {int(kind): kind for kind in MessageKind}
-#: Maximum size of the payload of kinds that are not listed below.
+#: Maximum payload size of messages whose kind is not in `_MAX_BYTES_BY_KIND`.
 _MAX_BYTES: Final = 64 << 20
-#: Limits for messages from workers, which are decoded in the loop that serves all
-#: workers.
+#: Maximum payload sizes of messages from workers. They are lower, because the loop that
+#: serves all workers decodes these messages.
 _MAX_BYTES_BY_KIND: Final = {
     MessageKind.READY: 16 << 20,
     MessageKind.DONE: MAX_ANSWER_BYTES,
@@ -123,12 +123,12 @@ class BuildMessage(EnvRequest):
     blocks: Sequence[tuple[int, int, int]]
     """For each block: its index, its first row, and the row after its last row."""
     incarnations: Sequence[int]
-    """Number of times that the env of each row of the pool was rebuilt before."""
+    """For each row of the pool, the number of times that its env was rebuilt before."""
     code: UserCode
-    """Code of the process that owns the pool, pickled in the message."""
+    """Functions and classes of the process that owns the pool; pickled in BUILD."""
 
     def __post_init__(self) -> None:
-        """Skip validation: resolving the types would delay the worker's start."""
+        """Skip the validation, because resolving the types would delay the start."""
 
 
 class MessageDecoder:
@@ -145,8 +145,9 @@ class MessageDecoder:
         """
         buffer = self._buffer
         if not buffer and len(data) == HEADER.size:
+            # Fast path for a single message without a payload.
             code, block, sequence, length = HEADER.unpack(data)
-            if length == 0 and code in _KINDS:  # fast path: a message without payload
+            if length == 0 and code in _KINDS:
                 return [
                     _TUPLE_NEW(ChannelMessage, (_KINDS[code], block, sequence, b""))
                 ]
@@ -179,9 +180,9 @@ _PassedFd = int | socket.socket | None
 
 
 class Channel:
-    """The parent's end of a socket pair to a worker or the template; non-blocking.
+    """The parent's end of a socket pair to a worker or the template.
 
-    Only `wait` blocks.
+    It is non-blocking: only `wait` blocks.
 
     Attributes:
       socket: The socket.
@@ -219,13 +220,13 @@ class Channel:
 
         Args:
           data: Encoded messages.
-          passed_fd: A descriptor to pass with the messages. A socket is closed once it
-            is sent.
+          passed_fd: A descriptor to pass with the messages, or a socket, which is
+            closed once its descriptor was passed.
         """
         if not self.unsent and passed_fd is None:
             try:
                 sent = self.socket.send(data)
-            except OSError:  # full or closed: `flush` distinguishes the two
+            except OSError:  # the socket is full or closed; `flush` handles both
                 sent = 0
             if sent == len(data):
                 return
@@ -309,8 +310,8 @@ class MessageReader:
 
     Attributes:
       fds: Received descriptors.
-      spin_seconds: Time to poll for a message, yielding the core between polls,
-        before blocking.
+      spin_seconds: Time to poll for a message before blocking. Between polls, the core
+        is yielded to other processes.
     """
 
     def __init__(self, channel: socket.socket) -> None:

@@ -1,8 +1,8 @@
 """A block of single envs, which are stepped sequentially.
 
 If an env raises an exception or returns a value outside its spaces, the block replaces
-it with its next incarnation within the same operation, and reports a fault for its row.
-If the new env cannot be built or reset either, the exception ends the worker.
+the env with its next incarnation within the same operation, and reports a fault for the
+row. If the new env cannot be built or reset, the exception ends the worker.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EnvBlock:
           config: Content of BUILD.
           rows: Rows of the pool.
           checks: Checks of the values that envs return.
-          threads: Threads for the resets of spare envs; None for no spare envs.
+          threads: Threads that reset the spare envs; None if there are no spare envs.
         """
         self.rows = rows
         self._config = config
@@ -68,7 +68,7 @@ class EnvBlock:
             self._envs.append(SpareRow(env, spare, threads) if threads else env)
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
-        """Build the envs; yield the index and the spaces of each env."""
+        """Build the envs; yield each env's row in the whole batch, and its spec."""
         for env in self._envs:
             self._spec = env.build()
             yield env.env_index, self._spec
@@ -96,7 +96,7 @@ class EnvBlock:
         faults: list[Fault] = []
         infos: dict[int, Mapping[str, Any]] = {}
         self._record_step()
-        block.flags[...] = 0  # no row has ended, and all statuses are OK
+        block.flags[...] = 0  # no episode has ended, and all statuses are OK
         actions = decode_actions(self._spec, block.action)
         for env, action in zip(self._envs, actions, strict=True):
             try:
@@ -116,7 +116,8 @@ class EnvBlock:
         for position, terminated, truncated in ended:
             block.terminated[position] = terminated
             block.truncated[position] = truncated
-        # A finite sum has only finite terms. Other sums may be due to an overflow.
+        # If a sum is finite, so are its terms. If it is not, the sum may only have
+        # overflowed, so `_replace_non_finite` checks each term.
         if self._checks.nonfinite != "pass" and not (
             math.isfinite(sum(rewards)) and all(map(is_finite, block.observation))
         ):
@@ -160,7 +161,7 @@ class EnvBlock:
         if in_step and self._config.autoreset == "next_step":
             self._heartbeat[1] = 0
             env.defer_reset()
-            if isinstance(error, SpaceViolation):  # the observation may not be finite
+            if isinstance(error, SpaceViolation):  # the observation may contain NaN
                 for last in rows.observation:
                     last[env.row] = 0
         else:
@@ -193,7 +194,7 @@ class EnvBlock:
                     raise  # the env cannot be reset at all
                 faults.append(self._replace_failed(env, error))
                 info = {}
-            # A fault implies one rebuild.
+            # A fault of the row already reports one of its rebuilds.
             is_counted = bool(faults) and faults[-1].env_index == row
             rebuilt += [row] * (env.incarnation - incarnation - is_counted)
             if info and self._reports_all_infos:
@@ -211,9 +212,10 @@ class EnvBlock:
         options: bytes,
         faults: list[Fault],
     ) -> Mapping[str, Any]:
-        """Reset an env and return its info; rebuild it if that fails, unless it is new.
+        """Reset an env and return its info; if this fails, rebuild the env and retry.
 
-        A failure that the rebuild has repaired is added to `faults`, with status OK.
+        If the retry succeeds, the failure is added to `faults`, with status OK. An env
+        that has never been reset is not rebuilt.
         """
         was_fresh = env.is_fresh
         try:

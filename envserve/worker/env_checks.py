@@ -25,9 +25,9 @@ class SpaceViolation(Exception):
     """An env returned a value that violates its spaces or Gymnasium's API.
 
     Attributes:
-      is_masked: Whether the row is masked, because of `nonfinite="mask"`, instead of
-        failing.
-      is_permanent: Whether a new env would violate its spaces in the same way.
+      is_masked: Whether the row is only marked as lost, because of `nonfinite="mask"`,
+        and no error is raised.
+      is_permanent: Whether a rebuilt env would violate its spaces in the same way.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EnvChecks:
     Attributes:
       nonfinite: See `settings.NonFinite`.
       strict_spaces: Whether the dtypes of observations must match the space's dtypes.
-      warnings: Warnings by class name of the env; "" once the warning was returned.
+      warnings: Warning by class name of the env; "" once it was returned.
     """
 
     nonfinite: NonFinite = "raise"
@@ -61,7 +61,12 @@ class EnvChecks:
         return notes
 
     def check_finite(self, expectation: str, value: Any) -> None:
-        """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass"."""
+        """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass".
+
+        Args:
+          expectation: Expected value, for the error message.
+          value: A number or an array.
+        """
         array = np.asarray(value)
         if self.nonfinite == "pass" or array.dtype.kind != "f":
             return
@@ -76,7 +81,7 @@ class EnvChecks:
 
 
 def flatten_observation(space: Space[Any], observation: Any) -> list[Any]:
-    """Return the values of an observation's leaves, not yet checked."""
+    """Return the unchecked values of the leaves of an observation."""
     try:
         return flatten(space, observation)
     except SpaceError as error:
@@ -99,9 +104,9 @@ def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> 
 
     Args:
       leaf: A leaf of the observation space.
-      value: The value that the env returned. Lists and numbers have no dtype.
-      checks: Settings that determine whether arrays may be cast; collects a warning
-        about a cast.
+      value: The value that the env returned. `strict_spaces` applies only to arrays,
+        because lists and numbers have no dtype.
+      checks: Settings of the checks; a warning about a cast is added to its `warnings`.
       env_class: Class of the env, for the warning.
     """
     if leaf.is_encoded:
@@ -152,7 +157,7 @@ def _leaf_mismatch(leaf: Leaf, value: Any, array: Array, hint: str) -> SpaceViol
 
 
 def convert_reward(value: Any) -> float:
-    """Convert a reward that is not a float; `[1]` becomes 1."""
+    """Convert a reward to a float; `[1]` becomes 1.0."""
     number = _single_number(value)
     if number is None:
         raise SpaceViolation(
@@ -163,7 +168,7 @@ def convert_reward(value: Any) -> float:
 
 
 def convert_flag(name: str, value: Any) -> bool:
-    """Convert `terminated` or `truncated`; None becomes False."""
+    """Convert `terminated` or `truncated` to a bool; None becomes False."""
     if type(value) is bool or value is None:
         return bool(value)
     number = _single_number(value)
@@ -189,8 +194,8 @@ def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
 def step_result_violation(error: Exception) -> SpaceViolation | None:
     """Return a violation if an error shows that step() returned invalid values.
 
-    The error may also come from Gymnasium's wrappers, which unpack the values before
-    `EnvRow` does. Return None for other errors.
+    The error comes from `EnvRow` or from one of Gymnasium's wrappers, because both
+    unpack the values. Return None for all other errors.
     """
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:

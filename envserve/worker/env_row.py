@@ -54,11 +54,11 @@ class EnvRow:
       request: Settings of the env.
       row: Row of the pool.
       env_index: Row in the whole batch, which determines the seeds.
-      incarnation: Number of times the env was rebuilt, including in other processes.
+      incarnation: Number of times the env was rebuilt, in this and earlier processes.
       record: The row's record in the action ring, after `attach`.
       inner_env: The env without its wrappers, after `build`.
       is_fresh: Whether this incarnation has never been reset.
-      attributes: Attributes that a caller has set; they are set on rebuilt envs too.
+      attributes: Attributes that clients have set, to be restored in a rebuilt env.
       autoreset: See `settings.Autoreset`.
     """
 
@@ -78,8 +78,9 @@ class EnvRow:
           row: Row of the pool.
           incarnation: Number of times the env was rebuilt before.
           checks: Checks of the values that the env returns.
-          context: Place of the env in its batch; by default, with one worker.
-          env_fn: Function that creates the env; by default, it is created by name.
+          context: Place of the env in its batch; by default, that in a pool with one
+            worker.
+          env_fn: Function that creates the env; by default, the env is created by name.
         """
         self.row = row
         self.env_index = request.first_env_index + row
@@ -103,17 +104,17 @@ class EnvRow:
         return env_seed(self.request.seed, self.env_index, self.incarnation)
 
     def drop_initial_seed(self) -> None:
-        """Remove the default seed of this incarnation's first reset."""
+        """Discard the default seed that the first reset would use."""
         self._initial_seed = None
 
     def build(self) -> EnvSpec:
-        """Build the env and return its spec; its first reset uses the default seed."""
+        """Build the env and return its spec; the first reset uses the default seed."""
         request = self.request
         kwargs = self._context.fill(copy.deepcopy(self._kwargs))
         prepare_rendering(kwargs)
         with self._context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
-        self.step = self._first_step  # type: ignore[method-assign]  # until it is called
+        self.step = self._first_step  # type: ignore[method-assign]  # first call only
         self._env = complete_reset_signature(env, needs_seed=request.seeded)
         self._step_env = self._env.step
         self.inner_env = getattr(self._env, "unwrapped", self._env)
@@ -131,7 +132,7 @@ class EnvRow:
         return spec
 
     def rebuild(self) -> None:
-        """Replace the env with its next incarnation, and set the same attributes."""
+        """Replace the env with its next incarnation; restore `attributes`."""
         self.close()
         self.incarnation += 1
         self.build()
@@ -165,8 +166,9 @@ class EnvRow:
     def step(self, action: Any) -> StepOutcome:
         """Step the env and write its observation.
 
-        This method checks that the observation is finite only at the end of an episode.
-        Otherwise the block checks all rows together, which is much cheaper.
+        At the end of an episode, this method also checks that the observation and the
+        reward are finite. After all other steps, the block checks all rows at once,
+        which is much cheaper.
 
         Returns:
           Reward, terminated, truncated and info.
@@ -211,7 +213,10 @@ class EnvRow:
     def _end_episode(
         self, observation: Any, reward: float, info: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Write the last observation, reset the env if necessary; return the info."""
+        """Write the last observation of an episode, and return the info.
+
+        With autoreset "same_step", also reset the env.
+        """
         self._write(self._final_observation, observation)
         # Check the observation before the next episode begins, while the record still
         # describes this episode.
@@ -222,7 +227,9 @@ class EnvRow:
             return info
         info = copy_info(info)
         reset_info = self._begin_episode(is_autoreset=True)
-        if reset_info or "reset_info" in info:  # envserve sets this key, not the env
+        # If the env has set the key itself, its value is replaced, because clients
+        # expect the info of the reset.
+        if reset_info or "reset_info" in info:
             return {**info, "reset_info": reset_info}
         return info
 
@@ -282,7 +289,7 @@ class EnvRow:
         arguments: list[Any],
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Call a method, or get or set an attribute, of the env or a wrapper."""
+        """Call, get or set an attribute of the env or a wrapper; see `lane.Call`."""
         if kind == "set":
             value = copy.deepcopy(arguments[0])
             self._set_attribute(name, arguments[0])
@@ -299,11 +306,11 @@ class EnvRow:
         return value
 
     def defer_reset(self) -> None:
-        """Let the next step reset the env, with autoreset "next_step"."""
+        """With autoreset "next_step", let the next step reset the env."""
         self._needs_reset = True
 
     def _set_attribute(self, name: str, value: Any) -> None:
-        # An env need not derive from `gymnasium.Env`.
+        # An env that does not derive from `gymnasium.Env` may lack `set_wrapper_attr`.
         env = self._env
         getattr(env, "set_wrapper_attr", functools.partial(setattr, env))(name, value)
 
@@ -326,7 +333,12 @@ class EnvRow:
     def check_finite(
         self, reward: float = 0.0, observation: tuple[Array, ...] = ()
     ) -> None:
-        """Raise SpaceViolation for NaN or infinity in the reward or observation."""
+        """Raise SpaceViolation for NaN or infinity in the reward or observation.
+
+        Args:
+          reward: A reward of the env.
+          observation: Arrays whose row to check; by default, the current observations.
+        """
         check = self._checks.check_finite
         if not math.isfinite(reward):
             check("a finite reward", reward)
@@ -354,7 +366,7 @@ class EnvRow:
 
 
 def _wrapper_names(env: Env) -> list[str]:
-    """Return the names of the classes of an env's wrappers, and of their bases."""
+    """Return the class names of an env's wrappers and of their base classes, sorted."""
     names: set[str] = set()
     while isinstance(env, gymnasium.Wrapper):
         names.update(cls.__name__ for cls in type(env).__mro__)

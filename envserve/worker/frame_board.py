@@ -6,7 +6,7 @@ only cost is that each operation reads a single number (`watched_until`).
 
 There are no locks. A slot contains one encoded `RenderedFrame` and its checksum, so the
 pool ignores a frame that is overwritten while it is read, or that an env has corrupted.
-There may be fewer slots than rows; a newly watched row then takes the slot that was
+If all slots are in use, a newly watched row takes the slot of the row that was
 requested least recently.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from envserve.lane import RenderedFrame
 from envserve.slab import Layout, arrays_nbytes, map_arrays
 
-#: Number of rows of a pool that can be watched at the same time.
+#: Maximum number of rows of a pool that can be watched at the same time.
 MAX_WATCHED: Final = 256
 _SLOT_BYTES: Final = 56 << 10
 #: Header of a slot: serial number, length and checksum of the encoded frame that
@@ -38,8 +38,9 @@ class FrameBoard:
       watched_until: Array whose first element is the time (`time.monotonic_ns`) at
         which the last watch ends; 0 if no row is watched.
       watched: Row, end of the watch (`time.monotonic_ns`) and width in pixels, by slot.
-      num_render_crashes: Number of processes of each worker that have ended during
-        `render` since the last frame. The running process counts while it renders.
+      num_render_crashes: For each worker, the number of its processes that have ended
+        during `render` since its last frame. While a process renders, it is counted,
+        too.
     """
 
     def __init__(self, num_envs: int, num_workers: int, memory: Any) -> None:
@@ -48,7 +49,7 @@ class FrameBoard:
         until, crashes, self.watched, self._slots = arrays
         self.watched_until, self.num_render_crashes = until.data, crashes.data
         self._num_envs = num_envs
-        # Slots by row, in the order of the last request; used only in the pool.
+        # Slot by watched row, least recently requested first; used only in the pool.
         self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
@@ -77,7 +78,10 @@ class FrameBoard:
         self._slots[slot].data[: _HEAD.size + len(data)] = head + data
 
     def latest(self, row: int, known_serial: int = 0) -> RenderedFrame | None:
-        """Return the latest frame of a row; None if its serial is `known_serial`."""
+        """Return the latest frame of a row.
+
+        Return None if there is no valid frame, or its serial number is `known_serial`.
+        """
         slot = self._slots_by_row.get(row)
         if slot is None:
             return None

@@ -1,4 +1,4 @@
-"""Child processes: list them, and reap adopted ones.
+"""List child processes, and reap adopted ones.
 
 A worker adopts the processes that its envs leave behind (see `template`), and must reap
 them. It must not reap an env's direct children, because an exit code can be read only
@@ -18,7 +18,7 @@ from envserve.worker import unpatched
 
 #: A zombie that no env has waited for within this time was probably adopted.
 _ADOPTED_AFTER_SECONDS: Final = 60.0
-#: Number of calls of `reap` per check.
+#: Number of calls of `reap` per search for zombies.
 _REAP_INTERVAL: Final = 256
 
 
@@ -62,7 +62,7 @@ def _has_zombie_child() -> bool:
 def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:
     """Return the process id, state and session of each child, including adopted ones.
 
-    Return an empty list on systems other than Linux.
+    On systems other than Linux, return an empty list.
 
     Args:
       pid: The parent; this process by default.

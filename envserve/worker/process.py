@@ -50,10 +50,12 @@ from envserve.wrappers.specs import wrappers_from_plain
 
 #: Time to poll for the next message, about as long as a policy takes to compute
 #: actions. Polling is worthwhile because waking up a sleeping core takes longer than a
-#: step of a light env. It is used only if every worker has its own core.
+#: step of a light env. Workers poll only if there is a core for each of them.
 _SPIN_SECONDS: Final = 400e-6
-#: Time to wait for running resets before closing. The pool waits twice as long.
+#: Maximum time to wait for running resets before the envs are closed. The pool kills
+#: workers that have not exited after twice this time.
 _CLOSE_SECONDS: Final = 0.5
+#: Errors whose messages are sufficient without a traceback, unless they have a cause.
 _COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
 
 
@@ -65,7 +67,7 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
       import_modules: Imports the user's env modules, and returns the error or "".
     """
     with channel:
-        # A child that an env forks must not take messages of its parent.
+        # A child that an env forks must not receive the messages for its parent.
         os.register_at_fork(after_in_child=channel.close)
         try:
             inbox = MessageReader(channel)
@@ -78,7 +80,7 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
                 return
             is_replay = build.kind is MessageKind.REPLAY
             fields = {} if is_replay else codec.decode(build.payload, max_bytes=1 << 26)
-            if gpu := fields.get("gpu"):  # read when a library initialises CUDA
+            if gpu := fields.get("gpu"):  # set before a module initialises CUDA
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu
             if import_error := import_modules():
                 raise EnvStartError(import_error)
@@ -111,7 +113,7 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
                 kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
             )
             kind = next(kinds, MessageKind.FAILED)
-            # The messages of these errors are sufficient. Others need the traceback.
+            # These errors have complete messages. For all others, send the traceback.
             is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
             is_complete = (
                 isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None

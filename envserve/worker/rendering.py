@@ -1,9 +1,9 @@
 """Render watched envs between a worker's operations.
 
 Rendering takes about one sixtieth of a worker's time, however slowly an env renders and
-however many clients watch: the pause after a frame depends on its rendering time. Env
-code may fail while it renders: an exception is shown instead of the frame, and a hang
-is detected like a hang of the next step.
+however many clients watch, because the pause after a frame is proportional to its
+rendering time. If the env's `render` raises an exception, its message is shown instead
+of the frame. A hang is detected like a hang of the next step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from envserve.slab import next_beat
 from envserve.text import install_command, without_folders
 from envserve.worker.frame_board import FrameBoard
 
-#: The pause after a frame, as a multiple of its rendering time. The first frame of a
-#: row also loads libraries, so its pause has an upper limit.
+#: The pause after a frame, as a multiple of its rendering time. Rendering the first
+#: frame of a row also loads libraries, so the pause after it has an upper limit.
 _PAUSE_FACTOR: Final = 59
 _MAX_FIRST_PAUSE_NS: Final = 1_000_000_000
 #: A worker stops rendering after this number of its processes have ended while they
@@ -70,7 +70,7 @@ class FrameRenderer:
         self._pause_until = 0
 
     def render_due_row(self) -> None:
-        """Render the row with the oldest frame, unless rendering is paused."""
+        """Render the watched row with the oldest frame, unless rendering is paused."""
         started_at, is_first = time.monotonic_ns(), False
         if started_at < self._pause_until:
             return
@@ -97,7 +97,7 @@ class FrameRenderer:
         self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
 
     def _render_jpeg(self, row: int, width: int) -> tuple[bytes, str]:
-        """Render a row; return its JPEG and a message, one of which is empty."""
+        """Render a row; return a JPEG and "", or b"" and the text to show instead."""
         crashes, worker = self._board.num_render_crashes, self._worker
         if crashes[worker] >= _MAX_RENDER_CRASHES:
             return (
@@ -129,7 +129,7 @@ def render(env: Any) -> Any:
     _configure_headless()
     inner = env.unwrapped
     if str(getattr(env, "render_mode", None)).endswith("_list"):
-        env = inner  # the wrapper would also collect this frame for the caller
+        env = inner  # the wrapper would add this frame to those that it collects
     modes = getattr(inner, "metadata", {}).get("render_modes", ())
     if getattr(inner, "render_mode", None) is not None or "rgb_array" not in modes:
         return env.render()
@@ -141,14 +141,14 @@ def render(env: Any) -> Any:
 
 
 def prepare_rendering(env_kwargs: Mapping[str, Any]) -> None:
-    """Choose a renderer that needs no display, if an env is built to render images."""
+    """Choose a renderer that needs no display if an env is built to render images."""
     if env_kwargs.get("render_mode") not in (None, "human"):
         _configure_headless()
 
 
 @cache
 def _configure_headless() -> None:
-    """Prevent GLFW from opening a display: if there is none, GLFW ends the process."""
+    """Set `headless_variables`: without a display, GLFW would end the process."""
     os.environ.update(headless_variables(os.environ))
 
 
@@ -185,19 +185,19 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
 
 
 def headless_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables to set on Linux without a display.
+    """Return the environment variables to set on Linux if there is no display.
 
     With these variables, MuJoCo uses EGL or OSMesa, and pygame opens no window.
 
     Args:
-      environment: Variables of the process. Variables that it contains are not
+      environment: Variables of the process; variables that are already set are not
         returned.
     """
     if sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(environment):
         return {}
     settings = {"SDL_VIDEODRIVER": "dummy"}
     for library, backend in (("OSMesa", "osmesa"), ("EGL", "egl")):
-        with contextlib.suppress(OSError):  # there is no temporary folder
+        with contextlib.suppress(OSError):  # `find_library` needs a temporary folder
             if ctypes.util.find_library(library):
                 settings["MUJOCO_GL"] = backend
     return {key: settings[key] for key in settings if key not in environment}

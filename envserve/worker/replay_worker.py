@@ -30,8 +30,13 @@ def run(channel: socket.socket, payload: bytes, num_frames: int = 0) -> None:
     """Replay the content of a repro file.
 
     Send DONE with the number of each action before it is applied, and with 0 before the
-    reset. At the end, send READY, or FAILED with the env's exception. Send a
-    VIDEO_FRAME before each of the last `num_frames` actions, and before READY.
+    reset. At the end, send READY, or FAILED with the env's exception.
+
+    Args:
+      channel: The worker's end of the socket pair.
+      payload: Content of the repro file.
+      num_frames: Number of actions, counted from the end, before which a VIDEO_FRAME is
+        sent. If it is positive, another VIDEO_FRAME is sent before READY.
     """
     repro = decode_repro(payload)
     first_frame = len(repro.played.actions[0]) - num_frames + 1
@@ -129,7 +134,7 @@ def apply_actions(
     played = repro.played
     if played.generator is not None:
         if repro.seeded:  # an unseeded reset would be random, and might crash
-            env.reset(None, played.options)  # creates the generator
+            env.reset(None, played.options)  # creates the env's generator
         restore_rng_state(env.inner_env, played.generator)
     on_action(0)
     env.reset(played.seed, played.options)

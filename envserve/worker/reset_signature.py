@@ -20,11 +20,15 @@ _REMEDY: Final = "declare `def reset(self, *, seed=None, options=None)`"
 
 
 def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
-    """Return the env with a complete `reset`, also inside its wrappers.
+    """Return an env whose `reset` takes a seed and options; adapt wrapped envs, too.
+
+    Args:
+      env: The env.
+      needs_seed: Whether the first reset passes a seed.
 
     Raises:
-      EnvStartError: The env's `reset` does not accept a seed, but the first reset
-        passes one.
+      EnvStartError: The env's `reset` does not accept a seed that the first reset
+        passes.
     """
     if isinstance(env, gymnasium.Wrapper):
         env.env = complete_reset_signature(env.env, needs_seed=needs_seed)

@@ -1,9 +1,9 @@
 """A row with two envs that alternate: one is stepped while the other is reset.
 
 At the end of an episode, the row switches to the spare env, which a thread has already
-reset, and a thread resets the env that was active before. A step therefore does not
-wait for a slow reset. Which env plays which episode, and its seeds, depend only on the
-sequence of operations, never on timing.
+reset, and a thread resets the env that was active before. Therefore, a step does not
+wait for a slow reset. The env of each episode and its seeds depend only on the sequence
+of operations, never on timing.
 
 Only one thread at a time uses an env. The active env belongs to the main thread. The
 spare belongs to a reset thread from `start_reset` until its future is done; meanwhile,
@@ -31,7 +31,8 @@ from envserve.worker.env_row import EnvRow
 #: Maximum number of reset threads. If resets are CPU-bound, more threads would delay
 #: the stepping thread.
 _MAX_THREADS: Final = 16
-#: Time after which a CPU-bound reset yields to the stepping thread.
+#: Python's switch interval: the time after which a CPU-bound reset yields to the
+#: stepping thread.
 _SWITCH_SECONDS: Final = 0.5e-3
 
 
@@ -44,14 +45,14 @@ class ResetThreads(ThreadPoolExecutor):
         self._resets: set[Future[Mapping[str, Any]]] = set()
 
     def start_reset(self, env: EnvRow, seed: int | None) -> Future[Mapping[str, Any]]:
-        """Reset an env in one of the threads; the future returns the info."""
+        """Start to reset an env in one of the threads; the future returns the info."""
         reset = self.submit(env.reset, seed)
         self._resets.add(reset)
         reset.add_done_callback(self._resets.discard)
         return reset
 
     def close(self, timeout_seconds: float) -> None:
-        """Cancel resets that have not started, and wait for running ones."""
+        """Cancel resets that have not started, and wait for running ones to finish."""
         self.shutdown(wait=False, cancel_futures=True)
         wait([*self._resets], timeout_seconds)
 
@@ -67,7 +68,7 @@ class SpareRow:
     """
 
     def __init__(self, active: EnvRow, spare: EnvRow, threads: ResetThreads) -> None:
-        """Store two identical rows; `build` and `build_spare` build their envs."""
+        """Store two equal rows; `build` and `build_spare` build their envs."""
         self._active, self._spare = active, spare
         self._spare.attributes = self._active.attributes
         # This class resets the envs, so they must not reset themselves.
@@ -83,7 +84,8 @@ class SpareRow:
             spare_seed(active.seed) if active.request.seeded else None
         )
         self._episode_has_ended = False
-        self._pending_attributes: dict[str, Any] = {}  # set during the spare's reset
+        #: Attributes that were set after the spare's reset had started.
+        self._pending_attributes: dict[str, Any] = {}
 
     @property
     def is_fresh(self) -> bool:
@@ -91,7 +93,7 @@ class SpareRow:
         return self._active.is_fresh
 
     def drop_initial_seed(self) -> None:
-        """Remove the default seeds of both envs' first resets."""
+        """Discard the default seeds that the first reset of each env would use."""
         self._next_spare_seed = None
         self._active.drop_initial_seed()
         self._spare.drop_initial_seed()
@@ -139,9 +141,10 @@ class SpareRow:
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
         """Begin an episode, write its first observation, and return the info.
 
-        Without seed and options, the row switches to the prepared spare, unless the
-        active env has never been reset. With a seed, or with options after the active
-        env's first reset, the row also switches, and the spare is reset again.
+        Without seed and options, the row switches to the spare and its prepared
+        episode. With a seed or options, the row also switches to the spare, but resets
+        it again. Exception: an active env that has never been reset stays active,
+        unless a seed is given.
 
         Args:
           seed: Seed of this reset, from which the spare's next seed is derived.
@@ -168,10 +171,10 @@ class SpareRow:
         arguments: list[Any],
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Call, get or set an attribute of the active env; also set it on the spare.
+        """Call or get an attribute of the active env, or set it on both envs.
 
-        If an attribute is set after the spare was reset, the prepared episode is stale,
-        so the spare is reset again when it becomes active.
+        If an attribute is set after the spare's reset has started, the prepared episode
+        is stale, so the spare is reset again when it becomes active.
         """
         if kind != "set":
             return self._active.call(kind, name, arguments, keywords)
@@ -183,7 +186,7 @@ class SpareRow:
             self._pending_attributes[name] = value
 
     def defer_reset(self) -> None:
-        """Let the next step begin an episode, with autoreset "next_step"."""
+        """With autoreset "next_step", let the next step begin an episode."""
         self._episode_has_ended = True
 
     def render(self) -> Any:
@@ -201,8 +204,8 @@ class SpareRow:
         self._active.check_finite(reward)
 
     def _begin_prepared_episode(self) -> Mapping[str, Any]:
-        """Switch to the spare; return the info of its reset."""
-        assert self._spare_reset is not None, "the row's first reset starts it"
+        """Switch to the spare, write its first observation, and return the info."""
+        assert self._spare_reset is not None, "started by the first reset of the row"
         is_stale = bool(self._pending_attributes)
         info = self._activate_spare(self._spare_reset)
         if is_stale:
@@ -219,7 +222,7 @@ class SpareRow:
         """Wait for the spare's reset and make it the active env; return the info.
 
         Raises:
-          Exception: The reset failed. The env is active nevertheless, so that the
+          Exception: The reset failed. The spare is active nevertheless, so that the
             caller can rebuild it.
         """
         self._spare_reset = None

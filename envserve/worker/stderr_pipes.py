@@ -1,12 +1,13 @@
-"""Forward the stderr of all workers, and keep the end of each for error reports.
+"""Forward the stderr of all workers, and keep the last 4 KiB of each for error reports.
 
 Output is forwarded in whole lines, and a Python stack as one piece, so that the output
 of several workers does not mix. The stack of a crashed worker is withheld, because the
 report of its exit contains the stack.
 
 A slow reader of the template's stderr (a stopped terminal, for example) does not block
-workers: their pipes are always read, and output that exceeds the buffer is dropped. So
-is output that exceeds a rate, because a log file would otherwise fill the disk.
+workers: their pipes are always read, and output that exceeds the buffer is dropped.
+Output that exceeds a rate limit is also dropped, so that a log file does not fill the
+disk.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from envserve.worker import unpatched
 #: Number of bytes to keep from the end of each worker's output.
 TAIL_BYTES: Final = 4096
 _READ_BYTES: Final = 1 << 16
-#: First bytes of a stack. The fault handler writes a stack in small parts, which are
-#: buffered.
+#: First bytes of a Python stack. `faulthandler` writes a stack in small parts, so
+#: output that begins with these bytes is buffered.
 _STACK_STARTS: Final = (b"Fatal Python error: ", b"Stack (most recent call first):")
 _MAX_BUFFER_BYTES: Final = 1 << 14
-#: Maximum amount of output to buffer for a slow reader of the template's stderr.
+#: Maximum size of the output buffered for a slow reader of the template's stderr.
 _MAX_UNSENT_BYTES: Final = 1 << 20
-#: Limits on forwarded output: bytes per burst, and bytes per second on average. Output
-#: beyond these limits is dropped for at least a second.
+#: Limits on forwarded output: size of a burst, and bytes per second on average. If a
+#: limit is exceeded, output is dropped for at least `_DROP_SECONDS`.
 _MAX_BURST_BYTES: Final = 8 << 20
 _BYTES_PER_SECOND: Final = 1 << 14
 _DROP_SECONDS: Final = 1.0
-#: Maximum number of reads after a worker has exited. Its children may keep writing to
-#: the pipe, so reading might never end.
+#: Maximum number of reads of a worker's pipe after the worker has exited. Its children
+#: may keep writing to the pipe, so the end of file may never come.
 _MAX_LAST_READS: Final = 64
-#: Time to forward the remaining output when the template ends.
+#: Maximum time to forward the remaining output when the template ends.
 _LAST_FLUSH_MS: Final = 200
 
 
 class StderrPipes:
-    """One pipe per worker, read by the loop of the template.
+    """The stderr pipes of all workers, which the loop of the template reads.
 
     The template polls, and calls `handle` for each ready descriptor.
     """
@@ -57,7 +58,8 @@ class StderrPipes:
     ) -> None:
         """Store the poll object to register with, and the descriptor to forward to."""
         self._poller = poller
-        self._workers: dict[int, int] = {}  # by read end; -1 after the worker's exit
+        # Number of each pipe's worker by read end; -1 after the worker's exit.
+        self._workers: dict[int, int] = {}
         self._tails: dict[int, bytearray] = {}  # by worker
         self._buffers: dict[int, bytearray] = {}  # by read end
         self._stacks: dict[int, bytes] = {}  # withheld stacks, by worker
@@ -69,9 +71,9 @@ class StderrPipes:
         self._out_fd = _open_nonblocking(stderr_fd)
 
     def open(self, worker: int) -> int | None:
-        """Return the write end of a new pipe; None if there are too few descriptors.
+        """Return the write end of a worker's new pipe; None if no descriptors are left.
 
-        The caller closes it once the worker has inherited it.
+        The caller closes the descriptor once the worker has inherited it.
         """
         try:
             read_fd, write_fd = os.pipe()
@@ -100,7 +102,7 @@ class StderrPipes:
         return self._workers.get(fd)
 
     def handle(self, fd: int) -> bool:
-        """Handle a ready descriptor; return False if it does not belong to a pipe."""
+        """Read or write a ready descriptor; return False for an unknown descriptor."""
         if fd in self._workers:
             self._read(fd)
         elif fd == self._out_fd:
@@ -115,9 +117,9 @@ class StderrPipes:
         Output of processes that the worker has left behind is still forwarded.
 
         Args:
-          worker: The worker.
-          is_reported: Whether the caller reports the returned output, so that a stack
-            at its end is not forwarded as well.
+          worker: Number of the worker, as passed to `open`.
+          is_reported: Whether the caller reports the returned output. A stack in it is
+            then not forwarded as well.
         """
         for read_fd in [fd for fd, owner in self._workers.items() if owner == worker]:
             for _ in range(_MAX_LAST_READS):
@@ -149,7 +151,7 @@ class StderrPipes:
                 return
 
     def _read(self, read_fd: int) -> bool:
-        """Read once; return whether there was any output."""
+        """Read a pipe once; return whether there was any output."""
         try:
             data = unpatched.read(read_fd, _READ_BYTES)
         except BlockingIOError:
@@ -229,13 +231,15 @@ class StderrPipes:
 def _open_nonblocking(stderr_fd: int) -> int:
     """Return a descriptor for writing, which is non-blocking if the system permits it.
 
-    The given descriptor shares its open file with the owner, so its flags must not be
-    changed. Therefore the file is reopened.
+    The flags of the given descriptor must not be changed, because they also apply to
+    the owner's descriptor. Therefore, the file is opened again.
     """
     try:
         if stat.S_ISREG(os.fstat(stderr_fd).st_mode):
-            return stderr_fd  # all writers share one position in the file
+            # A regular file does not block, and a new descriptor would have its own
+            # position in the file.
+            return stderr_fd
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_APPEND
         return os.open(f"/proc/self/fd/{stderr_fd}", flags)
-    except OSError:  # not supported, a socket, another user's terminal, or closed
+    except OSError:  # no /proc, a socket, another user's terminal, or closed
         return stderr_fd

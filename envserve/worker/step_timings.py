@@ -11,37 +11,39 @@ from bisect import bisect_left
 from time import perf_counter_ns
 from typing import Final
 
-#: Upper bounds of the buckets in seconds; an additional bucket counts longer durations.
+#: Upper bounds of the buckets in seconds; one more bucket counts longer durations.
 BOUNDS: Final = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _BOUNDS_NS: Final = [int(1e9 * bound) for bound in BOUNDS]
-#: Number of cells of a histogram: the sum in nanoseconds, then the counts.
+#: Number of cells of a histogram: the sum of all durations in nanoseconds, then the
+#: count of each bucket.
 NUM_CELLS: Final = 2 + len(BOUNDS)
-#: Indices of the first cells of the histograms of steps and of resets.
+#: Index of the first cell of the histogram of steps, and of its first count.
 STEP_CELL: Final = 8
 _STEP_COUNTS: Final = STEP_CELL + 1
+#: Index of the first cell of the histogram of resets.
 RESET_CELL: Final = 32
-#: Cell with the total time in nanoseconds of resets in the main thread, which may occur
-#: within steps.
+#: Index of the cell that contains the total duration of resets in the main thread, in
+#: nanoseconds. These resets may run within a step, so steps are timed without them.
 _INLINE_CELL: Final = 31
 
 
 def start_time(cells: memoryview | None = None) -> int:
-    """Return the start time for `record_resets` or, with cells, for `record_step`."""
+    """Return a start time for `record_resets` or, if cells are given, `record_step`."""
     return perf_counter_ns() - (0 if cells is None else cells[_INLINE_CELL])
 
 
 def record_step(cells: memoryview, started_at: int, num_rows: int) -> None:
-    """Record the step of `num_rows` rows, without the time of resets within it."""
+    """Record a step of `num_rows` rows, without the duration of resets within it."""
     duration_ns = perf_counter_ns() - cells[_INLINE_CELL] - started_at
     cells[STEP_CELL] += duration_ns
     cells[_STEP_COUNTS + bisect_left(_BOUNDS_NS, duration_ns // num_rows)] += num_rows
 
 
 def record_resets(cells: memoryview, started_at: int, num_rows: int) -> None:
-    """Record the reset of `num_rows` rows."""
+    """Record a reset of `num_rows` rows."""
     duration_ns = perf_counter_ns() - started_at
     cells[_INLINE_CELL] += duration_ns
     cells[RESET_CELL] += duration_ns
@@ -49,7 +51,7 @@ def record_resets(cells: memoryview, started_at: int, num_rows: int) -> None:
 
 
 def move_resets(source: memoryview, target: memoryview) -> None:
-    """Move recorded resets from one array of cells to another."""
+    """Move the histogram of resets from one array of cells into another."""
     for cell in range(RESET_CELL, RESET_CELL + NUM_CELLS):
         if source[cell]:
             target[cell] += source[cell]

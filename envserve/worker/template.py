@@ -7,24 +7,25 @@ processes that their envs leave behind, forward the workers' stderr, and report 
 
 The template has a single thread, because a fork would copy locks that other threads
 hold, without the threads that release them. If an imported module starts a thread, the
-template reports that, because workers may then hang. One `poll` waits for requests from
-the owner, for SIGCHLD (through a wakeup socket) and for the stderr pipes. The template
-must not block, because several pools share it.
+template reports the thread, because workers may then hang. One `poll` waits for
+requests from the owner, for SIGCHLD (through a wakeup socket) and for the stderr pipes.
+The template must not block, because several pools share it.
 
 Imported modules may change signal handlers, the signal mask and the standard streams.
-The template needs these, and restores them after the import.
+The template depends on their previous state, and restores it after the import.
 
 Only the template can kill a worker safely, because it is the parent: a process id is
-not reused until the parent has reaped the process. A worker leads a process group, with
-which it is killed. Grandchildren that have left the group are adopted by the template
-(as a subreaper, on Linux) and also killed.
+not reused until the parent has reaped the process. Each worker leads a process group
+that is killed together with the worker. Grandchildren that have left the group are
+adopted by the template (as a subreaper, on Linux) and also killed.
 
-The template and the workers are in the owner's session, because Linux may schedule each
-session as a group (autogroup). A worker that polls yields its core only to processes of
-the same group, so the owner would wait until the worker has stopped polling.
+The template and the workers stay in the owner's session, because Linux may schedule
+each session as a group (autogroup). A worker that polls yields its core only to
+processes of the same group, so an owner in another session would wait until the worker
+has stopped polling.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
-kills everything and exits. On Linux, the kernel also sends it SIGCONT (by
+kills all workers and exits. On Linux, the kernel also sends SIGCONT to the template (by
 PR_SET_PDEATHSIG), in case an env has stopped the template, or a forked child of the
 owner keeps the socket open. If the template is killed, the kernel kills the workers.
 """
@@ -61,19 +62,20 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 #: Signal that makes a worker write its Python stack to stderr. An env may replace the
 #: handler of this signal.
 _STACK_SIGNAL: Final = signal.SIGUSR2
-#: Maximum time for a worker to write its stack before it is killed, and maximum time
-#: after the first output of the stack.
+#: Maximum time for a worker to write its stack before it is killed.
 _STACK_SECONDS: Final = 0.08
+#: Maximum time for the rest of the stack, once its first part has arrived.
 _STACK_REST_SECONDS: Final = 0.005
-#: Delay between the end of a child and the search for orphans; many children may end at
-#: once.
+#: Delay between the end of a child and the search for orphans, so that one search is
+#: enough if many children end at once.
 _ORPHAN_DELAY_SECONDS: Final = 0.1
-#: Time for the interpreter to exit, which may wait for threads of imported modules, and
-#: time to kill all processes. The owner waits for a second.
+#: Maximum time for the interpreter to exit; it waits for threads of imported modules.
 _EXIT_SECONDS: Final = 0.4
+#: Maximum time to kill all processes. The owner waits one second for the template to
+#: exit.
 _KILL_ALL_SECONDS: Final = 0.5
-#: Added to a worker's OOM score (at most 1000), by which the kernel selects the process
-#: to kill when memory runs out.
+#: Amount added to a worker's OOM score (at most 1000). When memory runs out, the kernel
+#: kills the process with the highest score.
 _OOM_SCORE_INCREASE: Final = 500
 
 
@@ -91,8 +93,9 @@ def main(fd: int) -> None:
         # A killed worker would lose buffered output.
         sys.stdout.reconfigure(line_buffering=True)
     template = _Template(owner)
-    # Registered first, so it runs last: until then, a pool of multiprocessing restarts
-    # its processes.
+    # Exit handlers run in reverse order of their registration, so `close` runs after
+    # the handler of multiprocessing. Until that handler has run, a `Pool` restarts
+    # killed processes.
     atexit.register(template.close)
     # Imported lazily, because importing this module must not load gymnasium.
     from envserve.worker import process  # noqa: F401
@@ -101,7 +104,7 @@ def main(fd: int) -> None:
 
 
 def _leave_terminal() -> None:
-    """Give up the terminal, so that reading from it does not stop an env."""
+    """Detach from the terminal, so that reading from it does not stop an env."""
     with contextlib.suppress(OSError):  # there is no terminal
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
         try:
@@ -125,15 +128,16 @@ class _Template:
         self._import_error = ""
         self._worker_imports: list[str] = []  # modules that each worker imports itself
         self._workers: dict[int, int] = {}  # process ids by number of the request
-        self._kill_at: dict[int, float] = {}  # workers that are writing their stack
+        self._kill_at: dict[int, float] = {}  # when to kill workers that write a stack
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
             # Adopt processes that leave a worker's group by setsid or a double fork.
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            # Also sent when only the owner's thread ends, which has no effect.
+            # The kernel also sends this signal when only the thread of the owner that
+            # started the template ends. In this case, the signal has no effect.
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
-        self._tracker_pid = None  # of a resource tracker of multiprocessing
+        self._tracker_pid = None  # of the resource tracker of multiprocessing
         self._kill_orphans_at = math.inf
         self._poller = unpatched.poll()
         self._poller.register(self._owner, select.POLLIN)
@@ -143,11 +147,12 @@ class _Template:
     def _undo_import_effects(self) -> None:
         """Undo changes by imported modules that would break the template."""
         for number in (signal.SIGCHLD, signal.SIGCONT):
-            unpatched.signal(number, lambda *_: None)  # the wakeup descriptor is enough
+            # Without a handler, the signal would not be written to the wakeup socket.
+            unpatched.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
-        # Writes to a closed pipe return an error instead.
+        # With SIGPIPE ignored, a write to a closed pipe only returns an error.
         unpatched.signal(signal.SIGPIPE, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the default action ends the process
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an expired timer ends the process
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for fd, saved_fd in enumerate(self._standard_fds):
             os.dup2(saved_fd, fd)
@@ -165,7 +170,7 @@ class _Template:
         os._exit(1)
 
     def close(self) -> None:
-        """Kill all processes that workers and imported modules have left (on Linux)."""
+        """Kill the processes that workers and modules have left behind (on Linux)."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._kill_all()
         signal.set_wakeup_fd(-1)  # the handler must not write to a closed socket
@@ -205,17 +210,23 @@ class _Template:
                     pass
 
     def _other_children(self) -> set[int]:
-        """Return all child processes but the resource tracker, which ends by itself."""
+        """Return the ids of all children except the resource tracker.
+
+        The resource tracker exits by itself.
+        """
         return {*_child_pids()} - {self._tracker_pid}
 
     def _kill_orphans(self) -> None:
-        """Kill processes that workers have left behind when they ended."""
+        """Kill the processes that ended workers have left behind."""
         self._kill_orphans_at = math.inf
         for pid in {*_child_pids()} - self._import_children - {*self._workers.values()}:
             kill_group(pid)
 
     def _kill_overdue(self) -> int | None:
-        """Kill overdue workers and orphans; return milliseconds until the next kill."""
+        """Kill overdue workers and orphans.
+
+        Return the milliseconds until the next kill, or None if none is planned.
+        """
         now = time.monotonic()
         if now >= self._kill_orphans_at:
             self._kill_orphans()
@@ -235,7 +246,7 @@ class _Template:
             kill_group(pid)
         elif request not in self._kill_at:
             self._kill_at[request] = time.monotonic() + _STACK_SECONDS
-            os.kill(pid, _STACK_SIGNAL)  # not reaped yet, so the id is still valid
+            os.kill(pid, _STACK_SIGNAL)  # the id is valid until the template reaps it
 
     def _handle_requests(self) -> bool:
         try:
@@ -253,7 +264,7 @@ class _Template:
                 self._report({"kill": message["kill"]})
             elif self._fds:
                 self._fork(message["fork"], self._fds.pop(0))
-            else:  # the kernel drops descriptors beyond the process's limit
+            else:  # the kernel has dropped a descriptor beyond the process's limit
                 error = "the template process has no descriptors left"
                 self._report({"fork": message["fork"], "error": error})
         return bool(data)
@@ -263,13 +274,14 @@ class _Template:
 
         if env_names is None:
             self._worker_imports, modules, env_names = modules, [], []
-        # The file that started each thread; "" for threads of the template.
+        # The module file whose import started each thread, by thread id; "" for threads
+        # that the template had before.
         files = dict.fromkeys(_thread_ids(), "")
         num_preloaded = 0
         for index, name in enumerate((*modules, *env_names)):
             self._report({"importing": name})
             if index >= len(modules):
-                # The worker encounters the same error, and reports it with a traceback.
+                # A worker will raise the same error, and report it with a traceback.
                 with contextlib.suppress(BaseException):
                     registry.preload(name)
                     num_preloaded += 1
@@ -279,8 +291,8 @@ class _Template:
             files = dict.fromkeys(_thread_ids(), file) | files
         self._undo_import_effects()
         if "multiprocessing.shared_memory" in sys.modules:
-            # Workers share this process, which removes the shared memory that they have
-            # not removed when all of them have ended.
+            # All workers share one resource tracker. When they have ended, it removes
+            # the shared memory that they have left behind.
             from multiprocessing import resource_tracker
 
             resource_tracker.ensure_running()
@@ -331,10 +343,10 @@ class _Template:
         try:
             if sys.platform == "linux":
                 # A worker that wakes up must not preempt the process that is still
-                # sending steps to other workers. The system can forbid this call.
+                # sending steps to other workers. The system may forbid SCHED_BATCH.
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            os.setpgid(0, 0)  # a separate process group, to be killed together
+            os.setpgid(0, 0)  # so that the worker's children can be killed with it
             if sys.platform == "linux":
                 self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:
@@ -360,12 +372,13 @@ class _Template:
             faulthandler.register(_STACK_SIGNAL, 2, all_threads=False)
             os.set_inheritable(fd, False)
             channel = unpatched.socket(fileno=fd)
-            channel.settimeout(None)  # an imported module may have set a default
+            channel.settimeout(None)  # modules may change the default timeout
             modules = self._worker_imports
             process.run(channel, lambda: self._import_error or _import_error(modules))
             code = 0
         except BaseException:
-            # The frames above belong to the template, and must not run in the child.
+            # The exception must not reach the callers of this function, because they
+            # belong to the template.
             sys.excepthook(*sys.exc_info())
         finally:
             with contextlib.suppress(Exception):
@@ -420,7 +433,7 @@ def _import_error(modules: list[str]) -> str:
         registry.import_env_modules(modules)
     except Exception as error:
         return str(error)
-    except BaseException as error:  # this process gets no Ctrl-C
+    except BaseException as error:  # SystemExit, for example; Ctrl-C cannot occur
         return f"importing {', '.join(modules)} raised {error!r}"
     return ""
 
@@ -444,7 +457,7 @@ def _child_pids() -> list[int]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a worker and the processes that its envs have started."""
+    """Kill a worker and all other processes of its process group."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

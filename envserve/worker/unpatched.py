@@ -1,8 +1,9 @@
 """Functions of the standard library, as they were before user modules were imported.
 
-Some modules replace these functions when they are imported (gevent, eventlet). The
-replacements run an event loop, which the template and workers do not have, or take away
-the exits of workers. The template imports this module first.
+Some modules (gevent, eventlet) replace these functions when they are imported. The
+replacements need an event loop, which the template and the workers do not run, or reap
+workers before the template can. Therefore, the template imports this module before any
+user module.
 """
 
 from os import fork as fork

@@ -1,8 +1,8 @@
 """A block that is one `gymnasium.vector.VectorEnv`, stepped in a single call.
 
 The `vector_entry_point` of a registered env builds the vector env. Values are checked
-as in `env_block`; the whole block is checked at once. A fault therefore ends the
-episodes of all rows of the block, and the vector env is rebuilt.
+as in `env_block`, for all rows of the block at once. Therefore, a fault ends the
+episodes of all these rows, and the vector env is rebuilt.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ _Seeds = Sequence[int | None]
 
 _COLUMNS: Final = ("reward", "terminated", "truncated")
 _NO_INFOS: Final[_Infos] = {}
-#: Maximum length of a fault's text in all rows except the first.
+#: A fault of a vector env is reported for each of its rows. Only the first row gets the
+#: whole text; the other rows get a summary of at most this length.
 _MAX_SUMMARY_CHARS: Final = 96
 _FINAL_OBS_MISSING: Final = (
     "expected infos['final_obs'] with the last observations of the ended episodes, "
     "because the vector env resets in mode SAME_STEP; got none; add them in step, or "
-    "let step not reset, and implement mode DISABLED; see 'Serve batched simulators' "
+    "do not reset in step, and implement mode DISABLED; see 'Serve batched simulators' "
     "in the docs"
 )
 #: Keys of a SAME_STEP env's infos that describe the ended episodes.
@@ -84,7 +85,7 @@ class VectorBlock:
         return [env_seed(root, first + n, self._incarnation) for n in self.rows]
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
-        """Build the vector env; yield the index of its first env, and the spaces."""
+        """Build the vector env; yield its first row in the batch, and its spec."""
         yield self._config.first_env_index + self.rows.start, self._make_env()
 
     def _make_env(self) -> EnvSpec:
@@ -152,7 +153,7 @@ class VectorBlock:
 
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
-        if self._needs_reset:  # with autoreset "next_step", after a fault
+        if self._needs_reset:  # with "next_step", after a fault or a deferred reset
             infos = self._reset(None, self._all_mask)
             for array in (rows.reward, rows.terminated, rows.truncated):
                 array[...] = 0
@@ -195,7 +196,13 @@ class VectorBlock:
     def _infos_by_row(
         self, infos: _Infos, ended: Array, begun: _Infos
     ) -> dict[int, _Infos]:
-        """Split the infos of a step, and of resets within it, into dicts per row."""
+        """Split the infos of a step into one dict per row.
+
+        Args:
+          infos: Infos of the step.
+          ended: Rows whose episode has ended, bool `[num_rows]`.
+          begun: Infos of the reset that followed within the step; may be empty.
+        """
         reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
@@ -242,8 +249,9 @@ class VectorBlock:
         """Reset some rows, write their first observations, and return the infos.
 
         Args:
-          seeds: A seed or None for each row of the block.
-          mask: Rows to reset. A new vector env is always reset as a whole.
+          seeds: A seed or None for each row of the block; None for no seeds.
+          mask: Rows to reset, bool `[num_rows]`. A new vector env is always reset as a
+            whole.
           options: See `lane.Reset`.
         """
         if self._is_fresh:
@@ -286,7 +294,7 @@ class VectorBlock:
                 record.begin_episode(None, *arguments, is_autoreset=is_autoreset)
 
     def _write_heartbeat(self, call_kind: int) -> None:
-        """Write a heartbeat, and its column 1; see `Slab`."""
+        """Write the next heartbeat and the kind of the env call; see `Slab`."""
         self._beat = self._heartbeat[0] = next_beat(self._beat, self.rows.start)
         self._heartbeat[1] = call_kind
 
@@ -309,18 +317,18 @@ class VectorBlock:
         self._needs_reset = in_step and self._config.autoreset == "next_step"
         if not self._needs_reset:
             self._reset(None, self._all_mask)
-        elif isinstance(error, SpaceViolation):  # the observation may not be finite
+        elif isinstance(error, SpaceViolation):  # the observation may contain NaN
             for _, last in self._final_and_last:
                 last[...] = 0
         self._heartbeat[1] = 0
         return [first, *others]
 
     def render(self, row: int) -> Any:
-        """Return the rendered frame of one env; the vector env renders all envs."""
+        """Render all envs of the vector env, and return the frame of one of them."""
         return render(self._env)[row - self.rows.start]
 
     def call(self, payload: bytes) -> bytes:
-        """Access an attribute of the vector env; return the encoded answer."""
+        """Call, get or set an attribute of the vector env; return an encoded answer."""
         request = CallRequest.decode(payload)
         self._write_heartbeat(1)
         for record in self._records if request.may_change_env else ():
@@ -388,7 +396,7 @@ def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
 
 
 def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
-    """Return the info of one env from a dict of arrays and their masks."""
+    """Return the info of one env from the infos of a vector env (arrays with masks)."""
     info: dict[str, Any] = {}
     for key, value in infos.items():
         mask = infos.get(f"_{key}")
@@ -401,7 +409,7 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
             getattr(value, "shape", ())[:1] == (size,)  # also true for JAX arrays
         ):
             value = np.asarray(value)[row] if hasattr(value, "shape") else value[row]
-            if isinstance(value, np.bool_):  # Gymnasium batches only bool as an array
+            if isinstance(value, np.bool_):  # a bool, before Gymnasium batched it
                 value = bool(value)
         info[key] = value  # a value that is not split by row belongs to all rows
     return info

@@ -1,8 +1,9 @@
-"""The reports of workers, which complement the rows: spaces, faults, infos, warnings.
+"""The reports of workers: data outside the rows (spaces, faults, infos, warnings).
 
 A report can always be encoded, whatever an env's infos and exceptions contain: values
-that `codec` cannot encode are omitted, and their keys listed. The pool decodes reports
-in the loop that serves all workers, so reports are limited in bytes and in values.
+that `codec` cannot encode are omitted, and their keys are listed. The pool decodes
+reports in the loop that serves all workers, so reports are limited in bytes and in
+values.
 """
 
 from __future__ import annotations
@@ -27,33 +28,37 @@ from envserve.text import one_line
 from envserve.worker.env_checks import SpaceViolation
 
 _MAX_SPACES_BYTES: Final = 16 << 20
-#: Modules that call the env or the code that builds it; left out of tracebacks.
+#: Names of modules that call the env or build it. Their frames at the start of a
+#: traceback are omitted.
 _CALLERS: Final = re.compile(r"envserve\.|importlib|gymnasium\.envs\.registration$")
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
-#: Maximum total bytes of the tracebacks in a report, and minimum bytes for each.
+#: Maximum total size of the tracebacks in a report. If they are longer, each is cut,
+#: but not to less than the minimum size.
 _MAX_TRACEBACK_BYTES: Final = 32 << 10
 _MIN_TRACEBACK_BYTES: Final = 64
-#: Maximum number of warnings in a report, and maximum length of each.
+#: Maximum number of warnings in a report, and maximum length of a warning.
 _MAX_WARNINGS: Final = 4
 _MAX_WARNING_CHARS: Final = 400
-#: Maximum size of the other fields of a row.
+#: Maximum size of the fault of a row whose traceback was cut to the minimum size.
 _ROW_BYTES: Final = 64 + _MIN_TRACEBACK_BYTES
 #: Maximum number of rebuilds per row in one operation. The worst case is a reset that
 #: fails, is retried on a new env, and fails again.
 _MAX_REBUILDS_PER_ROW: Final = 2
-#: Maximum number of values per KiB of a row's infos, and a fixed number per row in
-#: addition. The number is limited because even short values take time to decode.
+#: Maximum number of values in the info of a row, per KiB of its maximum size. The
+#: number is limited because even short values take time to decode.
 _VALUES_PER_KIB: Final = 256
+#: The infos of a block may contain as many values as the info of one row, and in
+#: addition this number per row of the block.
 _VALUES_PER_ROW: Final = 64
-#: The infos of a block may take as much space as this number of rows of maximum size,
-#: but not more than this number of bytes.
+#: The infos of a block may take as many bytes as this number of infos of maximum size,
+#: and at most `_MAX_INFOS_BYTES`.
 _NUM_FULL_ROWS: Final = 16
 _MAX_INFOS_BYTES: Final = 32 << 20
 _MAX_SPACES_VALUES: Final = 1 << 14
 
 
 def encode_spaces(spec: EnvSpec) -> bytes:
-    """Encode the payload of READY.
+    """Encode the spaces of a worker's envs, the payload of READY.
 
     Raises:
       SpaceError: The payload is too large.
@@ -70,7 +75,7 @@ def encode_spaces(spec: EnvSpec) -> bytes:
 
 
 def decode_spaces(payload: bytes, env_name: str) -> EnvSpec:
-    """Decode the payload of READY.
+    """Decode the spaces of a worker's envs from the payload of READY.
 
     Raises:
       ValueError: The payload is not valid.
@@ -86,15 +91,16 @@ def decode_spaces(payload: bytes, env_name: str) -> EnvSpec:
 
 
 class WorkerReport(msgspec.Struct):
-    """The report of an operation, which complements the rows.
+    """The report of an operation: results that are not in the rows of the slab.
 
     Attributes:
-      faults: Faults of rows whose envs were rebuilt. Their status is OK if a reset has
-        failed and then succeeded with the new env.
+      faults: Faults of rows whose envs failed and were rebuilt. The status of a fault
+        is OK if a reset failed and was then repeated successfully with the new env.
       rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
-      infos: Encoded info dicts by row, without the values in `columns`.
+      infos: Encoded info dicts by row, without the numbers in `columns`.
       warnings: Warnings about the envs.
-      columns: Numbers in the infos of adjacent rows: first row, layout and records.
+      columns: Numbers in the infos of adjacent rows, as tuples of the first row, the
+        encoded layout and the records; see `info_columns`.
     """
 
     faults: list[Fault]
@@ -124,7 +130,7 @@ def max_report_bytes(num_rows: int, max_infos_kib: int) -> int:
 def decode_report(
     payload: bytes, block: Block, max_infos_kib: int
 ) -> tuple[Outcome, Sequence[int]]:
-    """Decode the payload of DONE.
+    """Decode the report of an operation from the payload of DONE.
 
     Returns:
       The outcome of the operation, and the rows whose envs were rebuilt, once per
@@ -157,7 +163,7 @@ def decode_report(
     except (msgspec.MsgspecError, codec.CodecError, RecursionError) as error:
         raise ValueError(repr(error)) from None
     if columns and (columns[0].start < block.start or columns[-1].stop > block.stop):
-        raise ValueError(f"columns of rows that are not in block {block.index}")
+        raise ValueError(f"columns contain rows that are not in block {block.index}")
     if not (infos or report.faults or report.rebuilt or report.warnings):
         return Outcome(block.index, RowInfos(columns)), ()  # the usual case
     if any(type(info) is not dict for info in infos.values()):
@@ -167,7 +173,10 @@ def decode_report(
         raise ValueError("expected at most one fault per row")
     rebuilt = [*report.rebuilt, *failed]
     if len(rebuilt) > _MAX_REBUILDS_PER_ROW * len(rows):
-        raise ValueError(f"{len(rebuilt)} envs of {len(rows)} rows were rebuilt")
+        raise ValueError(
+            f"expected at most {_MAX_REBUILDS_PER_ROW} rebuilds for each of "
+            f"{len(rows)} rows; got {len(rebuilt)} in total"
+        )
     if unknown := {*rebuilt, *infos} - {*rows}:
         raise ValueError(f"rows {unknown} are not in block {block.index}")
     warnings = [
@@ -197,7 +206,7 @@ def fault_from_error(row: int, error: Exception) -> Fault:
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an env's exception, without the frames that call the env.
 
-    If there are no other frames, the traceback is complete.
+    If there are only such frames, return the whole traceback.
     """
     inner = error.__traceback__
     while inner and _CALLERS.match(inner.tb_frame.f_globals.get("__name__", "")):
@@ -219,7 +228,7 @@ def encode_report(
     warnings: Sequence[str] = (),
     rebuilt: Sequence[int] = (),
 ) -> bytes:
-    """Encode the payload of DONE; empty if there is nothing to report."""
+    """Encode the report of an operation, the payload of DONE; b"" if it is empty."""
     if not faults and not infos and not rebuilt and not warnings:
         return b""
     bytes_left, clipped = _MAX_TRACEBACK_BYTES, [*faults]

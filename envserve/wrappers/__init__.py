@@ -1,4 +1,4 @@
-"""Named wrappers, and the classes with which modules register their own.
+"""Named wrappers, and the functions with which modules register their own wrappers.
 
 `registry` contains all known wrappers, and `specs` parses the wrappers that a request
 names. Neither imports Gymnasium, so configs and the wire format can use them; `apply`

@@ -44,8 +44,8 @@ def ActionRepeat(env: Env, amount: int) -> Env:
     return RepeatAction(env, amount)
 
 
-#: Maximum number of episodes that may end during the random actions after one reset;
-#: the next episode starts without random actions.
+#: If this number of episodes have ended during the random actions after one reset, the
+#: next episode starts without random actions.
 _MAX_ATTEMPTS: Final = 10
 #: Value of `np_random_seed` in Gymnasium if the env assigned its own generator.
 _ASSIGNED_BY_ENV: Final = -1
@@ -68,7 +68,7 @@ class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset the env; repeat this if the episode ends during the random actions."""
+        """Reset the env and take the random actions; retry if they end the episode."""
         observation, info = self.env.reset(seed=seed, options=options)
         generator = self._generator(seed)
         self._actions.seed(int(generator.integers(2**31)))

@@ -82,9 +82,9 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
 def _observation_bytes(
     space: spaces.Space[Any], name: str, arguments: dict[str, Any]
 ) -> int:
-    """Compute the size of a wrapper's observations before they are allocated.
+    """Return the size of a wrapper's observations, before they are allocated.
 
-    Returns 0 for wrappers that do not enlarge observations much.
+    Return 0 for wrappers that do not enlarge observations much.
     """
     if name == "FrameStackObservation":
         return int(arguments["stack_size"] * _nbytes(space))

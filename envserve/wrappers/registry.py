@@ -97,7 +97,8 @@ class RegisteredWrapper:
       make: Function that takes an env and the arguments by name, and returns the
         wrapped env. A string "module:attribute" is imported at first use.
       arguments: The arguments that requests may contain, by name.
-      is_limited: Whether the size of its observations is limited to a few MiB.
+      is_limited: Whether the size of its observations is limited to a few MiB. False
+        only for classes and functions that a user of this host passes.
     """
 
     make: str | Callable[..., Any]
@@ -178,7 +179,7 @@ WRAPPERS: dict[str, RegisteredWrapper] = {
     for name, arguments in wrappers.items()
 }
 
-#: Hints about wrappers of batch-ppo that envserve names differently or does not need.
+#: Hints for wrappers of batch-ppo that envserve does not need or names differently.
 _BATCH_PPO: Final = {
     "AutoReset": "workers reset envs by themselves: see autoreset",
     "CacheSpaces": "not needed: spaces are read only once",

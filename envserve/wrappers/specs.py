@@ -20,7 +20,7 @@ from envserve.wrappers.registry import WRAPPERS, find_wrapper
 MAX_WRAPPERS: Final = 16
 _FORM: Final = """a list such as [{"name": "ActionRepeat", "amount": 4}]"""
 _CALLABLE_HINT: Final = (
-    "; only workers of this host take classes and functions: for a server, register "
+    "; only workers of this host accept classes and functions: for a server, register "
     "the wrapper with register_wrapper in a module that the server imports (--import)"
 )
 
@@ -56,7 +56,7 @@ Wrappers = Annotated[tuple[WrapperSpec, ...], msgspec.Meta(max_length=MAX_WRAPPE
 
 
 def table_of(wrapper: Any) -> Any:
-    """Return the table of a name or a registered class; return others unchanged."""
+    """Convert a name or a registered class to a table; return other forms unchanged."""
     if isinstance(wrapper, str):
         return {"name": wrapper}
     name, module = (getattr(wrapper, f"__{n}__", "") for n in ("qualname", "module"))

@@ -249,12 +249,12 @@ def test_nesting_has_the_same_limit_on_both_sides() -> None:
     for _ in range(32):
         tuples = (tuples,)
     assert decode(encode(tuples, keep_types=True)) == tuples
-    with pytest.raises(CodecError, match="nested deeper than 32"):
+    with pytest.raises(CodecError, match="at most 32 nested levels"):
         encode([tuples], keep_types=True)
     assert decode(encode(nested(32))) == nested(32)
-    with pytest.raises(CodecError, match="nested deeper than 32"):
+    with pytest.raises(CodecError, match="at most 32 nested levels"):
         encode(nested(33))
-    with pytest.raises(CodecError, match="nested deeper than 32"):
+    with pytest.raises(CodecError, match="at most 32 nested levels"):
         decode(msgpack.packb(nested(33)))
 
 

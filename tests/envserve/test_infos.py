@@ -191,7 +191,7 @@ X: Any = {"x": 0.0}
     [
         ([[0, X, bytes(7)]], "whole records"),
         ([[0, X, b""]], "whole records"),
-        ([[0, X, bytes(24)]], "columns of rows that are not"),
+        ([[0, X, bytes(24)]], "columns contain rows that are not"),
         ([[-1, X, bytes(8)]], "order of their rows|>= 0"),
         ([[1, X, bytes(8)]] * 2, "order of their rows"),
         ([[0, {"x": 0.0, "y": "text"}, bytes(8)]], "numbers and arrays"),
@@ -211,7 +211,7 @@ def test_invalid_columns_raise_errors(columns: list[Any], text: str) -> None:
     payload = codec.encode({**EMPTY, "columns": sent})
     with pytest.raises(ValueError, match=text):
         decode_report(payload, Block(0, 0, 2, 0, 0), 64)
-    if text == "columns of rows that are not":
+    if text == "columns contain rows that are not":
         return
     fields = {"infos": {}, "faults": [], "errors": [], "columns": sent}
     with pytest.raises(RemoteProtocolError, match=text):
@@ -298,7 +298,7 @@ EMPTY: dict[str, Any] = {
         ({"faults": [[0, 2, "it fell", "no"]]}, "Expected `bool`"),
         ({"faults": [[0, 99, "it fell", False]]}, "Invalid enum value 99"),
         ({"faults": [[2, 2, "it fell", False]]}, "not in block 0"),
-        ({"rebuilt": [0] * 5}, "5 envs of 2 rows were rebuilt"),
+        ({"rebuilt": [0] * 5}, "of 2 rows; got 5 in total"),
         ({"infos": {0: [1]}}, "expected a dict"),
         ({"infos": {0: {"k": [0] * 60_000}}}, "expected at most .* values"),
         ({"warnings": [1]}, "Expected `str`"),
