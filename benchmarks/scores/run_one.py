@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.scores.tasks import Task
+from ppo.config.named_configs import read_config
 from ppo.run_folder.folder import RunFolder
 
 _RESULT = "result.json"
@@ -54,7 +55,7 @@ def read_score(folder: Path) -> Score | None:
 
 
 def run_one(task: Task, seed: int, folder: Path) -> Score:
-    """Train, evaluate and save the score; an interrupted run starts from scratch.
+    """Train, evaluate and save the score; an interrupted run is resumed.
 
     TensorFlow uses one thread, because several runs share the cores.
     """
@@ -67,10 +68,15 @@ def run_one(task: Task, seed: int, folder: Path) -> Score:
     from ppo.run_folder.metrics_file import read_metrics
     from ppo.train import train
 
-    shutil.rmtree(folder, ignore_errors=True)
-    run_folder = RunFolder.create(folder, config)
+    run_folder = RunFolder(folder)
+    is_resumed = (
+        run_folder.has_checkpoint() and read_config(run_folder.config_path) == config
+    )
+    if not is_resumed:
+        shutil.rmtree(folder, ignore_errors=True)
+        run_folder = RunFolder.create(folder, config)
     make_env = env_maker(config, num_workers=1)
-    result = train(config, run_folder, make_env)
+    result = train(config, run_folder, make_env, resume=is_resumed)
     evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     rows = read_metrics(folder / "metrics.jsonl")
     score = Score(

@@ -255,6 +255,14 @@ def test_finished_runs_are_not_repeated(
     assert 8.0 < first.final < 500.0
     assert json.loads((tmp_path / "scores.json").read_text())[0]["seed"] == 0
     assert (tmp_path / "scores.png").stat().st_size > 1000
+    # A run without a result was interrupted, and is resumed.
+    folder = tmp_path / "cartpole-4k" / "0"
+    (folder / "result.json").unlink()
+    (folder / "from-before").touch()
+    main(None, seeds=1, runs=tmp_path, document=document, processes=1)
+    assert (resumed := read_score(folder)) is not None
+    assert (folder / "from-before").exists()
+    assert (resumed.curve, resumed.final) == (first.curve, first.final)
     monkeypatch.setattr(
         "benchmarks.scores.many.run_one", None
     )  # not to be called again
