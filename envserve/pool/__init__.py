@@ -1,9 +1,10 @@
 """Start, watch, use and replace the workers of one host, from the parent process.
 
-A `Pool` (`pool`) lives in the process that uses the envs: a trainer or a server. See
-`envserve.worker` for the processes and the shared memory. From bottom to top:
+A `Pool` (`pool`) belongs to the process that uses the envs: a trainer or a server. See
+`envserve.worker` for the worker processes and the shared memory. From bottom to top:
 
-- `launcher` asks the template to fork and kill processes, and reports their exits.
+- `launcher` asks a template process to fork and kill worker processes, and reports
+  their exits.
 - `supervisor` keeps one worker running across process restarts: it starts the process,
   kills it if it hangs or misbehaves, and restarts it with increasing delays.
   `worker_states` defines the states and events.
@@ -18,9 +19,11 @@ blocks on a worker, because one loop may serve many pools: writes are queued, an
 deadlines detect a worker that does not respond.
 
 A worker's process may die at any moment, and its messages may be invalid, because env
-code may write them. Three rules make this safe. A process that sends an invalid message
-is killed. From then on, its messages are ignored. Its rows and its index are not reused
-until the process is known to have ended.
+code may write them. Three rules make this safe:
+
+- A process that sends an invalid message is killed.
+- The messages of a killed process are ignored.
+- The rows and the index of a process are not reused until it is known to have ended.
 
 `fault_log` and `pool_metrics` report faults and counters, `inspector` serves observer
 requests, and `replay` replays crashes. This module imports nothing, so that processes

@@ -19,7 +19,7 @@ a valid step, its process may be unusable (a broken CUDA context, exhausted memo
 the worker is replaced. If `max_restarts` replacements in a row do not help, the env
 itself is at fault, and the next operation raises its error.
 
-Workers whose rows were overwritten by an env are lost as well.
+A worker whose rows were overwritten by an env is replaced, too.
 
 A lost block in flight is absent: its outcome is pending until the successor answers.
 This module receives only events of the current worker process (see `worker_states`), so
@@ -56,12 +56,13 @@ from envserve.worker.worker_report import decode_report
 
 Array = np.ndarray[Any, Any]
 
-# Plain ints, because every step compares them, and enum members compare more slowly.
+# These are plain ints, because every step compares them, and comparing enum members is
+# slower.
 _IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
 _PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
-#: Maximum time before the heartbeat of a busy worker is checked.
+#: Maximum seconds from submitting an operation until its worker's heartbeat is checked.
 _WATCH_SECONDS: Final = 0.1
 #: Largest values of terminated, truncated and status that a worker writes.
 _MAX_FLAGS: Final = np.array([[1], [1], [Status.PENDING]], np.uint8)
@@ -96,10 +97,11 @@ class _BlockSlot:
       started_at: Time at which the operation was submitted or, if the block was lost
         after that, at which it was lost.
       has_final: Whether `final_observation` already contains the last observations.
-      failing_rows: Rows whose last step raised, with the number of workers that were
-        replaced for that reason since the row's last valid step.
-      resetting: Rows whose next step only resets them, after a fault.
-      overwritten_at: Number of steps of the block when its rows were last overwritten.
+      failing_rows: For each row whose last step raised, the number of workers that were
+        replaced for this reason since the row's last valid step.
+      resetting: Rows whose next step only resets them, because they had a fault.
+      overwritten_at: Number of steps of the block when its rows were last overwritten;
+        -1 if they never were.
     """
 
     block: Block
@@ -126,9 +128,9 @@ class _BlockSlot:
     def save_final_observation(self, rows: Rows) -> None:
         """Copy the last observations to `final_observation`, once per lost step.
 
-        The worker is not running at this point. If it replaced an env before it died,
-        the env's row is PENDING: the worker has already saved its final observation,
-        and `observation` may belong to the next episode.
+        No process executes an operation of the block at this time. If the lost process
+        had replaced an env, the env's row is PENDING: the process has already saved the
+        final observation, and `observation` may belong to the next episode.
         """
         if self.kind == _STEP and not self.has_final:
             pending = np.flatnonzero(rows.status[self.block.row_slice] == _PENDING)
@@ -138,7 +140,7 @@ class _BlockSlot:
 
 
 class BlockOperations:
-    """The operations of a pool's blocks.
+    """Tracks the operations of a pool's blocks.
 
     Attributes:
       num_in_flight: Number of blocks in flight.
@@ -224,7 +226,8 @@ class BlockOperations:
         workers = self._workers
         workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
         if tasks:
-            self.likely_last = None  # a long message may still have to be sent
+            # Parts of a long message may still be queued, so watch all channels.
+            self.likely_last = None
         sequence = self._sequence
         outbox: dict[SupervisedWorker, list[bytes]] = {}
         for position, index in enumerate(indices):
@@ -249,7 +252,7 @@ class BlockOperations:
             worker.send(b"".join(messages), len(messages), now)
 
     def record_resets(self, resets: Sequence[Reset]) -> None:
-        """Record the options of resets, for the repro file if an env fails later."""
+        """Record that episodes begin, and the options of resets for repro files."""
         for reset in resets:
             block = self._slots[reset.block].block
             rows = reset.env_indices or block.rows
@@ -381,7 +384,7 @@ class BlockOperations:
     def _replace_if_failing(
         self, slot: _BlockSlot, faults: Sequence[Fault], now: float
     ) -> None:
-        """Replace the worker if an env has raised twice without a valid step between.
+        """Replace the worker if an env raised twice in a row, or ran out of memory.
 
         The worker fails permanently once `max_restarts` replacements have not helped.
         """
@@ -443,9 +446,10 @@ class BlockOperations:
     def replace_overwritten(self, flags: Array, now: float) -> None:
         """Replace workers if an env has written to their rows by mistake.
 
-        Impossible flags and statuses reveal this. If they occur in the padding or in
-        rows of several workers, all rows may be wrong, so all workers are replaced.
-        Operations of replaced workers that are not collected yet are executed again.
+        Impossible flags or statuses show that rows were overwritten. If they occur in
+        the padding or in rows of several workers, all rows may be wrong, so all workers
+        are replaced. Operations of replaced workers are executed again, unless their
+        outcomes were already collected.
 
         Args:
           flags: See `Slab.flags`.
@@ -484,7 +488,13 @@ class BlockOperations:
         self.outcomes = [*finished.values()]
 
     def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
-        """Mark rows as lost, and repeat a finished operation that produced them."""
+        """Mark a block's rows as lost; if its operation has finished, run it again.
+
+        Args:
+          slot: The slot of the block.
+          finished: Outcomes that are not collected yet, by block. The outcome of an
+            operation that runs again is removed.
+        """
         index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
         rows, part = self._rows, slot.block.row_slice
         write_lost(rows, part, Status.WORKER_DIED)
@@ -496,7 +506,7 @@ class BlockOperations:
             slot.kind = slot.last_kind
             self.num_in_flight += 1
             steps[index] -= slot.kind == _STEP and num_faults < len(slot.block.rows)
-        # An env that does this at every step must not be restarted forever.
+        # An env that overwrites rows at every step must not be restarted forever.
         worker.has_stepped &= steps[index] != slot.overwritten_at
         slot.overwritten_at = steps[index]
 
@@ -505,7 +515,7 @@ class BlockOperations:
     ) -> None:
         """Discard all operations, and mark the blocks of replaced workers as lost.
 
-        The rows contain the last observations that the caller has collected.
+        Afterwards, each row contains its last valid observation.
         """
         for worker in replaced:
             self._mark_lost(worker, lost, now)
@@ -514,18 +524,21 @@ class BlockOperations:
                 copy_final_to_observation(self._rows, slot.block.row_slice)
             slot.kind = _IDLE
             slot.worker = self._workers.all[slot.worker.index]
-        for outcome in self.outcomes:  # not collected: restore the last observation
+        # The caller will not collect these outcomes. Rows with a fault contain the
+        # first observation of a new episode, so restore the last one of the previous
+        # episode.
+        for outcome in self.outcomes:
             rows = [fault.env_index for fault in outcome.faults]
             copy_final_to_observation(self._rows, rows)
         self.num_in_flight, self.likely_last = 0, None
         self.outcomes, self.has_new_absent = [], False
 
     def log_suppressed_faults(self, now: float) -> None:
-        """Log how many equal faults were suppressed since the last line about them."""
+        """Log how many similar faults were suppressed since the last log line."""
         self._fault_log.log_suppressed(now)
 
     def release(self, now: float) -> None:
-        """Drop the references to the slab when the pool is closed."""
+        """Log suppressed faults, and release the slab, because the pool is closed."""
         self._fault_log.log_suppressed(now, 0.0)
         del self._fault_log
         self.metrics.slab = None

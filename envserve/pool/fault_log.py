@@ -43,8 +43,10 @@ from envserve.text import (
 from envserve.worker.channel import MessageKind
 
 _LOGGER: Final = logging.getLogger("envserve.pool")
+#: Maximum lengths of a cause and of an action in a log line.
 _MAX_CAUSE_CHARS: Final = 300
 _MAX_ACTION_CHARS: Final = 80
+#: Number of env classes after which no further warnings are logged.
 _MAX_WARNED_CLASSES: Final = 16
 #: Maximum number of different faults to log in full within `_RECENT_SECONDS`. Further
 #: faults are treated like repeated ones.
@@ -60,7 +62,7 @@ class FaultLog:
     """Logs the faults of one pool.
 
     Attributes:
-      reset_options: Encoded options of each row's last reset with options.
+      reset_options: Encoded options of the last reset that had options, by row.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class FaultLog:
             self._files = CrashFolder(folder, owner)
         self._recent: dict[object, float] = {}  # time of the last equal fault, by kind
         self._throttle = LogThrottle()
-        self._heartbeats: np.ndarray[Any, Any] | None = None  # until `attach`
+        self._heartbeats: np.ndarray[Any, Any] | None = None  # set by `attach`
         self._warned: set[str] = set()
         self.reset_options: dict[int, bytes] = {}
 
@@ -91,7 +93,7 @@ class FaultLog:
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
 
     def log_suppressed(self, now: float, least_age: float = _QUIET_SECONDS) -> None:
-        """Log the number of faults since the last log line.
+        """Log the number of faults that were only counted since the last log line.
 
         Do nothing if that line is less than `least_age` seconds old.
         """
@@ -176,7 +178,7 @@ class FaultLog:
             last = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
             parts.append(f'its stderr ends with "{last}"')
         cause, _, detail = lost.text.partition("\n")
-        if detail:  # a traceback
+        if detail:  # a traceback, whose last line names the error
             cause += f" {detail.splitlines()[-1]}"
         cause = _shorten(cause, _MAX_CAUSE_CHARS)
         self._log(
@@ -187,7 +189,7 @@ class FaultLog:
         )
 
     def warn_once(self, warnings: Sequence[str]) -> Sequence[str]:
-        """Log warnings about envs once per env class; return the new warnings."""
+        """Log warnings about envs, once per env class; return the logged warnings."""
         new = {warning.partition(" ")[0]: warning for warning in warnings}
         if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED_CLASSES:
             return ()
@@ -363,7 +365,7 @@ def _shorten(text: str, length: int) -> str:
 
 def _format_action(spec: EnvSpec, history: ActionHistory) -> str:
     last: list[Any] = [array[-1:] for array in history.actions]
-    with contextlib.suppress(CodecError):  # otherwise show the bytes
+    with contextlib.suppress(CodecError):  # on an error, show the undecoded bytes
         last = flatten(spec.action_space, decode_actions(spec, last)[0])
     with np.printoptions(precision=4, threshold=8, edgeitems=3):
         values = list(map(str, last))

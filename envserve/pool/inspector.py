@@ -1,6 +1,6 @@
 """Read-only views of a running pool: status, frames and flight records.
 
-This module only reads counters and shared memory, so any thread may call it.
+Any thread may use this module, because it changes neither counters nor operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from envserve.wire.bodies import FrameRequest, FrameResult
 from envserve.wire.constants import MAX_FRAMES_BYTES
 from envserve.wire.status import LeaseStatus
 
-#: Time for which workers render frames after a request.
+#: Nanoseconds for which workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
 #: Maximum number of absent rows in a status.
 _MAX_ABSENT: Final = 1024
@@ -50,7 +50,7 @@ class PoolInspector:
         )
 
     def read_frames(self, request: FrameRequest) -> tuple[FrameResult, bytes]:
-        """Request frames and return new ones, or return the flight record of a row.
+        """Request frames and return the newest ones, or return a row's flight record.
 
         Raises:
           RemoteProtocolError: The row has no flight record.

@@ -7,7 +7,7 @@ once, so that workers start in milliseconds. Only `close` blocks on the template
 If the launcher's process ends, even by SIGKILL, the template reads end of file from its
 socket, kills the workers and exits. If the template ends or hangs, its workers are
 killed and reported as ended, and the next `launch` starts a new template. The template
-answers each request, so a template that an env has stopped (SIGSTOP) is noticed.
+answers each request, so a template that an env has stopped (SIGSTOP) is detected.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _START: Final = (
     "[resource.setrlimit(*limit) for limit in json.loads(sys.argv[2])]; "
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
+#: Number of reserved descriptors that are freed at a time.
 _RESERVED_AT_ONCE: Final = 8
 #: Maximum time without a report while a fork is pending, including the time for
 #: imports. After this time, the template is killed.
@@ -61,9 +62,10 @@ KILL_SECONDS: Final = 5.0
 
 
 class DescriptorReserve:
-    """Open descriptors held in reserve, some of which can be freed when needed.
+    """Reserve of open file descriptors, some of which can be freed when needed.
 
-    Inside the context, a few descriptors are free even if the process is at its limit.
+    While the context manager is active, a few descriptors are free even if the process
+    is at its limit.
     """
 
     def __init__(self, count: int) -> None:
@@ -118,7 +120,7 @@ class WorkerProcess:
         return self.exit
 
     def wait_exit(self, timeout_seconds: float) -> Exit | None:
-        """Wait for the exit of the process, and return it; None after the timeout."""
+        """Wait for the process to exit; return its exit, or None after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while (
             self.poll_exit() is None and (remaining := deadline - time.monotonic()) > 0
@@ -135,7 +137,7 @@ class WorkerProcess:
         return self.exit is not None and (is_at_end or self.is_overdue(now))
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether the exit status or end of file is missing after an exit."""
+        """Return whether the exit status or end of file is overdue after an exit."""
         return now - self._ended_since >= _EXIT_STATUS_GRACE_SECONDS
 
     def kill(self, reason: str, now: float, *, has_stack: bool = False) -> None:
@@ -166,10 +168,10 @@ class Launcher:
 
     Attributes:
       reserve: Spare descriptors, for files that pools open.
-      import_note: Threads of imported modules, without which workers may hang or fail,
-        and the remedy; "" if there are none.
-      ends_in_import: Whether a template has ended during an import, and none has
-        imported all modules; a new template would end too.
+      import_note: Text that names the threads of imported modules, without which
+        workers may hang or fail, and the remedy; "" if there are no such threads.
+      ends_in_import: Whether a template has ended during an import, and no template has
+        ever imported all modules; a new template would end, too.
     """
 
     def __init__(
@@ -201,7 +203,9 @@ class Launcher:
         self._pending: dict[int, WorkerProcess] = {}  # by fork number
         self._kills: set[int] = set()  # fork numbers of unanswered kill requests
         self._running: dict[int, WorkerProcess] = {}  # by process id
-        self._last_report_at = 0.0  # or when a request became due, if that is later
+        #: Time from which the template's silence is measured: the time of its last
+        #: report or, if no request was pending then, of the first request after that.
+        self._last_report_at = 0.0
         self._num_forks = 0
         self._has_ever_imported = False
         self._is_updating = self._is_closed = False
@@ -307,7 +311,7 @@ class Launcher:
         if self._template_error:
             return
         if self._is_updating:
-            self._importing = ""  # not the module's fault
+            self._importing = ""  # the imported module did not cause this
             self._stop_template("was interrupted, and ")
             return
         self._is_updating = True
@@ -316,7 +320,7 @@ class Launcher:
         self._is_updating = False
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until `poll` is due: to read reports, send requests, or check them."""
+        """Wait until `poll` can read reports, can send requests, or may find a hang."""
         if not self._template_error:
             self._channel.wait(min(timeout_seconds, _STOPPED_SECONDS))
 
@@ -333,7 +337,7 @@ class Launcher:
             silent_seconds = self._clock() - self._last_report_at
             if silent_seconds > _FORK_TIMEOUT_SECONDS:
                 modules = ", ".join([*self._import_modules, *(self._preload or ())])
-                self._importing = ""  # the next attempt may be faster
+                self._importing = ""  # a new template may import the module faster
                 self._stop_template(
                     f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; "
                     f"is an import stuck ({modules or 'gymnasium'})? It "
@@ -362,7 +366,7 @@ class Launcher:
     def _send(
         self, message: dict[str, Any], passed_socket: socket.socket | None = None
     ) -> None:
-        """Send a request, with a socket if one is given; drop duplicate requests."""
+        """Send a request, and a socket if given, unless the request is still queued."""
         self._is_updating = True
         data = pack_message(MessageKind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
@@ -390,7 +394,7 @@ class Launcher:
             else:
                 self._running[message["pid"]] = process
                 process.pid = message["pid"]
-            # Deleted last, so that an interrupted call does not lose the process.
+            # Delete the entry last, so that an interrupted call keeps the process.
             del self._pending[message["fork"]]
 
     def _stop_template(self, reason: str, *, is_exiting: bool = False) -> None:
@@ -402,7 +406,7 @@ class Launcher:
             if that takes too long.
         """
         with contextlib.suppress(OSError):
-            # Ends the connection even if a forked child has inherited the socket.
+            # This ends the connection even if a forked child has inherited the socket.
             self._channel.socket.shutdown(socket.SHUT_RDWR)
         self._channel.close()
         if not is_exiting:
@@ -422,7 +426,7 @@ class Launcher:
             if exit_code >= 0:
                 end += "; a module must not exit or fork, or close descriptors"
         for pid, process in self._running.items():
-            # On Linux the kernel kills them together with the template.
+            # On Linux, the kernel kills the workers together with the template.
             if sys.platform != "linux" or self._process.returncode is None:
                 kill_group(pid)
             process.exit = Exit(pid, -signal.SIGKILL)

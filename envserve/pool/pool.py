@@ -34,6 +34,7 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.attribute_calls import encode_call
 from envserve.worker.channel import MessageKind
 
+#: By default, workers that have not exited after this time are killed.
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
@@ -52,7 +53,8 @@ class Pool:
     """
 
     name = "local"
-    give_up_error: EnvserveError | None = None  # a failed worker ends its operations
+    # Always None, because operations end with an error if their worker has failed.
+    give_up_error: EnvserveError | None = None
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Pool:
 
         Args:
           config: Settings of the pool.
-          launcher: Starts the processes; None for a new launcher owned by the pool.
+          launcher: Starts the processes; by default, a new launcher that the pool owns.
           label: Prefix of the pool's log lines.
           owner: User of the envs; the crash folder limits the files of each owner.
           clock: Returns monotonic seconds.
@@ -231,7 +233,7 @@ class Pool:
         was_starting = operations.state == "starting"
         while len(operations.outcomes) < min_finished and not operations.has_new_absent:
             if not (was_starting or operations.num_in_flight):
-                deadline = now  # no further outcome is possible
+                deadline = now  # no further outcome is possible, so do not wait
             num_missing = min_finished - len(operations.outcomes)
             needs_all = 1 < num_missing >= operations.num_in_flight
             now = self._advance(deadline - now, now, needs_all)

@@ -1,8 +1,8 @@
 """Counters of a pool: steps, faults, restarts, durations and episodes.
 
-An ordinary step costs a few additions and no function call. Workers record their own
-durations, in the slab. Episodes are tracked only while a client watches them. Other
-threads may read all counters at any time.
+An ordinary step costs a few additions and no function call. Workers record the
+durations of env steps and resets in the slab. Episodes are tracked only while a client
+watches them. Other threads may read all counters at any time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _OK: Final = int(Status.OK)
 #: them. It is nine years in nanoseconds, so that the sum of a histogram's cells still
 #: fits into 63 bits.
 _MAX_CELL: Final = 1 << 58
-#: Offsets in `Counts` of restarts, rows and faults by status, and three histograms.
+#: Offsets in `Counts` of the restarts, the rows by status, the faults by status, and
+#: three histograms; the last offset is the length.
 _COUNT_OFFSETS: Final = (
     0,
     *accumulate([1, _KINDS, _KINDS, NUM_CELLS, NUM_CELLS, NUM_CELLS]),

@@ -1,4 +1,4 @@
-"""Replay a repro file in a worker process, and check whether it ends as recorded.
+"""Replay a repro file in a worker process, and compare the end with the recorded one.
 
 The env is built from the worker's registry. The file contains no code.
 """
@@ -31,8 +31,9 @@ OnFrame = Callable[[float, Any], None]
 
 #: Timeout for building the env.
 _BUILD_SECONDS: Final = 300.0
+#: Timeout for the exit of a process that has closed its socket.
 _EXIT_SECONDS: Final = 10.0
-#: The longest single wait: `poll` rejects very long ones.
+#: Maximum time of a single wait, because `poll` rejects very long ones.
 _MAX_WAIT_SECONDS: Final = 3600.0
 
 
@@ -209,7 +210,7 @@ def _signature(end: End) -> tuple[object, ...]:
     if end.status is Status.WORKER_DIED:
         return end.status, end.exit_code
     if end.status is Status.ENV_ERROR and not end.is_violation:
-        # The class of the exception, from the last line of its traceback.
+        # The last line of the traceback begins with the class of the exception.
         return end.status, end.text.strip().rpartition("\n")[2].partition(":")[0]
     return end.status, end.is_violation
 

@@ -36,15 +36,17 @@ from envserve.worker.channel import (
 from envserve.worker.worker_report import decode_spaces
 from envserve.wrappers.specs import wrappers_to_plain
 
-#: Seconds between heartbeat checks of a busy worker. A hang is detected up to this much
-#: later.
+#: Seconds between heartbeat checks of a busy worker, and so the maximum delay with
+#: which a hang is detected.
 _WATCH_SECONDS: Final = 0.1
 #: Polling interval for the exit status of a process that has just ended.
 _EXIT_STATUS_SECONDS: Final = 0.002
+#: Delay of a restart after the second consecutive failure. Each further failure doubles
+#: the delay, up to `_MAX_BACKOFF_SECONDS`.
 _FIRST_BACKOFF_SECONDS: Final = 0.05
+_MAX_BACKOFF_SECONDS: Final = 30.0
 #: Minimum time between two starts if the worker has completed no step in between.
 _MIN_START_INTERVAL_SECONDS: Final = 0.1
-_MAX_BACKOFF_SECONDS: Final = 30.0
 #: Settings that are sent to the worker unchanged.
 _SETTINGS: Final = (
     *(field.name for field in fields(EnvRequest)),
@@ -56,7 +58,7 @@ class _RestartSchedule:
     """Determines when the next process may be started.
 
     Attributes:
-      num_failures: Number of consecutive failures without a successful step.
+      num_failures: Number of failures since the last successful step.
       started_at: Time of the last start.
       next_at: Earliest time of the next start.
     """
@@ -95,8 +97,8 @@ class SupervisedWorker:
       num_unanswered: Number of operations that were sent to the process but not
         answered yet.
       has_stepped: Whether a step has succeeded since the start; set by the pool.
-      was_replaced: Whether `replace` has ended the last process, so that no env which
-        was running is to blame.
+      was_replaced: Whether `replace` has ended the last process. If so, the env that
+        was running then is not at fault.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class SupervisedWorker:
         self._restarts = _RestartSchedule()
         self._is_built = False  # whether this process has built its envs
         self._has_ever_stepped = False  # whether any process has
-        self._traceback, self._is_permanent = "", False  # of the FAILED message
+        self._traceback, self._is_permanent = "", False  # from the FAILED message
         self._kill_status = Status.WORKER_DIED
         self._close_deadline = math.inf
         self._beat, self._beat_at = [0, 0], 0.0
@@ -145,7 +147,7 @@ class SupervisedWorker:
 
     def _set_state(self, state: WorkerState) -> None:
         if state not in TRANSITIONS[self.state]:
-            raise AssertionError(f"{self!r} cannot become {state.name}")
+            raise AssertionError(f"{self!r} cannot change to {state.name}")
         self.state = state
         if state is WorkerState.ENDED:
             self._slab = None
@@ -288,7 +290,7 @@ class SupervisedWorker:
         return []
 
     def next_watch(self, now: float) -> float:
-        """Return the time of the next `watch` and `start` if no event occurs before."""
+        """Return the latest time of the next `watch` and `start`; infinity if never."""
         if self.is_ending:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:
@@ -332,9 +334,9 @@ class SupervisedWorker:
             return
         name, option, limit = "step", "step", self._config.step_timeout_seconds
         is_first = beat[1] == FIRST_STEP
-        # A first step may compile code, so it may take as long as a reset. If an import
-        # has started threads, it may not: it probably waits for one of these threads,
-        # which do not exist in a forked worker.
+        # A first step may compile code, so it may take as long as a reset, unless an
+        # import has started threads. A first step that hangs then probably waits for
+        # one of these threads, which do not exist in a forked worker.
         if beat[1] and not (is_first and self._launcher.import_note):
             name, option = "first step" if is_first else "reset or call", "reset"
             limit = max(is_first * limit, self._config.reset_timeout_seconds)
@@ -354,7 +356,7 @@ class SupervisedWorker:
             self._release()
             return self._on_exit(str(process.exit), process.kill_reason, now)
         if process.channel.is_at_eof and process.is_overdue(now):
-            # The process might write to rows that belong to its successor.
+            # Otherwise, the process might write to rows that belong to its successor.
             self.kill("closed its socket without exiting", now)
         if process.cannot_be_killed(now):
             end = self._abandon_unkillable(process)
@@ -376,7 +378,7 @@ class SupervisedWorker:
         return end
 
     def _release(self) -> None:
-        """Close the channel to the process, and forget the process."""
+        """Close the channel to the process, and set `process` to None."""
         process, self.process = self.process, None
         if process is not None:
             self.exit = process.exit
@@ -399,7 +401,7 @@ class SupervisedWorker:
         if self._traceback:
             text = f"stopped{hint}:\n{self._traceback.rstrip()}"
         tries = self._restarts.num_failures
-        # An error without a traceback explains itself, without the worker's name.
+        # An error without a traceback is clear without the worker's name.
         has_stack = "Traceback (most recent call last)" in self._traceback
         is_message = self._traceback and not (has_stack or hint or kill_reason)
         self._has_ever_stepped |= self.has_stepped

@@ -56,7 +56,7 @@ class WorkerSet:
         Args:
           config: Settings of the pool.
           blocks: All blocks of the pool.
-          launcher: Starts the processes; None for a new launcher owned by the pool.
+          launcher: Starts the processes; None for a new launcher that the set owns.
           clock: Returns monotonic seconds.
 
         Raises:
@@ -176,8 +176,8 @@ class WorkerSet:
                 if self.slab is not None:
                     successor.attach(self.slab)
         for key in list(self.selector.get_map().values()):
-            # The process of this channel was being started; closing the channel makes
-            # it exit.
+            # An interrupted call was starting the process of this channel. Closing the
+            # channel makes the process exit.
             self.selector.unregister(key.fileobj)
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()

@@ -27,6 +27,7 @@ from envserve.server.zmq_guards.zap import Zap
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 _LOGGER: Final = logging.getLogger(__name__)
+#: Seconds to wait until the socket refuses the unknown key.
 _SELF_TEST_SECONDS: Final = 5.0
 
 
@@ -49,7 +50,7 @@ class Access:
         self.keys = folder.ensure_key("server")
         self.clients = folder.clients
         self.clients.read()
-        # Admitted users and their public keys.
+        # Admitted pairs of user and public key, and those that were revoked since.
         self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
 

@@ -67,7 +67,7 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds for the workers of an ended lease to exit, unless the server is stopping.
+#: Workers of an ended lease are killed after this time; `stop` sets another time.
 _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.

@@ -30,6 +30,7 @@ from envserve.wire.message import Peer
 _TURN_SECONDS: Final = 0.002
 #: Time constant of the exponential decay of all counts.
 _DECAY_SECONDS: Final = 1.0
+#: Counts below this value are deleted.
 _NEGLIGIBLE: Final = 1e-5
 #: Seconds between two updates of `throttled` and `flooder`.
 _UPDATE_SECONDS: Final = 0.01

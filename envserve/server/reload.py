@@ -1,7 +1,7 @@
 """Restarts a server when a source file of its envs changes (`--reload`).
 
 This process does not serve clients. The server is a child process that imports the
-envs. Before each start, another child, the probe, imports them first, to find out
+envs. Before each start, another child process, the probe, imports the envs, to find out
 whether the import succeeds and which files it reads.
 """
 
@@ -34,6 +34,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 #: Main function of a child, which returns an exit code. Its second argument is a
 #: function that sends an object to this process.
 _ChildMain = Callable[[HostSettings, Callable[[Any], None]], int]
+#: Folders of installed modules, whose files are not checked.
 _INSTALLED: Final = tuple(
     sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")
 )
@@ -101,7 +102,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
 
 
 def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Connection]:
-    """Start a child that exits with this process.
+    """Start a child process, which exits when this process exits.
 
     Returns:
       The child, and the connection on which its objects arrive.

@@ -36,6 +36,7 @@ from envserve.text import did_you_mean
 from envserve.wire.sockets import raise_file_limit
 
 _LOGGER: Final = logging.getLogger(__name__)
+#: Seconds for `stop`, unless a drain was cut short.
 _STOP_SECONDS: Final = 1.5
 #: Seconds between two checks for revoked keys.
 _REVOCATION_CHECK_SECONDS: Final = 1.0
@@ -43,7 +44,7 @@ _REVOCATION_CHECK_SECONDS: Final = 1.0
 _NO_KEYS_WARNING_SECONDS: Final = 60.0
 #: Seconds for revoked clients to receive a notice before they are disconnected.
 _REVOCATION_NOTICE_SECONDS: Final = 0.25
-#: Maximum number of copies of one reply in memory before it is sent.
+#: Maximum number of times that a reply is stored in memory until it is sent.
 _MAX_REPLY_COPIES: Final = 4
 #: Maximum number of file descriptors to reserve for workers; never more than a quarter
 #: of all descriptors are reserved.
@@ -126,7 +127,8 @@ async def serve(
             _LOGGER.info("stopping")
         finally:
             if metrics is not None:
-                # In another thread, because a scrape may be waiting for this loop.
+                # Close the port in another thread, because a scrape may be waiting for
+                # this loop.
                 await asyncio.to_thread(metrics.server_close)
             seconds = _AFTER_DRAIN_SECONDS if abort_reason else _STOP_SECONDS
             await server.stop(seconds, abort_reason)
@@ -235,8 +237,8 @@ async def _close_revoked(access: Access, server: ServerLoop) -> None:
         try:
             if revoked := access.find_revoked():
                 server.end_sessions(revoked)
-                # When its connection is closed, a client loses messages that it has not
-                # read.
+                # Give clients time to read the notice, because they lose unread
+                # messages when their connection is closed.
                 await asyncio.sleep(_REVOCATION_NOTICE_SECONDS)
                 server.disconnect(revoked)
                 access.forget_revoked()

@@ -33,7 +33,7 @@ class Notifier:
         address, microseconds, watched = (os.environ.pop(n, "") for n in names)
         self._address = re.sub("^@", "\0", address)  # an abstract socket
         is_watched = address and watched in ("", str(os.getpid()))
-        # Twice per watchdog interval, as sd_watchdog_enabled(3) recommends.
+        # Half the watchdog interval, as sd_watchdog_enabled(3) recommends.
         self._interval_seconds = int(microseconds or 0) / 2e6 if is_watched else 0.0
         self._timer: asyncio.TimerHandle | None = None
 

@@ -18,8 +18,8 @@ counted by one side only:
 * *seq*, counted by the client, is the number of an operation (STEP, RESET or CALL) of a
   block: 1, 2, 3 ... within a lease. An answered request uses up its seq. If a request
   is rejected, the next request has the same seq.
-* *attempt*, counted by the client, numbers the copies of a request. The server
-  answers each copy once.
+* *attempt*, counted by the client, is 0 in a request that is sent for the first time,
+  and 1, 2, 3 ... in its copies. The server answers each attempt once.
 
 The client's part: a block has at most one operation in flight. The client sends the
 next one only after the reply, or after the lease is lost. Until then it resends the
@@ -28,26 +28,27 @@ block under the next lease is a RESET. If the lost request was a step, the calle
 row with status SERVER_LOST in place of its result. A lost reset is requested again. A
 lost call fails, because the envs may have executed it already.
 
-The server's part: the server executes a request if it has the next seq of each of its
-blocks. While it runs, copies of it are not executed. Copies that arrive later are
-answered with the same reply. Older requests are ignored, and requests that skip a seq
-are rejected. A reply can be repeated because it consists of the blocks' rows, which do
-not change until the blocks' next seq (see the decision "The slab is the
-reply cache").
+The server's part: the server executes a request that has the next seq of each of its
+blocks. Copies that arrive while the request runs are not executed. Copies that arrive
+later are answered with the same reply. Older requests are ignored, and requests that
+skip a seq are rejected. The server can send a reply again because it packs the reply
+from the blocks' rows, which do not change before the request with the next seq (see
+the decision "The slab is the reply cache").
 
 Absence: the envs of a block in flight may be absent, because their worker or their
 lease is lost, or because the server is unreachable. The client reports such blocks as
 absent, and its caller decides how long to wait. The operation stays in flight.
 
 Liveness: a client that sends nothing for long enough loses its lease. A client sends a
-PING after a second without a message. It considers the server unreachable after a few
-seconds of silence, and lost after a minute. The server remembers how a session ended,
-so that a delayed message does not revive it.
+PING after a second without a message from the server. The client considers the server
+unreachable after a few seconds of silence, and lost after a minute. The server stores
+how a session ended, so that a delayed message does not revive the session.
 
 The sections below define the states of clients, leases and blocks, and the allowed
-transitions. Only `StateMachine.move` and, for the blocks of a lease, `Lease._move`
-change states. A client's blocks have no state machine: each is idle, in flight, or
-ended but not yet collected, see `ClientBlocks`.
+transitions. Only `StateMachine.move` changes the state of a client or lease, and only
+`Lease` the states of a lease's blocks. A client's blocks have no state machine: each
+block is idle, in flight, or has a result that its caller has not collected yet, see
+`ClientBlocks`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class StateMachine(Generic[State]):
         self.state = start
 
     def move(self, state: State) -> None:
-        """Change the state; raise LocalProtocolError if that is not allowed."""
+        """Change to another state; raise LocalProtocolError if this is not allowed."""
         moves = _MOVES[self.state]
         if state not in moves:
             legal = ", ".join(item.name for item in moves) or "none"
@@ -99,7 +100,7 @@ class ClientState(enum.Enum):
     ATTACHING = enum.auto()
     """ATTACH was sent, or its next attempt is scheduled; the server builds the envs."""
     READY = enum.auto()
-    """A lease is granted."""
+    """The server has granted a lease."""
     CLOSING = enum.auto()
     """DETACH was sent."""
     CLOSED = enum.auto()
@@ -118,6 +119,7 @@ class ClientState(enum.Enum):
         return self in (ClientState.READY, ClientState.CLOSING)
 
 
+#: Allowed transitions of clients. The comments name the events that cause them.
 _CLIENT_MOVES: Final[_Moves] = {
     ClientState.CONNECTING: (
         ClientState.HELLO_SENT,  # connected
@@ -155,24 +157,27 @@ _CLIENT_MOVES: Final[_Moves] = {
 
 
 class LeaseState(enum.Enum):
-    """State of a lease, from the client's ATTACH until its envs are free."""
+    """State of a lease, from the ATTACH that requests it until its envs are free."""
 
     BUILDING = enum.auto()
     """Its envs are being built, or their build is queued."""
     GRANTED = enum.auto()
-    """Its client can use the envs."""
+    """The client can use the envs."""
     CLOSING = enum.auto()
     """Its workers are being stopped."""
     ENDED = enum.auto()
     """Its envs are free."""
 
 
+#: Allowed transitions of leases. The comments name the events that cause them.
 _LEASE_MOVES: Final[_Moves] = {
     LeaseState.BUILDING: (
         LeaseState.GRANTED,  # the envs are built
         LeaseState.CLOSING,  # the build has failed, or was cancelled
     ),
-    LeaseState.GRANTED: (LeaseState.CLOSING,),  # DETACH, silence, a fault, shutdown
+    LeaseState.GRANTED: (
+        LeaseState.CLOSING,  # DETACH, a silent client, a failed pool, or a shutdown
+    ),
     LeaseState.CLOSING: (LeaseState.ENDED,),
     LeaseState.ENDED: (),
 }

@@ -133,7 +133,7 @@ def test_report_on_the_reset_of_a_lost_block_is_checked_too(
 def test_a_transition_that_is_not_in_the_table_is_an_error(fake_pool: FakePool) -> None:
     fake_pool.start_step()
     (worker,) = fake_pool.pool._workers.all
-    with pytest.raises(AssertionError, match=r"SERVING.* cannot become STARTING"):
+    with pytest.raises(AssertionError, match=r"SERVING.* cannot change to STARTING"):
         worker._set_state(WorkerState.STARTING)
     assert worker.state is WorkerState.SERVING
 

@@ -14,9 +14,10 @@ from typing import Final
 
 from envserve.client.link.zmq_guards.wakeup import Waker
 
-#: Minimum interval at which all lanes continue, because no descriptor signals timeouts.
+#: Minimum interval of checks. A check calls the functions of all lanes, because no
+#: descriptor signals timeouts.
 _CHECK_SECONDS: Final = 0.05
-#: Minimum ratio of this interval to the duration of the last check.
+#: Minimum ratio of the interval to the duration of the last check.
 _CHECK_PAUSE: Final = 10
 
 
@@ -24,14 +25,17 @@ class Attacher:
     """Attaches lanes in a thread, which ends when no lane is left. Thread-safe."""
 
     def __init__(self) -> None:
-        #: For each lane, a function that continues to attach it without blocking, and
-        #: returns whether that has ended.
+        #: For each lane, a function that continues to attach the lane without blocking,
+        #: and returns whether attaching has ended.
         self._lanes: dict[Waker, Callable[[], bool]] = {}
         self._selector: selectors.BaseSelector | None = None
         self._lock = threading.Lock()
 
     def add(self, waker: Waker, attach: Callable[[], bool]) -> None:
-        """Call `attach` whenever the descriptor is readable, until it returns True."""
+        """Call `attach` when `waker` is readable, and in each check.
+
+        The calls end when `attach` returns True.
+        """
         with self._lock:
             if (selector := self._selector) is None:
                 selector = selectors.DefaultSelector()

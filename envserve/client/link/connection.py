@@ -1,10 +1,10 @@
 """The client's ZeroMQ connection to one server.
 
 Each lane has one DEALER socket, which threads use only while they hold the lane's lock.
-libzmq reconnects automatically after the server or the network was unavailable, but not
-after a protocol error (a rejected key or a frame that is too long), so `renew` opens a
-new socket. The previous socket stays open for a while: if it reconnects as well, there
-was no protocol error.
+libzmq reconnects automatically after an outage of the server or the network, but not
+after a protocol error (a rejected key or a frame that is too long). Because the cause
+of a disconnection is not known, `renew` opens a new socket. The previous socket stays
+open for a while: if it also reconnects, there was no protocol error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NEXT_ADDRESS_SECONDS: Final = 1.0
 #: Maximum time to send the last message to the previous server.
 _FAREWELL_MS: Final = 500
 
-#: Plain ints, because pyzmq's flags are slow to combine.
+#: Flags as plain ints, because pyzmq's flags are slow to combine.
 _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 
@@ -70,8 +70,8 @@ _MAX_UNREAD_BYTES: Final = 16 << 20
 class SharedContext:
     """A ZeroMQ context, with its I/O threads, for the connections of a batch.
 
-    It is terminated after its last connection has been closed. Decisions: "The
-    connections of a batch share ZeroMQ's threads".
+    The context is terminated after its last connection has been closed. See the
+    decision "The connections of a batch share ZeroMQ's threads".
 
     Attributes:
       attacher: The thread that attaches the lanes of the batch.
@@ -83,7 +83,8 @@ class SharedContext:
         self._num_connections = num_connections
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._users: set[Connection] = set()
-        # Reentrant, because a garbage-collected lane calls `leave` in any thread.
+        # The lock is reentrant, because the garbage collection of a lane calls `leave`,
+        # in any thread.
         self._lock = threading.RLock()
 
     def socket(self, user: Connection) -> zmq.Socket[bytes]:
@@ -162,7 +163,7 @@ class Connection:
             raise unknown_key_error(address, error) from None
         self.max_frame_bytes = self.max_row_bytes = _MIN_FRAME_BYTES
         self._previous: zmq.Socket[bytes] | None = None
-        # Set while a host name is resolved and its addresses are tried in turn.
+        # None unless a host name is being resolved, or its addresses are being tried.
         self._lookup: Lookup | None = None
         self._try_next_at = 0.0
         self.resolved: list[str] = []
@@ -188,7 +189,7 @@ class Connection:
 
     def _open(self) -> None:
         self._socket = socket = self._context.socket(self)
-        # The base class's `send`, because zmq.Socket.send checks options on each call.
+        # Use the base class's `send`, because zmq.Socket.send checks options each time.
         self._send = super(zmq.Socket, socket).send
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
         self._byte_counter = ByteCounter(receiver, self.address)
@@ -263,7 +264,7 @@ class Connection:
 
         Args:
           max_frame_bytes: Minimum for the new frame size limit. If it is given, the
-            previous socket is closed at once.
+            previous socket is closed immediately.
         """
         longest = self.max_frame_bytes
         self.max_frame_bytes = max(longest, max_frame_bytes)
@@ -291,10 +292,11 @@ class Connection:
           farewell: Last message to the previous server.
         """
         self.keys = keys
-        if not self._socket.closed:  # an interrupted move has closed it
+        if not self._socket.closed:  # an interrupted move may have closed it
             self.send(farewell)
         self.close_previous()
-        # First, because the context cannot be closed while a socket is open.
+        # Close the socket before `_open` replaces it, because the context cannot be
+        # closed while a socket is open.
         self._socket.close(linger=_FAREWELL_MS)
         self.address = address
         self._open()
@@ -343,7 +345,7 @@ class Connection:
         return has_sent
 
     def poll(self) -> tuple[bool, bool]:
-        """Return whether a message can be received, and whether there is a peer."""
+        """Return whether a message can be received, and whether a peer is connected."""
         if self._lookup is not None:
             self._try_addresses()
         events = int(self._socket.getsockopt(zmq.EVENTS))

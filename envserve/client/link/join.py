@@ -24,10 +24,10 @@ from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Join
 from envserve.wire.message import Message
 
-#: Maximum duration of an attempt to connect, pause between attempts, and minimum time
-#: for the answer to JOIN.
+#: Maximum duration of an attempt to connect, and pause between two attempts.
 _ATTEMPT_SECONDS: Final = 1.5
 _PAUSE_SECONDS: Final = 0.2
+#: Minimum time to wait for the answer to JOIN, even after the deadline.
 _MIN_JOIN_SECONDS: Final = 1.0
 #: Findings that a retry within the timeout does not change.
 _LASTING: Final = (
@@ -103,7 +103,7 @@ def _connect_to_all(
         try:
             return dict(zip(addresses, threads.map(connect, addresses), strict=True))
         finally:
-            is_over.set()  # after Ctrl-C, the threads are still running
+            is_over.set()  # ends threads that are still running after Ctrl-C
 
 
 def _failure_text(findings: Mapping[str, Finding], keys: CurveKeys) -> str:

@@ -16,8 +16,7 @@ from envserve.client.link.connection import NO_ADDRESS
 
 #: Time for which a server is excluded after it rejected a lane or had different envs.
 EXCLUDE_SECONDS: Final = 60.0
-#: Time, once a server is found, after which several lanes without a server may share
-#: it.
+#: Time, after a server is found, until several lanes without a server may share it.
 SHARE_SECONDS: Final = 5.0
 #: Time for which a server is avoided after a lane has left it because the server was
 #: silent or refused the lane: lanes that have another server do not move there. The
@@ -44,14 +43,16 @@ class Placement:
         self._sizes: dict[object, int] = {}
         #: Time since which each lane without a server could have shared one.
         self._searching: dict[object, float] = {}
+        #: Lanes that have lost their servers at the same time as another lane.
         self._lost_together: set[object] = set()
         self._excluded_until: dict[str, float] = {}
-        #: Servers that were ever excluded. Lanes that have a server do not move there.
+        #: Servers that have been excluded at any time. Lanes that have a server do not
+        #: move there.
         self._unfit: set[str] = set()
         self._avoided_until: dict[str, float] = {}
         self._num_avoided: Counter[str] = Counter()
-        #: First server of each lane. `spread` does not move a lane away from there,
-        #: because a server may be listed several times.
+        #: First server of each lane. `spread` does not move a lane away from this
+        #: server, because the user may have listed the server several times on purpose.
         self._homes: dict[object, str] = {}
         self._next_spread_at = 0.0
 
@@ -168,7 +169,7 @@ class Placement:
     def _best(
         self, lane: object, now: float, taken: Collection[str] = ()
     ) -> tuple[int, str] | None:
-        """Return the best other server for a lane: its number of lanes, its address."""
+        """Return the number of lanes and the address of the best other server."""
         counts, at = self.num_lanes(), self.locations[lane]
         fits = [
             (counts[address], -num_free, address)

@@ -1,15 +1,16 @@
 """A lane whose envs run on a server.
 
-Threads use the session and its socket only while they hold the lane's lock. The
-`Attacher` of the batch attaches to the server. Then there are two threads: the thread
-that calls the lane, and a keeper thread. The keeper runs the session while the lane is
+Threads use the session and its socket only while they hold the lane's lock. First, the
+`Attacher` of the batch attaches to the server. After that, two threads use the lane:
+the caller's thread and a keeper thread. The keeper runs the session while the lane is
 idle: it exchanges pings, so that the lease does not expire during a long learner
 update, and attaches again if the server is lost. The keeper receives messages, but only
 `collect` writes rows, so rows never change while the caller reads them.
 
 To spread the lanes of a batch, the keeper may open a second lane on another server, the
-successor. Once that holds the same envs, a step takes over its lease. Until then, the
-lane keeps its own envs, so a server that refuses envs costs no episodes.
+successor. Once the successor holds the same envs, the lane takes over its lease before
+one of the next steps. Until then, the lane keeps its own envs, so no episode is lost if
+the other server refuses the envs.
 
 A signal handler may interrupt the calling thread during an update of the session. Then
 the lock is released, and `_is_updating` stays True. The keeper does not touch the
@@ -58,13 +59,14 @@ _LOGGER: Final = logging.getLogger(__name__)
 _KEEPER_SECONDS: Final = 0.5
 #: Shorter interval while the session leases envs again, which takes several messages.
 _RECOVERY_SECONDS: Final = 0.05
-#: Maximum delay of `SessionDriver.run` if the answer to a step has already arrived. It
-#: must be shorter than the session's timeouts.
+#: While answers arrive in time, `SessionDriver.run` is called up to this much later
+#: than `due_at`, to save CPU time. Must be shorter than the session's timeouts.
 _LATE_SECONDS: Final = 0.5
 #: Maximum time to wait for the server's confirmation of DETACH.
 _CLOSE_SECONDS: Final = 1.5
 #: Maximum time to send the last message.
 _LINGER_SECONDS: Final = 0.1
+#: States of a session that has not been granted a lease yet.
 _STARTING: Final = (
     ClientState.CONNECTING,
     ClientState.HELLO_SENT,
@@ -138,7 +140,7 @@ class RemoteLane:
         # does not answer HELLO is not diagnosed.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
         self._is_closing = False
-        #: Whether the caller waits for the descriptor, which makes each call slower.
+        #: Whether the caller waits on the descriptor, which makes each call slower.
         self._is_watched = False
         self._close_by = math.inf
         if like is not None:
@@ -210,7 +212,7 @@ class RemoteLane:
 
     @property
     def absent(self) -> frozenset[int]:
-        """Blocks in flight whose envs were not available at the end of `collect`."""
+        """Indices of blocks in flight that were absent at the end of `collect`."""
         blocks = self._session.attachment.client_blocks
         return frozenset() if blocks is None else blocks.absent
 
@@ -293,7 +295,7 @@ class RemoteLane:
                     else:
                         driver.wait(deadline)
                 except BaseException as error:
-                    # The session requests again any message that the interrupt lost.
+                    # The session requests a message again if the interrupt has lost it.
                     self._is_updating = False
                     mark_harmless(error)
                     raise
@@ -310,9 +312,9 @@ class RemoteLane:
             return outcomes
 
     def _run_unless_answered(self, now: float) -> None:
-        """Run the session, unless it is enough to receive a message.
+        """Receive a message if that is enough; otherwise, run the session.
 
-        After a step that lasted longer than `SLICE_SECONDS`, this is much cheaper.
+        Receiving is much cheaper after a step that lasted longer than `SLICE_SECONDS`.
         """
         driver, session = self._driver, self._session
         if (
@@ -456,7 +458,7 @@ class RemoteLane:
             if theirs.state is ClientState.READY and not driver.is_moving:
                 attachment.check_same_envs(theirs.attachment)
                 driver.begin_move(time.monotonic())
-        except Exception as found:  # for example, out of descriptors
+        except Exception as found:  # for example, because no descriptor is free
             error = found
         is_wanted = successor is None or successor.name == target
         is_adopted = isinstance(error, LocalProtocolError)

@@ -1,4 +1,4 @@
-"""The servers of a batch, and polling them to find servers for its lanes.
+"""Tracks the servers of a batch, and polls them to find servers for its lanes.
 
 A background thread polls the servers while any lane needs another server, so that no
 lane waits for DNS, files or unresponsive servers. While lanes are spread unevenly, it
@@ -28,15 +28,15 @@ from envserve.wire.sockets import raise_file_limit
 _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum time to wait for a server's answer.
 _ANSWER_SECONDS: Final = 1.0
-#: Pause between two polls, and its increase for each server, because a poll connects to
-#: each, which takes several milliseconds of CPU time with keys.
+#: Pause between two polls, and its increase for each server: a poll connects to every
+#: server, which takes several milliseconds of CPU time for each server with keys.
 _PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS_PER_SERVER: Final = 0.02
-#: Pause between two checks whether lanes are spread unevenly, and between two polls for
-#: servers with few lanes.
+#: Interval for checking whether lanes are spread unevenly over the servers.
 SPREAD_CHECK_SECONDS: Final = 1.0
+#: Interval for polling the servers with few lanes, to which other lanes could move.
 SPREAD_POLL_SECONDS: Final = 10.0
-#: File descriptors that the connection to a server uses.
+#: Number of file descriptors that the connection to a server uses.
 _FILES_PER_SERVER: Final = 5
 
 
@@ -48,7 +48,8 @@ class ServerPool:
       has_alternatives: Whether there can ever be more than one server.
       placement: The servers of the lanes; a lane is represented by its session driver.
       spread_at: Time of the next call of `spread`.
-      polled_at: Start of the last completed poll, in seconds of `time.monotonic`.
+      polled_at: Start of the last poll of all servers that has been completed, in
+        seconds of `time.monotonic`.
     """
 
     def __init__(self, sources: Sequence[str], *, insecure: bool) -> None:
@@ -117,7 +118,8 @@ class ServerPool:
     def refuse(self, lane: object) -> None:
         """Record that a lane's target has not granted it envs; the lane stays."""
         with self._lock:
-            if lane in self.placement.targets:  # it may have lost its server since
+            # The lane has no target any more if it has lost its own server meanwhile.
+            if lane in self.placement.targets:
                 self.placement.refuse(lane, time.monotonic())
 
     def move(self, lane: object) -> str:
@@ -165,7 +167,7 @@ class ServerPool:
         self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
 
     def _poll(self, began: float, *, is_full: bool) -> None:
-        """Poll all servers, or only those that lanes could move to for an even spread.
+        """Poll all servers or, unless `is_full`, those to which lanes could be moved.
 
         If a source cannot be resolved, use the addresses that it listed last.
         """
@@ -266,9 +268,9 @@ def raise_file_limit_for(num_servers: int) -> None:
 
 
 def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
-    """Return servers that answer and are not draining; if there are none, all."""
+    """Return the servers that answer and are not draining; if there are none, all."""
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
-        return [*only]  # `BatchEnv.connect` waits for it
+        return [*only]  # `BatchEnv.connect` waits for a single server
     found = [at for at in map(_try_resolve, sources) if not isinstance(at, str)]
     addresses = list(itertools.chain(*found))
     seconds = 2 * _ANSWER_SECONDS

@@ -30,7 +30,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds without a connection after which a new socket is opened. libzmq reconnects
 #: automatically, except after an error: a rejected key or a frame that is too long.
 _RENEW_SECONDS: Final = 2.0
-#: If a new socket connects within this time, such an error has probably occurred.
+#: If a new socket connects within this time, the old one probably had such an error.
 _AT_ONCE_SECONDS: Final = 0.75
 #: This many errors within `_ERRORS_SECONDS` end the session.
 _MAX_ERRORS: Final = 3
@@ -69,13 +69,14 @@ class SessionDriver:
             server_pool.placement.join(self, connection.address, num_envs)
         self.due_at = -math.inf
         self.is_moving = self._is_searching = False
-        self._has_ended: Array = np.zeros(0, np.bool_)  # rows that ended an episode
+        #: Rows that have ended an episode since `begin_move`.
+        self._has_ended: Array = np.zeros(0, np.bool_)
         self._move_by = math.inf
         self._farewell: list[Buffer] = []  # DETACH for the server that a move leaves
         self._is_connected = False
         self._is_renewed = False
         self._disconnected_since = time.monotonic()
-        self._errors: list[float] = []  # when each was detected
+        self._errors: list[float] = []  # times at which errors were detected
         self._check_errors_at = math.inf
 
     def run(self, now: float) -> None:
@@ -216,7 +217,7 @@ class SessionDriver:
         now: float,
         reason: str = "",
     ) -> bool:
-        """Move from one server to another; return False if its keys are missing."""
+        """Move from server `before` to `found`; return False if a key is missing."""
         self.is_moving = False
         try:  # get the keys before changing anything
             keys = self.connection.keys_for(found)
@@ -245,18 +246,19 @@ class SessionDriver:
             self._on_disconnected(now)
 
     def begin_move(self, now: float) -> None:
-        """Move in one of the next steps, because the lane's target has granted envs."""
+        """Prepare for `move_at_end`, because the lane's target has granted envs."""
         self._has_ended = np.zeros(self.session.attachment.attach.num_envs, np.bool_)
         self._move_by = now + _MOVE_SECONDS
         self.is_moving = True
 
     def move_at_end(self, successor: ClientSession, now: float) -> None:
-        """Move to the lane's target once each env has ended an episode, or after 30 s.
+        """Move to the lane's target if, since `begin_move`, each env ended an episode.
 
-        Call this before a step, while the rows contain the last results.
+        After 30 s, move in any case. Call this method before each step, while the rows
+        still contain the results of the previous step.
 
         Args:
-          successor: A session with the target, which holds a lease of the same envs.
+          successor: Session with the target; it already holds a lease of the same envs.
           now: Monotonic seconds.
         """
         server_pool, attachment = self.server_pool, self.session.attachment
@@ -282,7 +284,10 @@ class SessionDriver:
                 attachment.adopt_lease(successor.attachment, now)
 
     def wait(self, deadline: float) -> None:
-        """Wait for a message, the session's next deadline, or `SLICE_SECONDS`."""
+        """Wait for a message until the earliest of three times.
+
+        These are `deadline`, the session's next timer, and `SLICE_SECONDS` from now.
+        """
         now = time.monotonic()
         until = min(deadline, self.session.next_deadline(), now + SLICE_SECONDS)
         wants_to_send = bool(self.session.outbox) or not self._is_connected

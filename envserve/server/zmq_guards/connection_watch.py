@@ -19,9 +19,9 @@ from envserve.server.zmq_guards.zap import Zap
 
 _STATM: Final = "/proc/self/statm"
 _CHECK_SECONDS: Final = 0.25
-#: Seconds without a free descriptor until connections are closed; before that, idle
-#: peers may disconnect by themselves. The time doubles with each closure in a row,
-#: because a closure affects all clients.
+#: Connections are closed after this many seconds without a free descriptor, during
+#: which idle peers may disconnect by themselves. The time doubles with each consecutive
+#: closure, up to the maximum, because a closure affects all clients.
 _MIN_SHORTAGE_SECONDS: Final = 1.0
 _MAX_SHORTAGE_SECONDS: Final = 16.0
 
@@ -59,7 +59,7 @@ class ConnectionWatch:
         self._min_bytes = self._shortage_since = math.inf
         self._shortage_limit = _MIN_SHORTAGE_SECONDS
         self._reopened_at = -math.inf
-        # Opened now, because later there may be no free descriptor.
+        # Open the file now, because later there may be no free descriptor.
         self._statm = os.open(_STATM, os.O_RDONLY) if os.path.exists(_STATM) else -1
         self._timer = self._schedule()
 
@@ -74,7 +74,7 @@ class ConnectionWatch:
 
     def _check(self) -> None:
         self._timer = self._schedule()
-        if self._min_bytes == math.inf:  # connections were closed in the last check
+        if self._min_bytes == math.inf:  # the first check, or the first after a closure
             _trim_memory()
         now, used = self._loop.time(), self._private_bytes()
         self._min_bytes = min(self._min_bytes, used)

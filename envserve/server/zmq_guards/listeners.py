@@ -1,7 +1,7 @@
 """Creates listening sockets, on which libzmq accepts connections.
 
-If libzmq bound the addresses itself, an address would not be free immediately after its
-socket is closed, and libzmq would abort the process if no descriptor was free.
+If libzmq bound the addresses itself, an address would remain in use for a while after
+its socket is closed, and libzmq would abort the process if no descriptor was free.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 
 from envserve.errors import ServerError
 
+#: Maximum number of connections that the kernel queues for each address.
 _BACKLOG: Final = 128
 
 

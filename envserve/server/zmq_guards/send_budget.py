@@ -22,7 +22,14 @@ LARGE_FRAME_BYTES: Final = 256 << 10
 
 
 class _SentFrame(NamedTuple):
-    """A large frame that was passed to ZeroMQ; `view` is dead once it was sent."""
+    """A large frame that was passed to ZeroMQ.
+
+    Attributes:
+      view: The frame; the reference is dead once ZeroMQ has sent it.
+      reader: Receiver to which the limit applies: a user or, without keys, a session.
+      destination: Reader, session and block.
+      num_bytes: Length of the frame.
+    """
 
     view: weakref.ref[memoryview]
     reader: object

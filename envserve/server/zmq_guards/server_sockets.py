@@ -1,10 +1,10 @@
 """The ROUTER sockets of a server, which can close all connections and reopen.
 
 libzmq 4.3.5 can neither limit the memory and descriptors of its connections nor close a
-single one. When they use too much, `reopen` closes all of them, which frees everything
-that they hold. No lease ends, because clients reconnect and resend unanswered requests.
-Meanwhile, the listening sockets stay open (see `listeners`), so the kernel queues new
-connections.
+single connection. When connections use too much, `reopen` closes all of them, which
+frees their memory and descriptors. No lease ends, because clients reconnect and resend
+unanswered requests. Meanwhile, the listening sockets stay open (see `listeners`), so
+the kernel queues new connections.
 
 A route is valid for one socket only. Therefore each socket has a number, and messages
 for a peer of a closed socket are dropped. All methods run in the event loop's thread.
@@ -41,12 +41,14 @@ _LOGGER: Final = logging.getLogger(__name__)
 _SEND_LIMIT: Final = 64
 #: Maximum number of queued messages from one client.
 _RECEIVE_LIMIT: Final = 256
+#: Time limit for the handshake of a new connection.
 _HANDSHAKE_MS: Final = 2000
 #: Time limit for sending the last replies.
 _LINGER_MS: Final = 100
+#: Seconds between two attempts to reopen the sockets.
 _RETRY_SECONDS: Final = 0.001
-#: A user who causes this many closures within `_BLAMED_SECONDS` is shut out until
-#: these closures are older than that.
+#: A user is shut out while at least this many closures that the user has caused are
+#: less than `_BLAMED_SECONDS` old.
 _MAX_BLAMED: Final = 3
 _BLAMED_SECONDS: Final = 60.0
 #: User of all peers of a socket without keys, by scheme.
@@ -139,7 +141,8 @@ class ServerSockets:
         self._reopen_timer: asyncio.TimerHandle | None = None
         self._listeners: list[socketlib.socket] = []
         self._num_created = self.num_reopened = 0
-        self._blamed: dict[str, list[float]] = {}  # closure times, by user
+        #: Times of the latest closures, by the user that caused them.
+        self._blamed: dict[str, list[float]] = {}
         self._create_sockets()
 
     def _create_sockets(self) -> None:
@@ -286,9 +289,9 @@ class ServerSockets:
 def _seed_routes() -> None:
     """Make the route that ZeroMQ gives to the first peer unpredictable.
 
-    libzmq 4.3.5 draws it from `rand()`, which it does not seed, and counts up from this
-    value. If a peer announces the next route as its routing id, an assertion in libzmq
-    (`routing_socket_base_t::add_out_pipe`) aborts this process.
+    libzmq 4.3.5 draws this route from `rand()`, which libzmq does not seed, and counts
+    up from there. If a peer announces the next route as its routing id, an assertion in
+    libzmq (`routing_socket_base_t::add_out_pipe`) aborts this process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
 

@@ -35,7 +35,7 @@ _NUM_FRAMES: Final = 7
 _KEY_BYTES: Final = 32
 #: Maximum seconds to answer requests before other callbacks of the loop get their turn.
 _TURN_SECONDS: Final = 0.002
-#: Seconds between two checks whether `find` uses the current grants.
+#: Interval in seconds for checking whether `find` uses the current grants.
 _WAIT_SECONDS: Final = 0.005
 
 
@@ -51,7 +51,8 @@ class Zap:
 
     Attributes:
       counts: Number of replies by status.
-      num_admitted: Number of admitted connections by user, since `take_suspect`.
+      num_admitted: Number of admitted connections by user, since the last call of
+        `take_suspect`.
       addresses: Address of each user's latest connection.
       is_quiet: Whether refusals are neither logged nor audited.
     """
@@ -100,11 +101,12 @@ class Zap:
         self._socket.close()
 
     def take_suspect(self, min_connections: int) -> str:
-        """Return the user with at least 60 % of new connections, and reset the counts.
+        """Return the user who made at least 60 % of new connections; reset the counts.
 
         Args:
-          min_connections: Minimum number of that user's connections. All clients
-            reconnect after a closure, so small numbers prove nothing.
+          min_connections: Minimum number of connections that this user must have made.
+            Every client reconnects after all connections were closed, so a few
+            connections are not suspicious.
 
         Returns:
           The user; "" if there is none.
@@ -116,7 +118,8 @@ class Zap:
     def _on_requests(self) -> None:
         """Answer requests until the turn is over or no request is left.
 
-        The descriptor is edge-triggered, so if requests may be left, schedule a call.
+        The descriptor is edge-triggered, so schedule another call if requests may be
+        left.
         """
         if self._scheduled is not None:
             self._scheduled.cancel()

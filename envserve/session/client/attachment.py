@@ -1,14 +1,14 @@
 """Acquires a client's lease with HELLO and ATTACH, and a new one after each loss.
 
 Every later lease must have the spaces and blocks of the first one, because the caller
-already uses the rows. Its envs get new seeds. After a loss, the client changes its
-session number, sends HELLO and ATTACH again (to the same server, or to another one
-after `move_to`), and resets the lost blocks.
+already uses the rows. The envs of a later lease get new seeds. After a loss, the client
+changes its session number, sends HELLO and ATTACH again (to the same server, or to
+another one after `move_to`), and resets the lost blocks.
 
-`lost_lease` contains the reason for the loss and the time of the next attempt. It is
-cleared by the first reply under the new lease, or by the grant if no operation is in
-flight. If the lease is lost again before that, the time limit of the first loss still
-applies.
+`lost_lease` contains the reason for the loss and the time of the next attempt. It
+becomes None at the first reply under the new lease or, if no operation is in flight,
+when the lease is granted. If the new lease is lost before that, the time limit of the
+first loss still applies.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from envserve.wire.message import Buffer, Message
 _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds between two attempts to replace a lost lease.
 _RETRY_SECONDS: Final = 0.5
-#: Seconds to wait for envs that other clients leased while this client was silent.
+#: Seconds to wait for envs that other clients have leased while this client was silent.
 _BUSY_SECONDS: Final = 5.0
 #: Seconds without a connection until another server may take over.
 _DISCONNECTED_SECONDS: Final = 0.25
 #: Seconds of silence until another server may take over a lost lease.
 _ANSWER_SECONDS: Final = 1.0
-#: Search for another server this many seconds before one that ignores a request counts
-#: as lost.
+#: If the server ignores a request, the search for another server starts this many
+#: seconds before the current server counts as lost.
 _POLL_SECONDS: Final = 3.0
 
 
@@ -73,8 +73,8 @@ class Attachment:
       machine: State of the session, see `ClientState`.
       error: Reason why the session is LOST; None otherwise.
       connect_error: Reason why there is no connection, if the transport found one.
-      tried_text: Addresses that the transport has tried for the host name; a part of
-        the error if no server answers.
+      tried_text: Text with the addresses that the transport has tried for the host
+        name; a part of the error if no server answers.
       num_leases: Number of leases granted so far.
       attach_id: Request id of the latest ATTACH.
       client_blocks: The blocks and their operations; None until the first lease.
@@ -167,7 +167,7 @@ class Attachment:
         _check_same_envs(other.client_blocks, self.client_blocks, self.granted_by)
 
     def has_next_seeds(self, other: Attachment) -> bool:
-        """Return whether another session has requested the seeds of the next lease."""
+        """Return whether another session's ATTACH has the seeds of `next_attach`."""
         return other.attach.first_incarnation == self.next_attach.first_incarnation
 
     def adopt_lease(self, other: Attachment, now: float) -> None:
@@ -196,7 +196,7 @@ class Attachment:
                 self.lost_lease.give_up_error = None
             if not blocks.in_flight:
                 self.lost_lease = None
-        # Send each request once: an unsent call covers several blocks.
+        # Send each request once, although a call can be in flight on several blocks.
         requests = {id(item): item for item in blocks.in_flight.values()}.values()
         for request in requests:
             self._requests.send(request, now)
@@ -249,14 +249,15 @@ class Attachment:
         _LOGGER.warning("%s; requesting a new lease", error)
         requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
-        # If a call is interrupted while the server is silent, count all of the silence.
+        # If the server is silent, for example when a call is interrupted, the loss
+        # begins with the silence.
         since = min(requests.liveness.silent_since, now)
         loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
         self.client_blocks.mark_lost(str(error), error)
         requests.change_session()
         if previous is None:
             self.send_hello(now)
-        else:  # not recovered from the previous loss, so do not retry at once
+        else:  # the previous loss has not been repaired yet, so wait before a retry
             loss.lost_at, loss.give_up_error = previous.lost_at, previous.give_up_error
             loss.stalled_at = previous.stalled_at
             loss.retry_at = now + _RETRY_SECONDS
@@ -264,7 +265,7 @@ class Attachment:
         requests.send_detach(loss.detach_frames)
 
     def handle_restart(self, now: float) -> None:
-        """Handle a message with a new boot number: the server was restarted."""
+        """Handle a restart of the server, which a new boot number has revealed."""
         if self.machine.state is ClientState.CLOSING:
             self.close()
         elif self.client_blocks is None:  # there was no lease to lose
@@ -283,8 +284,8 @@ class Attachment:
             return
         loss.retry_at = math.inf
         if self.machine.state is ClientState.ATTACHING:
-            # Use the same session, because a late copy of the refused ATTACH may
-            # still be granted.
+            # Keep the session number, because the server may still grant a late copy of
+            # the refused ATTACH.
             self._send_attach(now)
         elif self.machine.state is ClientState.HELLO_SENT:
             self.send_hello(now)
@@ -363,10 +364,10 @@ class Attachment:
 
     @property
     def _stalled(self) -> tuple[float, Request | None]:
-        """The time at which a server that answers PINGs counts as lost, and the reason.
+        """Next time at which a request becomes overdue, and this request.
 
-        The reason is the request that is overdue at that time. Without unanswered
-        requests, the time is infinity and the reason None.
+        The server then counts as lost, even if it answers PINGs. Without unanswered
+        requests, the time is infinity and the request None.
         """
         is_ready = self.machine.state is ClientState.READY
         return self._requests.stalled(self._timeouts) if is_ready else (math.inf, None)
@@ -396,7 +397,7 @@ class Attachment:
         elif loss is None or state.has_envs:
             text = self._requests.liveness.describe(now) or "no answer"
         else:
-            # The loss may be long past, so begin with the current state.
+            # The loss may be long past, so the text begins with the current state.
             current = self._requests.liveness.describe(now) or loss.refusal
             text = f"no new envs for {now - loss.lost_at:.0f} s after the loss of the "
             text += f"lease ({str(loss.error).removeprefix(f'{self.address}: ')})"
@@ -467,7 +468,7 @@ class Attachment:
             "%s: requesting envs to replace those of %s", address, self.address
         )
         detach_frames = self._requests.pack(MessageType.DETACH)
-        # Only the previous server was silent or disconnected.
+        # End the measured silence or disconnection, which was the previous server's.
         self._requests.liveness.record_message(now)
         self._requests.liveness.record_connect()
         if self.machine.state is ClientState.READY:
@@ -501,7 +502,7 @@ class Attachment:
             self.machine.move(ClientState.CLOSED)
 
     def close(self) -> None:
-        """Change to CLOSED, after the envs were returned to the server."""
+        """Change to CLOSED, because the envs were returned to the server."""
         self._requests.clear()
         self.machine.move(ClientState.CLOSED)
 

@@ -6,11 +6,14 @@ background thread also receives. Therefore `accept_result` only stores the messa
 
 Losses: `mark_lost` marks all blocks when their lease is lost. The first operation on a
 lost block sends a RESET. If the caller requested a step, the block's rows then contain
-the new episode's first observation, the old episode's last one as the final
-observation, and status SERVER_LOST. With autoreset "next_step", the rows contain the
-last observation, and the next step returns the first one without a request. If all
-episodes of the block had ended, the step would have reset the envs anyway, so its rows
-contain the first observation, and nothing is lost.
+the first observation of the new episode, the last observation of the old episode as the
+final observation, and status SERVER_LOST. With autoreset "next_step":
+
+* If any episode of the block was running, the rows contain the last observation of the
+  old episode. The next step sends no request, and returns the first observation of the
+  new episode.
+* If all episodes of the block had ended, the step would have reset the envs anyway. The
+  rows therefore contain the first observation, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -43,11 +46,12 @@ from envserve.wire.rows import BlockParts, RowCodec, RowPart
 Array = np.ndarray[Any, Any]
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Maximum number of distinct warnings from a server that are logged, each once.
+#: Maximum number of different warnings from a server that are logged. Each warning is
+#: logged once.
 _MAX_WARNED: Final = 16
 
-#: The outcomes of a reply; the request that it answers, if the reply contains rows; and
-#: the body and payload of the reply.
+#: Outcomes of a reply; the request that the reply answers, or None if it contains no
+#: rows; and the body and payload of the reply.
 _Answer = tuple[list[Outcome], Request | None, Buffer, Buffer]
 
 
@@ -56,10 +60,10 @@ class _RowWriter:
 
     Attributes:
       rows: The rows.
-      parts: Parts of the rows, by tuples of block indices.
+      parts: Parts of the rows, by tuple of block indices.
       max_result_bytes: Maximum length of a result for all blocks.
-      finals_written: Blocks whose final observations were already written for the
-        current operation.
+      finals_written: Indices of blocks whose final observations were already written
+        for the current operation.
     """
 
     def __init__(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
@@ -79,6 +83,13 @@ class _RowWriter:
         lost: Container[int],
     ) -> None:
         """Write the rows of blocks that were stepped or reset.
+
+        Args:
+          outcomes: Outcomes of these blocks.
+          request: The request that the message answers.
+          body: Body of the message.
+          payload: Payload of the message.
+          lost: Indices of the blocks that are lost.
 
         Raises:
           RemoteProtocolError: The message does not fit the blocks.
@@ -105,7 +116,7 @@ class _RowWriter:
     def _write_lost(
         self, outcome: Outcome, part: RowPart, body: Buffer, payload: Buffer
     ) -> None:
-        """Write the result of a step whose block was lost, and was reset instead."""
+        """Write the rows of a lost block, which was reset instead of stepped."""
         if outcome.error is None:
             self.write_final(outcome.block)
             part.unpack_results(body, payload)
@@ -121,18 +132,20 @@ class _RowWriter:
 
 
 class ClientBlocks:
-    """The operations on a client's blocks, at most one on each block at a time.
+    """Tracks the operations on a client's blocks, at most one per block at a time.
 
     Attributes:
       spec: Spaces of every env.
       blocks: The blocks.
       rows: Arrays that actions are read from and results are written to.
       max_result_bytes: Maximum length of a result for all blocks.
-      num_pieces: Maximum number of messages and 64 KiB chunks in such a result.
-      in_flight: Requests without a reply, by block.
-      ended: Blocks whose reply has arrived, but has not been collected yet.
-      lost: Reasons for losses, by block; a lost block must be reset before it is used.
-      absent: Blocks in flight whose envs were absent at the last `refresh_absent`.
+      num_pieces: Number of blocks, plus number of 64 KiB chunks in such a result.
+      in_flight: Requests without a reply, by block index.
+      ended: Indices of blocks whose results the caller has not collected yet.
+      lost: Reasons for losses, by block index; a lost block must be reset before it is
+        used.
+      absent: Indices of blocks in flight whose envs were absent at the last
+        `refresh_absent`.
       absent_is_stale: Whether `absent` may be outdated.
       is_vacant: Whether no server has granted a lease yet; resets then do nothing.
       protocol_error: Protocol violation in a collected result; None if there was none.
@@ -173,10 +186,12 @@ class ClientBlocks:
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._answers: list[_Answer] = []
-        self._reported_absent: set[int] = set()  # blocks that the server has reported
+        #: Indices of blocks that an ABSENT from the server has listed.
+        self._reported_absent: set[int] = set()
         self._warned: set[str] = set()
         self._is_next_step = autoreset == "next_step"
-        #: First observations that the next step returns, by block.
+        #: First observations that the next step returns, by block index; used after a
+        #: loss, with autoreset "next_step".
         self._begun: dict[int, list[Array]] = {}
         #: Lost blocks whose episodes had all ended, with autoreset "next_step".
         self._lost_at_end: set[int] = set()
@@ -218,7 +233,7 @@ class ClientBlocks:
         return requests
 
     def _begin_episode(self, index: int) -> None:
-        """Answer the step of a block whose envs were reset by its previous step."""
+        """Answer the step of a block whose envs the previous step has reset."""
         rows, part = self.rows, self.blocks[index].row_slice
         for leaf, first in zip(rows.observation, self._begun.pop(index), strict=True):
             leaf[part] = first
@@ -279,7 +294,7 @@ class ClientBlocks:
         """Raise LocalProtocolError unless blocks exist, are distinct and are idle."""
         in_flight, count = self.in_flight, len(self.blocks)
         if (
-            (*blocks,) in self._parts  # so they exist and are distinct
+            (*blocks,) in self._parts  # contains only distinct, existing blocks
             and in_flight.keys().isdisjoint(blocks)
             and self.ended.isdisjoint(blocks)
         ):
@@ -385,7 +400,7 @@ class ClientBlocks:
 
         Args:
           request: The request.
-          error: The error for its caller.
+          error: The error that the caller of the operation gets.
           uses_seq: Whether the request has used up the seqs of its blocks.
         """
         for block, seq in request.entries:
@@ -443,10 +458,12 @@ class ClientBlocks:
         self.absent_is_stale = True
 
     def _is_at_end(self, index: int) -> bool:
-        """Return whether the next or running step of a block only resets its envs."""
+        """Return whether the running or next step of a block only resets its envs."""
         request, rows = self.in_flight.get(index), self.rows
+        # Other autoreset modes have no such steps. If the last result was discarded, or
+        # was not collected yet, the rows do not show whether the episodes have ended.
         if not self._is_next_step or self._is_discarded or index in self.ended:
-            return False  # the caller has not received the last result yet
+            return False
         part = self.blocks[index].row_slice
         has_ended = (rows.terminated[part] | rows.truncated[part]).all()
         return bool(has_ended) and (request is None or request.is_step)
@@ -467,8 +484,8 @@ class ClientBlocks:
     def collect(self) -> list[Outcome]:
         """Write the rows of new results; return the outcomes since the last call.
 
-        If a result violates the protocol, its blocks get the error, which is also
-        stored in `protocol_error`.
+        If a result violates the protocol, the outcomes of its blocks contain the error,
+        which is also stored in `protocol_error`.
         """
         answers, self._answers = self._answers, []
         self.ended.clear()
@@ -489,7 +506,7 @@ class ClientBlocks:
         return collected
 
     def _defer_first(self, outcome: Outcome, request: Request) -> None:
-        """After a lost step, keep the first observations for the next step."""
+        """After a lost step, keep the first observations until the next step."""
         if request.is_step and outcome.faults:
             part = self.blocks[outcome.block].row_slice
             first = [leaf[part].copy() for leaf in self.rows.observation]

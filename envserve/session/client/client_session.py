@@ -37,8 +37,9 @@ from envserve.wire.message import Buffer, Message, decode
 Operation = TypeVar("Operation", int, Reset, Call)
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: A tuple, because a property call for each message would be slower.
+#: States whose `is_over` is true, computed once, because `receive` must be fast.
 _FINAL_STATES: Final = tuple(state for state in ClientState if state.is_over)
+#: Types of requests that acquire a lease.
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
 #: Messages that answer no operation, but do not count as late replies.
 _NOTICES: Final = frozenset(
@@ -125,7 +126,7 @@ class ClientSession:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of blocks whose operation has not been collected yet."""
+        """Number of blocks with an operation in flight or an uncollected result."""
         client_blocks = self.attachment.client_blocks
         return (
             len(client_blocks.in_flight) + len(client_blocks.ended)
@@ -162,7 +163,7 @@ class ClientSession:
         self._submit(ClientBlocks.reset, resets, now)
 
     def submit_call(self, calls: Sequence[Call], now: float) -> None:
-        """Call envs; raise CallError if the arguments are too long."""
+        """Access attributes of envs; raise CallError if the arguments are too long."""
         self._submit(ClientBlocks.call, calls, now)
 
     def _submit(
@@ -220,14 +221,14 @@ class ClientSession:
             if self.attachment.client_blocks is not None:
                 self.attachment.client_blocks.absent_is_stale = True
         elif self.state is ClientState.READY:
-            self.requests.ping(now)  # the server may have been restarted
+            self.requests.ping(now)  # the PONG shows whether the server was restarted
 
     def record_disconnect(self, now: float) -> None:
         """Record that the connection is broken."""
         self.requests.liveness.record_disconnect(now)
 
     def receive(self, frames: Sequence[Buffer], now: float) -> None:
-        """Handle any message from the server, including garbage."""
+        """Handle any message from the server, even a malformed one."""
         requests, client_blocks = self.requests, self.attachment.client_blocks
         liveness = requests.liveness
         request = requests.step_answered_by(frames)
@@ -257,8 +258,8 @@ class ClientSession:
             client_blocks.absent_is_stale = True
             _LOGGER.warning("%s: the server answers again", self.address)
         liveness.record_message(now)
-        # A WELCOME with a new boot number is ignored unless a HELLO waits for it,
-        # because it may be a delayed message from before a restart.
+        # A WELCOME with a new boot number does not count as a restart, because it may
+        # be a delayed message from before a restart.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
             return self.attachment.handle_restart(now)
@@ -352,7 +353,7 @@ def _on_result(session: ClientSession, message: Message, now: float) -> bool:
         return False
     attachment.client_blocks.accept_result(request, message)
     requests.record_answer(request, message)
-    attachment.lost_lease = None  # the new lease works
+    attachment.lost_lease = None  # the new lease has produced a result
     return True
 
 

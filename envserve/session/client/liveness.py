@@ -1,6 +1,6 @@
 """Decides when a client considers its server unreachable, and its lease lost.
 
-Silence is counted from the first unanswered message. Time during which the client
+Silence is measured from the first unanswered message. Time during which the client
 itself was suspended does not count.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 from envserve.errors import EnvserveError, RemoteProtocolError, ServerLost
 from envserve.wire.message import Buffer
 
-#: Seconds without a message until the client sends a PING.
+#: Seconds without a message from the server until the client sends a PING.
 PING_SECONDS: Final = 1.0
 #: Seconds of silence after a request until a server counts as unreachable.
 _UNREACHABLE_SECONDS: Final = 3.5
@@ -23,8 +23,8 @@ _DISCONNECTED_SECONDS: Final = 1.0
 #: because it never waits for longer.
 _SUSPENDED_SECONDS: Final = 5.0
 #: Maximum number of unsolicited messages per second. The limit is increased by
-#: `_MAX_COPIES` for each piece of the longest reply, because a server that was
-#: suspended for a minute sends many copies in a burst.
+#: `_MAX_COPIES` for each piece of the longest reply (`ClientBlocks.num_pieces`),
+#: because a server that was suspended for a minute sends many copies in a burst.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -36,8 +36,9 @@ class Timeouts:
     connect_seconds: float = 10.0
     """Maximum silence of the server until it grants the first lease, in seconds."""
     lost_seconds: float = 60.0
-    """Maximum silence, or time without a lease, after the first lease, in seconds. Also
-    the maximum time, but at least 8 s, for which the server may ignore a request."""
+    """Maximum silence or time without a lease, in seconds, once the first lease was
+    granted. Also the maximum time, but at least 8 s, for which the server may ignore a
+    request."""
     operation_seconds: float = 3600.0
     """Maximum duration, in seconds, of an operation that the server reports as running,
     and of building envs that replace lost ones."""
@@ -76,7 +77,7 @@ class LostLease:
 
 
 class Liveness:
-    """Measures the silence of the server. Times are monotonic seconds.
+    """Measures how long the server has been silent. Times are monotonic seconds.
 
     Attributes:
       silent_since: Time of the first unanswered message; infinity if there is none.
@@ -103,7 +104,7 @@ class Liveness:
         self.is_unreachable = False
 
     def expect_answer(self, now: float) -> None:
-        """Record that a message was sent that the server has to answer."""
+        """Record that a message that requires an answer was sent."""
         self.silent_since = min(self.silent_since, now)
 
     def record_ping(self, now: float) -> None:
@@ -127,7 +128,10 @@ class Liveness:
         return f"no answer for {silent_seconds:.0f} s" if silent_seconds > 1 else ""
 
     def detect_suspension(self, now: float) -> float:
-        """Restart the measurements after a suspension; return its duration, or 0."""
+        """Return for how many seconds this client was suspended; 0 if it was not.
+
+        After a suspension, silence and disconnection are measured from now on.
+        """
         seconds, self._awake_at = now - self._awake_at, now
         if seconds <= _SUSPENDED_SECONDS:
             return 0.0
@@ -165,7 +169,7 @@ class UnsolicitedLimit:
         Args:
           message_type: Type of the message; a description if the message is malformed.
           num_bytes: Length of the message.
-          num_pieces: See `ClientBlocks`.
+          num_pieces: Number of pieces of the longest reply, see `ClientBlocks`.
           now: Time of arrival.
 
         Raises:

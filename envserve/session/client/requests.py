@@ -1,10 +1,10 @@
 """Numbers a client's requests, and resends them until they are answered.
 
 A request is resent after 1 s, then after 2 s, then every 4 s, and immediately after a
-reconnect. Copies differ only in their attempt number. The outbox contains at most one
-copy of a request, so it is bounded. Messages without a reply are sent once.
+reconnect. Copies differ only in their attempt number. The outbox contains each request
+at most once, so its size is bounded. Messages without a reply are sent once.
 
-A PING follows each copy. If its PONG lists no block of the request as running, the
+A PING follows each copy. If the PONG lists no block of the request as running, the
 server has ignored the copy; see the decision "A PONG shows which requests a server
 ignores".
 """
@@ -32,25 +32,28 @@ from envserve.wire.message import (
 )
 from envserve.wire.rows import RowPart
 
+#: Seconds before a request is resent for the first time, and maximum seconds between
+#: two copies.
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
-#: Number of ignored copies in a row after which the blocks of a request are absent, and
-#: after which the server can count as lost.
+#: Number of consecutive copies that the server must ignore before the blocks of the
+#: request count as absent, and before the server can count as lost.
 _ABSENT_IGNORED: Final = 2
 _LOST_IGNORED: Final = 3
-#: Minimum time for which a server must ignore a request before it counts as lost. It is
-#: longer than `_LOST_IGNORED` copies take, so that there is time to find another
-#: server.
+#: Minimum seconds for which a server must ignore a request before the server counts as
+#: lost. This is longer than it takes to send `_LOST_IGNORED` copies, so that there is
+#: time to find another server.
 _MIN_IGNORED_SECONDS: Final = 8.0
+#: Types of operations, and of the replies to them.
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
     MessageType.STEP: MessageType.RESULT,
     MessageType.RESET: MessageType.RESULT,
     MessageType.CALL: MessageType.CALL_RESULT,
 }
-#: Outbox keys of messages without a request id.
+#: Outbox keys of a PING and a DETACH, which are not resent.
 _PING_KEY: Final = 0
 _DETACH_KEY: Final = -1
-#: Added to a session number to get the next one. Because it is odd, all 2**64 numbers
+#: Difference between consecutive session numbers. Because it is odd, all 2**64 numbers
 #: occur before one repeats.
 _STRIDE: Final = 0x9E3779B97F4A7C15
 
@@ -61,27 +64,27 @@ class Request:
 
     Attributes:
       type: STEP, RESET or CALL; or HELLO, ATTACH or DETACH, which have no entries.
-      entries: Block and seq of each block of the request.
+      entries: Block index and seq of each block of the request.
       body: Body of the message.
-      payload: Further action rows.
-      part: Rows that the reply will be written to.
+      payload: Payload frame of a STEP: the action rows that the body does not contain.
+      part: Rows that the reply will be written to; None for a CALL, for example.
       resets: Resets of a RESET, one for each block.
       is_step: Whether the caller requested a step; for a lost block, a RESET is sent
         instead of a STEP.
       id: Request id; 0 until it is sent.
-      answered_blocks: Blocks that were answered separately.
+      answered_blocks: Indices of the blocks that were answered separately.
       frames: Frames of the latest copy.
       answer_head: First bytes of the usual answer to a STEP, up to its body; see
         `Requests.step_answered_by`.
-      attempt: Number of copies sent before the latest one.
+      attempt: Number of times that the request was resent.
       resend_at: Time of the next copy, in monotonic seconds.
       resend_delay: Seconds between the latest copy and the next one.
       sent_at: Time at which it was first sent.
-      num_ignored: Number of copies in a row that the server has ignored.
-      ignored_since: Time of the PONG that revealed the first of these copies; infinity
-        if there is none.
+      num_ignored: Number of consecutive copies that the server has ignored.
+      ignored_since: Time of the PONG that showed that the first of these copies was
+        ignored; infinity if no copy was.
       pong_after: A PONG with a number above this one shows whether the latest copy was
-        ignored; infinity if that is already known.
+        ignored; infinity if a PONG has already shown it.
     """
 
     type: MessageType
@@ -110,7 +113,7 @@ class Request:
 
     @property
     def unanswered_blocks(self) -> list[int]:
-        """The blocks without an answer; empty for a HELLO, for example."""
+        """Indices of the blocks without an answer; empty for a HELLO, for example."""
         answered = self.answered_blocks
         return [block for block, _ in self.entries if block not in answered]
 
@@ -164,15 +167,15 @@ class Requests:
         request.resend_delay = _FIRST_RESEND_SECONDS
         self.unanswered[number] = request
         self.outbox[number] = request.frames
-        # Inlined `expect_answer`, because this runs at every step.
+        # `expect_answer` is inlined here, because this method runs at every step.
         if self.liveness.silent_since == math.inf:
             self.liveness.silent_since = now
 
     def step_answered_by(self, frames: Sequence[Buffer]) -> Request | None:
-        """Return the STEP whose usual answer these frames are; None for other frames.
+        """Return the STEP that these frames answer in the usual way, or None.
 
-        The usual answer is one frame without a report, for all blocks of the request,
-        in which no episode has ended. Comparing its beginning with the expected bytes
+        The usual answer is a single frame, without a report, that covers all blocks of
+        the request and ends no episode. Comparing its beginning with the expected bytes
         is much cheaper than decoding the message.
         """
         if len(frames) != 1:
@@ -191,7 +194,7 @@ class Requests:
         return request
 
     def answered_by(self, message: Message) -> Request | None:
-        """Return the request that a RESULT or CALL_RESULT answers; None if none does.
+        """Return the request that a RESULT or CALL_RESULT answers, or None.
 
         The message answers either the whole request, or a single block that was not
         answered yet.
@@ -230,7 +233,7 @@ class Requests:
         self.outbox.clear()
 
     def resend_due(self, now: float) -> bool:
-        """Resend requests whose `resend_at` has passed; return whether any were."""
+        """Resend requests whose `resend_at` has passed; return whether any was due."""
         previous = self.num_resends
         for request in self.unanswered.values():
             if now >= request.resend_at:
@@ -264,7 +267,13 @@ class Requests:
     ) -> list[Request]:
         """Record which requests the server executes, and which ones it ignores.
 
-        Return the requests whose blocks have become absent, or are no longer absent.
+        Args:
+          number: Number of the PONG, which is that of its PING.
+          running: Indices of the blocks that the PONG lists as running.
+          now: Monotonic seconds.
+
+        Returns:
+          The requests whose blocks have become absent, or are no longer absent.
         """
         changed = []
         for request in self.unanswered.values():
@@ -285,13 +294,16 @@ class Requests:
         request.num_ignored, request.ignored_since = 0, math.inf
 
     def skip(self, seconds: float) -> None:
-        """Exclude the time of this client's suspension from the age of all requests."""
+        """Subtract a suspension of this client, in seconds, from the requests' ages."""
         for request in self.unanswered.values():
             request.sent_at += seconds
             request.num_ignored, request.ignored_since = 0, math.inf
 
     def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
-        """Return the next time at which a request exceeds a limit, and the request."""
+        """Return the next time at which a request exceeds a limit, and this request.
+
+        Without such a request, the time is infinity and the request None.
+        """
         first_at, first = math.inf, None
         ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():
@@ -309,7 +321,7 @@ class Requests:
     def ping(self, now: float) -> None:
         """Send a PING, which the server answers with a PONG of the same number."""
         self._last_id += 1
-        self.outbox.pop(_PING_KEY, None)  # send it after the copies in the outbox
+        self.outbox.pop(_PING_KEY, None)  # the new PING must follow the other frames
         self.outbox[_PING_KEY] = self.pack(MessageType.PING, self._last_id)
         self.liveness.record_ping(now)
 
@@ -318,7 +330,7 @@ class Requests:
         return pack(type_, (self.session, self.boot, self.epoch), request)
 
     def send_detach(self, frames: list[Buffer]) -> None:
-        """Send the DETACH of a former lease once; do nothing without frames."""
+        """Send the DETACH of a former lease once; do nothing if `frames` is empty."""
         if frames:
             self.outbox[_DETACH_KEY] = frames
 
@@ -329,7 +341,7 @@ class Requests:
         self.boot = self.epoch = 0
 
     def adopt_session(self, other: Requests) -> None:
-        """Continue the session of another client object, which must not send again."""
+        """Continue another object's session; that object must not send any more."""
         self.clear()
         self.session, self.boot, self.epoch = other.session, other.boot, other.epoch
         self._last_id = max(self._last_id, other._last_id)

@@ -1,7 +1,7 @@
 """Decisions of a `ServerSession`, which the server's event loop carries out.
 
-`ServerSession` does no I/O and calls no other part of the server. Its methods return
-lists of these decisions, and the event loop carries them out in order.
+`ServerSession` does no I/O and calls no other part of the server. Instead, its methods
+return lists of decisions, in the order in which they must be carried out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from envserve.settings import PoolSettings
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.message import Buffer, Message, Peer
 
-#: A user and a session number, which the client draws at random. With the user in it, a
-#: client cannot reach the session of another user, even if it knows the number.
+#: A user and a session number, which the client draws at random. Because the user is
+#: part of the id, a client cannot access the session of another user, even if the
+#: client knows the session number.
 SessionId = tuple[str, int]
 #: Minimum seconds between two copies of a reply. The longer interval applies after
 #: `_MAX_FREQUENT_COPIES` copies.
@@ -31,18 +32,22 @@ class ResendLimiter:
     """Limits the rate at which a reply is resent.
 
     A client that reads its replies resends requests only if a message was lost, which
-    is rare. Replies to a client that does not read them would fill up the memory.
+    is rare. Replies to a client that does not read them would fill the memory.
+
+    Attributes:
+      num_copies: Number of times that the reply was sent again.
+      sent_at: Time of the latest copy, in monotonic seconds.
     """
 
     num_copies: int = 0
     sent_at: float = -math.inf
 
     def allow(self, now: float) -> bool:
-        """Return whether to send a copy now.
+        """Return whether to send a copy now; if so, count the copy.
 
         At first, one copy per second is allowed, and later one per minute. The number
         of copies is unlimited, because a client whose replies were all lost must not
-        wait for ever.
+        wait forever.
         """
         interval = (
             _FREQUENT_SECONDS
@@ -57,13 +62,13 @@ class ResendLimiter:
 
 
 class Reply(NamedTuple):
-    """Send frames to a peer, or drop them if they cannot be sent now.
+    """Send a message to a peer, or drop it if it cannot be sent now.
 
     A client resends its request until it receives the reply.
 
     Attributes:
       peer: Routing id and user of the receiver.
-      frames: The message.
+      frames: Frames of the message.
       limiter: Limiter that has counted this copy of the reply; None for the original.
     """
 
@@ -98,8 +103,8 @@ class BeginDrain(NamedTuple):
     """Begin to drain the server, as SIGTERM does."""
 
 
-# Requests whose answer the event loop has to compute. The event loop passes the result
-# to `ServerSession.answer`, or a Refusal or RemoteProtocolError to
+# Requests whose answers the event loop has to compute. The event loop passes an answer
+# to `ServerSession.answer`, and a Refusal or RemoteProtocolError to
 # `ServerSession.refuse`.
 
 
@@ -155,7 +160,7 @@ class RunReset(NamedTuple):
 
 
 class RunCall(NamedTuple):
-    """Call envs of a session's pool; then call `pool_finished`."""
+    """Access attributes of envs of a session's pool; then call `pool_finished`."""
 
     session: SessionId
     calls: Sequence[Call]

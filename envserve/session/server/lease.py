@@ -2,8 +2,7 @@
 
 Each operation of a block has a sequence number, the seq, which the client counts. A
 request runs if it has the next seq of each of its blocks, and none of these blocks is
-busy.
-Otherwise:
+busy. Otherwise:
 
 * A copy of the latest request is not executed again. If the request is done, its reply
   is sent again.
@@ -16,10 +15,10 @@ A request is answered as a whole when all its blocks are done. If one of them be
 absent, the client gets an ABSENT message, and from then on each block of the request is
 answered separately. CALL requests are always answered block by block.
 
-The rows of a reply are not stored. They are packed from the slab for each copy, because
-no request can change them before the client has received them and uses the next seq
-(see the decision "The slab is the reply cache"). Each attempt is answered once (see "A
-copy of a request is answered once per attempt").
+A reply is not stored. Instead, its rows are packed from the slab for each copy. The
+rows are unchanged then, because the client sends the next seq only after it has
+received the reply (see the decision "The slab is the reply cache"). Each attempt is
+answered once (see "A copy of a request is answered once per attempt").
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ from envserve.wire.rows import BlockParts, RowCodec
 _BLOCK_OF: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 
-#: A client's send queue holds this many separate replies while the client is not
-#: reading, so each repetition of the replies starts this many blocks later.
+#: While a client is not reading, its send queue holds at most this many separate
+#: replies. Each repetition of the replies therefore starts this many blocks later.
 _REPLIES_PER_ROUND: Final = 32
 
 
@@ -85,11 +84,11 @@ class _BlockRequest:
     Attributes:
       message: Header of the request, with the attempt and the peer of its latest copy.
       blocks: Indices of its blocks.
-      started_at: Time of its first copy, in monotonic seconds.
+      started_at: Time at which the request first arrived, in monotonic seconds.
       resets: Resets of a RESET; empty for other requests.
       outcomes: Outcomes of its blocks that are done.
       is_split: Whether its blocks are answered separately.
-      limiter: Limiter of copies of its reply; None before the first copy.
+      limiter: Limits how often its reply is sent again; None before the first time.
       num_rounds: Number of times that its separate replies were sent.
     """
 
@@ -114,7 +113,7 @@ class ResultCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Create an empty cache; a single result may exceed `max_bytes`."""
+        """Create an empty cache, which keeps the latest result whatever its length."""
         self._max_bytes = max_bytes
         self._outcomes: dict[int, MutableMapping[int, Outcome]] = {}  # oldest first
         self.num_bytes = 0
@@ -123,8 +122,8 @@ class ResultCache:
         """Add the result of a block; discard the oldest results beyond the limit.
 
         Args:
-          outcomes: Outcomes of the block's request. If its result is discarded later,
-            its outcome becomes an error.
+          outcomes: Outcomes of the block's request, by block. If the result is
+            discarded later, the block's outcome is replaced with an error.
           block: Index of the block.
         """
         self._outcomes[block] = outcomes
@@ -148,7 +147,7 @@ class ResultCache:
 
 
 class Lease:
-    """The operations of one client on its blocks.
+    """Executes the operations of one client on its blocks.
 
     Attributes:
       epoch: Number of the lease.
@@ -196,9 +195,9 @@ class Lease:
         """Handle a STEP, RESET or CALL.
 
         Raises:
-          Refusal: The request is not allowed. Nothing has been changed; the caller must
+          Refusal: The request is not allowed. No state has changed; the caller must
             reply with the refusal's body.
-          RemoteProtocolError: The request is malformed. Nothing has been changed.
+          RemoteProtocolError: The request is malformed. No state has changed.
         """
         last_seq, states = self._last_seq, self._states
         indices = []
@@ -246,19 +245,19 @@ class Lease:
         return [decision]
 
     def _handle_repeat(self, message: Message, now: float) -> list[Decision]:
-        """Handle a request that is a copy, that is late, or that skips a seq."""
+        """Handle a request that is a copy, is late, or skips a seq."""
         request = self._find_request(message)
         if request is None:
             if all(seq > self._last_seq[block] for block, seq in message.entries):
                 raise self._gap_refusal(message)
-            # The request is late, or was refused and another one has since used its
-            # seq.
+            # This is a late copy, either of an answered request or of a refused one
+            # whose seq another request has used since.
             self.num_late_messages += 1
             return []
         if message.attempt <= request.message.attempt:
-            # A duplicate of a copy that was already handled; a client increases the
-            # attempt of each copy. Without this check, replaying one short request
-            # could fill the send queue with long replies.
+            # A copy with this attempt, or a later copy, was already handled. Without
+            # this check, replaying one short request could fill the send queue with
+            # long replies.
             self.num_late_messages += 1
             return []
         request.message.peer = message.peer
@@ -283,7 +282,8 @@ class Lease:
         candidates = dict.fromkeys(
             self._requests[block] for block, _ in message.entries
         )
-        for request in candidates:  # each request once: comparing entries is slow
+        # Each candidate is compared only once, because comparing entries is slow.
+        for request in candidates:
             if (
                 request is not None
                 and request.message.request == message.request
@@ -316,7 +316,7 @@ class Lease:
 
         Args:
           outcomes: Outcomes of the operations that have ended.
-          absent: All blocks in flight whose envs are absent.
+          absent: Indices of all blocks in flight whose envs are absent.
         """
         replies: list[Decision] = []
         self._move(map(_BLOCK_OF, outcomes), BlockState.DONE)
@@ -360,7 +360,7 @@ class Lease:
             self._states[block] = to
 
     def ended_rows(self, outcome: Outcome) -> Sequence[int]:
-        """Return the rows whose episode ended in a step or reset with this outcome."""
+        """Return the rows whose episodes ended in the operation with this outcome."""
         request = self._requests[outcome.block]
         assert request is not None, "only a request has an outcome"
         if outcome.error is not None or request.message.type is MessageType.CALL:
@@ -507,7 +507,7 @@ def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
         if not rows or len({*rows}) < len(rows) or not {*rows} <= {*allowed}:
             raise RemoteProtocolError(f"expected distinct rows in {allowed}")
         arguments = bytes(raw)
-        if arguments == b"\xc0" and calls:
+        if arguments == b"\xc0" and calls:  # nil: those of the previous block
             arguments = calls[-1].arguments
         num_bytes += len(arguments)
         if num_bytes > MAX_ARGUMENT_BYTES:

@@ -1,8 +1,8 @@
-"""Admits a server's leases, starts the builds of their envs, and ends them.
+"""Admits a server's leases, starts the builds of their envs, and ends the leases.
 
 A lease is in the table from its ATTACH until its workers have exited, see `LeaseState`.
-Until then its envs count as leased. The table stores why recent leases ended, so that a
-delayed ATTACH does not create a lease that its client no longer wants. See the
+During this time its envs count as leased. The table stores why recent leases ended, so
+that a delayed ATTACH does not create a lease that its client no longer wants. See the
 decisions "Envs are free once their workers are gone" and "Sessions are keyed by user
 and number, and their end is remembered".
 """
@@ -49,9 +49,10 @@ from envserve.wrappers.specs import check_wrappers
 _LOGGER: Final = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-#: Maximum number of sessions without a lease, per user, for which the client name or
-#: the reason for the end is stored.
+#: For each user, the table stores the client names of up to this many sessions that
+#: have no lease yet, and the reasons why up to this many sessions have ended.
 _MAX_RECENT_SESSIONS: Final = 256
+#: Maximum length of a client's name in the log.
 _MAX_LOGGED_NAME: Final = 64
 #: Maximum length of a refusal's text in the log.
 _MAX_LOGGED_TEXT: Final = 300
@@ -70,20 +71,20 @@ class LeaseRecord:
       usage: Number of envs and processes of the lease.
       attach: Arguments of the ATTACH that requested the lease.
       attach_body: The encoded arguments, which identify copies of the ATTACH.
-      request: Latest ATTACH or DETACH, with the peer of the session's latest message.
+      request: Latest ATTACH or DETACH; its `peer` is that of the latest message.
       client: User and name of the client, as printable text.
       attached_at: Time of the first ATTACH.
       last_message_at: Time of the latest message.
       machine: State of the lease.
-      is_queued: Whether the build of the envs still waits to start.
-      lease: Operations on the envs; None unless GRANTED.
+      is_queued: Whether the build of the envs has not started yet.
+      lease: Executes operations on the envs; None unless the lease is GRANTED.
       granted_body: Body of the GRANTED message; empty before the lease is granted.
       row_mib: Memory of the rows in MiB.
       reason: Reason why the lease is CLOSING; None after a DETACH.
-      grant_limiter: Limiter of copies of the GRANTED message.
-      unfinished_rows: Rows that have not ended an episode since the drain began; None
-        unless the server is draining.
-      statistics: Counters of its pool, once the pool is closed.
+      grant_limiter: Limits how often the GRANTED message is sent again.
+      unfinished_rows: Indices of the rows that have not ended an episode since the
+        drain began; None unless the server is draining.
+      statistics: Counters of the lease's pool; empty until the pool is closed.
     """
 
     session: SessionId
@@ -126,7 +127,7 @@ class LeaseRecord:
 
     @property
     def summary(self) -> str:
-        """Log text with env steps, speed and faults; "" without statistics."""
+        """Log text with env steps, speed and number of faults; "" if not known."""
         text = (
             " after {env_steps:,} env steps in {seconds:,.1f} s, "
             "{steps_per_second:,.0f}/s, faults: {num_faults}"
@@ -163,13 +164,16 @@ class LeaseRecord:
 
 
 class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
-    """A value for each recent session, by user; their number per user is limited."""
+    """Values of recent sessions, by user and session number.
+
+    At most `_MAX_RECENT_SESSIONS` values are stored for each user.
+    """
 
     def __init__(self) -> None:
         super().__init__(OrderedDict)
 
     def add(self, session: SessionId, value: Value) -> None:
-        """Store the value of a session; beyond the limit, remove the user's oldest."""
+        """Store a session's value; above the limit, evict the user's oldest value."""
         sessions = self[session[0]]
         sessions[session[1]] = value
         sessions.move_to_end(session[1])
@@ -178,10 +182,11 @@ class _RecentSessions(defaultdict[str, OrderedDict[int, Value]]):
 
 
 class LeaseTable(dict[SessionId, LeaseRecord]):
-    """All leases of a server by session, and why recent ones ended.
+    """All leases of a server, by session, and the reasons why recent leases ended.
 
     Attributes:
-      ended_sessions: Reasons why recent sessions ended; None after a DETACH.
+      ended_sessions: Reasons why recent sessions ended, by user and session number; the
+        reason is None after a DETACH.
       is_ending: Whether the server is draining or stopping.
       unnotified: Sessions whose clients may not have been notified yet that their lease
         has ended.
@@ -228,7 +233,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         )
 
     def name_of(self, session: SessionId) -> str:
-        """Return the name of a session's lease for logs; its number is secret."""
+        """Return the name of a session's lease, for logs."""
         return self[session].name if session in self else "a lease that has ended"
 
     def visible_to(self, user: str) -> list[LeaseRecord]:
@@ -295,7 +300,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         _LOGGER.debug("%s, attaching (client: %s)", record, client)
 
     def start_builds(self) -> list[Decision]:
-        """Start building the envs of queued leases, a few per user at a time."""
+        """Return decisions to build envs of queued leases, a few leases per user."""
         building = [r for r in self.values() if r.state is LeaseState.BUILDING]
         count = Counter(record.user for record in building if not record.is_queued)
         starts: list[Decision] = []
@@ -306,8 +311,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 settings = replace(
                     settings, max_row_mib=max(0, settings.max_row_mib - used)
                 )
-            # If row memory is limited, build the envs of one lease at a time, because
-            # the size of their rows is known only after the build.
+            # If row memory is limited, build the envs of only one lease per user at a
+            # time, because the size of the rows is not known before the build.
             max_builds = _MAX_CONCURRENT_BUILDS if settings.max_row_mib is None else 1
             if record.is_queued and count[record.user] < max_builds:
                 record.is_queued = False
@@ -333,7 +338,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     ) -> None:
         """Raise Refusal if there are too few free envs, or the user's quota is used up.
 
-        The error shows only the total number of envs that other users have leased.
+        About the leases of other users, the error states only the total number of envs.
         """
         free = self.num_free_envs
         if attach.num_hosted <= free:
@@ -373,7 +378,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def grant(
         self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
-        """Grant a lease whose envs are built; raise Refusal if replies are too large.
+        """Grant a lease whose envs are built; raise Refusal if messages are too large.
 
         Args:
           record: The lease.
@@ -440,7 +445,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         )
         decisions: list[Decision] = []
         for record in self.values():
-            if record.user in users and record.reason != reason:  # not yet notified
+            if record.user in users and record.reason != reason:  # not notified yet
                 # Notify the client now, because its connection will be closed before
                 # the workers have exited.
                 decisions.append(

@@ -16,9 +16,10 @@ from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import Message
 
+#: Types of requests that need no lease.
 OBSERVER_TYPES: Final = frozenset({MessageType.STATUS, MessageType.FRAME})
-#: Cost of a FRAME request, in seconds, in a leaky bucket of one second per user: a user
-#: can request 32 rendered frames or one flight record per second.
+#: Seconds that a FRAME request adds to its user's leaky bucket, which holds one second.
+#: A user can therefore request 32 rendered frames or one flight record per second.
 _FRAME_SECONDS: Final = 1 / 32
 _RECORD_SECONDS: Final = 1.0
 
@@ -31,9 +32,9 @@ class ObserverRequests:
         self._next_due: dict[str, float] = {}
 
     def handle(self, request: Message, now: float) -> list[Decision]:
-        """Return the decision that answers a request; none if the rate is exceeded.
+        """Return the decision that answers a request, if the rate limit allows it.
 
-        Clients resend requests that were ignored.
+        Otherwise, return an empty list. The client then resends its request.
 
         Raises:
           Refusal: The key is no longer valid, or the lease is not visible to the user.

@@ -19,6 +19,7 @@ from envserve.wire.constants import ErrorCode
 from envserve.wire.handshake import ErrorBody
 
 _ATTRIBUTE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+#: Attributes that every client may access, and the allowed kinds of access.
 _ALWAYS_EXPOSED: Final = {
     "render": frozenset({"call"}),
     "render_mode": frozenset({"call", "get"}),
@@ -58,14 +59,14 @@ class OverQuota(Refusal):
 
 
 class RateLimited(OverQuota):
-    """A request that exceeds a rate limit; a later copy of it can succeed."""
+    """A request that exceeds a rate limit; it can succeed when it is resent later."""
 
 
 def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> None:
     """Raise Refusal unless the rules allow all keyword arguments of an env.
 
     A string could be the path of any file on the server, so it is allowed only if a
-    rule lists it.
+    rule lists it or allows any value.
     """
     for name, value in kwargs.items():
         if name == "render_mode" and isinstance(value, str) and value == "rgb_array":
@@ -85,7 +86,7 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
 
 
 def _matches(rule: str, value: Any) -> bool:
-    """Return whether a value matches the part of a rule after the argument's name."""
+    """Return whether a value matches a rule, given without the argument's name."""
     kind, _, bounds = rule.partition("[")
     if kind == "any":
         return True
@@ -101,7 +102,7 @@ def _matches(rule: str, value: Any) -> bool:
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
-    """Raise Refusal unless clients may get, set or call this attribute.
+    """Raise Refusal unless clients may access an attribute of an env in this way.
 
     Args:
       host: Settings of the server, restricted to the client's key.

@@ -1,8 +1,8 @@
-"""Quotas of users: allowed envs, limits on resources, and the rate of new leases.
+"""Quotas of users: allowed envs, resource limits, and the maximum rate of new leases.
 
-A user is the name of a key. Clients without a key are the user "local" or "", and only
-the host's limits apply to them. The grant of a key can lower these limits, but not
-raise them.
+The name of a client's key identifies its user. A client without a key is the user
+"local" or "", to whom only the host's limits apply. The grant of a key can lower the
+host's limits, but not raise them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from envserve.wire.constants import ErrorCode
 
 #: Names of users without a key.
 KEYLESS_USERS: Final = frozenset({"", "local"})
-#: Maximum rate of new leases per key; limited because each lease forks processes.
+#: With one key, a user can create this many leases per second, in bursts of up to
+#: `_MAX_ATTACH_BURST`. The rate is limited because each lease forks processes.
 _ATTACHES_PER_SECOND: Final = 2
 _MAX_ATTACH_BURST: Final = 8
 
 
 class Usage(NamedTuple):
-    """Numbers of envs, worker processes and leases of a lease, a user or a server."""
+    """Numbers of envs, worker processes and leases: used, requested or allowed."""
 
     envs: int = 0
     processes: int = 0
@@ -83,11 +84,11 @@ class Quota:
         return Usage(*(min(a, b or a) for a, b in zip(limits, grant, strict=True)))
 
     def _source_of(self, unit: str, limit: int) -> str:
-        """Return the source of a limit, so that an operator can raise it.
+        """Return the setting that defines a limit, which an error then names.
 
         Args:
-          unit: A field of `Usage`.
-          limit: The user's limit for this unit.
+          unit: Name of a field of `Usage`.
+          limit: The user's limit for this field.
         """
         if getattr(self.grant, f"max_{unit}", None) == limit:
             return f"max-{unit}= of {self.user} in the server's clients file"
@@ -98,7 +99,7 @@ class Quota:
         return names if self.grant is None else _allowed_names(self.grant, names)
 
     def check_env(self, attach: Attach) -> None:
-        """Raise Refusal unless the user may use the env with these arguments."""
+        """Raise Refusal unless the user may use the requested env and its arguments."""
         grant = self.grant
         if grant is not None and not grant.allows_env(attach.env_name):
             raise Refusal(
@@ -181,7 +182,8 @@ class Quotas:
         """
         self._host = host
         self._grant_of = grant_of
-        #: Due time of each user's next lease in a leaky bucket, in monotonic seconds.
+        #: Leaky bucket of each user: the monotonic time, in seconds, at which the next
+        #: lease is due at the maximum rate.
         self._next_due: dict[str, float] = {}
 
     @property
@@ -204,7 +206,7 @@ class Quotas:
         return Quota(user, self._host, grant)
 
     def weight_of(self, user: str) -> float:
-        """Return the weight of the user's share of the event loop's time."""
+        """Return the weight with which a user shares the event loop's time."""
         try:
             grant = self.of(user).grant
         except Refusal:

@@ -56,7 +56,7 @@ class ReplyBuilder:
           request: The request, or a notice header, see `LeaseRecord.notice_header`.
           type_: Type of the reply.
           body: Body of the reply.
-          entries: Entries of the reply; by default those of the request.
+          entries: Pairs (block, seq) of the reply; by default those of the request.
           payload: Payload frame, such as rows.
           report: Report frame of a RESULT.
           version: Protocol version of the reply.
@@ -122,7 +122,8 @@ class ReplyBuilder:
         """
         concerns_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:
-            # With any other code, only this request would appear to have failed.
+            # With any other code, the client would assume that only this request has
+            # failed.
             if not concerns_session:
                 reason = replace(reason, code=ErrorCode.LEASE_LOST)
             return self.error(request, reason)
@@ -133,7 +134,7 @@ class ReplyBuilder:
 
 
 def version_mismatch(client: object) -> Refusal:
-    """Return the refusal of a client that supports none of the server's protocols."""
+    """Return the refusal of a client that supports no version of the server's."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
         f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {client}; "

@@ -5,7 +5,7 @@ granted lease to its `Lease`, and handles all other messages itself, with `Lease
 Every message of a session renews its lease.
 
 Its methods return decisions, such as `Reply` or `StartPool`. The event loop carries
-them out, and reports their results with other methods, such as `pool_ready`. All
+them out, and reports their results by calling other methods, such as `pool_ready`. All
 methods are called in the thread of the event loop.
 """
 
@@ -58,11 +58,11 @@ from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-#: Lowest message type that is sent by servers, not by clients.
+#: Servers send message types from this number on, and clients send lower types.
 _FIRST_SERVER_TYPE: Final = 128
 #: Types of requests that the envs execute.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
-#: Type of the reply to each request that a `RequestDecision` answers.
+#: Types of the requests that a `RequestDecision` answers, and of their replies.
 _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
     MessageType.HELLO: MessageType.WELCOME,
     MessageType.STATUS: MessageType.STATUS_RESULT,
@@ -91,7 +91,7 @@ class ServerSession:
         boot: int,
         grant_of: Callable[[str], Grant | None] | None = None,
     ) -> None:
-        """Start without sessions.
+        """Create the protocol state of a server that has no sessions yet.
 
         Args:
           settings: Settings of the server.
@@ -110,7 +110,7 @@ class ServerSession:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a drain or `stop` ended all leases, and all clients were notified."""
+        """Whether the server is ending, has no leases, and has notified all clients."""
         leases = self.leases
         return leases.is_ending and not leases and not leases.unnotified
 
@@ -119,7 +119,7 @@ class ServerSession:
     def receive(
         self, peer: Peer, frames: Sequence[Buffer], now: float
     ) -> list[Decision]:
-        """Handle any message from a peer, including garbage.
+        """Handle any message from a peer, even a malformed one.
 
         Another user's session number is treated like an unknown one.
         """
@@ -135,7 +135,7 @@ class ServerSession:
             ]
         message.peer = peer
         try:
-            # The fast path, for operations of a granted lease.
+            # This is the fast path, for operations of a granted lease.
             record = self.leases.get((peer[-1], message.session))
             if (
                 record is not None
@@ -181,7 +181,7 @@ class ServerSession:
         return [] if header is None else self.request_failed(header)
 
     def request_failed(self, request: Message) -> list[Decision]:
-        """Answer a request that caused an exception, as `receive_failed` does."""
+        """Answer a request that caused an exception, and end its session."""
         body = ErrorBody(
             code=ErrorCode.INTERNAL,
             executed=Executed.UNKNOWN,
@@ -291,7 +291,7 @@ class ServerSession:
             raise server_draining()
         try:
             self.leases.add(message, now)
-        except RateLimited as refusal:  # a later copy of the ATTACH will be accepted
+        except RateLimited as refusal:  # a later copy of the ATTACH can succeed
             audit = self.leases.audit_refusal(refusal, message.peer[-1], now)
             return [audit, self._reply_builder.building(message)]
         return [*self.leases.start_builds(), self._reply_builder.building(message)]
@@ -402,12 +402,13 @@ class ServerSession:
         """End the leases of clients that were silent for too long."""
         decisions: list[Decision] = []
         for record in self.leases.values():
-            # The same sum as in `next_deadline`, so that rounding cannot differ.
+            # Compute the same sum as `next_deadline`, so that both are rounded equally.
             is_silent = now >= record.last_message_at + self._settings.lease_seconds
             if is_silent and record.state is not LeaseState.CLOSING:
                 text = f"its client was silent for {now - record.last_message_at:.1f} s"
                 decisions += self.leases.close(record, lease_lost(text))
-                self.leases.unnotified.discard(record.session)  # its client is gone
+                # Do not wait until the client is notified, because it is gone.
+                self.leases.unnotified.discard(record.session)
         return decisions
 
     def next_deadline(self) -> float:
@@ -417,7 +418,7 @@ class ServerSession:
         return min(times, default=math.inf) + self._settings.lease_seconds
 
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
-        """Stop granting leases, and end each lease when all its envs ended an episode.
+        """Stop granting leases; end each lease once all its envs have ended an episode.
 
         Args:
           grace_seconds: Seconds until the event loop calls `stop`; sent to the clients.
@@ -439,7 +440,7 @@ class ServerSession:
         return decisions
 
     def stop(self, why: str = "") -> list[Decision]:
-        """End all sessions, because the server is about to stop.
+        """End all sessions before the server stops.
 
         Args:
           why: Reason for ending a drain early, sent to the clients; "" without a drain.

@@ -1,7 +1,7 @@
 """Find out why a client cannot connect, over separate connections.
 
-libzmq retries a failed connection forever and does not report the reason. So a
-diagnosis opens connections that send no application data. The peer's ZMTP greeting
+libzmq retries a failed connection forever and does not report the reason. A diagnosis
+therefore opens connections that send no application data. The peer's ZMTP greeting
 shows whether it is a ZeroMQ socket and whether it uses keys, and the CURVE handshake
 shows which side's key was rejected. No diagnosis runs while there is a connection.
 """
@@ -29,6 +29,7 @@ from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 #: Time without a connection before the first diagnosis, and time between diagnoses.
 DELAY_SECONDS: Final = 1.0
+#: Maximum duration of a diagnosis.
 _MAX_DIAGNOSIS_SECONDS: Final = 1.5
 #: Time after which a refused connection is tried again. A server that closes all its
 #: connections refuses new ones for 0.1 s.
@@ -47,7 +48,7 @@ _SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
 #: server that is closing fails one handshake, and an overloaded server fails a quarter
 #: of them. A server with another key fails every handshake, each within 0.2 s.
 _MIN_FAILURES: Final = 5
-#: Maximum number of joined addresses in an error.
+#: Maximum number of servers, joined by this client, whose addresses an error lists.
 _MAX_SHOWN: Final = 8
 
 
@@ -78,8 +79,8 @@ class Finding(enum.Enum):
     """The peer accepts connections, but sends nothing."""
 
 
-#: Priorities of the findings about several addresses of a host, of which the lowest is
-#: reported; 1 for all other findings, which explain a failure.
+#: Of the findings about several addresses of a host, the one with the lowest number is
+#: reported. All other findings have number 1, because they explain a failure.
 _PRIORITIES: Final = {Finding.OK: 0, Finding.UNKNOWN: 2, Finding.REFUSED: 3}
 
 
@@ -186,7 +187,8 @@ def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
 
 def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
     """Run the CURVE handshake with a server, and report its result."""
-    from zmq.utils.monitor import recv_monitor_message  # it imports asyncio
+    # This module imports asyncio, so import it only when it is needed.
+    from zmq.utils.monitor import recv_monitor_message
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -277,7 +279,7 @@ def unknown_key_error(address: str, error: ConnectError) -> ConnectError:
 
 
 def _joined_addresses(address: str) -> list[str]:
-    """Return joined addresses of the same host; if there are none, of any host."""
+    """Return addresses that this client has joined: of the same host, or else all."""
     joined = [each for each in KeyFolder().pinned_addresses if "*" not in each]
     joined, ips = joined[:_MAX_SHOWN], _ips_of(address)
     return [each for each in joined if ips & _ips_of(each)] or joined

@@ -43,7 +43,10 @@ class ByteCounter:
         self._fd: int | None = -1
 
     def count(self, is_connected: bool) -> int:
-        """Return an upper bound of the bytes; call this after each socket poll."""
+        """Return an upper bound of the bytes since the last message.
+
+        Call this after each poll of the socket.
+        """
         receiver = self._receiver
         if is_connected != self._is_connected or not self._port:
             self._is_connected, self._fd, self._num_bytes = is_connected, -1, 0
@@ -71,7 +74,7 @@ class _FewestBytes:
     All ports share one scan of the descriptors, and pauses limit scans to a tenth of
     the time. Otherwise, the cost of attaching to many servers would grow with the
     square of their number. With few descriptors, the pauses are short, because an
-    endless message would fill the memory during a long one.
+    endless message would fill the memory during a long pause.
     """
 
     def __init__(self) -> None:
@@ -85,7 +88,7 @@ class _FewestBytes:
         older connections to the port, which have received more.
         """
         if (now := time.monotonic()) >= self._next_at:
-            self._next_at = now + 0.5  # first, because other threads call this too
+            self._next_at = now + 0.5  # so that other threads do not scan meanwhile
             found: dict[int, int] = {}
             for fd in map(int, os.listdir("/proc/self/fd")):
                 peer_port, num_bytes = _received(fd)
@@ -111,7 +114,7 @@ def _received(fd: int) -> tuple[int, int]:
     Both are 0 for anything else.
     """
     # libzmq owns the descriptor and may have closed it. Use a duplicate, which Python
-    # may close: if an interrupt made it close the original, libzmq would abort.
+    # may close: if an interrupt made Python close the original, libzmq would abort.
     with contextlib.suppress(OSError, IndexError, struct.error):
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return 0, 0
@@ -134,7 +137,7 @@ class Waker:
         """Make a descriptor that only `wake` makes readable until `watch` is called."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
-        self._is_awake = False  # whether a byte is in that pair
+        self._is_awake = False  # whether a byte is in the socket pair
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._reader, selectors.EVENT_READ)
 
