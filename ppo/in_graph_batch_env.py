@@ -21,10 +21,10 @@ __all__ = ["InGraphBatchEnv"]
 
 
 class InGraphBatchEnv:
-    """Makes a `BatchEnv` available to graph code.
+    """Makes a `BatchEnv` callable from TensorFlow graphs.
 
-    Pass it to `ppo.simulate.Simulation`, which collects rollouts, or call `step` in
-    your own `tf.function`.
+    Pass an instance to `ppo.simulate.Simulation`, which collects rollouts, or call
+    `step` in your own `tf.function`.
 
     Policy actions are normalised. For a Box with finite bounds, -1 and 1 are mapped to
     the bounds, and values outside [-1, 1] are clipped. Discrete and MultiDiscrete
@@ -146,8 +146,8 @@ class HostCalls:
     def original_errors(self) -> Iterator[None]:
         """Raise the original exception of a function called by `call`.
 
-        TensorFlow turns every exception of host code into an `UnknownError`, or into a
-        `RuntimeError` if a signal handler raises at the same time.
+        TensorFlow turns every exception of the function into an `UnknownError`, or into
+        a `RuntimeError` if a signal handler raises at the same time.
         """
         self._error = None
         try:

@@ -17,13 +17,13 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 
 __all__ = ["Rollout"]
 
-#: Maximum number of metrics from infos.
+#: Maximum number of metrics that `info_means` returns.
 _MAX_NAMES = 32
-#: End of the text with which a worker reports a fault that NaN or infinity caused.
+#: Last words of a fault's text if NaN or infinity caused the fault.
 _NON_FINITE = "end the episode before it diverges"
 #: Fraction of valid steps below which an iteration counts as poor.
 _FEW_VALID = 0.1
-#: Consecutive poor iterations after which a run ends.
+#: Number of consecutive poor iterations after which a run ends.
 _MAX_POOR_ITERATIONS = 10
 #: Number of consecutive episodes that every env may lose before a run ends.
 _MAX_LOST_IN_A_ROW = 50
@@ -75,7 +75,7 @@ def allocate_rollout(
     Args:
         env: Determines the shapes and dtypes of observations and actions.
         horizon: T, the number of batch steps.
-        state_sizes: Units of each recurrent core.
+        state_sizes: Number of units of each recurrent core.
         num_sequences: K, the number of states that are stored for each core.
     """
 
@@ -108,8 +108,8 @@ class SplitRows:
     """The rows of one split in a rollout.
 
     If the rows are contiguous, the envs write their results directly into the rollout.
-    Otherwise, with several servers for example, the envs write them into separate
-    arrays, and `copy_result` copies them.
+    Otherwise, for example with several servers, the envs write them into separate
+    arrays, and `copy_result` copies them into the rollout.
 
     Args:
         rollout: The rollout to fill.
@@ -133,11 +133,11 @@ class SplitRows:
         self._observations = [self._observation_rows(step) for step in range(count + 1)]
 
     def result(self, step: int) -> StepResult:
-        """Return the arrays into which the envs must write a step."""
+        """Return the arrays into which the envs must write the results of a step."""
         return self._results[step if self._is_contiguous else 0]
 
     def copy_result(self, step: int) -> None:
-        """Copy a step from the arrays of `result` into the rollout, if necessary."""
+        """Copy a step into the rollout, unless the envs have written it there."""
         if not self._is_contiguous:
             target = _step_views(self._rollout, step)
             pair = tf.nest.flatten(target), tf.nest.flatten(self.result(step))
@@ -256,7 +256,7 @@ class EpisodeTracker:
     def add(
         self, rollout: Rollout, infos: Mapping[tuple[int, int], Any] = {}
     ) -> list[Episode]:
-        """Add the next rollout and return the episodes that it completes, in order.
+        """Add the next rollout; return the episodes that it completes, in step order.
 
         Args:
             rollout: The rollout.
@@ -287,7 +287,7 @@ class EpisodeTracker:
         return episodes
 
     def running(self, min_length: int) -> list[Episode]:
-        """Return the unfinished valid episodes of at least `min_length` steps."""
+        """Return the unfinished episodes of at least `min_length` steps, all valid."""
         is_long = ~self._has_invalid_step & (self._length >= min_length)
         return [
             Episode(index, float(self._total_reward[index]), int(self._length[index]))
@@ -296,7 +296,7 @@ class EpisodeTracker:
 
 
 class LostSteps:
-    """Counts steps that are lost because envs fail, and raises if there are too many.
+    """Counts steps that were lost because envs failed; raises if there are too many.
 
     Attributes:
         total: Number of lost steps so far.

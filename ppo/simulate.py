@@ -1,23 +1,23 @@
 """Collect rollouts: choose actions, step the envs, and store everything in arrays.
 
 The envs write their rows directly into the rollout's arrays `[T, B, ...]`. The policy
-of a rollout is a snapshot, so its noise and log-probabilities are computed once per
-rollout, for all steps. A small policy runs in NumPy, in a Python loop, because calling
-TensorFlow takes longer than running such a policy. Other policies run in a
+does not change during a rollout, so its noise and log-probabilities are computed once
+per rollout, for all steps. A small policy runs in NumPy, in a Python loop, because
+calling TensorFlow takes longer than running such a policy. Other policies run in a
 `tf.while_loop`, which calls Python once per split and step, in the calling thread.
 
 With several splits, the envs of one split step while the policy computes the actions of
 another. The loop sends the actions of a split without waiting for the result. It then
-receives the pending step of the following split, cyclically. Therefore, when the loop
-ends, the last step of all splits except the first is still in flight, and `run`
-receives it.
+receives the step that is in flight in the following split (after the last split, the
+first). When the loop ends, the last steps of all splits except the first are therefore
+still in flight, and `run` receives them.
 
 With `act_on` below 1, rows do not wait for each other. The policy acts on the rows that
-have arrived as soon as they make up this fraction of the batch, and each row stops
-after T steps.
+have arrived as soon as they make up the fraction `act_on` of the batch, and each row
+stops after T steps.
 
-A rollout has the same contents in all modes, because the policy is a snapshot, and the
-noise depends only on the step and the row.
+A rollout has the same contents in all modes, because the policy does not change, and
+the noise depends only on the step and the row.
 """
 
 import collections
@@ -49,7 +49,7 @@ observation."""
 
 
 class _Outputs(NamedTuple):
-    """Outputs of the policy for the rows of a split: of one step, or of all steps."""
+    """Outputs of the policy for the rows of a split, in one step or in all steps."""
 
     action: np.ndarray
     policy_params: Any
@@ -86,13 +86,13 @@ class Simulation:
         noise: Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`. It
             is called once per rollout for all rows, so the noise of a row does not
             depend on the splits.
-        state_sizes: Units of each recurrent core of the policy. The states are zero at
+        state_sizes: Number of units of each recurrent core. The states are zero at
             the start of an episode, and are kept from rollout to rollout.
         sequence_length: Number of batch steps between the states that the rollout
-            stores; must divide the horizon. The default is the horizon.
+            stores; must divide the horizon. By default, the horizon.
         act_on: Fraction of the rows that must have arrived before the policy acts on
-            them. Below 1, it requires `noise`, a policy for any number of rows, and
-            envs with a single split. The rows of a worker arrive together.
+            them. A fraction below 1 requires `noise`, a policy that accepts any number
+            of rows, and envs with a single split. The rows of a worker arrive together.
         num_rollouts: Number of rollouts with separate arrays, which are reused
             cyclically. A rollout is overwritten by the `num_rollouts`-th call of `run`
             after it.
@@ -138,8 +138,8 @@ class Simulation:
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
         if act_on < 1 and (noise is None or len(self._splits) > 1):
             raise ValueError(
-                f"act_on: expected 1 without `noise`, or with {len(self._splits)} "
-                f"splits; got {act_on}"
+                "act_on: a fraction below 1 requires `noise` and envs with a single "
+                f"split; got {act_on} with {len(self._splits)} splits"
             )
         self._min_envs = math.ceil(act_on * env.num_envs)
         self._is_synchronous = self._min_envs == env.num_envs
@@ -152,8 +152,8 @@ class Simulation:
         # Multithreading slows the matrix products of small networks down.
         self._blas = ThreadpoolController().select(user_api="blas")
         # On CPUs, run operations in the calling thread: handing them to other threads
-        # takes longer than running them, because workers use the cores. With a GPU this
-        # is not possible, because the loop on the GPU calls Python.
+        # takes longer than running them, because workers use the cores. This is not
+        # possible with a GPU, because the loop on the GPU calls Python.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
         self._is_started = False
@@ -167,8 +167,8 @@ class Simulation:
     ) -> Rollout:
         """Collect a rollout.
 
-        In a `tf.function`, this is one operation, which returns the rollout as tensors.
-        Call the function within `InGraphBatchEnv.original_errors`.
+        In a `tf.function`, `run` is one operation, which returns the rollout as
+        tensors. Call that `tf.function` within `InGraphBatchEnv.original_errors`.
 
         Args:
             seed: Seed of the noise, an int32 pair. Use a different one for each
@@ -199,7 +199,8 @@ class Simulation:
             tensors = list(map(tf.constant, arrays))
             seed, snapshot = tf.nest.pack_sequence_as(inputs, tensors)
             rollout = self._collect(seed, snapshot, reset=reset)
-            # Copy the arrays: the tensors would share their memory, which is reused.
+            # Copy the arrays, because tensors would share their memory, which is
+            # reused.
             return list(map(np.array, tf.nest.flatten(rollout)))
 
         specs = tf.nest.map_structure(
@@ -294,7 +295,7 @@ class Simulation:
             try:
                 batch.recv(num_in_flight)
             except (EnvError, LocalProtocolError):
-                # Ignore errors of the interrupted rollout while `recv` progresses.
+                # Ignore errors of the interrupted rollout while rows still arrive.
                 if batch.num_in_flight == num_in_flight:
                     raise
         tf.nest.map_structure(
@@ -343,7 +344,7 @@ class Simulation:
     def _run_graph_loop(
         self, snapshot: Any, noise: list[tf.Tensor], states: list[States]
     ) -> tuple[list[_Outputs], list[States]]:
-        """Run the policy in TensorFlow; see `_run_loop`. Seeds can replace noise."""
+        """Run the policy in TensorFlow, like `_run_loop`; `noise` may contain seeds."""
         splits = self._splits
         num_leaves = len(tf.nest.flatten(self._env.observation_spec))
 
@@ -434,7 +435,7 @@ class Simulation:
         before = [rows.copy() for rows in states.after]
         after = [rows.copy() for rows in states.after]
         outputs: list[np.ndarray] = []  # leaves of `_Outputs`, [T, B, ...] each
-        steps = np.zeros(batch.num_envs, np.int64)  # taken by each row
+        steps = np.zeros(batch.num_envs, np.int64)  # number that each row has taken
         rows = np.arange(batch.num_envs)
         while rows.size or batch.num_in_flight:
             if rows.size:
@@ -487,7 +488,7 @@ class Simulation:
         noise: np.ndarray,
         *state: np.ndarray,
     ) -> tuple[Any, ...]:
-        """Run the policy in TensorFlow, outside of a loop in a graph; see `Act`."""
+        """Run the policy in TensorFlow on NumPy arrays; see `Act`."""
         inputs = tf.nest.map_structure(tf.constant, (list(leaves), noise, state))
         outputs = self._act_in_tensorflow(snapshot, *inputs)
         return tf.nest.map_structure(lambda rows: rows.numpy(), outputs)

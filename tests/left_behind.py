@@ -1,7 +1,7 @@
 """Fail tests that leave processes or non-daemon threads running.
 
-Such processes are killed. On Linux all descendants are found, including orphans;
-elsewhere only `multiprocessing` children are.
+The processes are killed. On Linux, all descendants are found, including orphans;
+elsewhere, only `multiprocessing` children.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def running_processes() -> dict[int, Process]:
 
 @functools.lru_cache(maxsize=1)
 def processes_among(pids: frozenset[str]) -> dict[int, Process]:
-    """Return those of the pids that are descendants of this process.
+    """Return the pids that belong to descendants of this process.
 
     The result is cached, because most tests start no processes, and reading /proc would
     take longer than most tests.

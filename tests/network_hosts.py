@@ -81,7 +81,7 @@ class Hosts:
             run("ip", "-n", namespace, "link", "set", "lo", "up")
 
     def pull_cable(self, name: str = "") -> None:
-        """Disconnect all hosts, without taking their links down.
+        """Disconnect all hosts, while their own links stay up.
 
         Args:
           name: Host to disconnect instead of all; its link goes down.

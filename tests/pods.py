@@ -80,7 +80,7 @@ def document_commands() -> list[str]:
 
 
 def make_keys(folder: Path) -> None:
-    """Run the first of these commands, but create the keys in another folder."""
+    """Run the command that makes keys, but create them in another folder."""
     _, *words = shlex.split(document_commands()[0])
     assert ROOT / words[2] == MANIFESTS / "keys"
     words[2] = str(folder / "keys")
@@ -111,7 +111,7 @@ class Names:
         assert self._process.stdout.readline() == "ready\n"
 
     def publish(self, *pods: Pod) -> None:
-        """Make the service name `envs` resolve to these pods, which are ready."""
+        """Make the service name `envs` resolve to these ready pods."""
         names = {f"{p.name}.envs.{DOMAIN}": [p.address] for p in pods}
         names[f"envs.{DOMAIN}"] = [pod.address for pod in pods]
         draft = self._file.with_suffix(".part")
@@ -292,7 +292,7 @@ class Pod:
                     process.wait(0.1)
 
     def log(self) -> str:
-        """Return the output of the pod's containers and of its predecessors."""
+        """Return the output of all containers of this pod and of earlier ones."""
         return self._log.read_text(errors="replace")
 
 

@@ -23,7 +23,7 @@ WALL_CLOCKS = {
     "datetime": {"now", "utcnow", "today"},
 }
 
-#: Functions that put the time of day into names and records; no wait depends on it.
+#: Functions that put the time of day into names and records, but never wait for it.
 STAMPS = {
     "benchmarks/result.py:as_json: datetime.now",
     "benchmarks/result.py:publish: datetime.now",

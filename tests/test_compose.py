@@ -1,4 +1,4 @@
-"""docker-compose.yml and deploy/ are valid, private, and use existing options."""
+"""docker-compose.yml and deploy/: validity, secrecy of keys, and existing options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks in tests/conftest.py fail the right tests."""
+"""The checks in tests/conftest.py fail exactly the tests that violate them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """deploy/kuberay: commands, resources, keys and versions are consistent.
 
-tests/doors/test_kubernetes.py renders it, and checks its pods against schemas.
+tests/doors/test_kubernetes.py renders the manifests, and checks them against schemas.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ IMPORTS = {
     "ppo/evaluation/rendering.py": "looks for an installed package that it names",
     "ppo/user_code.py": "user code that the user's config names",
 }
-#: Files that unpickle, and who has pickled the data.
+#: Files that unpickle data, and the process that has pickled it.
 PICKLES = {
     "envserve/envs/pickled_code.py": "the user's process, for workers that it starts",
 }
-#: Dtypes that are not literals, and where they come from.
+#: Expressions of dtypes that are not literals, and the source of their values.
 DTYPES = {
     "envserve/spaces/codec.py: name": "a table of allowed names",
     "envserve/spaces/info_columns.py: fields": "dtypes of the table in codec.py",

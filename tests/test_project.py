@@ -272,7 +272,7 @@ def test_the_scripts_that_run_all_checks_are_executable() -> None:
         assert os.access(ROOT / script, os.X_OK), script
 
 
-#: Maximum number of uses of the product's private names, by test file. These numbers
+#: Maximum number of uses of the packages' private names, by test file. These numbers
 #: may only decrease.
 PRIVATE_USES = """
     broken_servers=6 fake_lane=3 fake_workers=1 fuzzing=1 planted_bugs=3

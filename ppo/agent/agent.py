@@ -1,7 +1,7 @@
 """The agent: observation preprocessor, policy and value function.
 
 An agent samples actions, computes action distributions and values, and lists the
-variables that a checkpoint must store. `ppo.algorithms.ppo.update` trains it.
+variables that a checkpoint must store. The algorithms in `ppo.algorithms` train it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,9 @@ class Agent:
     """Policy and value function for an observation space and an action space.
 
     With `recurrent_size`, the policy and the value function each have a recurrent core,
-    whose output replaces the features. The caller stores the state of the policy's
-    core, `[N, units]`, and, if it needs values, the state of the value function's core.
+    whose output is the input of their last layer. The caller stores the state of the
+    policy's core, `[N, units]`, and, if it needs values, the state of the value
+    function's core.
 
     Args:
         observation_space: Observation space of one env.
@@ -36,11 +37,11 @@ class Agent:
 
     Attributes:
         actions: Adapter between policy outputs, actions and env actions.
-        preprocess: Preprocessor from raw observations to features.
+        preprocess: Preprocessor that turns raw observations into features.
         cores: Recurrent cores of the policy and of the value function, or empty.
-        state_sizes: Units of each recurrent core.
-        trainable_variables: Keras variables that the optimizer updates; those of the
-            recurrent cores are last.
+        state_sizes: Number of units of each recurrent core.
+        trainable_variables: Keras variables that the optimizer updates; the
+            variables of the recurrent cores come last.
         trackables: Objects that a checkpoint must store, by name.
 
     Raises:
@@ -81,15 +82,15 @@ class Agent:
         Args:
             observation: Raw observation, rows `[N, ...]`.
             seed: int32 pair; the same seed samples the same actions.
-            state: The state of each of `cores`, float32 `[N, units]`; zero at the start
-                of an episode.
+            state: States of the recurrent cores, float32 `[N, units]` each; zero at the
+                start of an episode.
 
         Returns:
             Actions, int64 `[N]` for Discrete and otherwise float32 or int64 `[N, A]`;
             log-probabilities `[N]`; and the states after this observation.
         """
         rows = tf.nest.flatten(observation)[0]
-        num_rows = rows.shape[0] or tf.shape(rows)[0]  # dynamic in exported graphs
+        num_rows = rows.shape[0] or tf.shape(rows)[0]  # not static in exported graphs
         noise = self.actions.noise(num_rows, seed)
         distribution, state = self._policy_step(observation, state)
         action = distribution.sample(noise)
@@ -112,7 +113,7 @@ class Agent:
             snapshot: Result of `snapshot`.
             observation: Raw observation, rows `[N, ...]`.
             noise: Result of `actions.noise` for N rows.
-            state: State of the core; see `act`.
+            state: States of the recurrent cores; see `act`.
 
         Returns:
             Actions, as from `act`; the parameters of their distributions, for
@@ -187,7 +188,7 @@ class Agent:
     ) -> Distribution:
         """Return the action distributions for preprocessed rows `[N, ...]`.
 
-        A recurrent policy uses `core_output`, the output of its core, `[N, units]`.
+        A recurrent policy needs `core_output`, the output of its core, `[N, units]`.
         """
         inputs, mask = self.preprocess.inputs(features)
         if core_output is None:
@@ -201,7 +202,7 @@ class Agent:
     def value(self, features: Any, core_output: tf.Tensor | None = None) -> tf.Tensor:
         """Return the value per preprocessed row, float32 `[N]`.
 
-        A recurrent value function uses `core_output`, the output of its core,
+        A recurrent value function needs `core_output`, the output of its core,
         `[N, units]`.
         """
         if core_output is None:
@@ -263,7 +264,7 @@ class Agent:
 
     @property
     def policy_variables(self) -> list[Any]:
-        """Trainable variables of the policy; all variables if the networks share any.
+        """Trainable variables of the policy; all variables if it shares any of them.
 
         The policy and the value function share variables if they share a torso, or if a
         custom model has no `policy_variables`.

@@ -85,14 +85,14 @@ class RunningMoments:
     def normalize(
         self, values: tf.Tensor, clip: float, scale: tuple[tf.Tensor, ...] = ()
     ) -> tf.Tensor:
-        """Normalise values to mean 0 and variance 1, then clip them to +-`clip`.
+        """Normalise values to mean 0 and variance 1, and then clip them.
 
         The subtraction is done in float64, because large values with small differences
         would lose precision in float32.
 
         Args:
             values: Rows `[N, ...]`.
-            clip: Limit of the normalised values.
+            clip: Maximum absolute value of the results.
             scale: An earlier value of the property `scale`; the current one by default.
 
         Returns:

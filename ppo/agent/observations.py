@@ -24,7 +24,7 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
     """Turn Dict and Tuple spaces into dicts and tuples of their leaf spaces.
 
     Returns:
-        A nest for `tf.nest` whose leaves are Box, Discrete, MultiBinary or
+        A `tf.nest` structure whose leaves are Box, Discrete, MultiBinary or
         MultiDiscrete spaces.
 
     Raises:
@@ -59,7 +59,7 @@ class ObservationPreprocessor:
     Args:
         space: Observation space of one env.
         normalize: Whether to normalise Box leaves that are not images.
-        clip: Limit of normalised values.
+        clip: Maximum absolute value of normalised observations.
 
     Attributes:
         trackables: Objects that a checkpoint must store, by name.
@@ -84,12 +84,12 @@ class ObservationPreprocessor:
 
     @property
     def size(self) -> int:
-        """Total number of network inputs of all leaves."""
+        """Number of network inputs per row, over all leaves."""
         return sum(leaf.size for leaf in self._leaves)
 
     @property
     def leaf_spaces(self) -> list[gymnasium.Space[Any]]:
-        """The spaces of all leaves, without the action mask."""
+        """Spaces of all leaves except the action mask, in the order of `tf.nest`."""
         return list(tf.nest.flatten(self._spaces))
 
     @property
@@ -99,7 +99,7 @@ class ObservationPreprocessor:
         return _as_space(tf.nest.pack_sequence_as(self._spaces, boxes))
 
     def scales(self) -> list[tuple[tf.Tensor, ...]]:
-        """Return each leaf's `RunningMoments.scale`; () for an unnormalised leaf."""
+        """Return `RunningMoments.scale` of each leaf; () if it is not normalised."""
         moments = [leaf.moments for leaf in self._leaves]
         return [() if part is None else part.scale for part in moments]
 
@@ -183,7 +183,10 @@ class ObservationPreprocessor:
         return inputs
 
     def statistics(self) -> dict[str, float]:
-        """Return the ranges of running means and standard deviations as metrics."""
+        """Return metrics: the ranges of the running means and standard deviations.
+
+        A range is the minimum and maximum over all elements of all normalised leaves.
+        """
         moments = [leaf.moments for leaf in self._leaves if leaf.moments is not None]
         if not moments:
             return {}

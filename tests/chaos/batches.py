@@ -77,7 +77,7 @@ def _driver(
         Driver(trial, batch, ledger, max_call_seconds) as driver,
     ):
         yield driver
-    # Envs may still be stepped until their workers have exited.
+    # The journal is complete only now, because workers step envs until they exit.
     ledger.finish(journal)
 
 

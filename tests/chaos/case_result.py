@@ -14,9 +14,10 @@ class Check:
     """A measurement and its goal.
 
     Attributes:
+      meaning: Name of the measured quantity, with its unit.
       measured: The measured number; nan if nothing was measured, which misses every
         goal.
-      bound: The number to compare it with.
+      bound: The number to compare `measured` with.
       kind: The comparison: "<=", ">=" or "==".
     """
 

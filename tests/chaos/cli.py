@@ -97,7 +97,9 @@ def chosen_cases(words: Sequence[str]) -> list[ChaosCase]:
     for word in words:
         if not any(case.name.startswith(word) for case in CASES):
             names = ", ".join(case.name for case in CASES)
-            raise typer.BadParameter(f"expected a case from {names}; got {word!r}")
+            raise typer.BadParameter(
+                f"unknown case {word!r}; expected a name or a prefix of {names}"
+            )
     exact = {case.name for case in CASES} & set(words)
     return [
         case

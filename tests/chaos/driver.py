@@ -1,4 +1,4 @@
-"""A batch driver that measures recovery times and fills a trial's result."""
+"""A batch driver that measures recovery times and adds its counts to a result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.oracle.ledger import LOSSES, Ledger
 #: Actions from this number upwards are never drawn at random. Cases use them to trigger
 #: breakdowns.
 FIRST_BREAKDOWN_ACTION: Final = 900
-#: For each status number, whether the row's next valid result completes its recovery.
+#: By status number: whether the row has recovered when its next result is valid.
 _COMPLETES_RECOVERY: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
 
 
@@ -55,8 +55,9 @@ class RecoveryTimes:
 
         Args:
           status: uint8 `[n]`.
-          began: When the call began; the start of faults without a `start` call.
-          now: When the call ended.
+          began: Monotonic time when the call began, which also counts as the start of
+            faults for which `start` was not called.
+          now: Monotonic time when the call ended.
           rows: int64 `[n]`; the rows of the result; None for all.
         """
         if rows is None:
@@ -78,7 +79,7 @@ class Driver(BatchDriver):
 
     Attributes:
       recovery_times: Measured recovery times of the rows.
-      fault_texts: Number of faults by the last line of their text.
+      fault_texts: Number of faults, by the last line of the faults' texts.
     """
 
     num_actions = FIRST_BREAKDOWN_ACTION

@@ -23,7 +23,7 @@ class FaultInjector:
         self._thread.start()
 
     def inject(self, delay_seconds: float, fault: Callable[[], None]) -> None:
-        """Run a fault after a delay; raise the exception of an earlier one, if any."""
+        """Run a fault after a delay; raise an earlier fault's exception, if any."""
         if self._error is not None:
             raise self._error
         self._queue.put((delay_seconds, fault))

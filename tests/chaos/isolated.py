@@ -33,7 +33,7 @@ def run_isolated(
 
     Args:
       seconds: The time limit.
-      log: File for its log and the stderr of its processes; None discards them.
+      log: File for the log and the stderr of the process; None discards both.
 
     Raises:
       DidNotEnd: The time limit passed, or the process exited without a result.
@@ -74,7 +74,7 @@ def _run(
     with open(os.devnull if log is None else log, "a") as file:
         os.dup2(file.fileno(), 2)
     logging.basicConfig(level=logging.INFO)
-    # This process was spawned and would spawn by default; restore Python's default.
+    # The start method of a spawned process is "spawn"; restore Python's default.
     multiprocessing.set_start_method(None, force=True)
     connection.send(function(*arguments))
     connection.close()

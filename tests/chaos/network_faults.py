@@ -18,7 +18,7 @@ from tests.chaos.zmtp import first_frame
 
 #: Maximum number of further messages before a stale copy is sent.
 _MAX_STALE_BY: Final = 20
-#: Maximum number of waiting copies; messages may be large.
+#: Maximum number of waiting copies; few, because messages may be large.
 _MAX_STALE: Final = 64
 _REQUESTS: Final = (MessageType.STEP, MessageType.RESET, MessageType.CALL)
 
@@ -47,7 +47,7 @@ class NetworkFaults:
     jitter_seconds: float = 0.0
     #: Maximum number of bytes per write; 0 for no limit.
     slice_bytes: int = 0
-    #: Whether all data is held back, until this becomes False.
+    #: Whether all data is held back.
     is_stalled: bool = False
 
 

@@ -42,7 +42,7 @@ _PATIENCE_SECONDS: Final = 0.2
 #: Time limit in seconds after which a call counts as hanging.
 _GIVE_UP_SECONDS: Final = 20.0
 _PROBE_SECONDS: Final = 90.0
-#: Episodes do not end, so no row belongs to a reset.
+#: The envs; their episodes do not end, so no row is the result of a reset.
 _LOAD: Final = Workload(
     "envserve/Ledger-v0",
     *(_NUM_ENVS, _NUM_ENVS, 0.0),
@@ -230,7 +230,7 @@ def _interrupt(calls: _Calls) -> str:
     return found
 
 
-#: Faults of row 0 by description.
+#: Functions that cause a fault of row 0, by description of the fault.
 FAULTS: Final[dict[str, Callable[[_Calls], str]]] = {
     "a worker is killed": _kill_worker,
     "an env hangs": lambda calls: calls.step(_HANG),

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a server that simulates network faults.
+"""A TCP proxy that simulates network faults in front of a server.
 
 The proxy runs an event loop in its own thread, and opens one connection to the server
 per client connection. It reads each direction of a connection, splits it into messages,
@@ -110,7 +110,7 @@ class _Connection:
 async def _read_some(
     source: asyncio.StreamReader, direction: Direction
 ) -> bytes | None:
-    """Return the next data, b"" at the end; None if a held message is due."""
+    """Return the next data, b"" at the end, or None if a held message is due."""
     try:
         async with asyncio.timeout(
             _HOLD_SECONDS if direction.has_held_message else None
@@ -143,8 +143,8 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 class Proxy:
     """A context manager that forwards client connections to one server.
 
-    A held message may be sent to another client's connection, which servers and clients
-    must tolerate.
+    A message that is held for reordering may be sent over another client's connection,
+    which servers and clients must tolerate.
 
     Attributes:
       to_server: The direction of requests.
@@ -216,7 +216,7 @@ class Proxy:
                 group.create_task(self._join(connection))
 
     async def _join(self, connection: socket.socket) -> None:
-        """Connect a client to the server."""
+        """Connect a client to the server; forward data until either end closes."""
         client = await asyncio.open_connection(sock=connection)
         with contextlib.closing(client[1]):
             try:

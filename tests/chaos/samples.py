@@ -1,4 +1,4 @@
-"""Process memory over time, and resources that remain after a run."""
+"""Samples of process memory, and counts of resources that remain after a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.lab.processes import vitals_of, with_descendants
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
-#: Seconds within which closed threads and processes must be gone.
+#: Seconds within which closed threads and processes must have exited.
 _GRACE_SECONDS: Final = 5.0
 
 
@@ -36,14 +36,14 @@ class MemorySamples:
     def growths(
         self, duration: float, start: tuple[float, float], end: tuple[float, float]
     ) -> dict[str, float]:
-        """Return the memory growth in bytes of each role between two time spans.
+        """Return the memory growth in bytes by role, from one time span to another.
 
         If several processes have the same role, the largest one counts.
 
         Args:
           duration: Total duration in seconds.
-          start: The first span, as shares of the duration.
-          end: The second span.
+          start: Start and end of the first span, as fractions of the duration.
+          end: Start and end of the second span, as fractions of the duration.
         """
         found = {}
         for name, samples in self._taken.items():
@@ -55,7 +55,7 @@ class MemorySamples:
     def _level(
         samples: list[tuple[float, int]], duration: float, span: tuple[float, float]
     ) -> float:
-        """Return the median over a span, or the nearest sample."""
+        """Return the median of a span, or the nearest sample if the span has none."""
         most: dict[float, int] = {}
         for instant, value in samples:
             most[instant] = max(value, most.get(instant, 0))

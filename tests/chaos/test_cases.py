@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CASE = {case.name: case for case in CASES}
-#: Minimum scales of cases that require more than the default.
+#: Scales of cases for which the default is too small to cause a fault, or too slow.
 SCALES = {
     **{"kill": 0.002, "slow": 0.0005, "server-kill": 0.01, "pause": 0.002},
     **{"network-reset": 0.02, "network-copies": 0.02, "network-retry": 0.03},
@@ -38,7 +38,7 @@ def test_a_corrupted_row_is_detected_after_a_fault(name: str, random_seed: int) 
     assert result.verdict == "WRONG", result.error
     assert "expected reward" in result.error
     assert f"--seed {random_seed}" in result.error
-    # In trainer-kill, the killed trainers corrupt a row themselves.
+    # In trainer-kill, the trainers corrupt a row in their own processes.
     assert (result.faults and corruption.has_corrupted_row) or name == "trainer-kill"
 
 
@@ -52,5 +52,5 @@ def test_faults_cause_no_wrong_rows(name: str, random_seed: int) -> None:
     assert result.is_sound, result.error
     assert result.faults
     assert result.row_steps
-    # A test must not depend on the speed of the machine.
+    # Time limits may be missed, because tests must not depend on the machine's speed.
     assert all("seconds" in check.meaning for check in result.missed)

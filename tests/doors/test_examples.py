@@ -1,4 +1,4 @@
-"""The examples: same results as the original code, on servers, with killed workers."""
+"""The examples run like the original code, on servers and while workers are killed."""
 
 from __future__ import annotations
 

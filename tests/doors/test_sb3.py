@@ -1,4 +1,4 @@
-"""`envserve.sb3` has the data and the API of Stable-Baselines3's vector envs."""
+"""`envserve.sb3` has the same data and API as Stable-Baselines3's vector envs."""
 
 from __future__ import annotations
 

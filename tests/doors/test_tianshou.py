@@ -1,4 +1,4 @@
-"""`envserve.tianshou` returns the data of Tianshou's vector env, for any rows."""
+"""`envserve.tianshou` returns the same data as Tianshou's vector env, for any rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures that create servers, pools, and batches over every kind of lane."""
+"""Fixtures that create servers, pools, and batches on every kind of lane."""
 
 from __future__ import annotations
 

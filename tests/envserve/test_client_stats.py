@@ -1,3 +1,5 @@
+"""Counters of a batch: rows by status, and the fraction of valid rows."""
+
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""After a KeyboardInterrupt at any line, no later call returns the call's result."""
+"""After a KeyboardInterrupt at any line, no later call returns the old result."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from envserve.client import BatchEnv, StepResult
 from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 
-#: Time limit of a call in seconds, on a busy machine.
+#: Time limit of a call in seconds; generous, because machines may be busy.
 MAX_CALL_SECONDS: Final = 60.0
 
 
@@ -26,7 +26,7 @@ class BatchDriver:
       actions: int64 `[num_envs]`; the last action sent to each row.
     """
 
-    #: Actions are drawn from 0 to this number, exclusively.
+    #: Random actions are from 0 to `num_actions - 1`.
     num_actions: ClassVar[int] = 1000
 
     def __init__(
@@ -71,7 +71,12 @@ class BatchDriver:
         min_envs: int | None = None,
         env_indices: Array | None = None,
     ) -> tuple[Array, StepResult]:
-        """Receive the first block, at least `min_envs` rows, or `env_indices`.
+        """Receive results, by default those of the first block that finishes.
+
+        Args:
+          timeout: Time limit in seconds; None for no limit.
+          min_envs: Minimum number of rows to receive.
+          env_indices: The rows to receive.
 
         Raises:
           EnvTimeout: No result arrived within `timeout` seconds.
@@ -88,7 +93,7 @@ class BatchDriver:
             self.receive()
 
     def send_and_receive(self, num_steps: int) -> None:
-        """Step every row `num_steps` times, each block once its result arrives."""
+        """Step all rows `num_steps` times; send each block again once received."""
         left = np.full(self.batch.num_envs, num_steps)
         self.send(np.arange(self.batch.num_envs))
         while self.batch.num_in_flight:
@@ -99,7 +104,12 @@ class BatchDriver:
                     self.send(block)
 
     def check(self, result: StepResult, rows: Array | None, began: float) -> None:
-        """Verify the result of a call that started at `began`; None means all rows."""
+        """Verify the result of a call.
+
+        Args:
+          rows: The rows of the result; None for all.
+          began: Monotonic time when the call started.
+        """
         actions = self.actions if rows is None else self.actions[rows]
         self.ledger.step(actions, result, rows)
 

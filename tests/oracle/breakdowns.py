@@ -1,9 +1,10 @@
-"""Ways in which an env fails, and conditions for when it does.
+"""Breakdowns of envs, and the conditions under which they occur.
 
 The names describe what happens to the process: it raises, exits, is killed or stopped,
-sleeps, holds the interpreter lock in C so that no Python signal handler runs,
-overwrites the memory of all envs of its pool, or becomes unusable: all later steps
-raise, its memory is used up, or it lacks a thread that an import has started.
+sleeps, holds the interpreter lock in C so that no Python signal handler runs, or
+overwrites the memory of all envs of its pool. Three breakdowns make the process
+unusable: all later steps raise ("spoil"), memory is used up ("leak"), or a thread that
+an import has started is missing ("wait_for_thread").
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-#: Before the action is applied, after it was applied, or in a reset.
+#: When a breakdown occurs: before or after the action is applied, or in a reset.
 When = Literal["before", "after", "reset"]
 
 
@@ -50,7 +51,7 @@ def _overwrite(seconds: float) -> None:
                 ctypes.memset(start, 0xFF, stop - start)
 
 
-#: Memory in bytes that a leak keeps.
+#: Bytes that each leak allocates and never frees.
 _LEAKED_BYTES: Final = 1 << 28
 _leaked: list[Any] = []
 _is_spoiled = False
@@ -68,7 +69,7 @@ def _raise_if_spoiled() -> None:
 
 
 def _wait_for_thread(seconds: float) -> None:
-    """Wait for a thread; the tested program must import the module, as users do."""
+    """Wait for the thread of `import_threads`, which the program must have imported."""
     sys.modules["tests.oracle.import_threads"].wait_for_thread()
 
 

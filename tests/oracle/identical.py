@@ -1,4 +1,4 @@
-"""Comparison of values to the bit, including their types."""
+"""Bitwise comparison of values, including their types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def assert_identical(ours: Any, theirs: Any) -> None:
-    """Check that values, and the values inside them, have equal types and bits."""
+    """Assert that two values, and all values inside them, have equal types and bits."""
     assert type(ours) is type(theirs), (ours, theirs)
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()

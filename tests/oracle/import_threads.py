@@ -1,4 +1,4 @@
-"""Importing this module starts a thread, which later forks do not have."""
+"""Importing this module starts a thread, which forked processes do not have."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,5 +10,5 @@ MODULE = __name__
 
 
 def wait_for_thread() -> None:
-    """Wait for the thread, forever if this process is a fork."""
+    """Wait for the thread; block forever in a process forked after the import."""
     _POOL.submit(int).result()

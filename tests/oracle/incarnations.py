@@ -1,8 +1,8 @@
-"""The incarnations of ledger envs, as received by the caller and as written to
-journals.
+"""The incarnations of ledger envs: those that results show, and those in journals.
 
-An incarnation is identified by the number of actions applied in it and their hash. Two
-different incarnations agree in both with a probability of only 2**-64.
+An incarnation of an env begins when the env gets a seed, and ends when it gets another
+seed or is rebuilt. It is identified by the number of actions applied in it and their
+hash. Two different incarnations agree in both with a probability of only 2**-64.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ActionDigest = tuple[int, int]
 
 @dataclass(frozen=True)
 class Incarnation:
-    """An incarnation of a row, as seen by the caller.
+    """An incarnation of a row's env, according to the results received.
 
     Attributes:
       number: The incarnation's number, or -1 if the caller specified the seed.
-      observed: The actions applied according to the results received.
-      possible: Alternatives that include actions without a received result.
+      observed: Digest of the actions that were applied according to the results.
+      possible: Other digests that are possible, because some actions have no result.
     """
 
     env_index: int
@@ -42,14 +42,14 @@ class Incarnation:
 
 
 def journaled_incarnations(records: Array) -> Iterator[tuple[int, int, ActionDigest]]:
-    """Yield process id, seed and digest of each incarnation in a journal."""
+    """Yield the process id, seed and digest of each incarnation in a journal."""
     if not len(records):
         return
-    order = np.lexsort((records["seed"], records["pid"]))  # stable
+    order = np.lexsort((records["seed"], records["pid"]))  # keeps the order of actions
     records = records[order]
     pid, seed = records["pid"], records["seed"]
     place = records["episode"].astype(np.int64) << 32 | records["step"]
-    # Each incarnation runs in a single process, where its positions only increase.
+    # Each incarnation runs in one process, where its episode and step only increase.
     is_first = np.ones(len(records), np.bool_)
     is_first[1:] = (
         (pid[1:] != pid[:-1]) | (seed[1:] != seed[:-1]) | (place[1:] <= place[:-1])
@@ -129,6 +129,6 @@ def _describe_stray(
     counts = " or ".join(str(count) for count, _ in allowed)
     if any(count == digest[0] for count, _ in allowed):
         return (
-            f"{incarnation}: process {pid} applied {counts} actions, but different ones"
+            f"{incarnation}: process {pid} applied {counts} actions, but not those sent"
         )
     return f"{incarnation}: expected {counts} actions in the journal; got {digest[0]}"

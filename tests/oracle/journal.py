@@ -65,7 +65,9 @@ class Journal:
 
 
 def read_journal(folder: str | os.PathLike[str]) -> Array:
-    """Return all records in a folder, `RECORD` `[n]`, in order for each process.
+    """Return the records of all journals in a folder, `RECORD` `[n]`.
+
+    The records of one process are in the order in which they were written.
 
     Raises:
       ValueError: A record is incomplete.

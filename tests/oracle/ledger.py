@@ -1,7 +1,8 @@
 """The oracle: verifies every row that a batch of `LedgerEnv` returns.
 
-Each valid row must be the result of the action that was sent, applied once to the same
-incarnation. At the end, the actions that were applied are compared with the journal.
+A valid row must be the result of the action that was sent, applied exactly once to the
+env that returned the row's previous result. At the end, the applied actions are
+compared with the envs' journals.
 """
 
 from __future__ import annotations
@@ -36,23 +37,25 @@ class Ledger:
     """Verifies results against a reference model of the envs.
 
     Pass every result to `reset` or `step`, for all rows or some of them, and call
-    `finish` at the end. A wrong row raises a LedgerError that names the row. Spare
-    envs, which take turns in a row, are not supported.
+    `finish` at the end. A wrong row raises a LedgerError that names the row. Batches
+    with spare envs are not supported, because two envs take turns in each row.
 
     The rules for each status are:
 
     * OK: the action that was sent, and no other, was applied exactly once.
-    * PENDING: nothing happens. Of consecutive PENDING rows, only the action sent with
-      the first one may be applied later.
-    * LATE: follows PENDING rows, and is the result of the action that was sent with the
-      first of them.
-    * A loss (any other status): one row, truncated and not terminated. Its observation
-      precedes any action, and belongs to a higher incarnation than all previous ones,
-      or to one in which no action has been applied. Its final observation is the last
-      one received, or the result of the action that was lost (local envs write their
-      result before they report it). With autoreset "next_step", its observation is the
-      final one, and the next OK or LATE row is the reset: reward 0, no end, and the
-      observation described above.
+    * PENDING: the result is not available yet; reward 0, neither terminated nor
+      truncated. If several consecutive results of a row are PENDING, only the action
+      that was sent for the first of them may be applied later.
+    * LATE: follows PENDING results, and is the result of the action that was sent for
+      the first of them.
+    * A loss (any other status): reported once, with reward 0, truncated and not
+      terminated. Its observation was made before any action, in an incarnation with a
+      higher number than all previous ones, or in a later episode of an incarnation in
+      which no action has been applied. Its final observation is the last one received,
+      or the one after the lost action, because local envs write a result before they
+      report it. With autoreset mode "next_step", its observation equals its final
+      observation, and the row's next OK or LATE result is the reset: reward 0, neither
+      terminated nor truncated, and the observation described above.
 
     Attributes:
       num_rows: Number of verified rows.
@@ -87,8 +90,8 @@ class Ledger:
         self._length = length
         self._autoreset = autoreset
         self._clock = clock
-        self._steps = np.zeros(num_envs, np.int64)  # for messages
-        self._lost_actions: dict[int, int] = {}  # of rows that the next step resets
+        self._steps = np.zeros(num_envs, np.int64)  # by row, for error messages
+        self._lost_actions: dict[int, int] = {}  # by row, until its next step resets it
         self._model = ReferenceModel(
             num_envs, root_seed, length=length, autoreset=autoreset, **options
         )
@@ -132,7 +135,7 @@ class Ledger:
                 return
             expected.append((seed, episode + 1, 0, value))
         is_fresh = _is_fresh(seen) and (bool(states) or seen[EPISODE] == 0)
-        # The block was lost while the result of a previous reset was awaited.
+        # If a block is lost while a reset is in flight, its envs are reset again.
         if is_fresh and model.accept_repeated_reset(row, seen):
             return model.record_reset(row)
         incarnation = model.find_incarnation(row, seen[SEED]) if is_fresh else None
@@ -165,7 +168,7 @@ class Ledger:
         self._find_renewed(part)
         if self._lost_actions:
             part = self._take_resets(part)
-        if not part.status.any():  # the usual case
+        if not part.status.any():  # nearly always
             self._on_ok(part)
         else:
             self._by_status(part)
@@ -187,7 +190,10 @@ class Ledger:
         self._expect(part, "known status", is_known, np.ones_like(is_known))
 
     def _find_renewed(self, part: ResultRows) -> None:
-        """Find rows whose episode had ended, and that a new env then begins."""
+        """Find rows in which this step resets a new env without a reported loss.
+
+        The previous env was replaced after its episode had ended.
+        """
         if self._autoreset != "next_step":
             return
         is_done = np.isin(part.status, (Status.OK, Status.LATE))
@@ -217,11 +223,11 @@ class Ledger:
     def mark_unanswered(
         self, actions: Any, env_indices: Sequence[int] | Array | None = None
     ) -> None:
-        """Record actions that may be applied, but whose result will not be received.
+        """Record actions that may be applied, but whose results will not be received.
 
-        Use this after a call that was interrupted or raised, and at the end for rows
-        that were sent but not received. The next result may or may not include these
-        actions.
+        Call this method after a call that was interrupted or raised, and at the end for
+        rows that were sent but not received. The next result may or may not include
+        these actions.
         """
         rows = self._rows(env_indices)
         given = check_shape("actions", np.asarray(actions, np.int64), rows.shape)
@@ -229,7 +235,7 @@ class Ledger:
             self._model.record_unanswered(row, action)
 
     def finish(self, journal: str | os.PathLike[str] | None = None) -> None:
-        """Compare the results with the envs' journals, if their folder is given.
+        """Compare the results with the envs' journals, if a folder is given.
 
         The journals must contain every action whose result was received, and at most
         one more for each row that was lost, is PENDING, or was marked as unanswered.

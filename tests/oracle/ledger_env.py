@@ -28,12 +28,12 @@ def ledger_hash(previous: int, action: int) -> int:
 
 
 class LedgerEnv(gymnasium.Env[Array, np.int64]):
-    """Observes the history of its own actions.
+    """An env whose observations describe the history of its actions.
 
-    The observation is int64 `[4]`: the seed of this incarnation, the episode since that
-    seed, the step in the episode, and a running hash of all actions since the seed. The
-    reward equals the action. Episodes last `length` steps and end alternately by
-    termination and truncation.
+    The observation is int64 `[4]`: the env's seed, the number of the episode (from 0)
+    since the seed was set, the step in the episode, and a running hash of all actions
+    since the seed was set. The reward equals the action. Episodes last `length` steps
+    and end alternately by termination and truncation.
 
     The env is given only its seed. `Ledger` derives the row and the incarnation from
     the seed with `env_seed`.
@@ -54,13 +54,13 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
 
         Args:
           length: Number of steps in an episode.
-          journal: A folder to which applied actions are appended, or an object with the
-            methods of `Journal`.
+          journal: A folder in which a journal of applied actions is written, or an
+            object with the methods of `Journal`.
           breakdowns: Failures, by their name in `BREAKDOWNS`, for example `{"kill":
             {"probability": 0.001, "when": "after"}, "hang": {"actions": [999],
             "seconds": 2.0}, "raise": {"steps": [3, 7]}}`. "after" means that the action
-            was applied and written to the journal. Random breakdowns are deterministic
-            for a given seed.
+            has been applied and written to the journal. Random breakdowns are
+            deterministic for a given seed.
         """
         low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
         self.observation_space = spaces.Box(low, high, (4,), np.int64)

@@ -45,7 +45,8 @@ class Case(NamedTuple):
       part: The name of a leaf, or observation, reward, terminated, truncated, info or
         step.
       value: The value that the env returns for this part.
-      expected: The value that the client receives, or a part of the error message.
+      expected: The value that the client receives, `...` if it is the same value, or a
+        part of the error message.
     """
 
     part: str

@@ -24,7 +24,7 @@ from tests.oracle.vector_envs import MODES
 #: The module whose import registers the envs.
 MODULE: Final = __name__
 
-#: Envs that also have a vector env, by autoreset mode.
+#: Names of envs that also have a vector env, by autoreset mode.
 VECTOR_ENVS: Final = MODES
 
 #: Spaces of every kind that can be transmitted.
@@ -61,7 +61,10 @@ SPACES: Final[dict[str, spaces.Space[Any]]] = {
 
 
 class EchoEnv(gymnasium.Env[Any, Any]):
-    """Observes its last action; both of its spaces are the same entry of `SPACES`."""
+    """Returns each action as the next observation.
+
+    `space` names the entry of `SPACES` that is the space of both.
+    """
 
     def __init__(self, space: str) -> None:
         self.observation_space = SPACES[space]
@@ -82,7 +85,7 @@ class EchoEnv(gymnasium.Env[Any, Any]):
 
 
 class FaultyEnv(gymnasium.Env[Array, np.int64]):
-    """Fails in one way: in a step with action 1, or in another method.
+    """Has one fault, which occurs in a step with action 1, or in another method.
 
     Faults in `step`: nan, inf_reward, wrong_shape, wrong_dtype, spoil (all later steps
     of all envs of the process raise), memory, and `BREAKDOWNS`.
@@ -139,7 +142,7 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
 
 
 class ResetEnv(gymnasium.Env[Array, np.int64]):
-    """Returns the arguments of `reset` as infos; there is no level 13."""
+    """Returns the arguments of `reset` in the info; raises for the option level=13."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Box(0, 1, (1,), np.int64)
@@ -158,21 +161,21 @@ class ResetEnv(gymnasium.Env[Array, np.int64]):
 
 
 class NeedyResetEnv(ResetEnv):
-    """Requires both arguments of `reset`."""
+    """Has a `reset` that requires both arguments."""
 
     def reset(self, seed: Any, options: Any) -> Any:  # type: ignore[override]
         return super().reset(seed=seed, options=options)
 
 
 class SeedResetEnv(ResetEnv):
-    """Accepts a seed but no options."""
+    """Has a `reset` that accepts a seed but no options."""
 
     def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
         return super().reset(seed=seed)
 
 
 class BareResetEnv(ResetEnv):
-    """Accepts no arguments in `reset`."""
+    """Has a `reset` that accepts no arguments."""
 
     def reset(self) -> Any:  # type: ignore[override]
         return super().reset()

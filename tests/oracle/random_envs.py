@@ -1,7 +1,7 @@
-"""Envs whose observations and infos are random, of eight kinds.
+"""An env with random observations and infos, of one of eight kinds.
 
-`envserve/Random-v0` takes the kind. The values, and the keys of the infos, depend only
-on the env's random generator and on the actions.
+The argument `kind` of `envserve/Random-v0` selects the kind. The values, and the keys
+of the infos, depend only on the env's random generator and on the actions.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _mixed(draw: Generator, t: int) -> dict[str, Any]:
 
 
 _BOX: Final = spaces.Box(-9, 9, (3,), np.float32)
-#: A function that draws infos, and an observation space, by kind.
+#: For each kind, the function that draws infos, and the observation space.
 KINDS: Final[
     dict[str, tuple[Callable[[Generator, int], dict[str, Any]], spaces.Space[Any]]]
 ] = {
@@ -101,7 +101,7 @@ class RandomEnv(gymnasium.Env[Any, Any]):
 
     def __init__(self, kind: str, render_mode: str | None = None) -> None:
         self._draw_infos, space = KINDS[kind]
-        self.observation_space = copy.deepcopy(space)  # its samples are this env's own
+        self.observation_space = copy.deepcopy(space)  # with its own generator
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
         self._t = 0
 

@@ -19,7 +19,8 @@ from tests.oracle.transitions import EPISODE, HASH, SEED, Transition, advance
 #: Maximum number of possible states of a row. It is reached only if results are
 #: discarded continually.
 _MAX_STATES: Final = 1 << 12
-#: Usual maximum number of incarnations, and of leases, that an env skips.
+#: Number of incarnations, and of leases, to try first after a loss, because an env
+#: seldom skips more.
 _FEW: Final = 16
 
 
@@ -46,7 +47,7 @@ class ReferenceModel:
       has_ended: bool `[num_envs]`; whether an env must be reset before its next step.
       is_pending: bool `[num_envs]`; whether the last status was PENDING.
       awaited_action: int64 `[num_envs]`; the action sent when the row became PENDING.
-      highest_incarnation: int64 `[num_envs]`; the highest incarnation so far.
+      highest_incarnation: int64 `[num_envs]`; number of the highest incarnation, or -1.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ReferenceModel:
             elsewhere, and the seed after a loss only has to be new to its row.
           length: Number of steps in an episode.
           autoreset: The autoreset mode: same_step, next_step or disabled.
-          first_env_index: Index of the first row among the rows seeded from
+          first_env_index: Index of row 0 among all rows that are seeded from
             `root_seed`.
           max_skipped_incarnations: Maximum number of times that an env may have been
             rebuilt before the caller receives a result of it.
@@ -126,7 +127,7 @@ class ReferenceModel:
         self.record_actions(rows, actions)
 
     def record_actions(self, rows: Array, actions: Array) -> None:
-        """Record actions that may have been sent to rows that were reset."""
+        """Record actions sent to rows that were reset; see `record_reset`."""
         for row in [row for row in self._resets if row in rows]:
             action = int(actions[rows == row][0])
             if action not in self._resets[row]:
@@ -135,8 +136,9 @@ class ReferenceModel:
     def record_reset(self, row: int) -> None:
         """Record that a row was reset.
 
-        Other rows of its block may have been lost or late at that time. If so, those
-        rows caused the first PENDING result, and the env receives a later action.
+        If other rows of its block were lost or late at that time, they may cause
+        PENDING results of this row, too. The env then receives a later action than the
+        one sent for the first PENDING result.
         """
         self._resets[row] = []
 
@@ -183,7 +185,12 @@ class ReferenceModel:
         self.highest_incarnation[row] = max(self.highest_incarnation[row], incarnation)
 
     def accept_repeated_reset(self, row: int, observed: tuple[int, ...]) -> bool:
-        """Accept the observation if only resets happened since the seed was set."""
+        """Accept an observation if the env has only been reset since it got its seed.
+
+        Returns:
+          Whether the observation belongs to a later episode of the row's incarnation,
+          in which no action has been applied.
+        """
         seed, episode, _, _ = self.observed[row].tolist()
         is_later = observed[SEED] == seed and observed[EPISODE] > episode
         if not is_later or self._num_applied[row]:

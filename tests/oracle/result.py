@@ -1,4 +1,4 @@
-"""Rows of a step, with validated shapes, and the error that a `Ledger` raises."""
+"""Rows of a step's result, with checked shapes, and the error of a `Ledger`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LedgerError(AssertionError):
 
 
 class ResultRows(NamedTuple):
-    """Rows of a step, with their actions; `rows` are indices in the batch."""
+    """Rows of a step's result, with their actions; `rows` are their batch indices."""
 
     rows: Array
     actions: Array
@@ -33,7 +33,7 @@ class ResultRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Array, actions: Array, result: StepResult) -> ResultRows:
-        """Create the rows of a whole step; raise LedgerError for a wrong shape."""
+        """Create rows from a result; raise LedgerError if a shape is wrong."""
         n = len(rows)
         return cls(
             rows,

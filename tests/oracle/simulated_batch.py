@@ -22,8 +22,8 @@ LENGTH = 3
 class SimulatedBatch:
     """Steps envs, and produces results with the specified faults.
 
-    Rows that are `in_flight` apply their action and return PENDING; a later `late`
-    returns the result.
+    Rows that are `in_flight` apply their action and return PENDING; a later step with
+    these rows as `late` returns the result.
     """
 
     def __init__(

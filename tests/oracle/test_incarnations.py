@@ -32,11 +32,11 @@ def test_a_journal_may_contain_one_more_action_for_each_loss(
 ) -> None:
     run = journaled_run(tmp_path, random_seed)
     run.ledger.finish(tmp_path)
-    assert run.ledger.num_unseen == 4 + 1  # each loss of row 1; the end of row 0
+    assert run.ledger.num_unseen == 4 + 1  # each loss of row 1, and row 0 at the end
 
 
 def append(folder: Path, *records: tuple[int, int, int, int]) -> None:
-    """Append actions to a journal that no result reports."""
+    """Append actions that no result reports to a journal."""
     with contextlib.closing(Journal(folder)) as journal:
         for record in records:
             journal.write(*record)
@@ -95,7 +95,7 @@ def test_an_altered_action_in_the_journal_raises(
     data = bytearray(file.read_bytes())
     data[16] ^= 1
     file.write_bytes(data)
-    with pytest.raises(LedgerError, match="actions, but different ones"):
+    with pytest.raises(LedgerError, match="actions, but not those sent"):
         run.ledger.finish(tmp_path)
 
 

@@ -139,7 +139,7 @@ PENDING: dict[str, Any] = {"in_flight": [1]}
 STILL: dict[str, Any] = {"pending": [1]}
 LATE: dict[str, Any] = {"late": [1]}
 
-#: Name to: the previous steps, the faults of the altered step, the alteration.
+#: By name: the faults of the previous steps and of the altered step, and the change.
 WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
     "reward": ([], {}, setting("reward", -1.0)),
     "an action twice": ([], {}, adding("observation", 2, 1)),
@@ -164,11 +164,11 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Change]] = {
     "loss with the seed of another row": ([], LOST, seeding(2, 1)),
     "loss in the middle of an episode": ([], LOST, adding("observation", 2, 1)),
     "loss with another final one": ([{}], LOST, adding("final_observation", 3, 1)),
-    "loss not expected_texts": ([], LOST, setting("status", 0)),
+    "loss that is reported as OK": ([], LOST, setting("status", 0)),
     "padding truncated": ([], PENDING, setting("truncated", True)),
     "padding terminated": ([], PENDING, setting("terminated", True)),
     "padding with a reward": ([], PENDING, setting("reward", 1.0)),
-    "padding that goes on": ([{}, PENDING], STILL, adding("observation", 2, 2)),
+    "padding that advances": ([{}, PENDING], STILL, adding("observation", 2, 2)),
     "late without padding": ([PENDING, LATE, PENDING], LATE, setting("status", 0)),
     "late, not pending before": ([PENDING, LATE], {}, setting("status", Status.LATE)),
     "observation of two actions": ([PENDING], {}, adding("observation", 0, 0)),
@@ -209,7 +209,7 @@ def test_a_loss_must_not_be_reported_twice() -> None:
 
 
 def test_an_env_without_actions_may_be_reported_lost_again() -> None:
-    """This happens if a single row is reset while its block is lost."""
+    """Such a report occurs if a single row is reset while its block is lost."""
     run = CheckedRun()
     actions, result = run.make_result(lost={1: Status.WORKER_DIED})
     run.ledger.step(actions, result)

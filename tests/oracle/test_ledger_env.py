@@ -96,7 +96,7 @@ def test_an_env_breaks_down_at_the_specified_actions_and_steps(
     env.reset(seed=2)
     for _ in range(2):
         env.step(np.int64(0))
-    assert broken == [("hang", 0.5)], "steps are counted from the seed"
+    assert broken == [("hang", 0.5)], "steps are counted since the seed was set"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

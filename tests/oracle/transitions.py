@@ -17,15 +17,15 @@ HASH: Final = 3
 
 
 class Transition(NamedTuple):
-    """The expected result of a step; shapes are `[n]` or `[n, 4]`.
+    """The expected result of a step: observations `[n, 4]`, other arrays `[n]`.
 
     Attributes:
       observation: The observation returned to the caller; if a new episode was started,
         its first observation.
-      reward: float64; equals the action.
+      reward: float64; equals the action, or 0 if the step reset the env.
       final_observation: The last observation of the episode; only meaningful where the
         episode ended.
-      is_applied: bool; False if the action only reset an ended env.
+      is_applied: bool; whether the action was applied; False if the step reset the env.
       has_ended: bool; whether the env must be reset before its next step.
     """
 
@@ -46,7 +46,8 @@ def advance(
     Args:
       before: int64 `[n, 4]`; the previous observations.
       actions: int64 `[n]`.
-      has_ended: bool `[n]`; rows in which the step resets an ended episode.
+      has_ended: bool `[n]`; whether the episode has ended, so that the step resets the
+        env.
       length: Number of steps in an episode.
       same_step: Whether an env is reset in the step that ends its episode.
     """

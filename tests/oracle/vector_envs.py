@@ -3,7 +3,7 @@ modes.
 
 `envserve/Walk{Next,Same,Off}-v0` are the same walk: their `entry_point` makes a single
 env, and their `vector_entry_point` makes a `SyncVectorEnv`. Both must produce the same
-data. Action 3 in row 0 of the vector env triggers its fault.
+data. Action 3 in row 0 of the vector env triggers the fault that its argument names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES: Final = {
     "disabled": "envserve/WalkOff-v0",
 }
 
-#: Faults that alter the observations of a vector env.
+#: Functions that corrupt the observations of a vector env, by fault.
 _BREAKS: Final[dict[str, Callable[[Any], Any]]] = {
     "nan": lambda observation: {**observation, "x": observation["x"] * math.nan},
     "wrong_shape": lambda observation: {**observation, "x": observation["x"][:1]},
@@ -70,7 +70,7 @@ class WalkEnv(gymnasium.Env[Any, np.int64]):
 
 
 class WalksEnv(SyncVectorEnv):
-    """Several walks; the first one fails at action 3 if a fault is specified."""
+    """Several walks; action 3 in row 0 triggers `fault`, if one is specified."""
 
     def __init__(self, num_envs: int, mode: str, fault: str = "") -> None:
         super().__init__([WalkEnv] * num_envs, autoreset_mode=AutoresetMode[mode])

@@ -1,4 +1,4 @@
-"""Start learners as local processes, forked from a process with TensorFlow."""
+"""Start learners as local processes, forked from one that has loaded TensorFlow."""
 
 import contextlib
 import json

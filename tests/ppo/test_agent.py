@@ -142,7 +142,7 @@ def test_error_for_an_unsupported_action_space_names_it() -> None:
     bits: Any = np.bool_
     for box in (SPACES.Box(0, 1, (2,), bits), SPACES.Box(-1.0, 1.0, (0,))):
         with pytest.raises(
-            UnsupportedSpaceError, match="a Box with at least one number"
+            UnsupportedSpaceError, match="a numeric Box with at least one element"
         ):
             Agent(SPACES.Box(-1.0, 1.0, (3,)), box, CONFIG)
     with pytest.raises(UnsupportedSpaceError, match="got Tuple"):

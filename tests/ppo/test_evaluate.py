@@ -1,4 +1,4 @@
-"""Evaluation: exact numbers of complete episodes, without a bias to short episodes.
+"""Evaluation: exact numbers of complete episodes, without a bias towards short ones.
 
 Evaluations during training play the same episodes each time, and do not affect
 training.

@@ -1,4 +1,4 @@
-"""Broken and hostile files in a run folder are errors of one line."""
+"""Broken and hostile files in a run folder are reported as one-line errors."""
 
 import json
 import os

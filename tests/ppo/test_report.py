@@ -1,4 +1,4 @@
-"""Rows of metrics: their values, and that docs/metrics.md documents every name."""
+"""Rows of metrics: their values, and their names, which docs/metrics.md documents."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Runs and configs of other people: their code and servers are not used unasked."""
+"""Runs and configs of other users: their code and servers need the user's consent."""
 
 import io
 import json

@@ -80,7 +80,7 @@ def main(
         int | None, typer.Option(help="Run only this seed, in this process.")
     ] = None,
 ) -> None:
-    """Simulate sessions; exit with 1 if an invariant was violated."""
+    """Simulate sessions; exit with code 1 if an invariant was violated."""
     console = Console()
     if seed is not None:
         logging.disable()

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from envserve.wire.message import peek
 
-#: Instant, unique number, callback, arguments.
+#: Time in seconds, unique number (for order), callback, arguments of the callback.
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
-#: Number of events that an error report shows.
+#: Number of last events that an error report shows.
 _NUM_TRACED: Final = 40
 
 
@@ -22,12 +22,13 @@ class VirtualClock:
     """A queue of events, each a function call.
 
     Attributes:
-      now: Monotonic seconds.
+      now: Virtual time in seconds.
+      num_events: Number of events that have been run.
       random: The source of all randomness.
     """
 
     def __init__(self, source: random.Random) -> None:
-        """Create a clock without events, which starts at a time other than 0."""
+        """Create a clock without events, which starts at a random time."""
         self.now = 1000.0 * source.random()
         self.num_events = 0
         self.random = source

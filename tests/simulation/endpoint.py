@@ -169,14 +169,14 @@ class Endpoint(PausableProcess):
             )
 
     def _check_stalls(self, session: ClientSession) -> None:
-        """Verify that only faulty servers are lost although they answer."""
+        """Verify that no server that answers PING is lost, unless servers may stall."""
         loss = session.attachment.lost_lease
         reason = str(session.error or (loss and loss.error))
         if "the server answers, but ignores" not in reason:
             return
         self.simulation.stalls.add(reason)
         if not self.simulation.may_stall:
-            raise Violation(f"an honest server is lost: {reason}")
+            raise Violation(f"a client treated a correct server as lost: {reason}")
 
     def _check_silence(self, session: ClientSession) -> None:
         silence = self.clock.now - self._last_received_at

@@ -18,7 +18,7 @@ from tests.simulation.random_client import RandomClient
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-#: Operations, which a faulty server may ignore.
+#: Types of operations that a faulty server may ignore.
 OPERATIONS: Final = (MessageType.STEP, MessageType.RESET, MessageType.CALL)
 #: A peer that is not a client but has a client's key.
 STRAY: Final = (0, 0, OWNER)

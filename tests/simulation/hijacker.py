@@ -26,7 +26,7 @@ from tests.simulation.journal import Violation
 OWNER: Final = "owner"
 _USER: Final = "hijacker"
 _PEER: Final = (0, 0, _USER)
-#: Number of messages per attempt.
+#: Number of the owner's messages per attempt to abuse one.
 _MESSAGES_PER_ATTEMPT: Final = 8
 #: XOR mask that turns a session number into an unknown one.
 _UNKNOWN: Final = 1 << 63
@@ -94,11 +94,11 @@ class Hijacker:
         return dataclasses.replace(message, type=type_, body=body, entries=())
 
     def _send(self, session: ServerSession, message: Message, now: float) -> list[Any]:
-        """Return the server's decisions, without the session number."""
+        """Send a message; return the server's decisions, without the session number."""
         number = (_USER, message.session)
         decisions = session.receive(_PEER, encode(message), now)
         if number in session.leases and message.type is MessageType.ATTACH:
-            # The hijacker got new envs; give them back.
+            # The hijacker got new envs, which is allowed; release them.
             detach = dataclasses.replace(message, type=MessageType.DETACH, body=b"")
             decisions += session.receive(_PEER, encode(detach), now)
             decisions += session.pool_closed(number)

@@ -1,7 +1,7 @@
 """A host: a server session with in-memory pools whose operations take time.
 
-The host crashes, pauses or stops on request. Each start has a new boot id and no memory
-of the previous start.
+The host crashes, pauses or stops on request. After each start, its server has a new
+boot id and none of its earlier state.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Host(PausableProcess):
 
     Attributes:
       session: The server session; None while the server is not running.
-      granted: Sessions whose envs are built.
+      granted: Ids of the sessions whose envs are built.
       fails_next_message: Whether the server raises at its next message.
       ignored: Types of operations that the server ignores, although it answers PING.
       is_stuck: Whether operations never end, although PONG reports them as running.
@@ -118,7 +118,7 @@ class Host(PausableProcess):
         self.clock.schedule(self.clock.now + seconds, self.recover)
 
     def recover(self) -> None:
-        """Continue after `mute` and `hang`."""
+        """End the effects of `mute` and `hang`."""
         self.ignored, self.is_stuck = frozenset(), False
         for session, pool in self.pools.items():
             for block, operation in pool.running.items():
@@ -235,7 +235,7 @@ class Host(PausableProcess):
 
     def _end_pool(self, session: SessionId) -> None:
         pool = self.pools.get(session)
-        if pool is None:  # it was not started
+        if pool is None:  # the pool was not started
             self.carry_out(self._running.pool_closed(session))
             return
         if pool.is_closing:
@@ -256,7 +256,7 @@ class Host(PausableProcess):
             self.carry_out(self._running.pool_failed(session, error))
 
     def break_pool(self, session: SessionId) -> None:
-        """Remove a pool without warning."""
+        """Remove a pool, as after an unexpected error."""
         pool = self.pools.pop(session, None)
         if pool is not None:
             self._end_envs(session, pool)
@@ -270,7 +270,7 @@ class Host(PausableProcess):
     def _schedule_finish(
         self, session: SessionId, pool: MemoryPool, block: int, operation: Operation
     ) -> None:
-        """Schedule the end of an operation."""
+        """Schedule the end of an operation, unless its worker is being replaced."""
         if pool.blocks[block].worker not in pool.down:
             source = self.clock.random
             seconds = self._simulation.profile.pace * 2.0 * source.random() ** 2
@@ -284,7 +284,7 @@ class Host(PausableProcess):
         if pool.running.get(block) is not operation or pool.is_closing or self.is_stuck:
             return
         if pool.blocks[block].worker in pool.down:
-            return  # continues once the worker is back
+            return  # scheduled again when the worker is restarted
         draw = self.clock.random.random
         if draw() < self._simulation.profile.failures:
             outcome = pool.fail(block)

@@ -35,7 +35,7 @@ class SimulationJournal:
     """The journal of all `LedgerEnv`s of a simulation, with their calls.
 
     Attributes:
-      pools: The pool in which each seed is or was used.
+      pools: For each seed, the pool in which it is or was used.
       num_lost: Number of lost episodes.
     """
 

@@ -15,7 +15,7 @@ class Link:
     """A connection that may be reset, and whose messages may arrive after the reset.
 
     Attributes:
-      last_sent: The last frames that were sent.
+      last_sent: Frames of the last message that the client sent.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Link:
         self._name = name
         self._receive = receive
         self._generation = 0
-        self._cut_until = [0.0, 0.0]  # direction to the host, and from it
+        self._cut_until = [0.0, 0.0]  # end of the cut to the host, and from the host
 
     def connect(self, host: Host) -> None:
         self._generation += 1
@@ -68,7 +68,10 @@ class Link:
         self._send(0, self._arrive_at_host, self.host, self._generation, frames)
 
     def reply(self, host: Host, generation: int, frames: Sequence[Buffer]) -> None:
-        """Send frames from the host, unless their connection was replaced."""
+        """Send frames from the host, unless their connection has been replaced.
+
+        With a sticky profile, they are sent in any case.
+        """
         if generation == self._generation or self._profile.is_sticky:
             self._send(1, self._arrive_at_client, host, generation, frames)
 
@@ -83,7 +86,7 @@ class Link:
             if now < self._cut_until[direction]:
                 if draw() < 0.5:
                     return
-                at += self._cut_until[direction] - now  # TCP retransmits it
+                at += self._cut_until[direction] - now  # as if TCP retransmitted it
             clock.schedule(at, arrive, *arguments)
             if draw() >= profile.copies:
                 return

@@ -1,7 +1,8 @@
 """A pool without processes, whose operations finish when the caller decides.
 
 It satisfies the part of the contract of `envserve.lane` that a server session uses. Its
-envs are ledgers, stepped when an operation finishes; subclasses may use other envs.
+envs are ledger envs, which are stepped when an operation finishes; subclasses may use
+other envs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Operation = RunStep | Reset | Call
 
 
 def answers_to(call: Call) -> list[list[Any]]:
-    """Return results for the first rows of a call, as if other results did not fit."""
+    """Return the results of a call for its first rows; others count as too large."""
     arguments, _ = codec.decode(call.arguments, max_bytes=len(call.arguments))
     count = 1 + zlib.crc32(call.arguments) % len(call.env_indices)
     return [[row, *arguments] for row in call.env_indices[:count]]
@@ -44,8 +45,8 @@ class MemoryPool:
     """The envs of one lease.
 
     Attributes:
-      running: The running operation of each busy block.
-      down: Workers that are being replaced.
+      running: The operation in progress of each busy block, by block index.
+      down: Indices of workers that are being replaced.
       is_closing: Whether the pool's envs are gone.
     """
 
@@ -132,7 +133,7 @@ class MemoryPool:
         return Outcome(block, faults=faults, infos=infos)
 
     def fail(self, block: int) -> Outcome:
-        """Fail a whole operation; a step or reset loses its episodes."""
+        """Let a whole operation fail; the episodes of a step or reset are lost."""
         operation = self.running.pop(block)
         if isinstance(operation, Call):
             error: EnvserveError = CallError("the call failed", env_index=0)
@@ -199,7 +200,7 @@ class MemoryPool:
         return Outcome(reset.block, infos=infos)
 
     def _finish_lost(self, block: int) -> Outcome:
-        """Finish a step with the row that reports the lost episode."""
+        """Finish a step of a lost block with rows that report the loss."""
         part, status = self.parts[block], self._lost.pop(block)
         write_lost(self.rows, part, status)
         faults = []
@@ -213,7 +214,7 @@ class MemoryPool:
     def lose_worker(
         self, worker: int, status: Status, *, applied: bool
     ) -> list[Outcome]:
-        """Lose all episodes of a worker; return its failed calls' outcomes.
+        """Lose all episodes of a worker; return the outcomes of its calls, which fail.
 
         Args:
           applied: Whether the worker had applied its running step when it was lost.

@@ -1,7 +1,7 @@
 """The parameters of a simulation, drawn from its seed; some seeds have no faults.
 
-Each seed omits half of the fault kinds, because a frequent fault can hide bugs that
-occur without it.
+Each seed omits about half of the fault kinds, because a frequent fault can hide bugs
+that occur without it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Profile:
         )
 
 
-#: Messages are duplicated and arrive minutes later, even after a reconnect.
+#: Messages are duplicated, and arrive up to a minute later, even after a reconnect.
 LINGERING: Final = Profile(
     num_clients=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
 )

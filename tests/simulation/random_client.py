@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 MAX_ENVS: Final = 4
 _CLOSE_SECONDS: Final = 1.5
 _BAD_ACTION: Final = -1
-#: With a single lane, the rows of the lane are the rows of the batch.
+#: Block for `add_infos`. With a single lane, its rows have the batch's indices.
 _BLOCK: Final = BatchBlock(0, cast("Lane", None), 0, 0, MAX_ENVS, 0, 0)
 #: Errors that may end a session after a fault.
 FATAL: Final = (ConnectError, EnvError, LeaseLost, ServerError)
@@ -56,7 +56,7 @@ class PendingOperation:
     """An operation in flight on one block.
 
     Attributes:
-      kind: "step", "refused" (a step with an invalid action), or a Reset or Call.
+      kind: "step", "refused" (a step with invalid actions), a Reset, or a Call.
       actions: The actions of a step.
     """
 
@@ -208,7 +208,7 @@ class RandomClient(Endpoint):
     def _submit_missing_resets(
         self, session: ClientSession, idle: Sequence[Block]
     ) -> bool:
-        """Reset the blocks that have rows without an episode; return whether any do."""
+        """Reset blocks with rows that have no episode; return whether there are any."""
         unknown = [b for b in idle if not self._unreset_rows.isdisjoint(_rows(b))]
         if unknown:
             self._submit_resets(session, [Reset(block.index) for block in unknown])
@@ -289,7 +289,8 @@ class RandomClient(Endpoint):
             self._last_observations[rows] = observation
             self._unreset_rows.difference_update(rows)
             self._abandoned_rows.difference_update(rows)
-            if block.index in session.client_blocks.lost:  # it will be reset again
+            # A lost block will be reset again.
+            if block.index in session.client_blocks.lost:
                 self._abandoned_rows.update(rows)
         elif isinstance(operation.kind, Call):
             values = codec.decode(outcome.result)
@@ -367,7 +368,7 @@ class RandomClient(Endpoint):
     # Invariants.
 
     def _check_absent(self, session: ClientSession) -> None:
-        """Verify that a batch could show padding for absent blocks."""
+        """Verify that absent blocks are in flight and show their last observations."""
         for index in session.client_blocks.absent:
             operation = self._in_flight.get(index)
             if operation is None:

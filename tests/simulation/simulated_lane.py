@@ -19,7 +19,7 @@ from tests.simulation.host import Host
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-#: Virtual seconds that a non-blocking `collect` may take.
+#: Maximum virtual seconds that pass in a `collect` that does not wait.
 _LOOK_SECONDS: Final = 0.1
 _CLOSE_SECONDS: Final = 1.5
 

@@ -30,8 +30,9 @@ _EVENTS_PER_CHECK: Final = 64
 #: have stopped.
 _DRAIN_SECONDS: Final = 1000.0
 _DRAIN_EVENTS: Final = 50_000
-#: With a higher probability of lost messages, the network may lose all copies of a
-#: request or of its answer, but no PONG, for a minute.
+#: With a higher probability of lost messages, a server may seem to ignore a request:
+#: the network may lose all copies of the request or of its answer for a minute, but
+#: deliver PONGs.
 _MAX_LOSS: Final = 0.05
 
 
@@ -42,7 +43,7 @@ class Simulation:
       unique_numbers: Generator of unique integers.
       endpoints: Client endpoints by number.
       may_stall: Whether a server that answers PING may seem to ignore a request.
-      stalls: Reasons why servers that answer PING were lost.
+      stalls: Errors of clients that treated a server as lost although it answers PING.
       clients: Clients that use sessions directly.
       trainers: Trainers that use batches.
       faults_end_at: Number of events after which no more faults happen.
@@ -104,13 +105,14 @@ class Simulation:
             self._stop_faults()
         seconds, events = self._give_up_at
         if clock.now > seconds or clock.num_events > events:
-            raise Violation("clients did not finish in time without faults")
+            raise Violation("clients did not finish in time after faults had stopped")
         if self.interrupt_in is not None:
             self.interrupt_in -= 1
             if self.interrupt_in <= 0:
                 self.interrupt_in = None
                 interrupt = KeyboardInterrupt()
-                if clock.random.random() < 0.7:  # otherwise it interrupts bookkeeping
+                # An interrupt that is not marked may have hit the batch's bookkeeping.
+                if clock.random.random() < 0.7:
                     mark_harmless(interrupt)
                 raise interrupt
 

@@ -18,7 +18,7 @@ from tests.simulation.journal import Violation
 from tests.simulation.profile import BATCHES, FAULTY, MOVES
 from tests.simulation.simulation import simulate
 
-#: Together 400,000 events per test run.
+#: Together, these numbers make 400,000 events per test run.
 NUM_TESTS = 5
 SEEDS_PER_TEST = 4
 EVENTS_PER_SEED = 20_000

@@ -74,7 +74,7 @@ class ActionAdapter:
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """Return sampled actions, and the parameters of their distribution.
 
-        This is the NumPy form of `distribution`, followed by its `sample`.
+        This is equivalent to `distribution(parameters, allowed).sample(noise)`.
         """
         raise NotImplementedError
 
@@ -126,8 +126,8 @@ class ActionAdapter:
             )
         if len(observation_space.spaces) == 1:
             raise UnsupportedSpaceError(
-                f"{where}: expected other observations besides the mask; add a key to "
-                "the Dict."
+                f"{where}: expected at least one observation in addition to the mask; "
+                "add a key to the Dict."
             )
 
 
@@ -138,8 +138,8 @@ def make_action_adapter(
 
     Args:
         space: The action space of one env.
-        config: The config, which selects the distribution of Box actions. Without it,
-            they are Gaussian.
+        config: The config, which selects the distribution of Box actions. Without a
+            config, the distribution is Gaussian.
 
     Raises:
         UnsupportedSpaceError: The space is not supported, or the distribution in the
@@ -182,8 +182,8 @@ class _BoxActions(ActionAdapter):
         )
         if space.dtype == bool or not self.output_size:
             raise UnsupportedSpaceError(
-                "Action space: expected a Box with at least one number, got "
-                f"{space}; use a MultiBinary for bits."
+                "Action space: expected a numeric Box with at least one element, got "
+                f"{space}; for bits, use a MultiBinary."
             )
         if config is None:
             return

@@ -17,7 +17,8 @@ import tensorflow as tf
 
 FORBIDDEN = -1e9
 _LOG_TWO_PI = math.log(2.0 * math.pi)
-_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)  # weight exp(-x^2 / 2)
+# Gauss-Hermite quadrature with the weight function exp(-x^2 / 2).
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(16)
 
 
 class Distribution(Protocol):
@@ -287,8 +288,8 @@ class Bernoulli:
 def masked_logits(logits: tf.Tensor, allowed: tf.Tensor) -> tf.Tensor:
     """Return logits `[..., K]` that give masked actions a probability of 0.
 
-    If a row allows no action, all its actions are treated as allowed. This happens at
-    the end of an episode and in padding rows, whose actions have no effect.
+    If a row allows no action, all its actions are treated as allowed. Such rows occur
+    at the end of an episode and as padding; their actions have no effect.
 
     Args:
         logits: float32 `[..., K]`.

@@ -34,9 +34,9 @@ class Networks(NamedTuple):
     policy_torso: Any
     value_torso: Any
     policy: Any
-    """Maps the torso's output to the parameters of the action distribution."""
+    """Maps the output of its torso or core to parameters of the action distribution."""
     value: Any
-    """Maps the torso's output to values `[N]`."""
+    """Maps the output of its torso or core to values `[N]`."""
     cores: tuple[RecurrentCore, ...] = ()
     """Recurrent cores between the torsos and the networks; empty if there are none."""
 
@@ -63,8 +63,8 @@ def build_networks(
     """Create the networks of a config.
 
     Args:
-        preprocess: Preprocessor of the observations.
-        actions: Adapter of the action space.
+        preprocess: Preprocessor of the env's observations.
+        actions: Adapter for the env's action space.
         config: The settings of the networks.
 
     Raises:

@@ -17,7 +17,8 @@ from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation
 from ppo.images import image_axes, is_image
 
 _LARGE_SIDE = 36  # the smallest side for which Nature-CNN's last layer has an output
-_LARGE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # filters, kernel, stride
+# Number of filters, kernel size and stride of each layer.
+_LARGE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALL = ((16, 3, 1), (32, 3, 2), (32, 3, 2))
 _LARGE_FEATURES = 512
 _SMALL_FEATURES = 128
@@ -30,7 +31,7 @@ def channels_last(images: tf.Tensor) -> tf.Tensor:
 
     Args:
         images: `[N, H, W]`, `[N, H, W, C]`, `[N, C, H, W]`, `[N, S, H, W, C]` or
-            `[N, S, C, H, W]`.
+            `[N, S, C, H, W]`, where S is the number of stacked frames.
 
     Returns:
         `[N, H, W, channels]`.
@@ -96,7 +97,7 @@ class ImageTorso(NetworkPart):
     """Applies a convolutional network to each image, and appends other observations.
 
     Args:
-        spaces: The leaves of the observation space.
+        spaces: Spaces of the leaves of the observation.
         seed: Seed of the weights.
 
     Attributes:

@@ -38,8 +38,8 @@ class CustomModel:
         model: The user's model.
         trackables: Objects that a checkpoint must store, by name.
         trainable_variables: Keras variables that the optimizer updates.
-        policy_variables: The trainable variables of the policy, if the model has an
-            attribute of this name; otherwise empty.
+        policy_variables: The model's `policy_variables`, that is, the trainable
+            variables of its policy; empty if the model does not have this attribute.
 
     Raises:
         ConfigError: The outputs or the variables are not as expected.

@@ -28,7 +28,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
 
 
-#: Activation functions that have a NumPy form. `gelu` has none: NumPy has no erf.
+#: Activation functions that have a NumPy form (not `gelu`, because NumPy has no erf).
 _ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "elu": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
     "linear": lambda x: x,

@@ -165,9 +165,10 @@ class States(NamedTuple):
     """
 
     before: tuple[Any, ...]
-    """For each core, float32 `[n, units]`: NumPy arrays, or tensors in a graph."""
+    """State of each core before the step, float32 `[n, units]`; NumPy arrays, or
+    tensors in a graph."""
     after: tuple[Any, ...]
-    """For each core, float32 `[n, units]`."""
+    """State of each core after the step, float32 `[n, units]`."""
 
     @classmethod
     def zero(cls, num_rows: int, sizes: Sequence[int]) -> Self:
@@ -175,13 +176,19 @@ class States(NamedTuple):
 
         Args:
             num_rows: Number of rows.
-            sizes: Units of each core.
+            sizes: Number of units of each core.
         """
         states = tuple(np.zeros([num_rows, size], np.float32) for size in sizes)
         return cls(states, states)
 
     def after_result(self, terminated: Any, truncated: Any, status: Any) -> Self:
-        """Return the states for the next step, given results of this step, `[n]`."""
+        """Return the states for the next step.
+
+        Args:
+            terminated: bool `[n]`; whether the current step terminated an episode.
+            truncated: bool `[n]`; whether the current step truncated an episode.
+            status: `envserve.slab.Status` of the current step, uint8 `[n]`.
+        """
         if not self.after:
             return self
         ended, pairs = terminated | truncated, zip(self.before, self.after, strict=True)

@@ -23,8 +23,8 @@ _SIGNAL: Final = signal.SIGUSR1
 #: Time limit in seconds for a step that was only partially submitted.
 _STEP_TIMEOUT: Final = 0.5
 _SHARE_OF_INTERRUPTS: Final = 0.5
-#: Maximum number of calls between two cancelled calls; without calls in between, the
-#: number of possible states would grow.
+#: The number of calls between two cancelled calls is at least 1 and below this limit.
+#: Without calls in between, the number of possible states would grow.
 _MAX_CALLS_BETWEEN: Final = 3
 
 
@@ -140,7 +140,7 @@ def _interrupted_step(driver: Driver, interrupts: _Interrupts) -> bool:
 
 
 def _timed_out_receive(driver: Driver) -> bool:
-    """Send, and receive with a timeout of 0 first; return whether that timed out."""
+    """Step, and first receive with a timeout of 0; return whether this timed out."""
     has_timed_out = False
     driver.send(np.arange(_NUM_ENVS))
     while driver.batch.num_in_flight:

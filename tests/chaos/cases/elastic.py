@@ -31,9 +31,10 @@ _MAX_DELAY_SECONDS: Final = 0.005
     seconds=4 * 3600.0,
 )
 def elastic(trial: Trial) -> None:
-    """Rows also move when the lanes are spread again, which costs one lost row too.
+    """Add servers, and kill or drain others.
 
-    With autoreset mode `same_step`, the caller already has the first observation of the
+    Rows also move when lanes are rebalanced, which costs one lost row, too: with
+    autoreset mode `same_step`, the caller already has the first observation of the
     episode that the move ends.
     """
     list_file = trial.new_folder("source") / "servers"
@@ -71,17 +72,18 @@ def elastic(trial: Trial) -> None:
         while moves.is_moving.any():
             moves.step(leaving)
         lost = driver.ledger.losses[Status.SERVER_LOST]
-    # If the new server is lost at once, two moves cost one row.
+    # If a row's new server is lost at once, two moves cost only one lost row.
     ratio = lost / max(1, moves.num_moved)
     trial.result.check("lost rows / rows that moved", ratio, 1, "<=")
     trial.result.check("invalid rows of other servers", moves.num_disturbed, 0, "==")
 
 
 class _Moves:
-    """Counts the rows that get new envs, and invalid rows of all other envs.
+    """Counts the rows that get new envs, and invalid results of all other rows.
 
     Attributes:
-      is_moving: Rows of a server that ends, or with new envs, until they are valid.
+      is_moving: bool `[num_envs]`; whether a row is on a server that ends, or has a new
+        env that has not returned a valid result yet.
       num_moved: Number of rows that have received new envs.
       num_disturbed: Number of invalid results of rows that do not move.
     """
@@ -98,7 +100,7 @@ class _Moves:
         return np.repeat(num_leases, [lane.num_envs for lane in lanes])
 
     def at(self, server: ServerProcess) -> Array:
-        """Return which rows are on a server."""
+        """Return whether each row is on a server, bool `[num_envs]`."""
         lanes = self._driver.batch.lanes
         is_there = [lane.name == server.address for lane in lanes]
         return np.repeat(is_there, [lane.num_envs for lane in lanes])

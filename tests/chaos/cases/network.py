@@ -18,7 +18,7 @@ from tests.chaos.trial import ChaosCase, Trial
 _NUM_ENVS: Final = 32
 _NO_FAULTS: Final = NetworkFaults()
 _NUM_FAULTS: Final = 10_000
-#: Faults that parse and reorder messages, which is impossible with encryption.
+#: Faults that require parsing messages, which is impossible with encryption.
 _TAMPERING: Final = {"drop", "duplicate", "stale_copy", "retry", "reorder"}
 
 
@@ -29,7 +29,7 @@ def _bad_network(
 
     Args:
       counted: Names of the faults to count; each must happen often enough.
-      num_proxies: Number of connections to the server, which hosts all envs.
+      num_proxies: Number of proxies, each with its own connection to the only server.
     """
     num_faults = trial.count(_NUM_FAULTS)
     insecure = not _TAMPERING.isdisjoint(counted)
@@ -108,7 +108,7 @@ NETWORK: Final = (
         "1 in 25 messages is lost",
         NetworkFaults(drop=0.04),
         "drop",
-        seconds=7200.0,  # each loss is only detected after a timeout
+        seconds=7200.0,  # each loss is detected only after a timeout
     ),
     _case(
         "copies",

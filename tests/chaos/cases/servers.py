@@ -84,7 +84,7 @@ def _inject_and_settle(
 )
 def pause(trial: Trial) -> None:
     num_pauses = trial.count(1000)
-    # Skipped at tiny scales, where even these pauses would take too long.
+    # Long pauses are left out at tiny scales, where they would take too long.
     num_long = trial.count(5) if trial.scale >= 0.01 else 0
     num_middle = trial.count(45) if trial.scale >= 0.01 else 0
     with (
@@ -132,7 +132,7 @@ def _pause_once(
     while not (driver.step().status[rows] == Status.OK).all() or not resumed:
         pass
     trial.result.seconds.append(time.monotonic() - resumed[0])
-    # These times would include the pause itself.
+    # Discard the driver's times, because they include the pause itself.
     driver.recovery_times.seconds.clear()
 
 
@@ -162,7 +162,7 @@ def server_gone(trial: Trial) -> None:
             servers[0].kill()
             killed_at = time.monotonic()
             trial.result.faults += 1
-            # Measure only once the loss is detected; the initial silence is latency.
+            # Measure once the loss is detected; before that, steps wait for the server.
             while (driver.step().status[:_NUM_ENVS] != Status.PENDING).any():
                 pass
             shares.append(_throughput(driver, others, window) / before)

@@ -1,4 +1,4 @@
-"""All faults at once for ten minutes: no growth, and nothing left behind."""
+"""All faults at once for ten minutes: memory does not grow, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SERVER_KILL_SECONDS: Final = 20.0
 _PAUSE_EVERY_SECONDS: Final = 3.0
 _PAUSE_SECONDS: Final = 0.3
 _SAMPLE_SECONDS: Final = 1.0
-#: Spans between which memory growth is measured, as shares of the duration.
+#: Memory growth is measured between these time spans, as fractions of the duration.
 _FROM: Final = (0.2, 0.25)
 _TO: Final = (0.95, 1.0)
 _MOST_GROWTH: Final = 2 << 20
@@ -49,7 +49,8 @@ _BAD_NETWORK: Final = NetworkFaults(
 )
 def soak(trial: Trial) -> None:
     duration = max(_LEAST_SECONDS, _SECONDS * trial.scale)
-    # Resources created once, at the first use, do not count as leftovers.
+    # Run briefly first, so that resources that are created once, at their first use, do
+    # not count as leaks.
     _run(trial, MemorySamples(), 0.0)
     before = Leftovers.now()
     samples = MemorySamples()

@@ -29,7 +29,7 @@ from tests.oracle.result import LedgerError
 
 _NUM_ENVS: Final = 4  # per trainer
 _AT_ONCE: Final = 8
-#: Idle clients send a ping every second.
+#: Longer than two intervals between the pings of idle clients, which are 1 s.
 _LEASE_SECONDS: Final = 2.5
 _LOOK_SECONDS: Final = 0.005
 _POLL_SECONDS: Final = 0.05
@@ -59,8 +59,9 @@ def trainer_kill(trial: Trial) -> None:
                 ]
                 for trainer in trainers:
                     _wait_until_stepping(trainer)
-                for trainer in trainers:  # all are stepping
-                    time.sleep(trial.random.uniform(0.0, 0.02))  # at a random phase
+                for trainer in trainers:
+                    # Kill it at a random moment of a step.
+                    time.sleep(trial.random.uniform(0.0, 0.02))
                     gone.append(_kill_with_workers(trainer, trial))
                     trial.result.faults += 1
                 killed_at = time.monotonic()

@@ -35,7 +35,7 @@ from tests.oracle.journal import Array
 _NUM_ENVS: Final = 32
 _NUM_WORKERS: Final = 4
 _SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-#: Breakdowns within a step, before or after the action is applied.
+#: Breakdowns that end the worker, before or after the action is applied.
 DEADLY: Final = {
     "kill": "before",
     "segfault": "after",
@@ -44,8 +44,8 @@ DEADLY: Final = {
 }
 _HANGS: Final = {"hang": "before", "stop": "after", "spin": "after"}
 _HANG_TIMEOUT: Final = 0.3
-#: Breakdowns that a new env in the same process does not end, and the maximum time in
-#: seconds until the row is valid again.
+#: Breakdowns that persist if the env is rebuilt in the same process, and the maximum
+#: time in seconds until the row is valid again.
 _SPOILED: Final = {"spoil": 0.2, "leak": 0.2, "wait_for_thread": _HANG_TIMEOUT + 0.2}
 _SPOILED_ENVS: Final = 8
 _MEMORY_MIB: Final = 4000
@@ -80,8 +80,8 @@ class WorkerKiller:
     def kill_random_worker(self, actions: Array) -> bool:
         """Kill a worker whose rows are all valid; return False if there is none.
 
-        A signal kills it within a few milliseconds, or a changed action kills it in the
-        next step.
+        Either a signal kills the worker within a few milliseconds, or a changed action
+        kills it in the next step.
         """
         healthy = [
             (pid, self._rows_of(worker))
@@ -260,7 +260,7 @@ def spoiled(trial: Trial) -> None:
         for number, (name, seconds) in enumerate(_SPOILED.items()):
             num_before = len(driver.recovery_times.seconds)
             for _ in range(trial.count(200)):
-                # The memory is full after several steps.
+                # Repeat the action, because it takes several leaks to fill the memory.
                 while not driver.recovery_times.is_recovering():
                     actions = driver.draw()
                     row = trial.random.integers(_SPOILED_ENVS)
