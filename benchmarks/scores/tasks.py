@@ -34,7 +34,7 @@ class Task:
         measures use the most likely actions, and env seeds that training never used.
       num_seeds: Number of seeds, which are 0, 1, ...
       goal: Score to reach.
-      anchors: Published scores by measure, starting with the goal's measure.
+      anchors: Published scores with their measures; the goal's measure comes first.
       changes: Settings that differ from the config, such as a different env name.
       variant: Name of the changes, if the table also has a row without them.
       episodes: Episodes of the final evaluation (E).

@@ -52,8 +52,8 @@ from envserve.text import nearest_name
 Command = Callable[..., Any]
 
 _MAX_WIDTH: Final = 100
-#: Placeholders of values in the help, by type. All floats on the command line are
-#: seconds.
+#: Maps the type of a value to its placeholder in the help. All floats on the command
+#: line are durations in seconds.
 _METAVARS: Final = {int: "INT", float: "SECONDS", Path: "PATH", dict: "JSON"}
 _HELP: Final = ("-h", "--help")
 

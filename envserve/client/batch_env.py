@@ -101,7 +101,8 @@ class BatchEnv:
         together, so a block is the smallest unit for `send` and `recv`.
       splits: The rows of each split, int64 `[n]`. There are `num_splits` splits, or
         fewer if there are not enough rows.
-      reset_infos: Info dicts from the last `reset`, by row, if `infos="all"`.
+      reset_infos: With `infos="all"`, maps rows to their info dicts from the last
+        `reset`.
       autoreset: Mode in which envs are reset after the end of an episode.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.

@@ -106,7 +106,9 @@ class OutcomeQueue:
                 selector.register(lane, selectors.EVENT_READ)
             self._selector = selector
         for lane in self._positions:
-            lane.fileno()  # required after a `collect` with a timeout
+            # Without this call, the descriptor might not become readable after a
+            # `collect` with a timeout.
+            lane.fileno()
         self._selector.select(min(timeout_seconds, _POLL_SECONDS))
 
     def absent(self) -> Set[int]:
@@ -119,7 +121,7 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting; None if some lane has none."""
+        """Return an error to raise instead of waiting; None if a lane keeps waiting."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 

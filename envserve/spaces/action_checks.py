@@ -228,8 +228,8 @@ def _to_bounds(
     """Return the actions to pass to the env, according to `mode`, or raise ActionError.
 
     With "check", rounding errors are clipped: for example, `low + range * x` may exceed
-    `high` by some units in the last place. `precision` is the dtype in which they
-    occurred.
+    `high` by some units in the last place. `precision` is the dtype in which the
+    rounding errors occurred.
     """
     is_valid = _is_within(array, leaf.limits)
     if is_valid.all():

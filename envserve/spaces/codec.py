@@ -30,9 +30,9 @@ DTYPES: Final = tuple(
 )
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-#: Dtypes in which string arrays are encoded, by the kind of their dtype: as code points
-#: or bytes, with the string width as an additional last dimension. Values may contain
-#: string arrays, but spaces may not.
+#: Maps the kind of a string dtype to the dtype in which string arrays are encoded: code
+#: points or bytes, with the string width as an additional last dimension. Values may
+#: contain string arrays, but spaces may not.
 _STRINGS: Final[dict[str, np.dtype[Any]]] = {"U": np.dtype("<u4"), "S": np.dtype("u1")}
 _STRING_KINDS: Final = dict(enumerate(_STRINGS, len(DTYPES)))
 
@@ -179,7 +179,9 @@ def check(
     offset, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
     limit = remaining = end if max_values is None else max_values
     num_left, is_map = 1, False  # values left in the innermost open list or map
-    outer: list[tuple[int, bool]] = []  # the same for enclosing lists and maps
+    outer: list[
+        tuple[int, bool]
+    ] = []  # `num_left` and `is_map` of the lists and maps around it
     while offset < end:
         while not num_left and outer:
             num_left, is_map = outer.pop()

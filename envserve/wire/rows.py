@@ -89,8 +89,8 @@ class RowCodec:
         """
         if sys.byteorder != "little":
             raise LocalProtocolError(
-                "expected a little-endian machine, because rows are sent in their "
-                "memory layout"
+                "big-endian machines are not supported, because rows are sent in "
+                "native byte order"
             )
         self.num_envs = len(rows.reward)
         self.flags = [_byte_rows(rows.terminated), _byte_rows(rows.truncated)]

@@ -38,7 +38,7 @@ class FrameBoard:
       watched_until: Array whose first element is the time (`time.monotonic_ns`) at
         which the last watch ends; 0 if no row is watched.
       watched: Row, end of the watch (`time.monotonic_ns`) and width in pixels, by slot.
-      num_render_crashes: For each worker, the number of its processes that have ended
+      num_render_crashes: For each worker, the number of its processes that have exited
         during `render` since its last frame. While a process renders, it is counted,
         too.
     """
@@ -49,7 +49,8 @@ class FrameBoard:
         until, crashes, self.watched, self._slots = arrays
         self.watched_until, self.num_render_crashes = until.data, crashes.data
         self._num_envs = num_envs
-        # Slot by watched row, least recently requested first; used only in the pool.
+        # Maps watched rows to slots, the least recently requested row first; used only
+        # in the pool.
         self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:

@@ -78,7 +78,10 @@ def _clean_up(root: Path, now: float) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return whether a protobuf file ends with its last field, the compiled code."""
+    """Return whether a cached protobuf file is not truncated.
+
+    A complete file ends with its last field (number 3), the compiled code.
+    """
     with path.open("rb") as file:
         tag, end = b"", path.stat().st_size
         while file.tell() < end:

@@ -241,7 +241,7 @@ def _join_learners(
     """Start TensorFlow and connect to the other learners.
 
     Returns:
-        The plan with the learners, and with the config of learner 0.
+        A copy of the plan that contains all learners and the config of learner 0.
 
     Raises:
         ConfigError: Learners of a new run have different settings.
