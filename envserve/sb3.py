@@ -89,7 +89,7 @@ def make_vec_env(
     if is_monitored and monitor_file is None and not monitor_kwargs:
         return vec_env
     monitored = VecMonitor(vec_env, monitor_file, **(monitor_kwargs or {}))
-    # `VecMonitor` has a list of its own, which would stay empty.
+    # Otherwise, `monitored.reset_infos` would be a separate list that stays empty.
     monitored.reset_infos = vec_env.reset_infos
     return monitored
 
