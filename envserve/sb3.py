@@ -168,7 +168,7 @@ class BatchVecEnv(VecEnv):
         """
         try:
             _, step = self.batch.recv(self.num_envs)
-        except EnvError:  # raise only the first error of a step
+        except EnvError:  # discard the other rows, whose errors would follow
             self.batch.drain()
             raise
         except KeyboardInterrupt:

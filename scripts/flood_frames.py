@@ -83,7 +83,7 @@ class Peer(Attacker):
         self._renew()
 
     def _renew(self) -> None:
-        """Create the next operation of the lease; mutated copies are also sent."""
+        """Create the next operation of the lease, also for the mutated messages."""
         self._seq += 1
         kind, body = MessageType.STEP, bytes(8)
         if self._seq == 1:

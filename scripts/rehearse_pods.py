@@ -169,7 +169,7 @@ def action_of(code: int) -> str:
 
 def rehearse_servers(cluster: Cluster) -> None:
     """Replace servers while the trainer trains."""
-    cluster.trainer.is_initialised()  # starts its init containers
+    cluster.trainer.is_initialised()  # also starts the init containers
     for name, host in (("envs-0", "a"), ("envs-1", "b")):
         cluster.start_server(name, host)
     if cluster.trainer.is_initialised():

@@ -103,7 +103,7 @@ def profile(
 
 @contextlib.contextmanager
 def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
-    """Measure the time of the envs in the slowest worker; each env measures its own."""
+    """Measure the time of the envs in the slowest worker; each env times itself."""
     timed = replace(
         load,
         env_name="envserve/Timed-v0",

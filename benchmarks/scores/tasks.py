@@ -63,7 +63,7 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The current settings that influence learning, without 0, false and empty."""
+        """The current settings that influence learning, unless 0, False or empty."""
         values = json.loads(json.dumps(vars(self.make_config(0)))).items()
         return {k: v for k, v in values if v and not _ASIDE.match(k)}
 

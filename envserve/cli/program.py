@@ -492,7 +492,7 @@ class Program:
             code = 130
         except OSError as error:
             if write(sys.stdout, "\n") and not isinstance(error, BrokenPipeError):
-                raise  # stdout did not cause the error
+                raise  # another file caused the error
         is_written = write(sys.stdout)
         write(sys.stderr)
         sys.exit(code or int(not is_written))

@@ -427,7 +427,7 @@ class BatchEnv:
             if seed is not None and not (is_int and 0 <= seed <= MAX_ROOT_SEED):
                 raise ValueError(f"seed: expected an int in [0, 2**63); got {seed!r}")
         self._begin()
-        has_reset, self._has_reset = self._has_reset, False  # until `recv_reset`
+        has_reset, self._has_reset = self._has_reset, False  # `recv_reset` sets it
         try:
             positions = self._group.start_reset(indices, seeds, encoded)
         except LocalProtocolError:  # nothing was started

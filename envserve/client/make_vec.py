@@ -254,7 +254,7 @@ def _add_kwargs(settings: dict[str, Any], added: Mapping[str, Any]) -> None:
     previous: Any = settings.get("env_kwargs") or {}
     if isinstance(previous, Mapping):
         settings["env_kwargs"] = {**previous, **added}
-    else:  # one for each env
+    else:  # a list with the arguments of each env
         settings["env_kwargs"] = [{**item, **added} for item in previous]
 
 

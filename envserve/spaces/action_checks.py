@@ -201,7 +201,7 @@ def _cast(leaf: Leaf, array: Array) -> Array:
 
 
 def _encode(leaf: Leaf, values: Any, num_rows: int, prefix: _Prefix) -> Array:
-    if isinstance(values, np.ndarray):  # of strings, for example
+    if isinstance(values, np.ndarray):  # an array of strings, for example
         values = values.tolist()
     if not isinstance(values, (tuple, list)) or len(values) != num_rows:
         raise ActionError(

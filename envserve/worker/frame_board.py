@@ -93,7 +93,7 @@ class FrameBoard:
             return None
         try:
             frame = msgspec.msgpack.decode(data, type=RenderedFrame)
-        except ValueError:  # written by env code
+        except ValueError:  # env code has written to the slot
             return None
         return frame if frame.row == row else None
 

@@ -48,7 +48,7 @@ def _machine_hash() -> str:
     facts = [platform.machine(), platform.processor(), str(os.cpu_count())]
     facts.append(os.environ.get("XLA_FLAGS", ""))
     for gpu in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        facts.append(gpu.read_text().partition("\n")[0])  # the model name
+        facts.append(gpu.read_text().partition("\n")[0])  # model name
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         names = ("model name", "flags", "Features")

@@ -368,7 +368,8 @@ class Monitors(contextlib.ExitStack):
                     f"--page: {error}; {install_command('page')}."
                 ) from error
 
-            os.environ.update(headless_variables(os.environ))  # inherited by workers
+            # Workers inherit these variables.
+            os.environ.update(headless_variables(os.environ))
         if port is not None:
             from ppo.metrics_port import TrainerMetrics
 

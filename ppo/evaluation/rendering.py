@@ -49,7 +49,8 @@ def prepare_filming(config: Config, addresses: Sequence[str]) -> None:
     uses_pygame = module_of(config.env_name).startswith(_PYGAME_MODULES)
     if uses_pygame and not addresses and find_spec("pygame") is None:
         raise VideoError(f"{config.env_name} renders with pygame; {_REMEDIES[0][1]}.")
-    os.environ.update(rendering.headless_variables(os.environ))  # inherited by workers
+    # Workers inherit these variables.
+    os.environ.update(rendering.headless_variables(os.environ))
 
 
 def rendering_env_maker(
