@@ -55,7 +55,7 @@ ExposeRule = Annotated[str, Meta(pattern=_EXPOSE)]
 #: `session.server.policy.check_kwargs`.
 KwargRule = Annotated[str, Meta(pattern=_KWARG)]
 
-#: Descriptions of types for error messages, by msgspec's name.
+#: Maps msgspec's names of types to descriptions for error messages.
 _TYPE_DESCRIPTIONS: Final = {
     f"`str` matching regex {_EXPOSE!r}": "NAME, get:NAME, set:NAME or call:NAME",
     f"`str` matching regex {_KWARG!r}": (

@@ -16,7 +16,7 @@ _ENV_US: Final = (10, 100, 1_000, 10_000)
 _SIZES: Final = (16, 1_024, 28_224)
 _LARGE: Final = Point(64, 16, 16)
 _CLOCKS: Final[tuple[Clock, ...]] = get_args(Clock)
-#: Rows of the table of joining and leaving servers, by their keys in scaling.json.
+#: Maps keys in scaling.json to rows of the table of joining and leaving servers.
 _PHASES: Final = {
     "calm": "undisturbed",
     "leaving": "a server leaves",

@@ -111,8 +111,8 @@ RANDOM_RETURNS = {
     **{"Ant-v4": -44.1, "Ant-v5": -45.2, "Humanoid-v5": 105.6},
     "PongNoFrameskip-v4": -20.7,
 }
-"""Mean return of at least 20 episodes with random actions, by env; for Pong, the value
-of Mnih et al. 2015."""
+"""Maps envs to mean returns of random actions over at least 20 episodes; for Pong, the
+value is that of Mnih et al. 2015."""
 
 TASKS: tuple[Task, ...] = (
     Task("cartpole", 50 * _K, "E", 5, 500, "E rl-zoo DQN 500"),

@@ -20,11 +20,11 @@ class OutcomeQueue:
     """Collects outcomes from the lanes of a batch.
 
     Attributes:
-      outcomes: Outcomes that were collected but not consumed yet, by the position of
-        their block in the batch.
+      outcomes: Maps positions of blocks in the batch to outcomes that were collected
+        but not consumed yet.
       is_updating: Whether the bookkeeping of the batch is being updated. If an
         interrupt leaves the flag True, all lanes must be invalidated. An interrupt
-        while a lane only waits leaves it False.
+        while a lane only waits leaves the flag False.
     """
 
     def __init__(self, lanes: Sequence[Lane], blocks: Sequence[BatchBlock]) -> None:

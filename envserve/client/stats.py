@@ -1,4 +1,4 @@
-"""Statistics of a batch: steps, faults by kind, and latencies."""
+"""Statistics of a batch: counts of steps and of each kind of fault, and latencies."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StepRecorder:
         self._invalid = np.zeros(len(Status), np.int64)
 
     def count_invalid(self, valid: Array, status: Array) -> None:
-        """Count the invalid rows of a step by status."""
+        """Count the invalid rows of a step, separately for each status."""
         self._invalid += np.bincount(status[~valid], minlength=len(Status))
 
     def stats(self, lanes: Sequence[Lane]) -> BatchStats:

@@ -69,7 +69,7 @@ class StepResult(NamedTuple):
         return lost
 
     def __repr__(self) -> str:
-        """Return counts of rows by kind, and the shape of the observation."""
+        """Return the number of rows of each kind, and the shape of the observation."""
         return (
             f"<StepResult: {len(self.reward)} rows, {int(self.valid.sum())} valid, "
             f"{int(self.terminated.sum())} terminated, {int(self.truncated.sum())} "

@@ -354,7 +354,7 @@ def env_creator_of(spec: EnvSpec) -> Any:
 
 
 def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
-    """Return the globals of the user's loaded modules, by module name.
+    """Return a dict from names of the user's loaded modules to their globals.
 
     These are the modules that `import_env_modules` has imported, the module that
     defines the env, and the modules of their packages. If one of these modules belongs

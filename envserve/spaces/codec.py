@@ -61,9 +61,9 @@ _SIZES_BY_FIRST_BYTE: Final = bytes(
         *[1] * 0x20,
     ]
 )
-#: Header layout by first byte: width of the length field in bytes, and unit of the
-#: length. Units: 0: bytes; -1: items; -2: key-value pairs; n >= 1: bytes of an
-#: extension value, in addition to n bytes, the first of which is the extension type.
+#: Maps the first byte of a header to the width of the length field in bytes, and to the
+#: unit of the length. Units: 0: bytes; -1: items; -2: key-value pairs; n >= 1: bytes of
+#: an extension value, in addition to n bytes, the first of which is the extension type.
 _HEADERS: Final = {
     **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1)},
     **{0xC9: (4, 1), 0xD4: (0, 2), 0xD5: (0, 3), 0xD6: (0, 5), 0xD7: (0, 9)},

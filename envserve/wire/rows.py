@@ -290,9 +290,9 @@ def _write(
 
 
 class BlockParts(dict[tuple[int, ...], RowPart]):
-    """Cache of `RowPart`s, by tuples of block indices.
+    """Cache that maps tuples of block indices to `RowPart`s.
 
-    The same sets of blocks are stepped repeatedly.
+    A cache helps, because the same sets of blocks are stepped repeatedly.
     """
 
     def __init__(self, codec: RowCodec, blocks: Sequence[Block]) -> None:

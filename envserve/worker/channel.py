@@ -72,7 +72,7 @@ class MessageKind(enum.IntEnum):
     FORK = 16  # a request (import modules, fork or kill a worker) or its result
 
 
-#: Exceptions for invalid requests, which no restart can fix, by message kind.
+#: Maps kinds of messages to exceptions for invalid requests, which no restart can fix.
 REQUEST_ERRORS: Final = {
     MessageKind.UNKNOWN_ENV: UnknownEnv,
     MessageKind.BAD_WRAPPER: WrapperError,

@@ -37,9 +37,10 @@ class FrameBoard:
     Attributes:
       watched_until: Array whose first element is the time (`time.monotonic_ns`) at
         which the last watch ends; 0 if no row is watched.
-      watched: Row, end of the watch (`time.monotonic_ns`) and width in pixels, by slot.
+      watched: For each slot, the row, the end of the watch (`time.monotonic_ns`) and
+        the width in pixels.
       num_render_crashes: For each worker, the number of its processes that have exited
-        during `render` since its last frame. While a process renders, it is counted,
+        during `render` since its last frame. A process that is rendering is counted,
         too.
     """
 

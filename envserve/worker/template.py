@@ -127,7 +127,7 @@ class _Template:
         self._fds: list[int] = []
         self._import_error = ""
         self._worker_imports: list[str] = []  # modules that each worker imports itself
-        self._workers: dict[int, int] = {}  # process ids by number of the request
+        self._workers: dict[int, int] = {}  # maps numbers of requests to process ids
         self._kill_at: dict[int, float] = {}  # when to kill workers that write a stack
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
@@ -274,8 +274,8 @@ class _Template:
 
         if env_names is None:
             self._worker_imports, modules, env_names = modules, [], []
-        # The module file whose import started each thread, by thread id; "" for threads
-        # that the template had before.
+        # Maps thread ids to the module files whose import started the threads, or to ""
+        # for threads that the template had before.
         files = dict.fromkeys(_thread_ids(), "")
         num_preloaded = 0
         for index, name in enumerate((*modules, *env_names)):
