@@ -147,7 +147,7 @@ class _CaseProcess:
 def _serve(case: Case, connection: Connection) -> None:
     """Measure a case on each request, until the other end of the pipe is closed."""
     # Ctrl-C signals all processes of the group. Ignore it here: the parent ends this
-    # process, which then ends its child processes.
+    # process, which then stops its child processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     # Some projects load TensorFlow, although no case uses it.

@@ -58,7 +58,8 @@ class Result:
     """The result of a sub-command.
 
     Attributes:
-      columns: Columns of the table by heading, except the first, which names the case.
+      columns: Maps headings to columns of the table, except the first column, which
+        names the case.
       shown: Numbers to show in the table, if they differ from the measured ones.
       results: Additional results for `result.json`.
     """

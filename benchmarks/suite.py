@@ -31,7 +31,8 @@ _LIGHT: Final = tuple(
 #: With large minibatches, a trainer mostly waits for the envs.
 _LARGE_MINIBATCHES: Final = ("--minibatch-size", "2048")
 
-#: Command lines by part; the folder of a part's result has the same name.
+#: Maps each part to its command line. The folder of a part's result is named like the
+#: part.
 PARTS: Final[dict[str, tuple[str, ...]]] = {
     "step-cheetah-16": ("step", "--num-envs", "16"),
     "step-cheetah-64": ("step", "--num-envs", "64"),

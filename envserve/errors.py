@@ -64,7 +64,7 @@ class UnknownEnv(EnvserveError, LookupError):
 
 
 class WrapperError(EnvserveError, ValueError):
-    """No wrapper of that name is registered, or one of its arguments is wrong."""
+    """The wrapper is not registered, or one of its arguments is invalid."""
 
 
 class EnvError(EnvserveError, RuntimeError):

@@ -211,8 +211,8 @@ class Outcome(NamedTuple):
 
     Attributes:
       block: Index of the block.
-      infos: Info dicts by row; the batch's option `infos` determines which rows have
-        one.
+      infos: Maps rows to info dicts; the batch's option `infos` determines which rows
+        have one.
       faults: Faults of this operation; for a `Call`, one per row without a value.
       result: For a `Call`, the encoded list of the values of the first rows, as many as
         fit into one answer. The other rows were not called.
@@ -338,7 +338,7 @@ class Lane(Protocol):
         """
 
     def stats(self) -> Mapping[str, int]:
-        """Return counters since the lane was created, by name.
+        """Return a dict from names to counts since the lane was created.
 
         The names depend on the type of the lane.
         """

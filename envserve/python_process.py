@@ -46,7 +46,7 @@ def main_command(
     """Return a command line that calls a module's `main`; see `python_command`.
 
     If `ends_with_parent`, the process receives SIGTERM when the thread that starts it
-    ends; this works only on Linux.
+    exits; this works only on Linux.
     """
     death_signal = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', max)(1, 15)"
     code = f"from {module} import main; main()"

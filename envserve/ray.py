@@ -28,7 +28,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _READY: Final = "envserve: ready on "
 #: Seconds until a warning reports servers that have not started.
 _REPORT_SECONDS: Final = 20.0
-#: Interval in seconds of checking whether Ray drains a server's node.
+#: Interval in seconds between two checks whether Ray drains a server's node.
 _DRAIN_POLL_SECONDS: Final = 1.0
 
 
@@ -316,8 +316,8 @@ def connect_to_cluster(*, log_to_driver: bool = True) -> Any:
     except Exception as error:  # `ray.init` documents no exceptions
         reason = last_line(error) or f"{type(error).__name__} without a message"
         raise AddressError(
-            f"no Ray cluster (see `ray start`): {reason}; this is Ray "
-            f"{ray.__version__}, and a cluster must have the same version"
+            f"cannot connect to a Ray cluster: {reason}; start one with `ray start`, "
+            f"using the same Ray version as this process ({ray.__version__})"
         ) from None
     return ray
 

@@ -89,7 +89,7 @@ def make_vec_env(
     if is_monitored and monitor_file is None and not monitor_kwargs:
         return vec_env
     monitored = VecMonitor(vec_env, monitor_file, **(monitor_kwargs or {}))
-    # VecMonitor's own list would stay empty.
+    # Otherwise, `monitored.reset_infos` would be a separate list that stays empty.
     monitored.reset_infos = vec_env.reset_infos
     return monitored
 
@@ -168,7 +168,7 @@ class BatchVecEnv(VecEnv):
         """
         try:
             _, step = self.batch.recv(self.num_envs)
-        except EnvError:  # raise only the first error of a step
+        except EnvError:  # discard the other rows, whose errors would follow
             self.batch.drain()
             raise
         except KeyboardInterrupt:

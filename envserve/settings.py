@@ -55,7 +55,7 @@ ExposeRule = Annotated[str, Meta(pattern=_EXPOSE)]
 #: `session.server.policy.check_kwargs`.
 KwargRule = Annotated[str, Meta(pattern=_KWARG)]
 
-#: Descriptions of types for error messages, by msgspec's name.
+#: Maps msgspec's names of types to descriptions for error messages.
 _TYPE_DESCRIPTIONS: Final = {
     f"`str` matching regex {_EXPOSE!r}": "NAME, get:NAME, set:NAME or call:NAME",
     f"`str` matching regex {_KWARG!r}": (
@@ -173,7 +173,7 @@ def convert_fields(settings: Any) -> list[str]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring below each field of a class and its bases, by name."""
+    """Return a dict from field name to docstring, for a class and its bases."""
     docs, bases = {}, {(base.__module__, base.__name__) for base in kind.__mro__[:-1]}
     for module in {module for module, _ in bases} - {"builtins"}:
         for part in ast.parse(inspect.getsource(sys.modules[module])).body:
@@ -270,7 +270,7 @@ class EnvRequest(_Validated):
             )
 
     def kwargs_of(self, row: int) -> Mapping[str, Any]:
-        """Return the keyword arguments of a row's env; placeholders are not filled."""
+        """Return the keyword arguments of a row's env, with unreplaced placeholders."""
         env_kwargs = self.env_kwargs
         return env_kwargs if isinstance(env_kwargs, Mapping) else env_kwargs[row]
 

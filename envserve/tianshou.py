@@ -90,7 +90,7 @@ class BatchVectorEnv(BaseVectorEnv):
         self.batch.send(np.asarray(action), rows, together=True)
         try:
             _, step = self.batch.recv(env_indices=rows)
-        except EnvError:  # raise only the first error of a step
+        except EnvError:  # discard the other rows, whose errors would follow
             self.batch.drain()
             raise
         # Tianshou's buffers cannot store strings that only some rows have, such as the

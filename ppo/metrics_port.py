@@ -27,13 +27,13 @@ class TrainerMetrics(MetricsPort):
 
         Args:
             steps: Env steps of the run so far.
-            row: Metrics by name.
+            row: Maps the names of metrics to their values.
             stats: Statistics of the envs.
         """
         self._latest = steps, dict(row), stats
 
     def collect(self) -> Iterator["Metric"]:
-        """Yield all metrics; each metric of the row becomes a gauge `ppo_NAME`."""
+        """Yield a gauge `ppo_NAME` per value of the newest row, and env statistics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         steps, row, stats = self._latest

@@ -34,7 +34,7 @@ from ppo.simulate import Simulation
 
 __all__ = ["TrainingRun"]
 
-_RECENT_EPISODES = 100  # which `mean_return` averages
+_RECENT_EPISODES = 100  # number of episodes that `mean_return` averages
 
 
 class TrainingRun:
@@ -154,8 +154,8 @@ class TrainingRun:
             numbers = {name: float(value) for name, value in metrics.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"algorithm {self.config.algorithm}: expected learn to return numbers "
-                f"by name, got {metrics!r:.200}."
+                f"algorithm {self.config.algorithm}: expected `learn` to return a dict "
+                f"from metric names to numbers, got {metrics!r:.200}."
             ) from error
         numbers.pop("steps", None)  # reserved for the number of env steps
         return numbers

@@ -22,7 +22,7 @@ import numpy as np
 from envserve.text import one_line
 from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 
-#: Loaded files by path, each with its version (modification time, size) and module.
+#: Maps paths of loaded files to their versions (modification time, size) and modules.
 _loaded: dict[str, tuple[tuple[int, int], ModuleType]] = {}
 
 
@@ -134,7 +134,7 @@ class Callbacks:
 
         Raises:
             CallbackError: A callback raised an exception, stepped or reset the training
-                envs, or returned something other than numbers by name.
+                envs, or did not return a dict from names to numbers.
         """
         return self._call(run, metrics, lambda callback: callback)
 
@@ -172,7 +172,7 @@ class Callbacks:
                         "create a separate BatchEnv instead"
                     )
                 if invalid := [key for key in numbers if not isinstance(key, str)]:
-                    raise TypeError(f"expected numbers by name, got {invalid[0]!r}")
+                    raise TypeError(f"expected names of metrics, got {invalid[0]!r}")
                 numbers = {key: float(value) for key, value in numbers.items()}
         added = numbers.keys() - {*metrics, "steps"}
         return {k: numbers[k] for k in added if not k.startswith("evaluation_")}

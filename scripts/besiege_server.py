@@ -62,7 +62,7 @@ class UnknownKeyClient:
         self._until = time.monotonic() + 1.0
 
     def is_disconnected(self) -> bool:
-        """Return whether a second has passed; by then, the server has rejected it."""
+        """Return whether a second has passed; the server rejects the client sooner."""
         return time.monotonic() > self._until
 
 
@@ -108,7 +108,7 @@ def strangers(
     try:
         time.sleep(5.0)  # time to start and to connect all clients
         yield
-        assert process.is_alive(), "expected a running attacker; its process has ended"
+        assert process.is_alive(), "expected the attacker to run; it has exited"
     finally:
         process.kill()
         process.join()

@@ -45,7 +45,7 @@ class Cluster:
 
     Attributes:
       servers: Names of the hosts that run `sim`.
-      processes: Running processes by host.
+      processes: Maps names of hosts to their running processes.
     """
 
     def __init__(self, num_servers: int, folder: Path) -> None:

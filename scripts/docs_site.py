@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-#: Factors of a page's rank in search results, by section of the navigation.
+#: Maps sections of the navigation to factors of their pages' ranks in search results.
 _SEARCH_BOOSTS = {"Get started": 4, "Explanation": 0.5, "Developers": 0.1}
 
 

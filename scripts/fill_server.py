@@ -128,7 +128,7 @@ def fill(
         while time.monotonic() < deadline:
             peak = max(peak, server.resident_bytes)
             time.sleep(0.02)
-        assert process.is_alive(), "expected a running attacker; its process has ended"
+        assert process.is_alive(), "expected the attacker to run; it has exited"
         os.kill(process.pid or 0, signal.SIGSTOP)
         time.sleep(SETTLE_SECONDS)
         after = server.resident_bytes

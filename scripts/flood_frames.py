@@ -70,7 +70,7 @@ _PLANTED: Final = "planted-3f1c0a7be94d"
 
 
 class Peer(Attacker):
-    """An attacker that counts answers by type, and occasionally steps an env."""
+    """An attacker that counts answers of each type, and occasionally steps an env."""
 
     def __init__(self, address: str, session: int) -> None:
         super().__init__(address)
@@ -83,7 +83,7 @@ class Peer(Attacker):
         self._renew()
 
     def _renew(self) -> None:
-        """Create the next operation of the lease; mutated copies are also sent."""
+        """Create the next operation of the lease, also for the mutated messages."""
         self._seq += 1
         kind, body = MessageType.STEP, bytes(8)
         if self._seq == 1:
@@ -127,7 +127,7 @@ class Peer(Attacker):
 
 
 def send_bad(address: str, count: int, seed: int) -> Counter[int]:
-    """Send malformed messages; return the number of answers by type."""
+    """Send malformed messages; return the number of answers of each type."""
     random = np.random.default_rng(seed)
     session = int(random.integers(1, 1 << 62))
     with contextlib.closing(Peer(address, session)) as peer:
@@ -243,7 +243,7 @@ def as_attacker(home: Path, cores: Cores, run: Callable[..., Any], *args: Any) -
 
 
 def planted_secrets(folder: KeyFolder) -> dict[str, bytes]:
-    """Return the secrets that other users must not be able to read, by name."""
+    """Return a dict from names to secrets that other users must not be able to read."""
     secrets = {"environment variable": _PLANTED.encode()}
     pairs = {"server": folder.key("server"), "client": folder.key("client")}
     for name, pair in pairs.items():

@@ -60,7 +60,7 @@ _NUM_CLIENTS = 5_000
 _STRANGERS_PER_SECOND = 500
 _NUM_OPEN = 100
 _ATTACH_LOOPS = {"attach": ("CartPole-v1", 1), "attach-cheetah": ("HalfCheetah-v5", 8)}
-#: Bodies of the flood messages, by type.
+#: Maps kinds of floods to the type and the body of their messages.
 _BODIES: dict[str, tuple[MessageType, bytes]] = {
     "ping": (MessageType.PING, b""),
     "hello": (MessageType.HELLO, Hello().encode()),
@@ -213,7 +213,7 @@ def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
             assert process.stdout is not None
             assert process.stdout.readline().strip() == _STARTED, "expected a flood"
             yield
-            assert process.poll() is None, "expected a running flood; it has ended"
+            assert process.poll() is None, "expected the flood to run; it has exited"
         finally:
             process.kill()
 

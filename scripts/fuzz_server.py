@@ -60,7 +60,7 @@ class FuzzingClient:
     """A client that keeps a session usable, and validates and counts all answers.
 
     Attributes:
-      answers: Number of answers by type.
+      answers: Maps message types to the number of answers of that type.
       num_sent: Number of malformed messages.
       num_valid_results: Number of answers to valid steps and resets.
       num_leases: Number of leases requested, because malformed messages end leases.

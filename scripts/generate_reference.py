@@ -45,7 +45,7 @@ Set them in a config, or with `ppo train --set`; see
 [the ppo command](ppo-command.md). The column "algorithm" states which algorithm
 uses a setting; your own algorithm can use the settings of `ppo`, too."""
 
-#: File names of the pages, by title.
+#: Maps titles of pages to file names.
 _PAGES = {
     path.read_text("utf-8").partition("\n")[0].removeprefix("# "): path.name
     for path in PAGE.parent.glob("*.md")

@@ -34,7 +34,7 @@ SELF = Path(__file__).stem
 ENV = "envserve/Pickled-v0"
 #: Python code that runs this file as a script.
 RUN = f"import runpy; runpy.run_module({SELF!r}, run_name='__main__', alter_sys=True)"
-#: The classes that `envserve.make_vec` replaces, by folder of tests.
+#: Maps folders of tests to the classes that `envserve.make_vec` replaces in them.
 PARTS = {
     "tests/vector": ("AsyncVectorEnv",),
     "tests/wrappers/vector": ("AsyncVectorEnv", "SyncVectorEnv"),
@@ -55,7 +55,7 @@ gymnasium.register(ENV, f"{SELF}:make_pickled")
 
 
 def expected_failures() -> dict[str, str]:
-    """Return the reasons of expected failures, by test id."""
+    """Return a dict from ids of tests that may fail to the reasons."""
     lines = (HERE / f"{SELF}.txt").read_text().splitlines()
     entries = [line.partition("  # ") for line in lines if line and line[0] != "#"]
     return {name.strip(): reason for name, _, reason in entries}

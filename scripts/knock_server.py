@@ -65,7 +65,7 @@ def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ..
     """Connect three clients, then invalidate their keys.
 
     Returns:
-      The arguments of `KeyedStranger` for each client, by kind of key.
+      A dict from the kind of each client's key to the arguments of `KeyedStranger`.
     """
     clients, now = KeyFolder().clients, time.time()
     arguments: dict[str, tuple[Any, ...]] = {}

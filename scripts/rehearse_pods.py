@@ -61,7 +61,7 @@ class Cluster:
     """Starts and removes pods, as the controllers of a cluster do.
 
     Attributes:
-      servers: The pods of the Deployment, by name.
+      servers: Maps names to the pods of the Deployment.
       trainer: The pod of the Job.
     """
 
@@ -145,7 +145,7 @@ class Cluster:
 
 
 def end(pod: Pod, code: int, seconds: float) -> None:
-    """Wait until a pod ends, and check its exit code."""
+    """Wait until a pod has exited, and check its exit code."""
     wait_for(f"{pod.name} ends", lambda: pod.process.poll() is not None, seconds)
     if pod.process.returncode != code:
         raise ChildProcessError(
@@ -169,7 +169,7 @@ def action_of(code: int) -> str:
 
 def rehearse_servers(cluster: Cluster) -> None:
     """Replace servers while the trainer trains."""
-    cluster.trainer.is_initialised()  # starts its init containers
+    cluster.trainer.is_initialised()  # also starts the init containers
     for name, host in (("envs-0", "a"), ("envs-1", "b")):
         cluster.start_server(name, host)
     if cluster.trainer.is_initialised():

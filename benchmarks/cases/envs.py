@@ -44,7 +44,7 @@ class _ConstantEnv(gymnasium.Env[Array, np.int64]):
 
     def step(self, action: np.int64) -> Transition:
         self._step += 1
-        truncated = self._step == self._episode_length  # always false if it is 0
+        truncated = self._step == self._episode_length  # never equal if the length is 0
         return self._observation, 0.0, False, truncated, {}
 
 

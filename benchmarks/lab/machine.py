@@ -19,7 +19,7 @@ _PACKAGES: Final = (
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the number of cores, processor, system and package versions, by name."""
+    """Return a dict with the cores, processor, system and package versions."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # not installed

@@ -26,7 +26,7 @@ class Vitals(NamedTuple):
     """State and resources of a process.
 
     Attributes:
-      state: State, as named by psutil. A zombie has ended, but its parent has not read
+      state: State, as named by psutil. A zombie has exited, but its parent has not read
         its exit status.
       resident_bytes: Resident memory, including shared pages.
       num_files: Number of open file descriptors; 0 if it cannot be read.
@@ -48,7 +48,7 @@ def with_descendants(pid: int) -> list[int]:
 
 
 def vitals_of(pid: int) -> Vitals | None:
-    """Return the resources of a process, or None if it has ended."""
+    """Return the resources of a process, or None if it has exited."""
     try:
         process = psutil.Process(pid)
         state, num_files = process.status(), 0
@@ -70,7 +70,7 @@ def is_running(pid: int) -> bool:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Kill processes; ignore processes that have already ended."""
+    """Kill processes; ignore processes that have already exited."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

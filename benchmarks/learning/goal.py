@@ -29,7 +29,7 @@ from ppo.config.named_configs import CONFIGS
 from ppo.run_folder.folder import RunFolder
 
 GOALS = {"cartpole": 475.0, "cheetah": 3000.0}
-"""Goals by task: the mean return of the last training episodes (at most 100)."""
+"""Maps tasks to goals: the mean return of the last training episodes (at most 100)."""
 
 SECONDS, STEPS, RETURN = "seconds", "steps", "mean_return"
 """Measured numbers: time, env steps and mean return at the goal or the step limit."""

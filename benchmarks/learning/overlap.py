@@ -206,7 +206,7 @@ def busy_policy(layers: int) -> Any:
         features = tf.reshape(tf.repeat(observation[:, :1], 8 * _WIDTH), [-1, _WIDTH])
         for _ in range(layers):
             features = tf.tanh(features @ weights + 0.1)
-        # This is always false, but TensorFlow must compute the products to find out.
+        # The result is always false, but TensorFlow must compute the products for it.
         is_large = tf.reduce_max(features) > 2.0
         action = tf.fill([rows], tf.cast(is_large, tf.int64))
         return action, tf.zeros([rows])

@@ -103,7 +103,7 @@ def profile(
 
 @contextlib.contextmanager
 def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
-    """Measure the time of the envs in the slowest worker; each env measures its own."""
+    """Measure the time of the envs in the slowest worker; each env times itself."""
     timed = replace(
         load,
         env_name="envserve/Timed-v0",
@@ -139,7 +139,7 @@ def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
     cannot all run at the same time.
 
     Args:
-        spent: Time of each env, by row.
+        spent: Time of each env, in row order.
         workers: Number of processes; each steps an equal share of the rows.
         cores: Number of processes that can run at the same time.
     """
@@ -148,9 +148,9 @@ def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
 
 
 def _parts(measured: Measurements, repetition: int) -> dict[str, float]:
-    """Return the parts of a batch step in us, by name.
+    """Return a dict from each part of a batch step to its time in us.
 
-    Their sum is the time of a batch step in a rollout.
+    The sum of these times is the time of a batch step in a rollout.
     """
     value = {c: measured.values(c, MICROSECONDS)[repetition] for c in measured.by_case}
     local_lane = _LOCAL_LANE if _LOCAL_LANE in value else _LANE

@@ -175,7 +175,7 @@ class Gate:
 
     @contextlib.contextmanager
     def kept_by(self, train: Callable[[], Any]) -> Iterator[None]:
-        """Run `train` in a thread; let it end at the end of the `with` block."""
+        """Run `train` in a thread; stop it at the end of the `with` block."""
 
         def run() -> None:
             self._permits.acquire()
@@ -246,14 +246,14 @@ class _Clock:
     """Measures the total duration of function calls.
 
     Attributes:
-        seconds: Total duration by name.
+        seconds: Maps names of functions to their total durations.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `function` and adds the time to `name`."""
+        """Return a wrapper of `function` that adds its duration to `seconds[name]`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()

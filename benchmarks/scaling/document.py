@@ -16,7 +16,7 @@ _ENV_US: Final = (10, 100, 1_000, 10_000)
 _SIZES: Final = (16, 1_024, 28_224)
 _LARGE: Final = Point(64, 16, 16)
 _CLOCKS: Final[tuple[Clock, ...]] = get_args(Clock)
-#: Rows of the table of joining and leaving servers, by their keys in scaling.json.
+#: Maps keys in scaling.json to rows of the table of joining and leaving servers.
 _PHASES: Final = {
     "calm": "undisturbed",
     "leaving": "a server leaves",
@@ -26,13 +26,13 @@ Points = Mapping[str, Sequence[Point]]
 
 
 def write_document(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Replace the tables in a page; two marks with its name enclose each table."""
+    """Replace the tables in a page; two marks that name a table enclose it."""
     for name, table in tables(numbers).items():
         replace_marked(path, name, table)
 
 
 def tables(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Return the page's tables in Markdown, by name."""
+    """Return a dict from the name of each table on the page to its Markdown."""
     points = {
         part: [Point(*values) for values in measured]
         for part, measured in numbers.items()

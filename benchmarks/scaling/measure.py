@@ -19,7 +19,7 @@ from envserve.client import BatchEnv
 
 _CHUNKS: Final = 5
 _WARM_UP: Final = 10
-#: Envs that real servers run, by the size of an observation in bytes.
+#: Maps the size of an observation in bytes to the env that real servers run.
 _REAL: Final = {16: "envserve/Sleep-v0", 28224: "envserve/Image-v0"}
 
 

@@ -21,7 +21,7 @@ NUM_TEXTS = 4
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
-    """Return one number per seed; the mean of these numbers is the measure.
+    """Return one number per seed, whose mean is the value of a measure.
 
     `Task.measure` describes the measures.
     """
@@ -150,7 +150,7 @@ def _largest_kl(scores: Sequence[Score]) -> str:
 def _label(task: Task, scores: Sequence[Score]) -> list[str]:
     """Return the cells `env` and `steps` of a row.
 
-    They have a mark if the settings have changed since the runs.
+    The steps are marked with a † if the settings have changed since the runs.
     """
     is_current = all(task.is_made_by(score.settings) for score in scores)
     algorithm = CONFIGS[task.config].algorithm.upper().removeprefix("PPO")

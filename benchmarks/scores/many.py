@@ -95,9 +95,9 @@ def _run(jobs: list[tuple[Task, int, Path]], num_processes: int) -> Iterator[Sco
 def _read(
     jobs: Iterable[tuple[Task, int, Path]], path: Path | None
 ) -> dict[str, list[Score]]:
-    """Return the scores of the runs and of the JSON file at `path`, by task.
+    """Return a dict from task names to scores, from the runs and the file `path`.
 
-    If both contain a score of a task and seed, the score of the run counts. If a task
+    If both contain a score for a task and seed, the score of the run counts. If a task
     has scores with the current settings, its other scores are omitted.
     """
     numbers = json.loads(path.read_text("utf-8")) if path and path.exists() else []

@@ -34,7 +34,7 @@ class Task:
         measures use the most likely actions, and env seeds that training never used.
       num_seeds: Number of seeds, which are 0, 1, ...
       goal: Score to reach.
-      anchors: Published scores by measure, starting with the goal's measure.
+      anchors: Published scores with their measures; the goal's measure comes first.
       changes: Settings that differ from the config, such as a different env name.
       variant: Name of the changes, if the table also has a row without them.
       episodes: Episodes of the final evaluation (E).
@@ -63,7 +63,7 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The current settings that influence learning, without 0, false and empty."""
+        """The current settings that influence learning, unless 0, False or empty."""
         values = json.loads(json.dumps(vars(self.make_config(0)))).items()
         return {k: v for k, v in values if v and not _ASIDE.match(k)}
 
@@ -111,8 +111,8 @@ RANDOM_RETURNS = {
     **{"Ant-v4": -44.1, "Ant-v5": -45.2, "Humanoid-v5": 105.6},
     "PongNoFrameskip-v4": -20.7,
 }
-"""Mean return of at least 20 episodes with random actions, by env; for Pong, the value
-of Mnih et al. 2015."""
+"""Maps envs to mean returns of random actions over at least 20 episodes; for Pong, the
+value is that of Mnih et al. 2015."""
 
 TASKS: tuple[Task, ...] = (
     Task("cartpole", 50 * _K, "E", 5, 500, "E rl-zoo DQN 500"),

@@ -23,8 +23,8 @@ from envserve.errors import ServerError
 from envserve.python_process import main_command, search_path
 from envserve.wire.sockets import socket_folder
 
-#: Addresses on which servers listen, by transport. "{folder}" is replaced with a
-#: temporary folder.
+#: Maps each transport to the addresses on which servers listen. "{folder}" is replaced
+#: with a temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
 
 

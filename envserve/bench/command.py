@@ -111,9 +111,9 @@ def bottleneck(parts: Mapping[str, float], remedies: Mapping[str, str]) -> str:
     """Return a sentence that names the bottleneck and advises how to reduce it.
 
     Args:
-      parts: Duration of each part of a batch step, by name. "envs" is the time spent in
-        the envs; all other parts are overhead.
-      remedies: Advice on how to reduce each part except "envs".
+      parts: Maps each part of a batch step to its duration. "envs" is the time spent
+        in the envs; all other parts are overhead.
+      remedies: Maps each part except "envs" to advice on how to reduce it.
     """
     total = sum(parts.values())
     share = parts["envs"] / total

@@ -19,7 +19,7 @@ from envserve.bench.workload import Workload
 
 Array = np.ndarray[Any, Any]
 Measure = Callable[[], Mapping[str, float]]
-"""Function that measures a case once, and returns the results by name."""
+"""Function that measures a case once; returns a dict from metrics to their values."""
 Metric = str | Callable[[Mapping[str, float]], float]
 """Name of a result, or a function that computes a value from the results of a round."""
 
@@ -34,8 +34,9 @@ class Measurements:
     """The results of all cases and rounds.
 
     Attributes:
-      by_case: For each case, the results of each round, by name.
-      skipped: For each case that could not run, the reason.
+      by_case: Maps each case to its results, one dict per round from the names of
+        metrics to their values.
+      skipped: Maps each case that could not run to the reason.
     """
 
     by_case: Mapping[str, list[dict[str, float]]]

@@ -125,7 +125,7 @@ class ServerUnderTest:
 
 
 class ProbeResult(NamedTuple):
-    """A RESULT."""
+    """A RESULT message from the server, with its decoded rows."""
 
     raw: bytes
     """Body and payload; they are identical for leases with equal seeds and actions."""

@@ -35,7 +35,7 @@ def bench(
     from envserve.bench.command import bench as measure
     from envserve.bench.workload import Workload
 
-    # Raise KeyboardInterrupt on SIGTERM, too, so that the workers are ended.
+    # Raise KeyboardInterrupt on SIGTERM, too, so that the workers are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers = min(num_workers, num_envs)
     import_from_here(import_, env)

@@ -25,7 +25,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 #: Maximum amount of output to buffer for a slow reader.
 _MAX_UNWRITTEN_CHARS: Final = 1 << 20
-#: Maximum time to write the remaining output when the program ends.
+#: Maximum time to write the remaining output when the program exits.
 _LAST_SECONDS: Final = 1.0
 
 

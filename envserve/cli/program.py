@@ -52,8 +52,8 @@ from envserve.text import nearest_name
 Command = Callable[..., Any]
 
 _MAX_WIDTH: Final = 100
-#: Placeholders of values in the help, by type. All floats on the command line are
-#: seconds.
+#: Maps the type of a value to its placeholder in the help. All floats on the command
+#: line are durations in seconds.
 _METAVARS: Final = {int: "INT", float: "SECONDS", Path: "PATH", dict: "JSON"}
 _HELP: Final = ("-h", "--help")
 
@@ -185,7 +185,7 @@ class GivenOptions(NamedTuple):
     A parameter of a command with this type receives these options.
 
     Attributes:
-      values: Converted values by parameter name, without defaults.
+      values: Maps names of parameters to converted values, without defaults.
       sources: Each option that is set, with its unconverted value.
     """
 
@@ -402,7 +402,7 @@ def _given_options(
 
 
 def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, Any]:
-    """Return the values in a TOML file of options, by flag."""
+    """Return a dict from flags to values, from a TOML file of options."""
     try:
         values = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -459,7 +459,7 @@ class Program:
       package: Package with one module per command, named like the first word of the
         command. The module has a function named like the last word, and is imported
         only when the command runs or its help is printed.
-      panels: Command names, of one or two words, by help heading.
+      panels: Maps headings of the help to command names of one or two words.
     """
 
     name: str
@@ -492,7 +492,7 @@ class Program:
             code = 130
         except OSError as error:
             if write(sys.stdout, "\n") and not isinstance(error, BrokenPipeError):
-                raise  # stdout did not cause the error
+                raise  # another file caused the error
         is_written = write(sys.stdout)
         write(sys.stderr)
         sys.exit(code or int(not is_written))

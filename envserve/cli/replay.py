@@ -91,7 +91,7 @@ def _debug(repro: Repro) -> bool:
     """Replay a crash in this process; return whether the debugger was opened.
 
     If the env raised an exception, the debugger opens where it was raised. If the
-    process ended or hung, or the step returned an invalid value, the debugger opens
+    process exited or hung, or the step returned an invalid value, the debugger opens
     before the last step.
     """
     import bdb

@@ -50,7 +50,7 @@ _FLAGS: Final = {
     "reset_timeout_seconds": "--reset-timeout",
     "drain_grace_seconds": "--drain-grace",
 }
-#: Fields by help heading; the help lists all other fields under "Limits".
+#: Maps headings of the help to fields; the help lists all other fields under "Limits".
 _PANELS: Final[Mapping[str, Container[str]]] = {
     "Offered envs": (
         *("env_names", "vector_envs", "import_modules", "preload"),

@@ -54,7 +54,7 @@ class Absence:
         self.padded: set[int] = set()
         self._blocks = tuple(blocks)
         self._padding_after = padding_after_seconds
-        self._since: dict[int, float] = {}  # time since which each block is absent
+        self._since: dict[int, float] = {}  # start of the absence of each block
 
     def mark_late(self, positions: Set[int]) -> None:
         """Record that the callers of these steps no longer wait for them."""
@@ -124,7 +124,7 @@ class Absence:
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return the time at which a block becomes padding; at once for a late step."""
+        """Return the time at which a block becomes padding, without delay if late."""
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 

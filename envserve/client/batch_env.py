@@ -101,7 +101,8 @@ class BatchEnv:
         together, so a block is the smallest unit for `send` and `recv`.
       splits: The rows of each split, int64 `[n]`. There are `num_splits` splits, or
         fewer if there are not enough rows.
-      reset_infos: Info dicts from the last `reset`, by row, if `infos="all"`.
+      reset_infos: With `infos="all"`, maps rows to their info dicts from the last
+        `reset`.
       autoreset: Mode in which envs are reset after the end of an episode.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.
@@ -426,7 +427,7 @@ class BatchEnv:
             if seed is not None and not (is_int and 0 <= seed <= MAX_ROOT_SEED):
                 raise ValueError(f"seed: expected an int in [0, 2**63); got {seed!r}")
         self._begin()
-        has_reset, self._has_reset = self._has_reset, False  # until `recv_reset`
+        has_reset, self._has_reset = self._has_reset, False  # `recv_reset` sets it
         try:
             positions = self._group.start_reset(indices, seeds, encoded)
         except LocalProtocolError:  # nothing was started

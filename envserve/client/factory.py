@@ -222,7 +222,7 @@ def start_remote(
                 if count - len(missing) < min_ready:
                     raise
                 first, *_, last = (lane.name, *str(error).splitlines())
-                text = last.removeprefix(f"{first}: ")  # without a worker's traceback
+                text = last.removeprefix(f"{first}: ")  # omits the worker's traceback
                 _LOGGER.warning(
                     "%s: %s; its rows are padding until a server is ready",
                     first,

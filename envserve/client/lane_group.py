@@ -55,7 +55,8 @@ class LaneGroup:
         self.absence = Absence(self.blocks, padding_after_seconds)
         self._cancelled: set[int] = set()  # blocks whose step was cancelled
         self._called: set[int] = set()  # blocks with a reset or call in flight
-        #: Outcomes of late steps, kept during a reset or call, by block position.
+        #: Maps block positions to the outcomes of late steps that are kept during a
+        #: reset or call.
         self._deferred: dict[int, DeferredOutcome] = {}
 
     # Steps.
@@ -109,7 +110,7 @@ class LaneGroup:
             raise interrupt
 
     def _send_remaining(self, row_set: RowSet, actions: Sequence[Array]) -> None:
-        """Step the blocks without a late step; ignore the actions of other blocks."""
+        """Step the blocks that have no late step; ignore the actions of the others."""
         positions = self.absence.await_late_steps(row_set.positions)
         for block, part in row_set.block_parts:
             if block.position in positions:
@@ -141,7 +142,7 @@ class LaneGroup:
         while True:
             ready = positions & outcomes.keys()
             if absence.padded:
-                absence.padded -= ready  # they have finished in the meantime
+                absence.padded -= ready  # these blocks have finished in the meantime
             if len(ready) == len(positions):
                 return ready
             timeout = _COLLECT_SECONDS
@@ -221,7 +222,7 @@ class LaneGroup:
           deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
 
         Returns:
-          Info dicts by row, for the rows that have one.
+          A dict from rows to info dicts, for the rows that have one.
 
         Raises:
           EnvTimeout: The reset has not finished in time; call this again to wait
@@ -238,7 +239,7 @@ class LaneGroup:
         """Start attribute accesses.
 
         Args:
-          calls: At most one call per block, by the position of the block.
+          calls: Maps block positions to calls.
         """
         self._start(calls, lambda lane, group: lane.submit_call(group))
 
@@ -383,7 +384,7 @@ def _resets_of(
     seeds: Sequence[int | None] | None,
     options: bytes,
 ) -> dict[int, Reset]:
-    """Divide a reset of rows into one reset per block, by position of the block."""
+    """Divide a reset of rows; return a dict from block positions to resets."""
     position_of = {int(index): place for place, index in enumerate(env_indices)}
     resets = {}
     for block in blocks:

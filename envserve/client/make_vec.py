@@ -225,7 +225,9 @@ def _expand(
         options |= {name: env.kwargs[name] for name in option_names}
         kwargs = {key: env.kwargs[key] for key in env.kwargs.keys() - option_names}
         if options.get("vectorization_mode") in ("sync", "async"):
-            options["vectorization_mode"] = None  # usually from the spec: do not warn
+            options["vectorization_mode"] = (
+                None  # the spec usually sets it: do not warn
+            )
         env = options.pop("env", env.id) if has_options else replace(env, kwargs=kwargs)
     if env is None:
         raise TypeError("env: expected the name of an env, or a function; got None")
@@ -252,7 +254,7 @@ def _add_kwargs(settings: dict[str, Any], added: Mapping[str, Any]) -> None:
     previous: Any = settings.get("env_kwargs") or {}
     if isinstance(previous, Mapping):
         settings["env_kwargs"] = {**previous, **added}
-    else:  # one for each env
+    else:  # a list with the arguments of each env
         settings["env_kwargs"] = [{**item, **added} for item in previous]
 
 
@@ -345,8 +347,8 @@ def make_batch(
         num_envs = 1 if num_envs is None else num_envs
         return BatchEnv.connect(env, addresses, num_envs, **settings)
     raise ValueError(
-        f"num_workers: expected None with addresses, because each server sets it "
-        f"(envserve start --workers); got {num_workers}"
+        "num_workers: expected None if addresses are given, because each server sets "
+        f"it (envserve start --workers); got {num_workers}"
     )
 
 

@@ -20,11 +20,11 @@ class OutcomeQueue:
     """Collects outcomes from the lanes of a batch.
 
     Attributes:
-      outcomes: Outcomes that were collected but not consumed yet, by the position of
-        their block in the batch.
+      outcomes: Maps positions of blocks in the batch to outcomes that were collected
+        but not consumed yet.
       is_updating: Whether the bookkeeping of the batch is being updated. If an
         interrupt leaves the flag True, all lanes must be invalidated. An interrupt
-        while a lane only waits leaves it False.
+        while a lane only waits leaves the flag False.
     """
 
     def __init__(self, lanes: Sequence[Lane], blocks: Sequence[BatchBlock]) -> None:
@@ -106,7 +106,9 @@ class OutcomeQueue:
                 selector.register(lane, selectors.EVENT_READ)
             self._selector = selector
         for lane in self._positions:
-            lane.fileno()  # required after a `collect` with a timeout
+            # Without this call, the descriptor might not become readable after a
+            # `collect` with a timeout.
+            lane.fileno()
         self._selector.select(min(timeout_seconds, _POLL_SECONDS))
 
     def absent(self) -> Set[int]:
@@ -119,7 +121,7 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting; None if some lane has none."""
+        """Return an error to raise instead of waiting; None if a lane keeps waiting."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 

@@ -180,7 +180,7 @@ def _by_field(parts: Sequence[Rows]) -> Sequence[Sequence[Array]]:
 
 
 class RowSetCache:
-    """A cache of the most recently used row sets, by their rows or by their blocks.
+    """A cache of the most recently used row sets, with rows or blocks as keys.
 
     Attributes:
       all_rows: The set of all rows of the batch.

@@ -1,4 +1,4 @@
-"""Statistics of a batch: steps, faults by kind, and latencies."""
+"""Statistics of a batch: counts of steps and of each kind of fault, and latencies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class BatchStats:
 
     Attributes:
       steps: Number of `step` and `recv` calls that returned rows.
-      rows: Total number of rows that they returned.
+      rows: Total number of rows that these calls returned.
       valid_rows: Number of valid rows, which can be used for training.
-      invalid_rows: Number of invalid rows by the name of their status; see
-        `envserve.client.Status`.
+      invalid_rows: Maps names of `envserve.client.Status` to the numbers of invalid
+        rows with that status.
       latency_seconds: Median ("p50"), 99th percentile ("p99") and maximum ("max")
         duration of the last 1,024 calls to `step`; empty before the first call.
-      lanes: Counters of each lane, by lane name: the number of worker "restarts", for
-        example, and of "resends" and "reattaches" if the lane leads to a server.
+      lanes: Maps lane names to counters, such as the number of worker "restarts", and
+        of "resends" and "reattaches" if the lane leads to a server.
     """
 
     steps: int
@@ -79,7 +79,7 @@ class StepRecorder:
         self._invalid = np.zeros(len(Status), np.int64)
 
     def count_invalid(self, valid: Array, status: Array) -> None:
-        """Count the invalid rows of a step by status."""
+        """Count the invalid rows of a step, separately for each status."""
         self._invalid += np.bincount(status[~valid], minlength=len(Status))
 
     def stats(self, lanes: Sequence[Lane]) -> BatchStats:

@@ -49,8 +49,8 @@ class StepResult(NamedTuple):
         ignored and nothing happens in them, but their observation may be from the lost
         step. A LATE row continues the episode; it is the result of an action that was
         sent before the padding.
-      infos: Info dict by env index, for rows that have one; by default only rows whose
-        episode has ended. A fault is stored under the key "fault".
+      infos: A dict from env indices to info dicts, by default only for rows whose
+        episode has ended. A fault is stored in the info dict under the key "fault".
     """
 
     observation: Any
@@ -69,7 +69,7 @@ class StepResult(NamedTuple):
         return lost
 
     def __repr__(self) -> str:
-        """Return counts of rows by kind, and the shape of the observation."""
+        """Return the number of rows of each kind, and the shape of the observation."""
         return (
             f"<StepResult: {len(self.reward)} rows, {int(self.valid.sum())} valid, "
             f"{int(self.terminated.sum())} terminated, {int(self.truncated.sum())} "
@@ -211,7 +211,7 @@ def final_observations(
 
 
 def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:
-    """Return the observations of a step, but the previous ones of lost episodes.
+    """Return the observations of a step; for lost episodes, the previous ones.
 
     Args:
       space: Observation space of one env.
@@ -280,7 +280,7 @@ def add_infos(
     block: BatchBlock,
     raises_faults: bool,
 ) -> EnvserveError | None:
-    """Add the infos and faults of a block's step to `infos`, by env index of the batch.
+    """Add the infos and faults of a block's step to `infos`; its keys are env indices.
 
     Returns:
       The error to raise, if any: the error of the whole block, or the first fault that

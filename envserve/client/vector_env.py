@@ -349,7 +349,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             yield
         except EnvTimeout as error:
             raise EnvsTimeout(*error.args) from None
-        except EnvserveError:  # raise only the first error of a step
+        except EnvserveError:  # discard the other rows, whose errors would follow
             if name == "step":
                 self._batch.drain()
             raise

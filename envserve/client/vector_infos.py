@@ -39,7 +39,7 @@ def batch_infos(
     "omitted" names the first omitted keys.
 
     Args:
-      infos: Info dict by row, for rows that have one.
+      infos: Maps rows to info dicts, for rows that have one.
       num_envs: Length of the arrays.
 
     Returns:

@@ -128,7 +128,7 @@ def _prune(folder: Path) -> None:
 
     Other processes may delete files at the same time.
     """
-    # Modification time, size and path of each file, by digest of its owner.
+    # Maps digests of owners to the modification time, size and path of each file.
     files: dict[str, list[tuple[int, int, Path]]] = {}
     num_files = num_bytes = 0
     for path in folder.iterdir():

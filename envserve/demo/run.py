@@ -35,7 +35,7 @@ _CUT_SECONDS: Final = 2.0
 _REPORT_SECONDS: Final = 0.25
 _RECV_SECONDS: Final = 0.1
 _NOT_LOST: Final = Status.OK, Status.PENDING, Status.LATE
-#: Seconds without a result after which a row counts as absent; steps take much less.
+#: Seconds without a result after which a row counts as absent; a step takes much less.
 _ABSENT_AFTER_SECONDS: Final = 0.5
 #: Maximum seconds to wait until all envs have recovered from a fault.
 _RECOVERY_SECONDS: Final = 30.0
@@ -48,12 +48,12 @@ class Demo:
 
     Attributes:
       servers: The servers of the envs, in row order; each has an equal number of rows.
-      controls: For each user action, by name: a label, and a function that performs the
-        action and returns a message. If the action is a fault, the function waits until
-        the envs have recovered.
+      controls: Maps the name of each user action to its label and a function that
+        performs it and returns a message. If the action is a fault, the function waits
+        until the envs have recovered.
       num_faults: Number of faults injected so far.
       row: The metrics in the last line of `metrics.jsonl`.
-      has_ended: Event that is set when the thread has ended or must end.
+      has_ended: Event that is set when the thread has exited or must exit.
     """
 
     def __init__(self, env: str, num_envs: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo's servers: child processes that end when the demo process ends."""
+"""The demo's servers: child processes that exit when the demo process exits."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class DemoServer:
         os.kill(random.choice(workers), number)
 
     def kill_and_restart(self) -> None:
-        """Kill the server, which ends its workers, and restart it behind its proxy."""
+        """Kill the server and thereby its workers, and restart it behind its proxy."""
         self._stop(signal.SIGKILL)
         self._start()
         self.proxy.port = self.wait_until_ready()
 
     def close(self) -> None:
-        """End the server and its workers."""
+        """Stop the server and its workers."""
         self._stop(signal.SIGINT)
 
     def _stop(self, number: int) -> None:
@@ -101,5 +101,5 @@ def _exit_with_parent() -> None:
 
 
 def end_with_stdin() -> None:
-    """End this process when its stdin is closed."""
+    """Exit when stdin is closed."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -61,9 +61,10 @@ _context: ContextVar[EnvContext | None] = ContextVar("env_context", default=None
 
 
 def env_context() -> EnvContext | None:
-    """Return the place in the batch of the env that the worker is building.
+    """Return the batch position of the env that this worker is building.
 
-    Call it in the constructor of an env or wrapper, and store the result if you need it
-    later. It returns None everywhere else, for example in `gymnasium.make`.
+    Call this function in the constructor of an env or wrapper, and store the result if
+    you need it later. Everywhere else, for example in an env that `gymnasium.make`
+    builds, the function returns None.
     """
     return _context.get()

@@ -39,15 +39,17 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Specs of the envs to register in each worker, by name. They include all
+      specs: Maps env names to the specs to register in each worker. They include all
         envs that this process has registered, because an env or function may create any
         of them.
       env_fns: One function per row, which creates the env of the row; empty if the envs
         are created by name.
-      wrappers: Classes and functions to register as wrappers in each worker, by name.
+      wrappers: Maps names to the classes and functions to register as wrappers in each
+        worker.
       kwargs: Arguments of the env's constructor that have to be pickled: one dict for
         all envs, or one for each env.
-      main: Objects of the script that the specs name as "__main__:NAME", by name.
+      main: Maps each NAME that a spec contains as "__main__:NAME" to this object of the
+        script.
       copies: The functions that `copy_env_fn` has returned.
     """
 
@@ -140,7 +142,7 @@ class UserCode:
             table = table_of(wrapper)
             if callable(table):
                 name = user_envs.name_of_code(wrapper)[:180]
-                table = {"name": f"<{name} {position}>"}  # cannot name a module
+                table = {"name": f"<{name} {position}>"}  # not the name of any module
                 self.wrappers[table["name"]] = wrapper
             tables.append(table)
         return tables

@@ -39,7 +39,9 @@ Env = gymnasium.Env[Any, Any]
 _MAX_NAME_LENGTH: Final = 200
 #: For each package, the envserve extra that installs it.
 _EXTRAS: Final = {"ale_py": "atari"} | {x: x for x in ("mujoco", "box2d", "envpool")}
-_INSTALL_HINT: Final = "install it, or add it to PYTHONPATH, where the envs run"
+_INSTALL_HINT: Final = (
+    "install it, or add it to PYTHONPATH, on the host that runs the envs"
+)
 #: Message of a TypeError about a missing or unexpected constructor argument.
 _BAD_ARGUMENT: Final = re.compile(
     r"(__init__\(\) missing)|got an unexpected keyword argument '(\w+)'"
@@ -238,7 +240,7 @@ def _install_command(error: BaseException) -> str:
     """Return the pip command for a missing package; "" if no extra installs it."""
     words = re.findall(r"\w+", str(error).lower())
     extra = next((_EXTRAS[word] for word in words if word in _EXTRAS), "")
-    return extra and f"{install_command(extra)} where the envs run"
+    return extra and f"{install_command(extra)} on the host that runs the envs"
 
 
 def make_env(
@@ -352,7 +354,7 @@ def env_creator_of(spec: EnvSpec) -> Any:
 
 
 def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
-    """Return the globals of the user's loaded modules, by module name.
+    """Return a dict from names of the user's loaded modules to their globals.
 
     These are the modules that `import_env_modules` has imported, the module that
     defines the env, and the modules of their packages. If one of these modules belongs

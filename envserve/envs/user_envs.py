@@ -22,7 +22,10 @@ modules_being_imported: Final[list[str]] = []
 
 
 def is_user_env(reference: str) -> bool:
-    """Return whether a string names a module or file to import, not only an env."""
+    """Return whether a reference includes a module or file to import.
+
+    True for "my_package:Walk-v0" and "my_env.py"; False for a plain env name.
+    """
     return ":" in reference or reference.endswith(".py")
 
 

@@ -32,7 +32,7 @@ _HEADER: Final = "# name       public key        limits: see envserve invite --h
 
 
 class _Contents(NamedTuple):
-    """The parsed file: its lines, and its grants by public key and by unique id."""
+    """The lines of the file, and dicts from public key and from unique id to grant."""
 
     lines: list[tuple[str, Grant | None]]
     by_key: dict[bytes, Grant]

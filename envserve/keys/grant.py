@@ -105,7 +105,7 @@ def parse_words(words: Sequence[str]) -> Grant:
         if keyword not in _FIELDS_BY_OPTION or not value or re.search(r"[\s#]", value):
             raise CodecError(
                 f"unknown option or invalid value: {keyword.partition('.')[0]!r:.40}; "
-                f"expected OPTION=VALUE without spaces or #, with an OPTION of: "
+                f"expected OPTION=VALUE without spaces or #, where OPTION is one of: "
                 f"{', '.join(sorted(_FIELDS_BY_OPTION))}"
             )
         values[_FIELDS_BY_OPTION[keyword].name] = _convert_option(keyword, value)

@@ -233,7 +233,7 @@ class KeyFolder:
             private_files.write_private(self.path / "servers", "".join(lines))
 
     def _pins(self) -> dict[str, tuple[bytes, str]]:
-        """Return the public key and the options of each pin, by address."""
+        """Return a dict from pinned addresses to their public keys and options."""
         path = self.path / "servers"
         pins: dict[str, tuple[bytes, str]] = {}
         lines = (private_files.read_private(path) or "").splitlines()

@@ -16,7 +16,7 @@ from typing import Final
 from envserve.errors import KeyFileError
 from envserve.regular_file import open_regular
 
-#: Maximum size of a private file; the lines of 100,000 clients are smaller.
+#: Maximum size of a private file; enough for 100,000 clients, one per line.
 _MAX_BYTES: Final = 1 << 26
 
 

@@ -105,7 +105,7 @@ class MetricsPort(socketserver.TCPServer):
         self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - started_at))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at debug level, because clients may disconnect or stall at any time."""
+        """Log the error at debug level; clients may disconnect or stall at any time."""
         _LOGGER.debug("a metrics request failed", exc_info=True)
 
 

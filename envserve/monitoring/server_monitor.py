@@ -62,8 +62,8 @@ class MonitoredServer:
     def env_step_seconds(self) -> Histogram:
         """The durations of env steps since the previous poll.
 
-        The durations of all env steps if there was no step since the previous poll, or
-        no previous poll.
+        If there was no env step since the previous poll, or no previous poll, the
+        histogram contains the durations of all env steps.
         """
         total = (self.status or ServerStatus()).env_step_seconds
         recent = total - (self._previous or ServerStatus()).env_step_seconds

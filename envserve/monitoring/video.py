@@ -17,8 +17,8 @@ from envserve.errors import VideoError
 from envserve.text import install_command
 
 _FINISH_SECONDS: Final = 120.0
-#: ffmpeg output options by file suffix. Most players need yuv420p, which requires even
-#: widths and heights, so frames are padded.
+#: Maps file suffixes to output options of ffmpeg. Most players need yuv420p, which
+#: requires even widths and heights, so frames are padded.
 _FORMATS: Final = {
     ".mp4": "-vf pad=ceil(iw/2)*2:ceil(ih/2)*2 -c:v libx264 -preset veryfast "
     "-pix_fmt yuv420p -f mp4",

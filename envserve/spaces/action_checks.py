@@ -201,7 +201,7 @@ def _cast(leaf: Leaf, array: Array) -> Array:
 
 
 def _encode(leaf: Leaf, values: Any, num_rows: int, prefix: _Prefix) -> Array:
-    if isinstance(values, np.ndarray):  # of strings, for example
+    if isinstance(values, np.ndarray):  # an array of strings, for example
         values = values.tolist()
     if not isinstance(values, (tuple, list)) or len(values) != num_rows:
         raise ActionError(
@@ -228,8 +228,8 @@ def _to_bounds(
     """Return the actions to pass to the env, according to `mode`, or raise ActionError.
 
     With "check", rounding errors are clipped: for example, `low + range * x` may exceed
-    `high` by some units in the last place. `precision` is the dtype in which they
-    occurred.
+    `high` by some units in the last place. `precision` is the dtype in which the
+    rounding errors occurred.
     """
     is_valid = _is_within(array, leaf.limits)
     if is_valid.all():

@@ -30,9 +30,9 @@ DTYPES: Final = tuple(
 )
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-#: Dtypes in which string arrays are encoded, by the kind of their dtype: as code points
-#: or bytes, with the string width as an additional last dimension. Values may contain
-#: string arrays, but spaces may not.
+#: Maps the kind of a string dtype to the dtype in which string arrays are encoded: code
+#: points or bytes, with the string width as an additional last dimension. Values may
+#: contain string arrays, but spaces may not.
 _STRINGS: Final[dict[str, np.dtype[Any]]] = {"U": np.dtype("<u4"), "S": np.dtype("u1")}
 _STRING_KINDS: Final = dict(enumerate(_STRINGS, len(DTYPES)))
 
@@ -61,9 +61,9 @@ _SIZES_BY_FIRST_BYTE: Final = bytes(
         *[1] * 0x20,
     ]
 )
-#: Header layout by first byte: width of the length field in bytes, and unit of the
-#: length. Units: 0: bytes; -1: items; -2: key-value pairs; n >= 1: bytes of an
-#: extension value, in addition to n bytes, the first of which is the extension type.
+#: Maps the first byte of a header to the width of the length field in bytes, and to the
+#: unit of the length. Units: 0: bytes; -1: items; -2: key-value pairs; n >= 1: bytes of
+#: an extension value, in addition to n bytes, the first of which is the extension type.
 _HEADERS: Final = {
     **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1)},
     **{0xC9: (4, 1), 0xD4: (0, 2), 0xD5: (0, 3), 0xD6: (0, 5), 0xD7: (0, 9)},
@@ -179,7 +179,9 @@ def check(
     offset, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
     limit = remaining = end if max_values is None else max_values
     num_left, is_map = 1, False  # values left in the innermost open list or map
-    outer: list[tuple[int, bool]] = []  # the same for enclosing lists and maps
+    outer: list[
+        tuple[int, bool]
+    ] = []  # `num_left` and `is_map` of the lists and maps around it
     while offset < end:
         while not num_left and outer:
             num_left, is_map = outer.pop()

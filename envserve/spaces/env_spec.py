@@ -329,16 +329,16 @@ def _multi_discrete(
 
 
 _Build = Callable[..., Space[Any]]
-#: Spaces of arrays, by kind: the attributes that define them, and a builder that takes
-#: the budget, the dtype and these attributes.
+#: For each kind of space whose values are arrays: the attributes that define a space,
+#: and a builder that takes the budget, the dtype and these attributes.
 _FIXED_SHAPE_SPACES: Final[dict[str, tuple[tuple[str, ...], _Build]]] = {
     "box": (("low", "high"), _box),
     "discrete": (("n", "start"), _discrete),
     "multi_binary": (("shape",), _multi_binary),
     "multi_discrete": (("nvec", "start"), _multi_discrete),
 }
-#: Spaces of encoded values, by kind: the attributes that define them, and a builder
-#: that takes the inner spaces and these attributes.
+#: For each kind of space whose values are encoded: the attributes that define a space,
+#: and a builder that takes the inner spaces and these attributes.
 _ENCODED_SPACES: Final[dict[str, tuple[tuple[str, ...], _Build]]] = {
     "text": (
         ("max_length", "min_length", "character_list"),

@@ -26,7 +26,7 @@ _PYTHON_DTYPES: Final = {
     int: np.dtype(np.int64),
     float: np.dtype(np.float64),
 }
-#: Format character of `struct`, by dtype.
+#: Maps each dtype to its format character in `struct`.
 _FORMATS: Final = dict(zip(codec.DTYPES, "?bhiqBHIQefd", strict=True))
 #: Maximum sizes in bytes. Values that do not fit into a record are encoded in dicts.
 _MAX_RECORD_BYTES: Final = 1 << 9
@@ -101,11 +101,13 @@ class InfoColumns(NamedTuple):
 
 
 class RowInfos(Mapping[int, Mapping[str, Any]]):
-    """Infos by row; the numbers in columns become dicts when the first row is read.
+    """A mapping from rows to info dicts.
+
+    The numbers in columns become dicts when the first row is read.
 
     Attributes:
       columns: Numbers in the infos of adjacent rows.
-      others: Info dict by row, without the numbers in columns.
+      others: Maps rows to info dicts without the numbers that are in columns.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ def read_columns(parts: Sequence[tuple[int, bytes, bytes]]) -> list[InfoColumns]
     """Decode columns that a peer has sent.
 
     Args:
-      parts: First row, encoded layout and records of each.
+      parts: For each group of rows, the first row, the encoded layout and the records.
 
     Raises:
       CodecError: A layout is not valid, the records do not have the length that it
@@ -236,9 +238,10 @@ def _column_type(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     return dtype, shape, dtype.itemsize * math.prod(shape)
 
 
-#: Cache of layouts, each with the keys that have no column, by the keys and types of an
-#: info. None for infos without numbers. False for keys and types that have occurred
-#: only once; they get no layout yet, because envs may add keys at random.
+#: Cache that maps the keys and types of an info to its layout and the keys that have no
+#: column. The value is None for infos without numbers. It is False for keys and types
+#: that have occurred only once, which get no layout yet, because envs may add keys at
+#: random.
 _plans: Final[dict[Any, tuple[Layout, Sequence[Any]] | Literal[False] | None]] = {}
 
 
@@ -248,7 +251,7 @@ def split_infos(
     """Pack the numbers in infos into columns.
 
     Args:
-      infos: Info dict by row, with ascending rows.
+      infos: Maps rows, in ascending order, to info dicts.
       max_bytes: Maximum total number of bytes; see `InfoColumns.cost`.
       max_values: Maximum total number of values.
 

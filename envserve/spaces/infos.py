@@ -160,16 +160,17 @@ def _pack_map(pairs: Sequence[bytes]) -> bytes:
 def encode_infos(
     infos: Mapping[int, Mapping[Any, Any]], row_budget: InfoBudget, budget: InfoBudget
 ) -> bytes:
-    """Encode infos by row as a map, and omit values that exceed the budgets.
+    """Encode info dicts as a map from row to info.
+
+    Values that exceed a budget are omitted; the info lists their keys instead.
 
     Args:
-      infos: Info dict by row.
+      infos: Maps rows to info dicts.
       row_budget: Budget for the info of each row.
       budget: Budget for the infos of all rows together; not less than `row_budget`.
 
     Returns:
-      An encoded map from row to info; an empty map if even the lists of omitted keys
-      exceed the budget.
+      The encoded map; an empty map if the lists of omitted keys alone exceed `budget`.
     """
     if not infos:
         return _EMPTY_MAP
@@ -202,8 +203,8 @@ def join_infos(
     the sizes of all key-value pairs would take seconds.
 
     Args:
-      packed: Encoded info by row.
-      infos: The infos of the same rows, before they were encoded.
+      packed: Maps rows to encoded infos.
+      infos: Maps the same rows to their infos before encoding.
       budget: Budget for the infos of all rows together.
     """
     num_bytes = _ROW_OVERHEAD_BYTES + sum(

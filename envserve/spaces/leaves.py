@@ -156,7 +156,7 @@ def leaves_of(space: Space[Any]) -> tuple[Leaf, ...]:
 
 
 def custom_space_classes(space: Space[Any]) -> dict[str, str]:
-    """Return the kind, such as "box", of each user-defined space class, by name."""
+    """Return a dict from names of user-defined space classes to kinds such as "box"."""
     kind, classes = kind_of(space), {}
     if not type(space).__module__.startswith("gymnasium.spaces"):
         classes[type(space).__qualname__] = kind

@@ -131,7 +131,7 @@ class Executed(enum.IntEnum):
     UNKNOWN = 2
 
 
-#: Maximum size of a message's body in bytes, by type.
+#: Maps message types to the maximum size of a body in bytes.
 BODY_LIMITS: Final = {
     **dict.fromkeys(MessageType, 4 << 10),
     MessageType.CALL_RESULT: 0,

@@ -61,9 +61,9 @@ _MAX_LISTED: Final = 64
 _EncodedInfos = tuple[Sequence[InfoColumns], bytes]
 _NO_INFOS: Final[_EncodedInfos] = (), b"\x80"
 
-#: Rows by the fault's (status, is_violation, text).
+#: Maps (status, is_violation, text) of a fault to the rows that have this fault.
 _Faults = dict[tuple[Status, bool, str], list[int]]
-#: Blocks by error.
+#: Maps each error to the blocks that failed with it.
 _Errors = dict["ErrorBody", list[int]]
 
 #: Maximum number of notes in a report, and maximum length of a note.
@@ -102,13 +102,13 @@ class ResultReport:
     """The infos, faults, errors and notes of a RESULT.
 
     Attributes:
-      infos: Infos by row.
+      infos: Maps rows to info dicts.
       faults: Faults of rows.
-      errors: Errors by block, for operations that failed as a whole.
+      errors: Maps blocks to errors, for operations that failed as a whole.
       notes: A few short messages about the envs, each to be logged once.
-      packed_infos: Encoded infos by row, without the numbers in columns. Only senders
-        set them. They are used only if they include all rows of `infos` that have other
-        values.
+      packed_infos: Maps rows to encoded infos without the numbers in columns. Only
+        senders set this field. It is used only if it includes all rows of `infos` that
+        have other values.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

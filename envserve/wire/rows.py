@@ -89,8 +89,8 @@ class RowCodec:
         """
         if sys.byteorder != "little":
             raise LocalProtocolError(
-                "expected a little-endian machine, because rows are sent in their "
-                "memory layout"
+                "big-endian machines are not supported, because rows are sent in "
+                "native byte order"
             )
         self.num_envs = len(rows.reward)
         self.flags = [_byte_rows(rows.terminated), _byte_rows(rows.truncated)]
@@ -290,9 +290,9 @@ def _write(
 
 
 class BlockParts(dict[tuple[int, ...], RowPart]):
-    """Cache of `RowPart`s, by tuples of block indices.
+    """Cache that maps tuples of block indices to `RowPart`s.
 
-    The same sets of blocks are stepped repeatedly.
+    A cache helps, because the same sets of blocks are stepped repeatedly.
     """
 
     def __init__(self, codec: RowCodec, blocks: Sequence[Block]) -> None:

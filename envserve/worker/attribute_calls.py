@@ -120,7 +120,7 @@ def run_call(
                 )
         except Exception as error:
             value, fault = _NONE, fault_from_error(row, error)
-            if isinstance(error, codec.CodecError):  # it needs no traceback
+            if isinstance(error, codec.CodecError):  # no traceback needed
                 fault = fault._replace(text=str(error))
             faults.append(fault)
             num_values += 1

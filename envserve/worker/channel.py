@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from envserve.errors import UnknownEnv, WorkerError, WrapperError
 from envserve.settings import EnvRequest
 
-if TYPE_CHECKING:  # it imports gymnasium
+if TYPE_CHECKING:  # at runtime, this import would load gymnasium
     from envserve.envs.pickled_code import UserCode
 
 #: Header of a message: kind, block, sequence number, number of payload bytes.
@@ -64,7 +64,7 @@ class MessageKind(enum.IntEnum):
     BUILT = 7  # another env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
-    FAILED = 10  # traceback; the worker exits. Block 1: a restart would fail, too
+    FAILED = 10  # traceback; the worker exits. If block is 1, restarts would fail
     VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
     UNKNOWN_ENV = 11  # error message; the worker exits
     BAD_WRAPPER = 15  # error message; the worker exits
@@ -72,7 +72,7 @@ class MessageKind(enum.IntEnum):
     FORK = 16  # a request (import modules, fork or kill a worker) or its result
 
 
-#: Exceptions for invalid requests, which no restart can fix, by message kind.
+#: Maps kinds of messages to exceptions for invalid requests, which no restart can fix.
 REQUEST_ERRORS: Final = {
     MessageKind.UNKNOWN_ENV: UnknownEnv,
     MessageKind.BAD_WRAPPER: WrapperError,
@@ -80,8 +80,8 @@ REQUEST_ERRORS: Final = {
 _KINDS: Final = {int(kind): kind for kind in MessageKind}
 #: Maximum payload size of messages whose kind is not in `_MAX_BYTES_BY_KIND`.
 _MAX_BYTES: Final = 64 << 20
-#: Maximum payload sizes of messages from workers. They are lower, because the loop that
-#: serves all workers decodes these messages.
+#: Maximum payload sizes of messages from workers. They are lower than those of messages
+#: to workers, because one loop decodes the messages of all workers.
 _MAX_BYTES_BY_KIND: Final = {
     MessageKind.READY: 16 << 20,
     MessageKind.DONE: MAX_ANSWER_BYTES,
@@ -243,7 +243,7 @@ class Channel:
                 sent = socket.send_fds(self.socket, [data], [] if fd is None else [fd])
             except OSError as error:
                 if error.errno not in _BUSY_ERRNOS:
-                    # The peer has ended. Messages that it sent earlier can still be
+                    # The peer has exited. Messages that it sent earlier can still be
                     # read.
                     self._drop_unsent()
                 break

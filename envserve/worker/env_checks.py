@@ -45,7 +45,7 @@ class EnvChecks:
     Attributes:
       nonfinite: See `settings.NonFinite`.
       strict_spaces: Whether the dtypes of observations must match the space's dtypes.
-      warnings: Warning by class name of the env; "" once it was returned.
+      warnings: Maps class names of envs to warnings; to "" once a warning was returned.
     """
 
     nonfinite: NonFinite = "raise"

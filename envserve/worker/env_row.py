@@ -78,8 +78,7 @@ class EnvRow:
           row: Row of the pool.
           incarnation: Number of times the env was rebuilt before.
           checks: Checks of the values that the env returns.
-          context: Place of the env in its batch; by default, that in a pool with one
-            worker.
+          context: Place of the env in its batch; by default, in a pool with one worker.
           env_fn: Function that creates the env; by default, the env is created by name.
         """
         self.row = row

@@ -37,9 +37,10 @@ class FrameBoard:
     Attributes:
       watched_until: Array whose first element is the time (`time.monotonic_ns`) at
         which the last watch ends; 0 if no row is watched.
-      watched: Row, end of the watch (`time.monotonic_ns`) and width in pixels, by slot.
-      num_render_crashes: For each worker, the number of its processes that have ended
-        during `render` since its last frame. While a process renders, it is counted,
+      watched: For each slot, the row, the end of the watch (`time.monotonic_ns`) and
+        the width in pixels.
+      num_render_crashes: For each worker, the number of its processes that have exited
+        during `render` since its last frame. A process that is rendering is counted,
         too.
     """
 
@@ -49,7 +50,8 @@ class FrameBoard:
         until, crashes, self.watched, self._slots = arrays
         self.watched_until, self.num_render_crashes = until.data, crashes.data
         self._num_envs = num_envs
-        # Slot by watched row, least recently requested first; used only in the pool.
+        # Maps watched rows to slots, the least recently requested row first; used only
+        # in the pool.
         self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
@@ -92,7 +94,7 @@ class FrameBoard:
             return None
         try:
             frame = msgspec.msgpack.decode(data, type=RenderedFrame)
-        except ValueError:  # written by env code
+        except ValueError:  # env code has written to the slot
             return None
         return frame if frame.row == row else None
 

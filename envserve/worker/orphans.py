@@ -23,7 +23,7 @@ _REAP_INTERVAL: Final = 256
 
 
 class OrphanReaper:
-    """Reaps adopted processes that have ended."""
+    """Reaps adopted processes that have exited."""
 
     def __init__(self) -> None:
         self._zombies_since: dict[int, float] = {}
@@ -51,7 +51,7 @@ class OrphanReaper:
 
 
 def _has_zombie_child() -> bool:
-    """Return whether a child has ended, without reaping it."""
+    """Return whether a child has exited, without reaping it."""
     try:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return unpatched.waitid(os.P_ALL, 0, flags) is not None
@@ -71,7 +71,7 @@ def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:
         return []
     children, parent_pid = [], pid or os.getpid()
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):  # the process has exited
             # The name of the process, in parentheses, may contain anything.
             stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2]
             state, parent, _, session, *_ = stat.split()

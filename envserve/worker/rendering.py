@@ -31,7 +31,7 @@ from envserve.worker.frame_board import FrameBoard
 #: frame of a row also loads libraries, so the pause after it has an upper limit.
 _PAUSE_FACTOR: Final = 59
 _MAX_FIRST_PAUSE_NS: Final = 1_000_000_000
-#: A worker stops rendering after this number of its processes have ended while they
+#: A worker stops rendering after this number of its processes have exited while they
 #: rendered.
 _MAX_RENDER_CRASHES: Final = 2
 _QUALITIES: Final = (75, 50, 25)
@@ -169,7 +169,8 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            f"frames require Pillow; run {install_command('page')} where the envs run"
+            f"frames require Pillow; run {install_command('page')} on the host that "
+            "runs the envs"
         ) from error
     image = Image.fromarray(frame)
     image = image if image.mode == "RGB" else image.convert("RGB")

@@ -73,7 +73,8 @@ def build_env(repro: Repro) -> tuple[EnvRow, EnvSpec]:
     """
     if repro.vectorized:
         raise EnvStartError(
-            "its vector env also stepped other rows, which the file does not contain"
+            "this env was a row of a vector env, and the file does not contain the "
+            "actions of the other rows"
         )
     request = EnvRequest(
         env_name=repro.env_name,

@@ -40,7 +40,7 @@ _DROP_SECONDS: Final = 1.0
 #: Maximum number of reads of a worker's pipe after the worker has exited. Its children
 #: may keep writing to the pipe, so the end of file may never come.
 _MAX_LAST_READS: Final = 64
-#: Maximum time to forward the remaining output when the template ends.
+#: Maximum time to forward the remaining output when the template exits.
 _LAST_FLUSH_MS: Final = 200
 
 
@@ -58,11 +58,13 @@ class StderrPipes:
     ) -> None:
         """Store the poll object to register with, and the descriptor to forward to."""
         self._poller = poller
-        # Number of each pipe's worker by read end; -1 after the worker's exit.
+        # Maps the read end of each pipe to its worker; to -1 after the worker's exit.
         self._workers: dict[int, int] = {}
-        self._tails: dict[int, bytearray] = {}  # by worker
-        self._buffers: dict[int, bytearray] = {}  # by read end
-        self._stacks: dict[int, bytes] = {}  # withheld stacks, by worker
+        self._tails: dict[int, bytearray] = {}  # last output of each worker
+        self._buffers: dict[
+            int, bytearray
+        ] = {}  # output of each read end that is not forwarded yet
+        self._stacks: dict[int, bytes] = {}  # withheld stack of each worker
         self._unsent = bytearray()
         self._num_dropped = 0
         self._clock = clock
@@ -90,7 +92,7 @@ class StderrPipes:
         """Close the template's descriptors in a forked worker.
 
         If workers held each other's read ends, their writes could block after the
-        template has ended.
+        template has exited.
         """
         for read_fd in self._workers:
             os.close(read_fd)
@@ -112,7 +114,7 @@ class StderrPipes:
         return True
 
     def finish(self, worker: int, *, is_reported: bool = False) -> bytes:
-        """Return the end of a worker's output, once the worker has ended.
+        """Return the end of a worker's output, once the worker has exited.
 
         Output of processes that the worker has left behind is still forwarded.
 
@@ -135,7 +137,7 @@ class StderrPipes:
         return bytes(self._tails.pop(worker, b""))
 
     def close(self) -> None:
-        """Forward the remaining output when the template ends."""
+        """Forward the remaining output when the template exits."""
         for read_fd in list(self._workers):
             self._read(read_fd)
             if read_fd in self._buffers:

@@ -66,8 +66,8 @@ _STACK_SIGNAL: Final = signal.SIGUSR2
 _STACK_SECONDS: Final = 0.08
 #: Maximum time for the rest of the stack, once its first part has arrived.
 _STACK_REST_SECONDS: Final = 0.005
-#: Delay between the end of a child and the search for orphans, so that one search is
-#: enough if many children end at once.
+#: Delay between the exit of a child and the search for orphans, so that a single search
+#: is enough if many children exit together.
 _ORPHAN_DELAY_SECONDS: Final = 0.1
 #: Maximum time for the interpreter to exit; it waits for threads of imported modules.
 _EXIT_SECONDS: Final = 0.4
@@ -93,9 +93,9 @@ def main(fd: int) -> None:
         # A killed worker would lose buffered output.
         sys.stdout.reconfigure(line_buffering=True)
     template = _Template(owner)
-    # Exit handlers run in reverse order of their registration, so `close` runs after
-    # the handler of multiprocessing. Until that handler has run, a `Pool` restarts
-    # killed processes.
+    # Register `close` before multiprocessing registers its exit handler: exit handlers
+    # run in reverse order, and a `Pool` restarts killed processes until the handler of
+    # multiprocessing has run.
     atexit.register(template.close)
     # Imported lazily, because importing this module must not load gymnasium.
     from envserve.worker import process  # noqa: F401
@@ -127,7 +127,7 @@ class _Template:
         self._fds: list[int] = []
         self._import_error = ""
         self._worker_imports: list[str] = []  # modules that each worker imports itself
-        self._workers: dict[int, int] = {}  # process ids by number of the request
+        self._workers: dict[int, int] = {}  # maps numbers of requests to process ids
         self._kill_at: dict[int, float] = {}  # when to kill workers that write a stack
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
@@ -217,7 +217,7 @@ class _Template:
         return {*_child_pids()} - {self._tracker_pid}
 
     def _kill_orphans(self) -> None:
-        """Kill the processes that ended workers have left behind."""
+        """Kill the processes that exited workers have left behind."""
         self._kill_orphans_at = math.inf
         for pid in {*_child_pids()} - self._import_children - {*self._workers.values()}:
             kill_group(pid)
@@ -274,8 +274,8 @@ class _Template:
 
         if env_names is None:
             self._worker_imports, modules, env_names = modules, [], []
-        # The module file whose import started each thread, by thread id; "" for threads
-        # that the template had before.
+        # Maps thread ids to the module files whose import started the threads, or to ""
+        # for threads that the template had before.
         files = dict.fromkeys(_thread_ids(), "")
         num_preloaded = 0
         for index, name in enumerate((*modules, *env_names)):

@@ -97,7 +97,7 @@ class WorkerReport(msgspec.Struct):
       faults: Faults of rows whose envs failed and were rebuilt. The status of a fault
         is OK if a reset failed and was then repeated successfully with the new env.
       rebuilt: Rows whose envs were rebuilt without a fault, once per rebuild.
-      infos: Encoded info dicts by row, without the numbers in `columns`.
+      infos: Maps rows to encoded info dicts without the numbers in `columns`.
       warnings: Warnings about the envs.
       columns: Numbers in the infos of adjacent rows, as tuples of the first row, the
         encoded layout and the records; see `info_columns`.

@@ -54,7 +54,8 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
             raise
         except gymnasium.error.DependencyNotInstalled as error:
             raise EnvStartError(
-                f"{where}: {error}; {install_command('atari')} where the envs run"
+                f"{where}: {error}; {install_command('atari')} on the host that runs "
+                "the envs"
             ) from error
         except Exception as error:
             raise EnvStartError(f"{where}: {type(error).__name__}: {error}") from error

@@ -94,9 +94,9 @@ class RegisteredWrapper:
     """A wrapper and its arguments.
 
     Attributes:
-      make: Function that takes an env and the arguments by name, and returns the
-        wrapped env. A string "module:attribute" is imported at first use.
-      arguments: The arguments that requests may contain, by name.
+      make: Function that takes an env and keyword arguments, and returns the wrapped
+        env. A string "module:attribute" is imported at first use.
+      arguments: Maps the names of arguments that requests may contain to their types.
       is_limited: Whether the size of its observations is limited to a few MiB. False
         only for classes and functions that a user of this host passes.
     """
@@ -112,7 +112,7 @@ _REPEATS: Final = Integer(1, 1000, required=True)
 _EPSILON: Final = Number(1e-12, 1)
 _BINS: Final = {"bins": Integer(2, 1000, required=True), "multidiscrete": Boolean()}
 
-#: Arguments of Gymnasium's wrappers, by class name.
+#: Maps class names of Gymnasium's wrappers to their arguments.
 _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
     "AddRenderObservation": {"render_only": Boolean()},
     "AtariPreprocessing": {
@@ -155,7 +155,7 @@ _GYMNASIUM: Final[dict[str, dict[str, Argument]]] = {
     "TimeLimit": {"max_episode_steps": Integer(1, 10**9, required=True)},
 }
 
-#: Arguments of the wrappers in `additional`, by name.
+#: Maps names of wrappers in `additional` to their arguments.
 _ADDITIONAL: Final[dict[str, dict[str, Argument]]] = {
     "ActionRepeat": {"amount": _REPEATS},  # RepeatAction, by its older name
     "FrameDelta": {},
@@ -169,7 +169,7 @@ _ADDITIONAL: Final[dict[str, dict[str, Argument]]] = {
     "StaggerEpisodes": {},
 }
 
-#: The registered wrappers, by name.
+#: Maps names to registered wrappers.
 WRAPPERS: dict[str, RegisteredWrapper] = {
     name: RegisteredWrapper(f"{module}:{name}", arguments)
     for module, wrappers in (
@@ -196,8 +196,8 @@ def register_wrapper(
 
     Args:
       name: Name of the wrapper.
-      make: Function that takes an env and the arguments by name, and returns the
-        wrapped env.
+      make: Function that takes an env and keyword arguments, and returns the wrapped
+        env.
       arguments: The arguments that requests may contain. Only their bounds limit the
         requests of a server's clients, so choose them such that the wrapper cannot use
         too much memory or CPU time.

@@ -30,8 +30,9 @@ class WrapperSpec(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
       name: Registered name of the wrapper.
-      arguments: Plain values by name, sorted by name, so that equal wrappers are
-        encoded as equal bytes. Missing arguments have the wrapper's defaults.
+      arguments: Maps argument names to plain values. The names are sorted, so that
+        equal wrappers are encoded as equal bytes. Missing arguments have the wrapper's
+        defaults.
     """
 
     name: Annotated[str, msgspec.Meta(max_length=200)]

@@ -35,8 +35,8 @@ class Algorithm:
         config: The settings of the run.
         learners: The group of learners.
         settings: The algorithm-specific settings, an instance of `settings_type`.
-        trackables: Objects that a checkpoint must store in addition to the agent, by
-            name: optimizers, Keras models, variables or `tf.train.Checkpoint`s.
+        trackables: Maps names to the objects that a checkpoint must store in addition
+            to the agent: optimizers, Keras models, variables or `tf.train.Checkpoint`s.
     """
 
     settings_type: ClassVar[type[Any] | None] = None
@@ -93,7 +93,7 @@ class Algorithm:
             seed: Seed for random numbers; it differs in every iteration.
 
         Returns:
-            Metrics by name.
+            A dict from metric names to numbers.
         """
         raise NotImplementedError
 

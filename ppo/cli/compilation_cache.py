@@ -48,7 +48,7 @@ def _machine_hash() -> str:
     facts = [platform.machine(), platform.processor(), str(os.cpu_count())]
     facts.append(os.environ.get("XLA_FLAGS", ""))
     for gpu in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        facts.append(gpu.read_text().partition("\n")[0])  # the model name
+        facts.append(gpu.read_text().partition("\n")[0])  # model name
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         names = ("model name", "flags", "Features")
@@ -78,7 +78,10 @@ def _clean_up(root: Path, now: float) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return whether a protobuf file ends with its last field, the compiled code."""
+    """Return whether a cached protobuf file is not truncated.
+
+    A complete file ends with its last field (number 3), the compiled code.
+    """
     with path.open("rb") as file:
         tag, end = b"", path.stat().st_size
         while file.tell() < end:

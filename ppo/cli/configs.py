@@ -15,7 +15,7 @@ from ppo.cli.options import config_names, report_errors
 from ppo.config.config import PPO_SETTINGS, SETTINGS_TYPES, Config
 from ppo.config.named_configs import CONFIGS, expected_result, load_config
 
-#: Titles of groups of settings, by the first setting of each group.
+#: Maps the first setting of each group of settings to the title of the group.
 _GROUPS = {
     "env_name": "Env",
     "total_steps": "Run and rollouts",

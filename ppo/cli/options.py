@@ -200,7 +200,7 @@ def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
             raise raised[-1]
 
     before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
-    if callable(signal.getsignal(signal.SIGTERM)):  # within `sigterm_raises`
+    if callable(signal.getsignal(signal.SIGTERM)):  # true within `sigterm_raises`
         before[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

@@ -128,7 +128,7 @@ def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
 
 
 def start_training(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a `ppo train` process that stops if this process ends.
+    """Start a `ppo train` process that stops if this process exits.
 
     The process runs in a new session, so Ctrl-C does not reach it; the caller forwards
     signals.

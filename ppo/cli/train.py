@@ -241,7 +241,7 @@ def _join_learners(
     """Start TensorFlow and connect to the other learners.
 
     Returns:
-        The plan with the learners, and with the config of learner 0.
+        A copy of the plan that contains all learners and the config of learner 0.
 
     Raises:
         ConfigError: Learners of a new run have different settings.
@@ -368,7 +368,8 @@ class Monitors(contextlib.ExitStack):
                     f"--page: {error}; {install_command('page')}."
                 ) from error
 
-            os.environ.update(headless_variables(os.environ))  # inherited by workers
+            # Workers inherit these variables.
+            os.environ.update(headless_variables(os.environ))
         if port is not None:
             from ppo.metrics_port import TrainerMetrics
 

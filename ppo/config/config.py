@@ -55,9 +55,9 @@ _ALIASES = {
     **{"buffer_size": "replay_size", "learning_starts": "random_steps"},
 }
 
-#: Dataclasses of algorithm-specific settings, by algorithm.
+#: Maps algorithms to the dataclasses of their specific settings.
 SETTINGS_TYPES: Mapping[str, type[Any]] = {"sac": SACSettings}
-#: Algorithm-specific defaults of settings that all algorithms have, by algorithm.
+#: Maps algorithms to their defaults of settings that all algorithms have.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"sac": SAC_DEFAULTS}
 #: Settings of PPO, which algorithms in a user's file may also use. They are fields of
 #: `Config`; see "The settings of PPO are fields of Config" in the decisions.
@@ -607,7 +607,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def non_defaults(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, by name."""
+        """Return a dict of the settings that differ from their defaults."""
         defaults = _defaults_of(self.algorithm)
         return {k: value for k, value in vars(self).items() if value != defaults[k]}
 

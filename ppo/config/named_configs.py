@@ -1,4 +1,4 @@
-"""Load configs by name, from files or for an env, and apply `--set KEY=VALUE`.
+"""Load named configs, config files and configs for envs; apply `--set KEY=VALUE`.
 
 A named config contains the settings of a task that differ from the defaults, which suit
 continuous control. Comments explain the differences. Similar tasks share settings.
@@ -293,7 +293,7 @@ def load_config(name: str) -> Config:
 
 
 def recommended_settings(observation_space: Any, action_space: Any) -> dict[str, Any]:
-    """Return settings for an env without a named config, by name.
+    """Return a dict of settings for an env that has no named config.
 
     Envs with images get the Atari settings, without the entropy bonus if actions are
     continuous. If the observations also contain parts that are not images, the networks
@@ -373,9 +373,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected TOML or JSON; {error}.") from error
     if not isinstance(content, dict):
-        raise ValueError(
-            f"expected a table of settings by name, got {reprlib.repr(content)}."
-        )
+        raise ValueError(f"expected a table of settings, got {reprlib.repr(content)}.")
     return content
 
 

@@ -142,7 +142,7 @@ def _policy_functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
 
 
 def _with_named_outputs(function: Any, specs: list[Any]) -> Any:
-    """Trace a function as a signature, which returns tensors by name."""
+    """Trace a function as a signature, which returns a dict of tensors."""
 
     def named(*inputs: Any) -> dict[str, tf.Tensor]:
         outputs = function(*inputs)

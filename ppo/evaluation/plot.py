@@ -17,7 +17,7 @@ from ppo.errors import BadInputError, OutputError, suggestion
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
-_MAX_KEYS = 3  # settings in the label of a curve
+_MAX_KEYS = 3  # maximum number of settings in the label of a curve
 
 
 class Curve(NamedTuple):

@@ -28,12 +28,12 @@ _PYGAME_MODULES = tuple(
 #: Patterns in the traceback of a failed rendering, with remedies; the first match
 #: applies.
 _REMEDIES = (
-    ("pygame", f"{install_command('video')} where the envs run"),
+    ("pygame", f"{install_command('video')} on the host that runs the envs"),
     (
         "mujoco|opengl|egl|osmesa|glfw",
         "without a display, MuJoCo renders with EGL or OSMesa: install libegl1 or "
-        "libosmesa6 where the envs run, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa "
-        "there (for env servers, before they start)",
+        "libosmesa6 on the host that runs the envs, and set MUJOCO_GL=egl or "
+        "MUJOCO_GL=osmesa there (for env servers, before they start)",
     ),
     ("", "the env must support render_mode='rgb_array'"),
 )
@@ -49,7 +49,8 @@ def prepare_filming(config: Config, addresses: Sequence[str]) -> None:
     uses_pygame = module_of(config.env_name).startswith(_PYGAME_MODULES)
     if uses_pygame and not addresses and find_spec("pygame") is None:
         raise VideoError(f"{config.env_name} renders with pygame; {_REMEDIES[0][1]}.")
-    os.environ.update(rendering.headless_variables(os.environ))  # inherited by workers
+    # Workers inherit these variables.
+    os.environ.update(rendering.headless_variables(os.environ))
 
 
 def rendering_env_maker(

@@ -43,7 +43,7 @@ def training_state(agent: Agent, trackables: Mapping[str, Any]) -> tf.train.Chec
 
     Args:
         agent: The agent.
-        trackables: The other objects, such as those of the algorithm, by name.
+        trackables: Maps names to the other objects, such as those of the algorithm.
     """
     return tf.train.Checkpoint(
         agent=tf.train.Checkpoint(**agent.trackables), **trackables
@@ -76,7 +76,7 @@ def save(
     """
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
-    for leftover in folder.glob("*.partial"):  # a run that was killed left them
+    for leftover in folder.glob("*.partial"):  # left behind by a run that was killed
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     state.write(str(partial / "state"))

@@ -203,7 +203,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Prevent other processes from training this run at the same time.
 
-        The kernel releases the lock when the process ends, even if it is killed.
+        The kernel releases the lock when the process exits, even if it is killed.
 
         Raises:
             RunLockedError: Another process is training the run.

@@ -50,7 +50,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the metrics of a run; `steps` never decreases from row to row.
 
     Returns:
-        At least one row of metrics by name; non-finite values are None.
+        A non-empty list of rows. Each row is a dict from metric names to values;
+        non-finite values are None.
 
     Raises:
         RunFolderError: The file cannot be read, or has no complete row.

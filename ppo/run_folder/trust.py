@@ -49,7 +49,7 @@ LOCAL = EnvSource()
 
 
 def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]]:
-    """Return the names of a run's code, and its servers, by setting or option."""
+    """Return a dict from settings to the code and servers that they name."""
     modules = [*config.import_modules, *source.import_modules]
     names = {
         "env_name": [config.env_name] if is_user_env(config.env_name) else [],

@@ -158,7 +158,7 @@ def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(
     ending = replay(repro, make_pool.launcher)
     assert not ending.is_reproduced
     assert ending.text.startswith(
-        "could not be replayed: its vector env also stepped other rows"
+        "could not be replayed: this env was a row of a vector env"
     )
 
 

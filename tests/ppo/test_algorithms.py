@@ -200,7 +200,9 @@ def test_metrics_are_numbers_and_do_not_replace_those_of_the_loop(
     rows = rows_of(tmp_path / "run")
     assert [row["steps"] for row in rows] == [16, 32, 48, 64]
     assert {(row["invalid_steps"], row["loss"]) for row in rows} == {(0.0, 1.0)}
-    with pytest.raises(ConfigError, match="learn to return numbers by name, got None"):
+    with pytest.raises(
+        ConfigError, match="return a dict from metric names to numbers, got None"
+    ):
         run(tmp_path / "silent", SMALL.replace(algorithm=f"{__name__}:Silent"))
 
 

@@ -129,7 +129,7 @@ def test_resumed_run_creates_a_new_instance_of_a_callback_class(
         ("breaks_the_config", "32: ConfigError: num_envs: .* got 0"),
         ("returns_text", "35: ValueError: could not convert .*'many'"),
         ("returns_a_list", "39: TypeError: cannot convert"),
-        ("returns_integer_keys", "59: TypeError: expected numbers by name, got 0"),
+        ("returns_integer_keys", "59: TypeError: expected names of metrics, got 0"),
     ],
 )
 def test_error_of_a_callback_is_one_line(name: str, message: str) -> None:

@@ -182,7 +182,7 @@ def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
     [
         ("", "accepts render_mode='rgb_array'; TypeError:"),
         ("raise", "RuntimeError: no canvas; the env must support render_mode"),
-        ("pygame", re.escape(install_command("video")) + " where the envs run"),
+        ("pygame", re.escape(install_command("video")) + " on the host that runs"),
         ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),
         ("none", "got NoneType; the env must support render_mode='rgb_array'"),
         ("grows", "render all frames at the same size"),

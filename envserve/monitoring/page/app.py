@@ -75,7 +75,7 @@ def build_app(
     Args:
       feed: Source of the events that the page shows.
       token: Token that browsers must present.
-      buttons: Buttons of the page, by their name in the URL.
+      buttons: Maps names in the URL to buttons of the page.
       host: Host name or address of the page. Requests must name this host, localhost,
         or the machine's own host name.
     """

@@ -217,7 +217,7 @@ class _ServerPoller:
       observer: Function that returns an observer of the server.
       tiles: Tiles of this server that browsers show, with widths in pixels.
       has_subscribers: Whether any browser is connected.
-      has_ended: Whether the thread must end.
+      has_ended: Whether the thread must exit.
       wake: Event that ends the pause between two polls.
     """
 
@@ -272,8 +272,8 @@ class _ServerPoller:
     def _count(self, status: ServerStatus) -> bool:
         """Update the totals over all restarts of the server.
 
-        While a server runs, its counts and its uptime never decrease. Lower ones reveal
-        a restart even in a container, where the process id stays the same.
+        While a server runs, its counts and its uptime never decrease. Lower values
+        reveal a restart even in a container, where the process id stays the same.
 
         Returns:
           Whether the server has been restarted since the last status, or this status is
@@ -343,7 +343,7 @@ class _MetricsTail:
         """Read the lines written since the last call.
 
         Returns:
-          Whether there were any, or reading has failed with a new error.
+          Whether there were new lines, or reading has failed with a new error.
         """
         try:
             with open_regular(self._path) as file:
@@ -378,6 +378,6 @@ class _MetricsTail:
         return bool(text)
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's name, latest row, and points `(steps, return)` by curve."""
+        """Return a dict of the run's name, latest row, error, and curves."""
         name, error = one_line(self._path.parent.name), one_line(self._error)
         return {"name": name, "row": self._row, "error": error, **self._points}

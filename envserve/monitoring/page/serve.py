@@ -101,8 +101,8 @@ def page_process(
 ) -> tuple[subprocess.Popen[str], str]:
     """Start a process that serves the page; return the process and the page's URL.
 
-    The process ends when this process ends. Ctrl-C does not reach it, because it runs
-    in a new session.
+    The page's process exits when this process exits. Ctrl-C does not reach it, because
+    it runs in a new session.
 
     Raises:
       ServerError: The page did not start; the process has printed the error to stderr.
@@ -136,7 +136,7 @@ def finish_page(process: subprocess.Popen[str], show: Callable[[str], object]) -
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        with contextlib.suppress(BrokenPipeError):  # the process has ended already
+        with contextlib.suppress(BrokenPipeError):  # the process has exited already
             with process.stdin as stdin:
                 stdin.write("finished")
             for line in process.stdout:

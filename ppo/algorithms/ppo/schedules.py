@@ -77,8 +77,8 @@ class Schedules:
     """Computes the coefficients of each iteration according to the config.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name. The names do not
-            depend on the config, because a run may be resumed with other settings.
+        trackables: Maps names to the objects that a checkpoint must store. The names do
+            not depend on the config, because a run may be resumed with other settings.
     """
 
     def __init__(self, config: Config) -> None:

@@ -43,9 +43,10 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
 class EpochRollback:
     """Restores variables to their values before an epoch.
 
-    Adam's first moments are restored as well, because they would move the variables in
-    the wrong direction again. Adam's second moments are kept, because they make the
-    next steps smaller. If another optimizer has momentum, it is restored as well.
+    Adam's first moments are restored as well; otherwise, they would keep moving the
+    variables in the direction that was just undone. Adam's second moments are kept,
+    because they make the next steps smaller. For optimizers other than Adam, momentum
+    is restored.
 
     Args:
         variables: Variables to restore.

@@ -54,7 +54,7 @@ class Updater:
         learners: Group of learners; each computes its share of every minibatch.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name.
+        trackables: Maps names to the objects that a checkpoint must store.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Updater:
             seed: Seed of the shuffling.
 
         Returns:
-            Metrics by name: `METRICS`; `ratio_deviation`, the largest distance of a
+            A dict of metrics: `METRICS`; `ratio_deviation`, the largest distance of a
             probability ratio from 1 before the first gradient step (more than 1e-3
             indicates a bug); `explained_variance` of the values before the update;
             `epochs_run`, the number of epochs that trained the policy; `undone_epochs`
@@ -171,7 +171,7 @@ class Updater:
         coefficients: Coefficients,
         seed: tf.Tensor,
     ) -> dict[str, tf.Tensor]:
-        """Train on the rollout, and return metrics by name."""
+        """Train on the rollout, and return a dict of metrics."""
         config = self._config
         self.optimizer.learning_rate.assign(coefficients.learning_rate)
         samples, inputs, advantages, (value, deviation) = self._jit(self._prepare)(
@@ -298,7 +298,7 @@ class Updater:
     def _gradients(
         self, minibatch: dict[str, Any], coefficients: Coefficients
     ) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """Return the gradients, and all `METRICS` by name except `gradient_norm`."""
+        """Return the gradients, and a dict of all `METRICS` except `gradient_norm`."""
         config = self._config
         clip_range = coefficients.clip_range
         # Use a Python number if the coefficient is constant: if it is 0, XLA omits the
@@ -359,7 +359,7 @@ class Updater:
         }
 
     def _samples(self, rollout: Rollout, features: Any) -> dict[str, Any]:
-        """Return the tensors that all epochs share, `[T * B, ...]`, by name.
+        """Return a dict of the tensors `[T * B, ...]` that all epochs share.
 
         Their rows are in the order of the samples.
         """

@@ -189,9 +189,8 @@ class SAC(Algorithm):
 
         with tf.GradientTape() as tape:
             policy = agent.distribution(features)
-            action = policy.sample(
-                noise
-            )  # not squashed by tanh, like all actions of the agent
+            # Like all actions of the agent, these are not squashed by tanh yet.
+            action = policy.sample(noise)
             log_prob = policy.log_prob(action)
             values = self._values(self._critics, features, tf.tanh(action))
             value = tf.minimum(*values)
