@@ -144,6 +144,7 @@ class BlockOperations:
 
     Attributes:
       num_in_flight: Number of blocks in flight.
+      losses: Why blocks are lost, by index of the block.
       has_new_absent: Whether a block has become absent since the flag was last cleared.
       outcomes: Outcomes of finished operations that have not been collected yet.
       metrics: Counters of these operations.
@@ -169,7 +170,7 @@ class BlockOperations:
         self._workers = workers
         self._fault_log = fault_log
         self._slots = [_BlockSlot(block, workers.all[block.worker]) for block in blocks]
-        self._losses: dict[int, Lost] = {}  # by index of the lost block
+        self.losses: dict[int, Lost] = {}
         self._sequence = 0
         self._is_next_step = workers.config.autoreset == "next_step"
         self._lost_payload = codec.encode({"rows": []}) if self._is_next_step else b""
@@ -182,9 +183,7 @@ class BlockOperations:
     @property
     def absent(self) -> Collection[int]:
         """Blocks in flight that are lost."""
-        if not self._losses:
-            return ()
-        return {index for index in self._losses if self._slots[index].kind}
+        return {index for index in self.losses if self._slots[index].kind}
 
     def rows_where(
         self, predicate: Callable[[SupervisedWorker, int], object]
@@ -237,14 +236,14 @@ class BlockOperations:
             slot.has_final, slot.started_at = False, now
             self.num_in_flight += 1
             worker = slot.worker
-            if not tasks and index not in self._losses:  # fast path
+            if not tasks and index not in self.losses:  # fast path
                 message = _PACK(_STEP, index, sequence, 0)
             else:
                 if tasks:
                     slot.task = tasks[position]
-                if index in self._losses:
+                if index in self.losses:
                     self._begin_lost_block(slot)
-                message = slot.message(index in self._losses, self._lost_payload)
+                message = slot.message(index in self.losses, self._lost_payload)
             if worker.state is WorkerState.SERVING:
                 outbox.setdefault(worker, []).append(message)
         self._sequence = sequence
@@ -284,7 +283,7 @@ class BlockOperations:
             self.likely_last = worker
             is_plain = slot.kind == _STEP and not event.payload
             is_tracked = slot.failing_rows or slot.resetting
-            if not is_plain or index in self._losses or is_tracked:
+            if not is_plain or index in self.losses or is_tracked:
                 self._on_answer(slot, event.payload, now)
                 return
             worker.has_stepped = True  # fast path
@@ -318,7 +317,7 @@ class BlockOperations:
             self.metrics.slab = workers.slab
             self.state = "ready"
         messages = [
-            slot.message(slot.block.index in self._losses, self._lost_payload)
+            slot.message(slot.block.index in self.losses, self._lost_payload)
             for slot in self._slots_of(worker)
             if slot.kind
         ]
@@ -339,8 +338,8 @@ class BlockOperations:
             return
         for row in rebuilt:
             self._workers.incarnations[row] += 1
-        if is_step and block.index in self._losses:
-            status, text = self._losses.pop(block.index)
+        if is_step and block.index in self.losses:
+            status, text = self.losses.pop(block.index)
             slot.resetting = {*block.rows} if self._is_next_step else set()
             write_lost(self._rows, block.row_slice, status)
             self.metrics.record_lost(block.index, status, slot.started_at, now)
@@ -352,7 +351,7 @@ class BlockOperations:
             if slot.failing_rows or slot.resetting or outcome.faults:
                 self._replace_if_failing(slot, outcome.faults, now)
         elif slot.task.resets_block:
-            self._losses.pop(block.index, None)
+            self.losses.pop(block.index, None)
         has_arguments = not is_step and slot.task.payload
         faults = outcome.faults
         for fault in faults:
@@ -430,8 +429,8 @@ class BlockOperations:
             block = slot.block
             for row in block.rows:
                 self._workers.incarnations[row] += 1
-            if block.index not in self._losses:  # the block was not lost before
-                self._losses[block.index] = loss
+            if block.index not in self.losses:  # the block was not lost before
+                self.losses[block.index] = loss
                 self.has_new_absent |= slot.kind != _IDLE
                 slot.started_at = now
             # Rows of finished steps are not changed, because the caller may not have
@@ -469,7 +468,7 @@ class BlockOperations:
                 invalid[part] |= num_faults != len(outcome.faults)
             is_serving = worker.state is WorkerState.SERVING
             # Rows of other blocks will be written before anyone reads them.
-            is_used = outcome or (index not in self._losses and is_serving)
+            is_used = outcome or (index not in self.losses and is_serving)
             if is_used and invalid[part].any():
                 workers.add(worker)
         padding = slice(slot.block.stop, None)

@@ -143,7 +143,8 @@ class Pool:
     @property
     def absent(self) -> Collection[int]:
         """Blocks in flight whose envs are currently unavailable."""
-        return self._operations.absent
+        operations = self._operations
+        return operations.absent if operations.losses else ()
 
     @property
     def is_closed(self) -> bool:

@@ -23,7 +23,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
@@ -64,7 +63,6 @@ from envserve.session.server.server_session import ServerSession
 from envserve.settings import HostSettings
 from envserve.text import LogThrottle
 from envserve.wire.handshake import Welcome
-from envserve.wire.message import Buffer, Peer
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Workers of an ended lease are killed after this time; `stop` sets another time.
@@ -212,14 +210,15 @@ class ServerLoop:
         if self._scheduled_read is not None:
             self._scheduled_read.cancel()
             self._scheduled_read = None
-        has_more, shares, counters = True, self._fair_share, self.counters
+        session, shares, counters = self._session, self._fair_share, self.counters
+        has_more, previous = True, shares.throttled
         now = time.monotonic()
         shares.begin_turn(now)
         try:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 received = self._router.receive()
                 if received is None:
-                    user = self._router.sockets.discarding_user
+                    user = self._router.discarding_user
                     has_more = user is not None
                     if has_more:
                         shares.charge(time.monotonic(), user)
@@ -229,9 +228,13 @@ class ServerLoop:
                 counters.bytes_in += (num_bytes := sum(map(len, message)))
                 decisions: Sequence[Decision] = ()
                 if shares.admits(peer, num_bytes):
-                    num_dropped = self._session.num_dropped_messages
-                    decisions = self._receive(peer, message, now)
-                    if num_dropped != self._session.num_dropped_messages:
+                    num_dropped = session.num_dropped_messages
+                    try:
+                        decisions = session.receive(peer, message, now)
+                    except Exception:
+                        self._log_failure("a message could not be handled")
+                        decisions = session.receive_failed(peer, message)
+                    if num_dropped != session.num_dropped_messages:
                         counters.dropped += 1
                         shares.record_dropped(0, num_bytes)
                     self._carry_out(decisions)
@@ -242,32 +245,16 @@ class ServerLoop:
                 if shares.charge(now, is_step=is_step):
                     break
         finally:
-            pause = self._end_turn(is_drained=not has_more)
+            pause = shares.end_turn(is_drained=not has_more)
+            if shares.throttled not in (None, previous):
+                reason = "it uses too much of the loop's time; its messages are dropped"
+                self._audit(Audit("over quota", shares.throttled, reason=reason))
+            if shares.flooder is not None:
+                self._router.sockets.reopen("a flood", shares.flooder, shut_out=True)
             if pause:
                 self._scheduled_read = self._loop.call_later(pause, self._on_messages)
             elif has_more:
                 self._schedule_read()
-
-    def _end_turn(self, *, is_drained: bool) -> float:
-        """Limit users who take too much of the loop's time; return seconds to pause."""
-        shares = self._fair_share
-        previous = shares.throttled
-        pause = shares.end_turn(is_drained)
-        if shares.throttled not in (None, previous):
-            reason = "it uses too much of the loop's time; its messages are dropped"
-            self._audit(Audit("over quota", shares.throttled, reason=reason))
-        if shares.flooder is not None:
-            self._router.sockets.reopen("a flood", shares.flooder, shut_out=True)
-        return pause
-
-    def _receive(
-        self, peer: Peer, message: Sequence[Buffer], now: float
-    ) -> Sequence[Decision]:
-        try:
-            return self._session.receive(peer, message, now)
-        except Exception:
-            self._log_failure("a message could not be handled")
-            return self._session.receive_failed(peer, message)
 
     def _log_failure(self, text: str) -> None:
         """Count an unexpected exception; log each `text` at most once a second."""
@@ -284,9 +271,8 @@ class ServerLoop:
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         """Carry out decisions, and the decisions that follow from them."""
-        queue = deque(decisions)
-        while queue:
-            decision = queue.popleft()
+        queue = [*decisions]
+        for decision in queue:  # also those that are appended meanwhile
             if isinstance(decision, Reply):
                 self._send(decision)
             elif isinstance(decision, PoolDecision):

@@ -24,15 +24,22 @@ _MAX_DISCARDED: Final = 50_000
 
 
 class Router:
-    """Reads from a server's sockets in turn; sends messages over the peer's socket."""
+    """Reads from a server's sockets in turn; sends messages over the peer's socket.
+
+    Attributes:
+      sockets: The sockets.
+      discarding_user: The user whose message is being discarded because it has too many
+        frames; None if there was none when `receive` last returned None.
+    """
 
     def __init__(self, sockets: ServerSockets, budget: SendBudget) -> None:
         self.sockets = sockets
+        self.discarding_user: str | None = None
         self._budget = budget
 
     def receive(self) -> tuple[Peer, Frames] | None:
         """Return the sender and frames of the next message; None if there is none."""
-        rotation = self.sockets.rotation
+        rotation, self.discarding_user = self.sockets.rotation, None
         for _ in range(len(rotation)):
             socket = rotation[0]
             rotation.rotate()
@@ -43,7 +50,10 @@ class Router:
                 return (socket.number, bytes(frames[0]), user), frames[1:]
             if socket.receiver.num_discarded > _MAX_DISCARDED:
                 self.sockets.reopen("a message had too many frames", socket.sender)
+                self.discarding_user = None
                 break
+            if socket.receiver.is_discarding:
+                self.discarding_user = socket.sender
         return None
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> bool:

@@ -189,7 +189,11 @@ _MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_LEASE_MOVES}
 
 
 class BlockState(enum.IntEnum):  # hashes faster than an Enum
-    """State of a block's latest request."""
+    """State of a block's latest request.
+
+    A request changes IDLE or DONE to RUNNING. The pool changes RUNNING to DONE,
+    possibly after ABSENT.
+    """
 
     IDLE = 0
     """There has been no request yet."""
@@ -199,12 +203,3 @@ class BlockState(enum.IntEnum):  # hashes faster than an Enum
     """Like RUNNING, but the client was notified that the envs are absent."""
     DONE = 3
     """The rows contain the reply, until the next request."""
-
-
-#: Allowed transitions of blocks, which `Lease._move` checks.
-BLOCK_MOVES: Final[_Moves] = {
-    BlockState.IDLE: (BlockState.RUNNING,),
-    BlockState.RUNNING: (BlockState.ABSENT, BlockState.DONE),
-    BlockState.ABSENT: (BlockState.DONE,),
-    BlockState.DONE: (BlockState.RUNNING,),
-}

@@ -7,6 +7,7 @@ actions outside their space. Every error names the first env whose action is inv
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ Array = np.ndarray[Any, Any]
 #: Function that returns the start of an error message, given the index of the action.
 _Prefix = Callable[[int], str]
 
+#: Maximum number of ranges whose views are cached; usually there is one per split.
+_MAX_PARTS: Final = 64
 #: Names of envs for which the warning about actions outside the space was shown.
 _warned: Final[set[str]] = set()
 
@@ -52,12 +55,18 @@ class ActionBounds:
             for leaf, array in zip(spec.action_leaves, actions, strict=True)
             if array.size
         ]
+        #: The leaves of each range, because the same ranges are checked repeatedly.
+        self._parts: dict[tuple[int, int], list[tuple[Array, Any]]] = {}
 
     def all_within(self, start: int, stop: int) -> bool:
         """Return whether the actions in rows [start, stop) are within bounds."""
-        return all(
-            [_all_within(array[start:stop], limits) for array, limits in self._leaves]
-        )
+        part = self._parts.get((start, stop))
+        if part is None:
+            part = [(array[start:stop], limits) for array, limits in self._leaves]
+            if len(self._parts) == _MAX_PARTS:
+                self._parts.clear()
+            self._parts[start, stop] = part
+        return all(itertools.starmap(_all_within, part))
 
 
 def check_actions(

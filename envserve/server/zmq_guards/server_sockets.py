@@ -87,16 +87,18 @@ class ServerSocket:
         The user is read from each message and not stored by route, because peers choose
         their routes.
         """
-        return self._metadata("User-Id") if self.has_keys else self.user
+        if not self.has_keys:
+            return self.user
+        try:
+            return str(self.receiver.first_frame.get("User-Id"))
+        except zmq.ZMQError:
+            return ""
 
     @property
     def sender_address(self) -> str:
         """The IP address that sent the latest message; "" if unknown."""
-        return self._metadata("Peer-Address")
-
-    def _metadata(self, name: str) -> str:
         try:
-            return str(self.receiver.first_frame.get(name))
+            return str(self.receiver.first_frame.get("Peer-Address"))
         except zmq.ZMQError:
             return ""
 
@@ -219,12 +221,6 @@ class ServerSockets:
     def has_unread(self) -> bool:
         """Return whether a message can be received."""
         return bool(zmq.zmq_poll(self.pollable, 0))
-
-    @property
-    def discarding_user(self) -> str | None:
-        """The user whose message is discarded because it is too long, or None."""
-        sockets = (s for s in self.rotation if s.receiver.is_discarding)
-        return next((socket.sender for socket in sockets), None)
 
     def is_shut_out(self, user: str) -> bool:
         """Return whether the user is rejected for causing `reopen` too often.

@@ -23,10 +23,9 @@ answered once (see "A copy of a request is answered once per attempt").
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
 from typing import Final
 
 from envserve.errors import (
@@ -47,7 +46,7 @@ from envserve.session.server.decisions import (
 )
 from envserve.session.server.policy import Refusal, check_call
 from envserve.session.server.replies import ReplyBuilder
-from envserve.session.states import BLOCK_MOVES, BlockState
+from envserve.session.states import BlockState
 from envserve.settings import ActionMode, HostSettings
 from envserve.slab import Rows
 from envserve.spaces.action_checks import ActionBounds, check_action_rows
@@ -69,8 +68,8 @@ from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
-_BLOCK_OF: Final = attrgetter("block")
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
+_TUPLE_NEW: Final = tuple.__new__  # faster than the constructor of a NamedTuple
 
 #: While a client is not reading, its send queue holds at most this many separate
 #: replies. Each repetition of the replies therefore starts this many blocks later.
@@ -225,7 +224,7 @@ class Lease:
             for start, stop in part.ranges:
                 if not self._bounds.all_within(start, stop):
                     self._raise_if_invalid(start, stop)
-            decision = RunStep(self._session, blocks)
+            decision = _TUPLE_NEW(RunStep, (self._session, blocks))
         elif message.type is MessageType.RESET:
             resets = read_resets(message, self._blocks)
             decision = RunReset(self._session, resets)
@@ -240,8 +239,10 @@ class Lease:
         for block, seq in message.entries:
             last_seq[block] = seq
             self._requests[block] = request
-            self.result_cache.drop(block)
-        self._move(blocks, BlockState.RUNNING)
+            states[block] = BlockState.RUNNING  # allowed, because it is not busy
+        if self.result_cache.num_bytes:
+            for block in blocks:
+                self.result_cache.drop(block)
         return [decision]
 
     def _handle_repeat(self, message: Message, now: float) -> list[Decision]:
@@ -319,10 +320,15 @@ class Lease:
           absent: Indices of all blocks in flight whose envs are absent.
         """
         replies: list[Decision] = []
-        self._move(map(_BLOCK_OF, outcomes), BlockState.DONE)
+        states = self._states
         for outcome in outcomes:
-            request = self._requests[outcome.block]
-            assert request is not None, "only a request makes a block busy"
+            block = outcome.block
+            request, state = self._requests[block], states[block]
+            if request is None or state not in _BUSY:
+                raise LocalProtocolError(
+                    f"block {block}: DONE cannot follow {state.name}"
+                )
+            states[block] = BlockState.DONE
             request.outcomes[outcome.block] = outcome
             if outcome.result:
                 self.result_cache.add(request.outcomes, outcome.block)
@@ -338,8 +344,9 @@ class Lease:
         """Notify the client of absent blocks that have not been reported."""
         running = BlockState.RUNNING
         new = [block for block in absent if self._states[block] is running]
-        self._move(new, BlockState.ABSENT)
         replies: list[Decision] = []
+        for block in new:
+            self._states[block] = BlockState.ABSENT
         for request in dict.fromkeys(self._requests[block] for block in new):
             assert request is not None, "only a request makes a block busy"
             if request.is_split:
@@ -349,15 +356,6 @@ class Lease:
                 request.is_split = True
                 replies += self._split_replies(request)
         return replies
-
-    def _move(self, blocks: Iterable[int], to: BlockState) -> None:
-        """Change the state of blocks; raise LocalProtocolError if it is not allowed."""
-        for block in blocks:
-            if to not in BLOCK_MOVES[self._states[block]]:
-                raise LocalProtocolError(
-                    f"block {block}: {to.name} cannot follow {self._states[block].name}"
-                )
-            self._states[block] = to
 
     def ended_rows(self, outcome: Outcome) -> Sequence[int]:
         """Return the rows whose episodes ended in the operation with this outcome."""
