@@ -219,15 +219,16 @@ class ServerLoop:
                 received = self._router.receive()
                 if received is None:
                     user = self._router.discarding_user
-                    has_more = user is not None
-                    if has_more:
+                    if user is None:
+                        has_more = False
+                    else:
                         shares.charge(time.monotonic(), user)
                     break
                 peer, message = received
                 counters.messages_in += 1
                 counters.bytes_in += (num_bytes := sum(map(len, message)))
                 decisions: Sequence[Decision] = ()
-                if shares.admits(peer, num_bytes):
+                if shares.throttled is None or shares.admits(peer, num_bytes):
                     num_dropped = session.num_dropped_messages
                     try:
                         decisions = session.receive(peer, message, now)
@@ -236,13 +237,13 @@ class ServerLoop:
                         decisions = session.receive_failed(peer, message)
                     if num_dropped != session.num_dropped_messages:
                         counters.dropped += 1
-                        shares.record_dropped(0, num_bytes)
+                        shares.record_dropped(peer[-1], 0, num_bytes)
                     self._carry_out(decisions)
                 else:
                     counters.dropped += 1
                 now = time.monotonic()
                 is_step = bool(decisions) and isinstance(decisions[0], RunStep)
-                if shares.charge(now, is_step=is_step):
+                if shares.charge(now, peer[-1], is_step=is_step):
                     break
         finally:
             pause = shares.end_turn(is_drained=not has_more)

@@ -55,7 +55,7 @@ class FairShare:
     """Measures each user's time in the event loop, and finds users to limit.
 
     In each turn call `begin_turn`, then `admits` and `charge` for each message, then
-    `end_turn`.
+    `end_turn`. `admits` is only necessary while a user is throttled.
 
     Attributes:
       throttled: The user whose messages are dropped; None if there is none.
@@ -79,8 +79,8 @@ class FairShare:
         # Time since which every turn has ended with unread messages.
         self._backlog_since = math.inf
         # State of the current turn: the last reading of the clock, the time at which
-        # the turn ends, the sender of the latest message, and the first peer whose
-        # message was dropped.
+        # the turn ends, the user who was charged last, and the first peer whose message
+        # was dropped.
         self._now = self._turn_ends_at = 0.0
         self._user = ""
         self._is_step = False
@@ -93,42 +93,41 @@ class FairShare:
 
     def admits(self, peer: Peer, num_bytes: int) -> bool:
         """Return whether to handle a message; False if it must be dropped."""
-        self._user = peer[-1]
-        if self._user != self.throttled:
+        user: str = peer[-1]
+        if user != self.throttled:
             self._first_dropped = None
             return True
-        self.record_dropped(1, num_bytes)
+        self.record_dropped(user, 1, num_bytes)
         if self._first_dropped is None:
             self._first_dropped = peer
         elif self._first_dropped == peer:  # all other waiting peers had their turn
             self._turn_ends_at = 0.0
         return False
 
-    def record_dropped(self, num_messages: int, num_bytes: int) -> None:
-        """Count dropped messages of the latest sender.
+    def record_dropped(self, user: str, num_messages: int, num_bytes: int) -> None:
+        """Count dropped messages.
 
         Args:
+          user: The sender.
           num_messages: Number of messages; 0 if the bytes are not a valid message.
           num_bytes: Total size of the messages.
         """
-        if self._user not in KEYLESS_USERS:  # users without a key cannot be shut out
+        if user not in KEYLESS_USERS:  # users without a key cannot be shut out
             part = num_messages / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
-            self._dropped[self._user] += part
+            self._dropped[user] += part
 
-    def charge(
-        self, now: float, user: str | None = None, *, is_step: bool = False
-    ) -> bool:
+    def charge(self, now: float, user: str, *, is_step: bool = False) -> bool:
         """Charge the time since the last call to a user.
 
         Args:
           now: Current time.
-          user: The user to charge; by default, the sender of the latest message.
+          user: The user to charge, usually the sender of the latest message.
           is_step: Whether the message has started a step, and is not a copy.
 
         Returns:
           Whether the turn is over.
         """
-        self._user = user = user or self._user
+        self._user = user
         seconds, self._now, self._is_step = now - self._now, now, is_step
         self._seconds[user] += seconds
         if not is_step:

@@ -50,7 +50,7 @@ class Loop:
             is_admitted = self.fair_share.admits((1, b"r", user), 100)
             self.now += cost(user) if is_admitted else COST / 10
             is_over = self.fair_share.charge(
-                self.now, is_step=user in self.users_that_step
+                self.now, user, is_step=user in self.users_that_step
             )
             counter = self.handled if is_admitted else self.dropped
             counter[user] = counter.get(user, 0) + 1
@@ -156,7 +156,7 @@ def test_time_spent_on_dropped_frames_is_charged_to_their_sender() -> None:
     for _ in range(200):
         fair_share.begin_turn(now)
         fair_share.admits((1, b"a", "ann"), 100)
-        fair_share.charge(now := now + COST)
+        fair_share.charge(now := now + COST, "ann")
         fair_share.charge(now := now + 2e-3, "mallory")
         fair_share.end_turn(is_drained=False)
     assert fair_share.throttled == "mallory"
@@ -194,8 +194,8 @@ def test_malformed_messages_count_by_their_bytes(
     fair_share.begin_turn(100.0)
     for _ in range(10_000):
         assert fair_share.admits((1, b"r", "mallory"), num_bytes)
-        fair_share.record_dropped(0, num_bytes)
-    fair_share.charge(100.02)
+        fair_share.record_dropped("mallory", 0, num_bytes)
+    fair_share.charge(100.02, "mallory")
     fair_share.end_turn(is_drained=False)
     assert (fair_share.flooder == "mallory") is is_flood
 

@@ -8,11 +8,13 @@ import logging
 import os
 import resource
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -266,6 +268,37 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> N
         await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))
         result = await peer.receive(kinds.ABSENT, kinds.RESULT)
         assert (result.type, len(result.entries)) == (kinds.RESULT, 2)
+
+
+async def test_a_step_makes_few_function_calls(tmp_path: Path) -> None:
+    """Calls cause cache misses, because simulations run between two steps."""
+    kinds, counts = MessageType, []
+    callbacks = ServerLoop._on_messages.__code__, ServerLoop._on_pool_event.__code__
+    resets = ResetBody(resets=((None, None), (None, None))).encode()
+    async with running(tmp_path) as (_, peer):
+        await peer.request(kinds.ATTACH, kinds.GRANTED, ATTACH)
+        first = ((0, 1), (1, 1))
+        await peer.request(kinds.RESET, kinds.RESULT, resets, entries=first)
+        for seq in range(2, 32):
+            num_calls: Counter[str] = Counter()
+
+            def record(
+                frame: FrameType, event: str, _: object, num_calls: Any = num_calls
+            ) -> None:
+                caller: FrameType | None = frame
+                while caller is not None and caller.f_code not in callbacks:
+                    caller = caller.f_back
+                if event == "call" and caller is not None:
+                    num_calls[caller.f_code.co_name] += 1
+
+            sys.setprofile(record)
+            entries = ((0, seq), (1, seq))
+            await peer.send(kinds.STEP, seq, bytes(4 * 8), entries=entries)
+            await peer.receive(kinds.RESULT)
+            sys.setprofile(None)
+            counts.append((num_calls["_on_messages"], num_calls["_on_pool_event"]))
+    assert min(calls for calls, _ in counts) <= 29, counts
+    assert min(calls for _, calls in counts) <= 41, counts  # two workers, one by one
 
 
 async def test_a_copy_that_could_not_be_sent_is_not_counted(

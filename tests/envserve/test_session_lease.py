@@ -323,5 +323,5 @@ def test_a_step_makes_few_function_calls(client: RawClient) -> None:
         assert isinstance(reply, Reply)
         counts.append((len(calls), len(set(calls))))
     num_calls, num_functions = min(counts)
-    assert num_calls <= 21
-    assert num_functions <= 19
+    assert num_calls <= 14
+    assert num_functions <= 14
