@@ -151,15 +151,16 @@ def test_steps_of_hundreds_of_blocks_do_not_hide_a_flood() -> None:
     assert loop.dropped.keys() == {"mallory"}
 
 
-def test_time_spent_on_dropped_frames_is_charged_to_their_sender() -> None:
+@pytest.mark.parametrize("user", ["mallory", ""])
+def test_time_spent_on_dropped_frames_is_charged_to_their_sender(user: str) -> None:
     fair_share, now = make_fair_share(1.0), 100.0
     for _ in range(200):
         fair_share.begin_turn(now)
         fair_share.admits((1, b"a", "ann"), 100)
         fair_share.charge(now := now + COST, "ann")
-        fair_share.charge(now := now + 2e-3, "mallory")
+        fair_share.charge(now := now + 2e-3, user)
         fair_share.end_turn(is_drained=False)
-    assert fair_share.throttled == "mallory"
+    assert fair_share.throttled == user
 
 
 @pytest.mark.parametrize(

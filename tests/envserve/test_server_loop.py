@@ -273,32 +273,31 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> N
 async def test_a_step_makes_few_function_calls(tmp_path: Path) -> None:
     """Calls cause cache misses, because simulations run between two steps."""
     kinds, counts = MessageType, []
-    callbacks = ServerLoop._on_messages.__code__, ServerLoop._on_pool_event.__code__
     resets = ResetBody(resets=((None, None), (None, None))).encode()
     async with running(tmp_path) as (_, peer):
         await peer.request(kinds.ATTACH, kinds.GRANTED, ATTACH)
         first = ((0, 1), (1, 1))
         await peer.request(kinds.RESET, kinds.RESULT, resets, entries=first)
         for seq in range(2, 32):
-            num_calls: Counter[str] = Counter()
+            called: list[str] = []
 
             def record(
-                frame: FrameType, event: str, _: object, num_calls: Any = num_calls
+                frame: FrameType, event: str, _: object, called: list[str] = called
             ) -> None:
                 caller: FrameType | None = frame
-                while caller is not None and caller.f_code not in callbacks:
+                while caller and caller.f_code.co_filename != event_loop.__file__:
                     caller = caller.f_back
-                if event == "call" and caller is not None:
-                    num_calls[caller.f_code.co_name] += 1
+                if event == "call" and caller:
+                    called.append(frame.f_code.co_qualname)
 
             sys.setprofile(record)
             entries = ((0, seq), (1, seq))
             await peer.send(kinds.STEP, seq, bytes(4 * 8), entries=entries)
             await peer.receive(kinds.RESULT)
             sys.setprofile(None)
-            counts.append((num_calls["_on_messages"], num_calls["_on_pool_event"]))
-    assert min(calls for calls, _ in counts) <= 29, counts
-    assert min(calls for _, calls in counts) <= 41, counts  # two workers, one by one
+            counts.append(len(called))
+    # 70 if the two workers answer one by one; fewer if they answer together.
+    assert min(counts) <= 70, counts
 
 
 async def test_a_copy_that_could_not_be_sent_is_not_counted(

@@ -329,11 +329,11 @@ class Lease:
                     f"block {block}: DONE cannot follow {state.name}"
                 )
             states[block] = BlockState.DONE
-            request.outcomes[outcome.block] = outcome
+            request.outcomes[block] = outcome
             if outcome.result:
-                self.result_cache.add(request.outcomes, outcome.block)
+                self.result_cache.add(request.outcomes, block)
             if request.is_split:
-                replies.append(self._result_reply(request, (outcome.block,)))
+                replies.append(self._result_reply(request, (block,)))
             elif len(request.outcomes) == len(request.blocks):
                 replies.append(self._result_reply(request, request.blocks))
         if absent:
