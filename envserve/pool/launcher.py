@@ -411,20 +411,20 @@ class Launcher:
         self._channel.close()
         if not is_exiting:
             self._process.kill()
-        end, exit_code = "cannot be killed", -signal.SIGKILL
+        end, process_exit = "cannot be killed", None
         for _ in range(2):
             try:
                 exit_code = self._process.wait(timeout=1.0)
             except subprocess.TimeoutExpired:  # the template may be importing a module
                 self._process.kill()
             else:
-                end = str(Exit(self._process.pid, exit_code))
+                process_exit = Exit(self._process.pid, exit_code)
+                end = str(process_exit)
                 break
         if self._importing and not self._is_closed:
             self.ends_in_import = not self._has_ever_imported
-            end += f" while it imported {self._importing}"
-            if exit_code >= 0:
-                end += "; a module must not exit or fork, or close descriptors"
+            if process_exit is not None:
+                end = process_exit.while_it(f"imported {self._importing}")
         for pid, process in self._running.items():
             # On Linux, the kernel kills the workers together with the template.
             if sys.platform != "linux" or self._process.returncode is None:

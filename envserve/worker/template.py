@@ -48,6 +48,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -373,8 +374,7 @@ class _Template:
             os.set_inheritable(fd, False)
             channel = unpatched.socket(fileno=fd)
             channel.settimeout(None)  # modules may change the default timeout
-            modules = self._worker_imports
-            process.run(channel, lambda: self._import_error or _import_error(modules))
+            process.run(channel, self._import_in_worker)
             code = 0
         except BaseException:
             # The exception must not reach the callers of this function, because they
@@ -385,6 +385,15 @@ class _Template:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+    def _import_in_worker(self, report: Callable[[str], None]) -> str:
+        """Import the modules that this process has not imported; return the error."""
+        for module in self._worker_imports:
+            report(module)
+            self._import_error = self._import_error or _import_error([module])
+        if self._worker_imports:
+            report("")
+        return self._import_error
 
     def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):

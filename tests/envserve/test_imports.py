@@ -248,21 +248,28 @@ ENDS = {
     "exited with code 0": "os.fork() and os._exit(0)",
     "exited with code 1": "os.closerange(3, 100)",
     "was killed by SIGSEGV": "os.kill(os.getpid(), signal.SIGSEGV)",
-    "was stopped by a signal": "os.kill(os.getpid(), signal.SIGSTOP)",
 }
+STOPS = {"was stopped by a signal": "os.kill(os.getpid(), signal.SIGSTOP)"}
 
 
-@pytest.mark.parametrize("expected", ENDS)
+@pytest.mark.parametrize(
+    ("expected", "text", "preload"),
+    [
+        *((*end, True) for end in (ENDS | STOPS).items()),
+        # A worker that a signal has stopped is retried after the reset timeout.
+        *((*end, False) for end in ENDS.items()),
+    ],
+)
 def test_import_that_ends_its_process_is_tried_once_and_named(
-    folder: Path, expected: str
+    folder: Path, expected: str, text: str, preload: bool
 ) -> None:
-    env = write_env(folder, f"import os, signal; {ENDS[expected]}")
+    env = write_env(folder, f"import os, signal; {text}")
     with pytest.raises(EnvStartError) as caught:
-        BatchEnv.local(f"{env}:E", 2, 2)
-    text = str(caught.value)
-    assert expected in text
-    assert f"while it imported {env}" in text
-    assert "in a row" not in text
+        BatchEnv.local(f"{env}:E", 2, 2, preload=preload)
+    error = str(caught.value)
+    assert expected in error
+    assert f"while it imported {env}" in error
+    assert "in a row" not in error
 
 
 FORKS = {
