@@ -287,7 +287,9 @@ class SupervisedWorker:
         elif self.state is WorkerState.STARTING:
             limit = self._config.reset_timeout_seconds
             if now - self._beat_at > limit:
-                work = f"import {self._importing}" if self._importing else "build an env"
+                work = (
+                    f"import {self._importing}" if self._importing else "build an env"
+                )
                 self.kill(f"took longer than {limit:g} s to {work}", now)
         elif self.num_unanswered and self._slab is not None:
             self._check_heartbeat(self._slab, now)
@@ -406,7 +408,9 @@ class SupervisedWorker:
             # The next process would end too. A constructor may succeed, for example
             # when its simulator starts.
             ends_in_import = bool(self._importing)
-            work = f"imported {self._importing}" if self._importing else "built its envs"
+            work = (
+                f"imported {self._importing}" if self._importing else "built its envs"
+            )
             end = self.exit.while_it(work)
         note = self._launcher.import_note if is_failure else ""
         hint = f"; {note}" if note else ""

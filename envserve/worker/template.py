@@ -52,6 +52,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from envserve.errors import EnvserveError
 from envserve.spaces import codec
 from envserve.worker import unpatched
 from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
@@ -258,7 +259,9 @@ class _Template:
         for received in self._decoder.feed(data):
             message = codec.decode(received.payload)
             if "import" in message:
-                self._import(message["import"], message["preload"])
+                self._import(
+                    message["import"], message["preload"], message["lists_names"]
+                )
                 self._import_children = {*_child_pids()}
             elif "kill" in message:
                 self._kill(message["kill"], message["stack"])
@@ -270,7 +273,9 @@ class _Template:
                 self._report({"fork": message["fork"], "error": error})
         return bool(data)
 
-    def _import(self, modules: list[str], env_names: list[str] | None) -> None:
+    def _import(
+        self, modules: list[str], env_names: list[str] | None, lists_names: bool
+    ) -> None:
         from envserve.envs import registry
 
         if env_names is None:
@@ -290,6 +295,14 @@ class _Template:
                 self._import_error = _import_error([name])
             file = Path(name.partition(":")[0]).name
             files = dict.fromkeys(_thread_ids(), file) | files
+        names, error = [], self._import_error
+        if lists_names and not error:
+            if not (modules or env_names):
+                self._report({"importing": "the env modules of installed packages"})
+            try:
+                names = [*registry.Registry(env_names or None).names]
+            except EnvserveError as names_error:
+                error = str(names_error)
         self._undo_import_effects()
         if "multiprocessing.shared_memory" in sys.modules:
             # All workers share one resource tracker. When they have ended, it removes
@@ -311,7 +324,9 @@ class _Template:
         # A server that can create none of its envs must not become ready.
         has_envs = num_preloaded > 0 or not env_names
         is_imported = has_envs and not self._import_error
-        self._report({"imported": is_imported, "note": note})
+        self._report(
+            {"imported": is_imported, "note": note, "names": names, "error": error}
+        )
 
     def _fork(self, request: int, fd: int) -> None:
         # Do not import anything at this point: it would delay kills and forks of other
