@@ -53,6 +53,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserve.errors import EnvserveError
+from envserve.python_process import python_command
 from envserve.spaces import codec
 from envserve.worker import unpatched
 from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
@@ -139,7 +140,8 @@ class _Template:
             # started the template ends. In this case, the signal has no effect.
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
-        self._tracker_pid = None  # of the resource tracker of multiprocessing
+        self._tracker_pid: int | None = None  # of the resource tracker of multiprocessing
+        self._tracker_fd = -1  # its pipe, until it is started
         self._kill_orphans_at = math.inf
         self._poller = unpatched.poll()
         self._poller.register(self._owner, select.POLLIN)
@@ -188,6 +190,8 @@ class _Template:
                     self._kill_at[worker] = min(self._kill_at[worker], kill_at)
                 if self._pipes.handle(fd):
                     continue
+                if fd == self._tracker_fd:
+                    self._start_resource_tracker()
                 if fd == self._wakeup.fileno():
                     self._reap()
                 if os.getppid() != self._owner_pid or (
@@ -304,13 +308,7 @@ class _Template:
             except EnvserveError as names_error:
                 error = str(names_error)
         self._undo_import_effects()
-        if "multiprocessing.shared_memory" in sys.modules:
-            # All workers share one resource tracker. When they have ended, it removes
-            # the shared memory that they have left behind.
-            from multiprocessing import resource_tracker
-
-            resource_tracker.ensure_running()
-            self._tracker_pid = vars(resource_tracker._resource_tracker).get("_pid")
+        self._share_resource_tracker()
         gc.collect()
         gc.freeze()  # later collections must not write to pages that forks share
         note, started = "", [*filter(None, map(files.get, _thread_ids()))]
@@ -327,6 +325,34 @@ class _Template:
         self._report(
             {"imported": is_imported, "note": note, "names": names, "error": error}
         )
+
+    def _share_resource_tracker(self) -> None:
+        """Make all workers use one resource tracker of multiprocessing.
+
+        When all of them have ended, it removes the shared memory that they have not
+        removed. A worker's own tracker would be killed with the worker. The tracker is
+        started when a worker first writes to its pipe.
+        """
+        from multiprocessing import resource_tracker
+
+        tracker = vars(resource_tracker._resource_tracker)
+        if tracker["_fd"] is None:  # no import has started one
+            self._tracker_fd, tracker["_fd"] = os.pipe()
+            self._poller.register(self._tracker_fd, select.POLLIN)
+        self._tracker_pid = tracker["_pid"]
+
+    def _start_resource_tracker(self) -> None:
+        fd, self._tracker_fd = self._tracker_fd, -1
+        self._poller.unregister(fd)
+        from multiprocessing.util import spawnv_passfds
+
+        code = f"from multiprocessing.resource_tracker import main; main({fd})"
+        command = python_command(code)
+        # Without a reader of the pipe, each worker starts its own tracker.
+        with contextlib.suppress(OSError):
+            self._tracker_pid = spawnv_passfds(os.fsencode(command[0]), command, [fd])
+            self._import_children.add(self._tracker_pid)
+        os.close(fd)
 
     def _fork(self, request: int, fd: int) -> None:
         # Do not import anything at this point: it would delay kills and forks of other
@@ -378,6 +404,8 @@ class _Template:
                 other.close()
             for other_fd in (*self._fds, *self._standard_fds):
                 os.close(other_fd)
+            if self._tracker_fd >= 0:
+                os.close(self._tracker_fd)
             self._pipes.close_in_worker()
             if stderr_fd is not None:
                 os.dup2(stderr_fd, 1)

@@ -371,14 +371,18 @@ def marked_processes(folder: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="lists shared memory")
+@pytest.mark.parametrize("place", ["module", "constructor"])
 def test_shared_memory_of_killed_workers_is_removed_at_the_end(
-    folder: Path, wait_until: WaitUntil
+    folder: Path, wait_until: WaitUntil, place: str
 ) -> None:
-    text = """
+    line = "from multiprocessing.shared_memory import SharedMemory"
+    text = f"""
 import os
-from multiprocessing.shared_memory import SharedMemory
+{line if place == "module" else ""}
 class E(Draw):
-    def __init__(self): self.memory = SharedMemory(create=True, size=1)
+    def __init__(self):
+        {line}
+        self.memory = SharedMemory(create=True, size=1)
     def name(self): return self.memory.name
     def step(self, action): os._exit(3)
 """
