@@ -100,7 +100,10 @@ def main(fd: int) -> None:
     # run in reverse order, and a `Pool` restarts killed processes until the handler of
     # multiprocessing has run.
     atexit.register(template.close)
-    # Imported lazily, because importing this module must not load gymnasium.
+    # Imported lazily, because importing this module must not load gymnasium, and before
+    # the user's modules, which may give up access to files.
+    from multiprocessing import resource_tracker, util  # noqa: F401
+
     from envserve.worker import process  # noqa: F401
 
     template.run()
