@@ -57,7 +57,7 @@ def _run_learner(
     function(*arguments)
 
 
-def train_eagerly(arguments: Sequence[str]) -> None:
+def eager_main(arguments: Sequence[str]) -> None:
     """Run `ppo` without tracing, which takes longer than a few small updates."""
     import tensorflow as tf
 
