@@ -143,9 +143,8 @@ class _Template:
             # started the template ends. In this case, the signal has no effect.
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
-        self._tracker_pid: int | None = (
-            None  # of the resource tracker of multiprocessing
-        )
+        # The resource tracker of multiprocessing, and its pipe until it is started.
+        self._tracker_pid: int | None = None
         self._tracker_fd = -1
         self._kill_orphans_at = math.inf
         self._poller = unpatched.poll()
