@@ -6,6 +6,8 @@ Messages state the expected value, the actual value, the location and the remedy
 from __future__ import annotations
 
 import builtins
+import re
+import sys
 from functools import partial
 from typing import Any, Final, Self
 
@@ -60,7 +62,22 @@ class ActionError(EnvserveError, ValueError, TypeError):
 
 
 class UnknownEnv(EnvserveError, LookupError):
-    """No env of that name is registered, or the server does not offer it."""
+    """No env of that name is registered, or the server does not offer it.
+
+    If gymnasium is imported, it is also a `gymnasium.error.UnregisteredEnv`.
+    """
+
+    def __new__(cls, *args: object) -> Self:
+        """Combine the class with Gymnasium's, without importing gymnasium."""
+        kind = getattr(sys.modules.get("gymnasium.error"), "UnregisteredEnv", cls)
+        if not issubclass(cls, kind):
+            cls = type(cls.__name__, (cls, kind), {"__module__": cls.__module__})
+        error: Self = kind.__new__(cls, *args)
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the class by its name, without Gymnasium's."""
+        return UnknownEnv, self.args
 
 
 class WrapperError(EnvserveError, ValueError):
@@ -71,7 +88,8 @@ class EnvError(EnvserveError, RuntimeError):
     """An env raised an exception, or returned a value outside its spaces.
 
     If the last line of the traceback names a built-in exception, such as ValueError,
-    the error is also an instance of that class.
+    the error is also an instance of that class. If a constructor rejects its
+    arguments, the error is also a TypeError.
 
     Attributes:
       message: The error without the traceback.
@@ -83,6 +101,8 @@ class EnvError(EnvserveError, RuntimeError):
         """Combine the class with the built-in exception that the env raised."""
         cause = fields.get("remote_traceback", "").rstrip().rpartition("\n")[2]
         kind = _BUILTINS.get(cause.partition(":")[0], RuntimeError)
+        if not cause and _BAD_ARGUMENT.search(message):
+            kind = TypeError
         if not issubclass(cls, kind):
             members = {"_plain": cls, "__module__": cls.__module__}
             cls = type(cls.__name__, (cls, kind), members)
@@ -120,6 +140,12 @@ _BUILTINS: Final[dict[str, type[Exception]]] = {
     and issubclass(kind, Exception)
     and not issubclass(kind, ExceptionGroup | StopIteration | StopAsyncIteration)
 }
+
+
+#: Python's messages about missing or unexpected constructor arguments.
+_BAD_ARGUMENT: Final = re.compile(
+    r"__init__\(\) missing|got an unexpected keyword argument '"
+)
 
 
 class EnvStartError(EnvError, ValueError):

@@ -40,12 +40,14 @@ def describe(
         if address is None:
             import_from_here(import_, env)
             name, modules = name_and_imports(env, import_ or ())
-            import_env_modules(modules)
             batch = BatchEnv.local(name, 1, 1, import_modules=modules)
-            registered = _registration(name)
         else:
             batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
         with batch:
+            if address is None:
+                # A module that ends its process has ended a worker before.
+                import_env_modules(modules)
+                registered = _registration(name)
             modes = metadata_of(batch).get("render_modes", ())
             batch.reset()
             actions = itertools.repeat(batch_space(batch.action_space, 1).sample())

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from envserve.errors import WorkerError
+from envserve.errors import EnvStartError, WorkerError
 from envserve.pool.privileges import popen_options, resource_limits
 from envserve.pool.worker_states import Exit
 from envserve.python_process import python_command, search_path
@@ -180,6 +180,7 @@ class Launcher:
         preload: Iterable[str] | None = (),
         num_reserved: int = 0,
         host: HostSettings | None = None,
+        lists_names: bool = False,
     ) -> None:
         """Start the template process, which imports the modules in the background.
 
@@ -191,6 +192,7 @@ class Launcher:
             and each worker imports all of these modules after the fork.
           num_reserved: Number of descriptors to reserve for workers.
           host: User, environment and resource limits of the processes.
+          lists_names: Whether the template lists the envs on offer; see `wait_names`.
         """
         self._owner_pid = os.getpid()
         self.import_note = ""
@@ -198,6 +200,9 @@ class Launcher:
         self.reserve = DescriptorReserve(num_reserved)
         self._import_modules = list(import_modules)
         self._preload = None if preload is None else list(preload)
+        self._lists_names = lists_names
+        self._names: tuple[str, ...] | None = None
+        self._names_error = ""
         self._limits, self._popen_options = resource_limits(host), popen_options(host)
         self._clock = time.monotonic
         self._pending: dict[int, WorkerProcess] = {}  # by fork number
@@ -221,7 +226,13 @@ class Launcher:
         with template_end:
             # Send this before the template starts: a template that ends immediately
             # cannot make it fail, and if it fails, no process is left behind.
-            self._send({"import": self._import_modules, "preload": self._preload})
+            self._send(
+                {
+                    "import": self._import_modules,
+                    "preload": self._preload,
+                    "lists_names": self._lists_names,
+                }
+            )
             arguments = str(template_end.fileno()), json.dumps(self._limits)
             command = python_command(_START, *arguments, path=search_path())
             try:
@@ -280,6 +291,28 @@ class Launcher:
         """Whether the template has imported all modules, so that forks are fast."""
         self.poll()
         return self._has_imported
+
+    def wait_names(self) -> tuple[str, ...]:
+        """Wait for the imports; return the names of the envs on offer, sorted.
+
+        These are the names to preload; if there are none, all registered envs.
+
+        Raises:
+          EnvStartError: A module cannot be imported, or it ends its process; a name is
+            not registered; or a file registers no env.
+        """
+        self.poll()
+        while self._names is None and not self._template_error:
+            self.wait(_STOPPED_SECONDS)
+            is_stopped = self._is_stopped()
+            self.poll()
+            if is_stopped and self._names is None:
+                self._stop_template("was stopped by a signal, and ")
+        if self._names is None:
+            raise EnvStartError(f"the template process {self._template_error}")
+        if self._names_error:
+            raise EnvStartError(self._names_error)
+        return self._names
 
     def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
         """Ask the template to kill a worker and all processes that its envs started.
@@ -380,6 +413,7 @@ class Launcher:
             self._importing, self._has_ever_imported = "", True
             self._has_imported = message["imported"]
             self.import_note = message["note"]
+            self._names, self._names_error = (*message["names"],), message["error"]
         elif "kill" in message:
             self._kills.discard(message["kill"])
         elif "exit" in message and message["pid"] in self._running:
@@ -411,20 +445,20 @@ class Launcher:
         self._channel.close()
         if not is_exiting:
             self._process.kill()
-        end, exit_code = "cannot be killed", -signal.SIGKILL
+        end, process_exit = "cannot be killed", None
         for _ in range(2):
             try:
                 exit_code = self._process.wait(timeout=1.0)
             except subprocess.TimeoutExpired:  # the template may be importing a module
                 self._process.kill()
             else:
-                end = str(Exit(self._process.pid, exit_code))
+                process_exit = Exit(self._process.pid, exit_code)
+                end = str(process_exit)
                 break
         if self._importing and not self._is_closed:
             self.ends_in_import = not self._has_ever_imported
-            end += f" while it imported {self._importing}"
-            if exit_code >= 0:
-                end += "; a module must not exit or fork, or close descriptors"
+            if process_exit is not None:
+                end = process_exit.while_it(f"imported {self._importing}")
         for pid, process in self._running.items():
             # On Linux, the kernel kills the workers together with the template.
             if sys.platform != "linux" or self._process.returncode is None:

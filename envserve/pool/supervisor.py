@@ -27,6 +27,7 @@ from envserve.pool.worker_states import (
 from envserve.settings import EnvRequest, PoolSettings
 from envserve.slab import FIRST_STEP, Slab, Status
 from envserve.spaces import codec
+from envserve.text import one_line
 from envserve.worker.channel import (
     REQUEST_ERRORS,
     ChannelMessage,
@@ -133,6 +134,7 @@ class SupervisedWorker:
         self._slab: Slab | None = None
         self._restarts = _RestartSchedule()
         self._is_built = False  # whether this process has built its envs
+        self._importing = ""  # the module that this process is importing
         self._has_ever_stepped = False  # whether any process has
         self._traceback, self._is_permanent = "", False  # from the FAILED message
         self._kill_status = Status.WORKER_DIED
@@ -162,6 +164,7 @@ class SupervisedWorker:
         self._restarts.started_at = self._beat_at = now
         self._traceback, self._kill_status = "", Status.WORKER_DIED
         self.has_stepped = self.was_replaced = self._is_built = False
+        self._importing = ""
         self.exit = None
         try:
             self.process = self._launcher.launch(self._selector, self)
@@ -284,7 +287,10 @@ class SupervisedWorker:
         elif self.state is WorkerState.STARTING:
             limit = self._config.reset_timeout_seconds
             if now - self._beat_at > limit:
-                self.kill(f"took longer than {limit:g} s to build an env", now)
+                work = (
+                    f"import {self._importing}" if self._importing else "build an env"
+                )
+                self.kill(f"took longer than {limit:g} s to {work}", now)
         elif self.num_unanswered and self._slab is not None:
             self._check_heartbeat(self._slab, now)
         return []
@@ -316,6 +322,8 @@ class SupervisedWorker:
             self.error = REQUEST_ERRORS[message.kind](
                 message.payload.decode(errors="replace")
             )
+        elif message.kind is MessageKind.IMPORTING:
+            self._importing = one_line(message.payload.decode(errors="replace"))
         elif message.kind is not MessageKind.BUILT:
             self._on_unexpected_message(message, now)
         return []
@@ -395,6 +403,15 @@ class SupervisedWorker:
         is_failure = bool(kill_reason or self.num_unanswered) or not self._is_built
         self._restarts.plan(is_failure, self.has_stepped, now)
         self.num_unanswered = 0
+        ends_in_import = False
+        if self.state is WorkerState.STARTING and self.exit and self.exit.is_by_itself:
+            # The next process would end too. A constructor may succeed, for example
+            # when its simulator starts.
+            ends_in_import = bool(self._importing)
+            work = (
+                f"imported {self._importing}" if self._importing else "built its envs"
+            )
+            end = self.exit.while_it(work)
         note = self._launcher.import_note if is_failure else ""
         hint = f"; {note}" if note else ""
         text = f"{kill_reason}; it {end}{hint}" if kill_reason else f"{end}{hint}"
@@ -407,7 +424,7 @@ class SupervisedWorker:
         self._has_ever_stepped |= self.has_stepped
         is_permanent = (
             self._is_permanent
-            or (self._slab is None and self._traceback)
+            or (self._slab is None and (self._traceback or ends_in_import))
             or self._launcher.ends_in_import
             # The next process would wait for the same missing thread.
             or (note and kill_reason and not self._has_ever_stepped)

@@ -38,6 +38,8 @@ _STACK: Final = "Stack (most recent call first):"
 #: The first frame that begins with this text, and all frames below that frame, belong
 #: to envserve, not to the env.
 _OUR_FRAME: Final = f'  File "{Path(worker.__file__).parent}{os.sep}'
+#: Signals of other processes or of the kernel, not of the process's own code.
+_OUTSIDE_SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _EXCERPT_LINES: Final = 10
 _EXCERPT_WIDTH: Final = 200
 
@@ -106,6 +108,11 @@ class Exit:
     stderr_tail: str = ""
 
     @property
+    def is_by_itself(self) -> bool:
+        """Whether the process was started, and then exited or crashed by itself."""
+        return not self.error and -self.exit_code not in _OUTSIDE_SIGNALS
+
+    @property
     def stderr_summary(self) -> str:
         """The last line of stderr; for a stack, the error and the first frame."""
         first, _, rest = self.stderr_excerpt.partition("\n")
@@ -139,6 +146,12 @@ class Exit:
         elif self.exit_code in (0, -signal.SIGKILL):
             return ""
         return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])
+
+    def while_it(self, work: str) -> str:
+        """Return a description with the work that the exit has interrupted."""
+        hint = "; modules and constructors must not end their process"
+        hint += " or close its descriptors"
+        return f"{self} while it {work}{hint if self.exit_code >= 0 else ''}"
 
     def __str__(self) -> str:
         """Return a description such as "was killed by SIGKILL"."""

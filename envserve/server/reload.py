@@ -135,7 +135,8 @@ def _probe(host: HostSettings) -> list[str]:
     try:
         error, files = connection.recv()
     except EOFError:
-        error, files = "the process ended while it imported the envs", []
+        modules = ", ".join((*host.import_modules, *(host.env_names or ())))
+        error, files = f"a process ended while it imported {modules}", []
     probe.join()
     if error:
         raise EnvStartError(error)

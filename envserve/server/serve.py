@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from envserve.envs.registry import Registry
 from envserve.envs.user_envs import env_name_of
 from envserve.errors import UnknownEnv
 from envserve.keys import formats
@@ -72,9 +71,9 @@ async def serve(
       KeyFileError: A key file cannot be used, or no client has a key.
       SelfTestError: The server does not refuse an unknown key.
       ServerError: The server cannot listen on an address or on the metrics port.
-      UnknownEnv: A name in `env_names` is not registered, or one in `vector_envs` is
-        not offered.
-      EnvStartError: A module cannot be imported.
+      UnknownEnv: A name in `vector_envs` is not offered.
+      EnvStartError: A module cannot be imported, or a name in `env_names` is not
+        registered.
     """
     loop = asyncio.get_running_loop()
     num_descriptors = raise_file_limit()
@@ -95,14 +94,14 @@ async def serve(
             (config.env_names or ()) if config.preload else None,
             num_reserved=min(num_descriptors // 4, _MAX_RESERVED_DESCRIPTORS),
             host=config,
+            lists_names=config.preload,
         )
         stack.callback(launcher.close)
-        registry = _registry_of(config)
-        signals.install()  # an imported module may have replaced the handlers
+        names = _offered_names(config, launcher)
         sockets, access, zap, audit = await _open_sockets(config, loop, stack)
         boot = secrets.randbits(64) | 1
         grant_of = None if access is None else access.grant_of
-        session = ServerSession(config, registry.names, boot, grant_of)
+        session = ServerSession(config, names, boot, grant_of)
         max_growth = partial(_max_buffered_bytes, config, session)
         # A user with fewer connections cannot have used up all descriptors.
         min_count = num_descriptors // 4
@@ -118,7 +117,7 @@ async def serve(
         stack.callback(asyncio.create_task(watch).cancel)
         abort_reason = ""
         try:
-            on_ready(tuple(sockets.addresses), len(registry.names))
+            on_ready(tuple(sockets.addresses), len(names))
             notifier.ready(f"serving on {' '.join(sockets.addresses)}")
             await signals.requested.wait()
             notifier.stopping()
@@ -147,14 +146,26 @@ def _protect_memory_from_envs(worker_user: str) -> None:
     _LOGGER.info("workers run as %s", text)
 
 
-def _registry_of(config: HostSettings) -> Registry:
-    """Import the offered envs; raise UnknownEnv if a vector env is not among them."""
-    registry = Registry(config.env_names, config.import_modules)
+def _offered_names(config: HostSettings, launcher: Launcher) -> tuple[str, ...]:
+    """Return the names of the offered envs, whose modules other processes import.
+
+    Raises:
+      EnvStartError: A module cannot be imported, or a name in `env_names` is not
+        registered.
+      UnknownEnv: A name in `vector_envs` is not offered.
+    """
+    if config.preload:
+        names = launcher.wait_names()
+    else:  # its template imports nothing
+        offer = config.import_modules, config.env_names or ()
+        lister = Launcher(*offer, host=config, lists_names=True)
+        with contextlib.closing(lister):
+            names = lister.wait_names()
     for name in map(env_name_of, config.vector_envs):
-        if name not in registry.names:
-            hint = did_you_mean(name, registry.names)
+        if name not in names:
+            hint = did_you_mean(name, names)
             raise UnknownEnv(f"--vector: expected an offered env; got {name!r}{hint}")
-    return registry
+    return names
 
 
 def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:

@@ -25,14 +25,10 @@ class ShutdownSignals:
         self._loop = loop
 
     def __enter__(self) -> Self:
-        self.install()
-        return self
-
-    def install(self) -> None:
-        """Install the handlers, again if other code has replaced them."""
         self._loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

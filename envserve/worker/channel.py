@@ -61,6 +61,7 @@ class MessageKind(enum.IntEnum):
     CLOSE = 6  # close the envs and exit
     REPLAY = 14  # instead of BUILD: replay a repro file, see `replay_worker`
     # Worker to pool.
+    IMPORTING = 12  # the module to import next; "" after the last one
     BUILT = 7  # another env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
@@ -86,7 +87,8 @@ _MAX_BYTES_BY_KIND: Final = {
     MessageKind.READY: 16 << 20,
     MessageKind.DONE: MAX_ANSWER_BYTES,
     **dict.fromkeys(
-        [MessageKind.BUILT, MessageKind.FAILED, *REQUEST_ERRORS], 128 << 10
+        (MessageKind.IMPORTING, MessageKind.BUILT, MessageKind.FAILED, *REQUEST_ERRORS),
+        128 << 10,
     ),
 }
 _TUPLE_NEW: Final = tuple.__new__

@@ -59,12 +59,16 @@ _CLOSE_SECONDS: Final = 0.5
 _COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
 
 
-def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None:
+def run(
+    channel: socket.socket,
+    import_modules: Callable[[Callable[[str], None]], str] = lambda report: "",
+) -> None:
     """Serve a pool until it sends CLOSE or closes its socket.
 
     Args:
       channel: The worker's end of the socket pair.
       import_modules: Imports the user's env modules, and returns the error or "".
+        It passes each module to its argument first, and "" at the end.
     """
     with channel:
         # A child that an env forks must not receive the messages for its parent.
@@ -82,7 +86,12 @@ def run(channel: socket.socket, import_modules: Callable[[], str] = str) -> None
             fields = {} if is_replay else codec.decode(build.payload, max_bytes=1 << 26)
             if gpu := fields.get("gpu"):  # set before a module initialises CUDA
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-            if import_error := import_modules():
+
+            def report_import(module: str) -> None:
+                payload = utf8_tail(module).encode()
+                channel.sendall(pack_message(MessageKind.IMPORTING, payload=payload))
+
+            if import_error := import_modules(report_import):
                 raise EnvStartError(import_error)
             if is_replay:
                 replay_worker.run(channel, build.payload, build.sequence)

@@ -48,9 +48,12 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from envserve.errors import EnvserveError
+from envserve.python_process import python_command
 from envserve.spaces import codec
 from envserve.worker import unpatched
 from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
@@ -97,7 +100,10 @@ def main(fd: int) -> None:
     # run in reverse order, and a `Pool` restarts killed processes until the handler of
     # multiprocessing has run.
     atexit.register(template.close)
-    # Imported lazily, because importing this module must not load gymnasium.
+    # Imported lazily, because importing this module must not load gymnasium, and before
+    # the user's modules, which may give up access to files.
+    from multiprocessing import resource_tracker, util  # noqa: F401
+
     from envserve.worker import process  # noqa: F401
 
     template.run()
@@ -137,7 +143,9 @@ class _Template:
             # started the template ends. In this case, the signal has no effect.
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
-        self._tracker_pid = None  # of the resource tracker of multiprocessing
+        # The resource tracker of multiprocessing, and its pipe until it is started.
+        self._tracker_pid: int | None = None
+        self._tracker_fd = -1
         self._kill_orphans_at = math.inf
         self._poller = unpatched.poll()
         self._poller.register(self._owner, select.POLLIN)
@@ -186,6 +194,8 @@ class _Template:
                     self._kill_at[worker] = min(self._kill_at[worker], kill_at)
                 if self._pipes.handle(fd):
                     continue
+                if fd == self._tracker_fd:
+                    self._start_resource_tracker()
                 if fd == self._wakeup.fileno():
                     self._reap()
                 if os.getppid() != self._owner_pid or (
@@ -257,7 +267,9 @@ class _Template:
         for received in self._decoder.feed(data):
             message = codec.decode(received.payload)
             if "import" in message:
-                self._import(message["import"], message["preload"])
+                self._import(
+                    message["import"], message["preload"], message["lists_names"]
+                )
                 self._import_children = {*_child_pids()}
             elif "kill" in message:
                 self._kill(message["kill"], message["stack"])
@@ -269,7 +281,9 @@ class _Template:
                 self._report({"fork": message["fork"], "error": error})
         return bool(data)
 
-    def _import(self, modules: list[str], env_names: list[str] | None) -> None:
+    def _import(
+        self, modules: list[str], env_names: list[str] | None, lists_names: bool
+    ) -> None:
         from envserve.envs import registry
 
         if env_names is None:
@@ -289,14 +303,16 @@ class _Template:
                 self._import_error = _import_error([name])
             file = Path(name.partition(":")[0]).name
             files = dict.fromkeys(_thread_ids(), file) | files
+        names, error = [], self._import_error
+        if lists_names and not error:
+            if not (modules or env_names):
+                self._report({"importing": "the env modules of installed packages"})
+            try:
+                names = [*registry.Registry(env_names or None).names]
+            except EnvserveError as names_error:
+                error = str(names_error)
         self._undo_import_effects()
-        if "multiprocessing.shared_memory" in sys.modules:
-            # All workers share one resource tracker. When they have ended, it removes
-            # the shared memory that they have left behind.
-            from multiprocessing import resource_tracker
-
-            resource_tracker.ensure_running()
-            self._tracker_pid = vars(resource_tracker._resource_tracker).get("_pid")
+        self._share_resource_tracker()
         gc.collect()
         gc.freeze()  # later collections must not write to pages that forks share
         note, started = "", [*filter(None, map(files.get, _thread_ids()))]
@@ -310,7 +326,37 @@ class _Template:
         # A server that can create none of its envs must not become ready.
         has_envs = num_preloaded > 0 or not env_names
         is_imported = has_envs and not self._import_error
-        self._report({"imported": is_imported, "note": note})
+        self._report(
+            {"imported": is_imported, "note": note, "names": names, "error": error}
+        )
+
+    def _share_resource_tracker(self) -> None:
+        """Make all workers use one resource tracker of multiprocessing.
+
+        When all of them have ended, it removes the shared memory that they have not
+        removed. A worker's own tracker would be killed with the worker. The tracker is
+        started when a worker first writes to its pipe.
+        """
+        from multiprocessing import resource_tracker
+
+        tracker = vars(resource_tracker._resource_tracker)
+        if tracker["_fd"] is None:  # no import has started one
+            self._tracker_fd, tracker["_fd"] = os.pipe()
+            self._poller.register(self._tracker_fd, select.POLLIN)
+        self._tracker_pid = tracker["_pid"]
+
+    def _start_resource_tracker(self) -> None:
+        fd, self._tracker_fd = self._tracker_fd, -1
+        self._poller.unregister(fd)
+        from multiprocessing.util import spawnv_passfds
+
+        code = f"from multiprocessing.resource_tracker import main; main({fd})"
+        command = python_command(code)
+        # Without a reader of the pipe, each worker starts its own tracker.
+        with contextlib.suppress(OSError):
+            self._tracker_pid = spawnv_passfds(os.fsencode(command[0]), command, [fd])
+            self._import_children.add(self._tracker_pid)
+        os.close(fd)
 
     def _fork(self, request: int, fd: int) -> None:
         # Do not import anything at this point: it would delay kills and forks of other
@@ -362,6 +408,8 @@ class _Template:
                 other.close()
             for other_fd in (*self._fds, *self._standard_fds):
                 os.close(other_fd)
+            if self._tracker_fd >= 0:
+                os.close(self._tracker_fd)
             self._pipes.close_in_worker()
             if stderr_fd is not None:
                 os.dup2(stderr_fd, 1)
@@ -373,8 +421,7 @@ class _Template:
             os.set_inheritable(fd, False)
             channel = unpatched.socket(fileno=fd)
             channel.settimeout(None)  # modules may change the default timeout
-            modules = self._worker_imports
-            process.run(channel, lambda: self._import_error or _import_error(modules))
+            process.run(channel, self._import_in_worker)
             code = 0
         except BaseException:
             # The exception must not reach the callers of this function, because they
@@ -385,6 +432,15 @@ class _Template:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+    def _import_in_worker(self, report: Callable[[str], None]) -> str:
+        """Import the modules that this process has not imported; return the error."""
+        for module in self._worker_imports:
+            report(module)
+            self._import_error = self._import_error or _import_error([module])
+        if self._worker_imports:
+            report("")
+        return self._import_error
 
     def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.lab.processes import with_descendants
 from envserve.address import is_local_address
 from envserve.cli.app import PROGRAM as ENVSERVE
 from envserve.client import BatchEnv
@@ -112,16 +114,19 @@ def test_each_health_probe_has_its_exit_code(
 
 
 def test_a_server_whose_imports_are_running_is_starting(
-    tmp_path: Path, serve: Serve, wait_until: WaitUntil
+    tmp_path: Path, serve: Serve, join: Join, wait_until: WaitUntil
 ) -> None:
-    # The server imports the module first, then the template process. Only in the
-    # latter does it wait until the test opens the pipe.
+    # Only the second template process waits until the test opens the pipe.
     (tmp_path / "slow_envs.py").write_text(
-        "import sys\nif '-c' in sys.orig_argv:\n    open('pipe').close()\n"
+        "import os\nif os.path.exists('pipe'):\n    open('pipe').close()\n"
     )
-    os.mkfifo(tmp_path / "pipe")
     server = serve("--import", "slow_envs", cwd=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    os.kill(with_descendants(server.process.pid)[1], signal.SIGKILL)
+    client = threading.Thread(target=join, args=(server, 1))
+    client.start()
     try:
+        wait_until(lambda: server.welcome().is_starting)
         result = run("health", server.address, "--startup", "--timeout", "20")
         assert result.returncode == 3
         assert "workers cannot be started yet" in result.stderr
@@ -131,6 +136,7 @@ def test_a_server_whose_imports_are_running_is_starting(
     finally:
         pipe = os.open(tmp_path / "pipe", os.O_RDWR)  # lets the module continue
     wait_until(lambda: not server.welcome().is_starting)
+    client.join()
     os.close(pipe)
 
 

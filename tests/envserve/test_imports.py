@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -248,21 +249,43 @@ ENDS = {
     "exited with code 0": "os.fork() and os._exit(0)",
     "exited with code 1": "os.closerange(3, 100)",
     "was killed by SIGSEGV": "os.kill(os.getpid(), signal.SIGSEGV)",
-    "was stopped by a signal": "os.kill(os.getpid(), signal.SIGSTOP)",
 }
+STOPS = {"was stopped by a signal": "os.kill(os.getpid(), signal.SIGSTOP)"}
 
 
-@pytest.mark.parametrize("expected", ENDS)
+@pytest.mark.parametrize(
+    ("expected", "text", "preload"),
+    [
+        *((*end, True) for end in (ENDS | STOPS).items()),
+        # A worker that a signal has stopped is retried after the reset timeout.
+        *((*end, False) for end in ENDS.items()),
+    ],
+)
 def test_import_that_ends_its_process_is_tried_once_and_named(
-    folder: Path, expected: str
+    folder: Path, expected: str, text: str, preload: bool
 ) -> None:
-    env = write_env(folder, f"import os, signal; {ENDS[expected]}")
+    env = write_env(folder, f"import os, signal; {text}")
     with pytest.raises(EnvStartError) as caught:
-        BatchEnv.local(f"{env}:E", 2, 2)
-    text = str(caught.value)
-    assert expected in text
-    assert f"while it imported {env}" in text
-    assert "in a row" not in text
+        BatchEnv.local(f"{env}:E", 2, 2, preload=preload)
+    error = str(caught.value)
+    assert expected in error
+    assert f"while it imported {env}" in error
+    assert "in a row" not in error
+
+
+@pytest.mark.parametrize("options", [(), ("--no-preload",)])
+@pytest.mark.parametrize("end", ENDS)
+def test_server_whose_import_ends_its_process_exits_with_an_error(
+    folder: Path, end: str, options: tuple[str, ...]
+) -> None:
+    env = write_env(folder, f"import os, signal; {ENDS[end]}")
+    bind = "--bind", f"ipc://{folder}/socket"
+    words = [sys.executable, "-m", "envserve", "start", f"{env}:E", *bind, *options]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=90)
+    assert (run.returncode, run.stdout) == (2, "")
+    *_, line = run.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert f"{end} while it imported {env}:E" in line
 
 
 FORKS = {
@@ -348,14 +371,18 @@ def marked_processes(folder: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="lists shared memory")
+@pytest.mark.parametrize("place", ["module", "constructor"])
 def test_shared_memory_of_killed_workers_is_removed_at_the_end(
-    folder: Path, wait_until: WaitUntil
+    folder: Path, wait_until: WaitUntil, place: str
 ) -> None:
-    text = """
+    line = "from multiprocessing.shared_memory import SharedMemory"
+    text = f"""
 import os
-from multiprocessing.shared_memory import SharedMemory
+{line if place == "module" else ""}
 class E(Draw):
-    def __init__(self): self.memory = SharedMemory(create=True, size=1)
+    def __init__(self):
+        {line}
+        self.memory = SharedMemory(create=True, size=1)
     def name(self): return self.memory.name
     def step(self, action): os._exit(3)
 """
@@ -481,7 +508,8 @@ class E(Draw):
         pids = {*batch.call_each("pid")}
         imported = {*map(int, log.read_text().split())}
         assert pids < imported
-        assert imported - pids == {server.process.pid}
+        assert len(imported) == 1 + len(pids)  # a process lists the names
+        assert server.process.pid not in imported
     server.signal(signal.SIGTERM)
     assert "stopping" in server.end()
     assert server.process.returncode == 0

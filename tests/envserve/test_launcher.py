@@ -560,8 +560,8 @@ def test_workers_import_the_modules_themselves_if_they_are_not_preloaded(
         # They read the first message before they import, because it names their GPU.
         build = pack_message(MessageKind.BUILD, payload=codec.encode({}))
         worker.process.channel.send(build)
-        worker.close()
         assert worker.wait_for_end().exit_code == 0
+        worker.close()
     assert sorted(log.read_text().split()) == sorted(
         str(worker.pids[0]) for worker in workers
     )

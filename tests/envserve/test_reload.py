@@ -106,7 +106,7 @@ def test_a_server_exits_when_its_parent_is_killed(
     [
         ("import nothing_like_it", "No module named 'nothing_like_it'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import os; os._exit(3)", "the process ended while it imported the envs"),
+        ("import os; os._exit(3)", "a process ended while it imported "),
     ],
 )
 def test_envs_that_cannot_be_imported_are_an_error_at_the_start(

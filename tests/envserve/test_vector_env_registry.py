@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
@@ -15,7 +16,7 @@ from gymnasium.utils.env_checker import check_env, data_equivalence
 
 import envserve
 from envserve.client.vector_env import VectorEnv
-from envserve.errors import ActionError, CallError, LocalProtocolError
+from envserve.errors import ActionError, CallError, LocalProtocolError, UnknownEnv
 from tests.envserve.conftest import StartServer, local_or_tcp
 from tests.oracle.probe_envs import MODULE
 from tests.oracle.random_envs import RANDOM_ENV
@@ -46,6 +47,21 @@ def registry() -> Iterator[None]:
 
 def where(address: str) -> dict[str, Any]:
     return {"addresses": [address]} if address else {"num_workers": 1}
+
+
+def test_wrong_arguments_and_names_are_the_errors_of_gymnasium(
+    shared_address: str,
+) -> None:
+    makers: list[Callable[..., Any]] = [gymnasium.make_vec, envserve.make_vec]
+    for make in makers:
+        options = where(shared_address) if make is envserve.make_vec else {}
+        with pytest.raises(TypeError, match="unexpected keyword argument 'length'"):
+            make("CartPole-v1", num_envs=2, length=3, **options)
+        with pytest.raises(gymnasium.error.UnregisteredEnv, match="CartPol") as caught:
+            make("CartPol-v1", num_envs=2, **options)
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert str(copied) == str(caught.value)
+    assert isinstance(copied, UnknownEnv)
 
 
 def test_gymnasium_makes_vector_envs(registry: None, shared_address: str) -> None:

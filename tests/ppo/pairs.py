@@ -57,6 +57,16 @@ def _run_learner(
     function(*arguments)
 
 
+def eager_main(arguments: Sequence[str]) -> None:
+    """Run `ppo` without tracing, which takes longer than a few small updates."""
+    import tensorflow as tf
+
+    from ppo.cli.app import main
+
+    tf.config.run_functions_eagerly(True)
+    main(arguments)
+
+
 def wait_for_exit(process: ForkServerProcess, seconds: float = 280) -> int | None:
     """Wait for a process, and return its exit code, or None after `seconds`."""
     process.join(seconds)

@@ -41,6 +41,7 @@ from tests.ppo.runs import (
     SMALL,
     Maker,
     counters,
+    eagerly,
     no_retracing,
     parameters,
     ppo,
@@ -274,7 +275,8 @@ def test_evaluations_do_not_affect_the_training(tmp_path: Path) -> None:
     for every in (0, 100):
         chosen = config.replace(evaluate_every=every)
         run_folder = RunFolder.create(tmp_path / str(every), chosen)
-        result = train(chosen, run_folder, env_maker(chosen, num_workers=1))
+        with eagerly():
+            result = train(chosen, run_folder, env_maker(chosen, num_workers=1))
         assert result.steps == 512
         agents.append(result.agent)
         metrics.append(rows_of(run_folder.path))

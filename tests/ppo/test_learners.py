@@ -26,6 +26,7 @@ from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 from ppo.training_run import TrainingRun
 from tests.ppo import one_update, pairs
+from tests.ppo.pairs import eager_main
 from tests.ppo.runs import counters, eagerly, ppo, rows_of
 
 # Learners are processes that load TensorFlow and compile, on a shared machine.
@@ -146,7 +147,7 @@ def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
     assert rows_of(run)[0]["steps"] == 64
 
     first = (*COMMON, "--resume", str(run))
-    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+    with pairs.started_learners(eager_main, [[first], [other]], tmp_path) as processes:
         metrics = run / "metrics.jsonl"  # the last line may be incomplete
         wait_for(
             lambda: read_metrics(metrics)[-1]["steps"] > steps, processes, tmp_path
@@ -176,14 +177,14 @@ def test_stop_by_one_learner_stops_all(tmp_path: Path) -> None:
     callbacks = f'callbacks=["{tmp_path}/stops.py:stop"]'
     other = (*COMMON, "--restartable", "CartPole-v1", *SET_OPTIONS, "--set", callbacks)
     first = (*other, "--run-dir", str(run))
-    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+    with pairs.started_learners(eager_main, [[first], [other]], tmp_path) as processes:
         codes = [*map(pairs.wait_for_exit, processes)]
     assert codes == [0, 0], pairs.outputs(tmp_path)
     assert json.loads((run / "evaluation.json").read_text())["steps"] == 128
 
     # A finished run is not trained further, but evaluated again.
     first = (*COMMON, "--resume", str(run), "--set", "total_steps=128")
-    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+    with pairs.started_learners(eager_main, [[first], [other]], tmp_path) as processes:
         codes = [*map(pairs.wait_for_exit, processes)]
     assert codes == [0, 0], pairs.outputs(tmp_path)
     assert counters(run).steps == 128
