@@ -69,7 +69,7 @@ class LaneGroup:
         together: bool,
         is_cancelled: bool = False,
     ) -> None:
-        """Start a step of some rows.
+        """Start a step of the given rows.
 
         Args:
           row_set: The rows.
@@ -196,7 +196,7 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Start a reset of some rows.
+        """Start a reset of the given rows.
 
         Args:
           env_indices: Rows of the batch.

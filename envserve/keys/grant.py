@@ -49,9 +49,9 @@ class Grant:
     share: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     """Weight of this client when clients compete for the server's time."""
     expires: float | None = None
-    """Time at which the key expires, in seconds since 1970."""
+    """Unix time in seconds at which the key expires."""
     until: float | None = None
-    """Time at which an invitation expires, in seconds since 1970; None for clients."""
+    """Unix time in seconds at which an invitation expires; None for clients."""
 
     @property
     def is_invitation(self) -> bool:
@@ -59,7 +59,7 @@ class Grant:
         return self.until is not None
 
     def is_valid(self, now: float) -> bool:
-        """Return whether the key is valid at a time in seconds since 1970."""
+        """Return whether the key is valid at `now`, a Unix time in seconds."""
         return all(end is None or now < end for end in (self.expires, self.until))
 
     def allows_env(self, env_name: str) -> bool:
@@ -157,7 +157,7 @@ def _parse_time(option: str, text: str) -> float:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in seconds since 1970 in the form of `expires=` and `until=`."""
+    """Return a Unix time in seconds as text in the form of `expires=` and `until=`."""
     time = datetime.datetime.fromtimestamp(int(seconds), datetime.UTC)
     return time.isoformat().replace("+00:00", "Z")
 

@@ -305,7 +305,7 @@ class EnvRow:
         return value
 
     def defer_reset(self) -> None:
-        """With autoreset "next_step", let the next step reset the env."""
+        """Defer the reset to the next step, as autoreset mode "next_step" requires."""
         self._needs_reset = True
 
     def _set_attribute(self, name: str, value: Any) -> None:
