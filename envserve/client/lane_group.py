@@ -102,7 +102,7 @@ class LaneGroup:
                     except BaseException as error:
                         if not pop_harmless_mark(error):
                             raise
-                        interrupt = error  # to be raised once all blocks are submitted
+                        interrupt = error  # raised once all blocks are submitted
         started = self._cancelled if is_cancelled else self.in_flight
         started.update(row_set.positions)
         queue.is_updating = False

@@ -17,7 +17,7 @@ import numpy as np
 from envserve.spaces.info_columns import join_columns, split_columns
 
 Array = np.ndarray[Any, Any]
-#: Some rows, and their values for one key.
+#: Rows whose info has a certain key, and the values of this key in the same order.
 _Part = tuple[list[int], Sequence[Any]]
 
 _NUMBERS: Final = frozenset({int, float, bool})

@@ -140,7 +140,9 @@ def _convert_option(option: str, text: str) -> Any:
                 "expected up to 64 characters of A-Z a-z 0-9 . _ -, beginning with a "
                 "letter or digit"
             )
-        safe_text = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)  # never show a secret
+        safe_text = re.sub(
+            r"(envserve-\w+-1)\..*", r"\1", text
+        )  # hide the key, which may be secret
         raise CodecError(f"{option}: {expected}; got {safe_text!r:.200}") from None
 
 

@@ -311,7 +311,7 @@ class Launcher:
         if self._template_error:
             return
         if self._is_updating:
-            self._importing = ""  # the imported module did not cause this
+            self._importing = ""  # the imported module did not cause the error
             self._stop_template("was interrupted, and ")
             return
         self._is_updating = True

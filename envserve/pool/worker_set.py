@@ -82,7 +82,9 @@ class WorkerSet:
         self.error: EnvserveError | None = None
         self.slab: Slab | None = None
         self.frame_board: FrameBoard | None = None
-        self._specs: dict[int, EnvSpec] = {}  # by worker, until all have been ready
+        self._specs: dict[
+            int, EnvSpec
+        ] = {}  # by worker; used until all workers are ready
         self.all = [self._new_worker(index) for index in range(self._num_workers)]
 
     def _new_worker(self, index: int) -> SupervisedWorker:

@@ -43,7 +43,7 @@ from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.reset_signature import complete_reset_signature
 
 Array = np.ndarray[Any, Any]
-#: Reward, terminated, truncated and info.
+#: Result of a step without the observation: reward, terminated, truncated and info.
 StepOutcome = tuple[float, bool, bool, Mapping[str, Any]]
 
 

@@ -108,7 +108,7 @@ class Request:
 
     @property
     def is_ignored(self) -> bool:
-        """Whether the server has ignored so many copies that the blocks are absent."""
+        """Whether the request's blocks are absent, because its copies were ignored."""
         return self.num_ignored >= _ABSENT_IGNORED
 
     @property
