@@ -9,10 +9,10 @@ Interrupts: a signal handler may raise an exception (KeyboardInterrupt, for exam
 any point. While a method only waits, `queue.is_updating` is False: the bookkeeping is
 consistent with the submitted operations, and the next call continues. While a method
 changes something, the flag is True. If an interrupt leaves it True, the next call
-begins with `recover`, which invalidates all lanes. This costs each row an episode, but
-never returns a wrong row. The flag is set before each update and not by an exception
-handler, so a second interrupt does no harm. See the decision "An interrupt inside an
-operation invalidates the lane".
+begins with `recover`, which invalidates all lanes. This ends the episodes of all rows,
+but never returns a wrong row. The flag is set before each update and not by an
+exception handler, so a second interrupt does no harm. See the decision "An interrupt
+inside an operation invalidates the lane".
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class LaneGroup:
     def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:
         """Remove and return the outcomes of finished resets and calls.
 
-        Outcomes of late steps that were deferred until now are restored.
+        If the outcome of a late step was deferred until now, it becomes available.
         """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True
