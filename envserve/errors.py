@@ -132,7 +132,8 @@ class EnvError(EnvserveError, RuntimeError):
 
 
 #: Built-in exceptions from which a class can inherit together with EnvError. The others
-#: need more arguments than a message, or end generators, as StopIteration does.
+#: need more arguments than a message, or, like StopIteration, end the iteration in
+#: which they are raised instead of being reported.
 _BUILTINS: Final[dict[str, type[Exception]]] = {
     name: kind
     for name, kind in vars(builtins).items()
@@ -168,7 +169,7 @@ class ReproError(EnvserveError, ValueError):
 
 
 class VideoError(EnvserveError, RuntimeError):
-    """An env renders no frames, or they cannot be encoded as a video."""
+    """An env renders no frames, or its frames cannot be encoded as a video."""
 
 
 class EnvTimeout(EnvserveError, TimeoutError):

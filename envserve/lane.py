@@ -332,7 +332,9 @@ class Lane(Protocol):
         """
 
     def invalidate(self, reason: str) -> None:
-        """Replace all envs and discard operations in flight; each row loses an episode.
+        """Replace all envs, discard operations in flight, and end all episodes.
+
+        The next result of each row reports the end of its episode as a fault.
 
         Allowed in any state, including after an interrupted call.
         """

@@ -1,8 +1,8 @@
 """A `VecEnv` for Stable-Baselines3, with envs in worker processes or on servers.
 
-Stable-Baselines3 cannot mask invalid rows, so a lost episode is returned as a truncated
-one, and steps wait for absent envs instead of returning padding. Only this module
-imports Stable-Baselines3.
+Stable-Baselines3 cannot mask invalid rows, so an episode that a fault ends is returned
+as a truncated one, and steps wait for absent envs instead of returning padding. Only
+this module imports Stable-Baselines3.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def make_vec_env(
         default, no file is written.
       monitor_kwargs: Other arguments of `VecMonitor`: `info_keywords` is a tuple of
         keys. Their values in the last info of each episode are added to
-        `info["episode"]` and to the file; in lost episodes, they are None.
+        `info["episode"]` and to the file; if a fault ended the episode, they are
+        None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`. `wrapper_class` and `wrapper_kwargs` are accepted
         too; `vec_env_cls`, `vec_env_kwargs`, `start_index` and SubprocVecEnv's
@@ -106,7 +107,7 @@ class BatchVecEnv(VecEnv):
 
         Args:
           batch: A batch with autoreset "same_step" and `infos="all"`.
-          info_keywords: Keys to add to the last info of each lost episode.
+          info_keywords: Keys to add to the last info of each episode that a fault ends.
         """
         self.batch = batch
         spec = gymnasium.registry.get(batch.spec.env_name)

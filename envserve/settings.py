@@ -486,7 +486,8 @@ class EnvOptions(TypedDict, total=False):
     False by default."""
     nonfinite: NonFinite
     """Handling of NaN and infinity in observations and rewards: "raise" an EnvError
-    (default), "mask" the row as a lost episode, or "pass" the values to the caller."""
+    (default), "mask" the step as invalid and end its episode, or "pass" the values to
+    the caller."""
     strict_spaces: bool
     """Whether observations must have exactly the dtypes of their space. If False
     (default), they are cast if NumPy's "same_kind" rule allows it."""

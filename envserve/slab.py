@@ -183,7 +183,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def copy_observation_to_final(rows: Rows, index: slice) -> None:
-    """Copy the current observations of some rows to `final_observation`.
+    """Copy the current observations of the given rows to `final_observation`.
 
     This saves the last observation of an episode before a reset overwrites it. The
     worker may have died before it checked the observation, so NaN and infinity are
@@ -208,7 +208,7 @@ def copy_final_to_observation(rows: Rows, index: Any) -> None:
 
 
 def write_lost(rows: Rows, index: slice, status: Status) -> None:
-    """Write the end of a lost episode into some rows: truncated, reward 0.
+    """Write the last row of episodes that a fault has ended: truncated, reward 0.
 
     Observations are unchanged, because they already belong to the next episode.
     """

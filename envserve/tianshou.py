@@ -1,8 +1,8 @@
 """A vector env for Tianshou, with envs in worker processes or on servers.
 
 Tianshou may step any subset of the rows, so each row is a block. It cannot mask invalid
-rows, so a lost episode is returned as a truncated one, and steps wait for absent envs
-instead of returning padding. Only this module imports Tianshou.
+rows, so an episode that a fault ends is returned as a truncated one, and steps wait for
+absent envs instead of returning padding. Only this module imports Tianshou.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class BatchVectorEnv(BaseVectorEnv):
         ]
         ends = (step.reward[order], step.terminated[order], step.truncated[order])
         stacked = self._stack(step.observation, order)
-        # Rows of lost episodes contain the first observation of the next episode, but
-        # Tianshou expects the last observation of the lost episode.
+        # If a fault ended the episode of a row, the row contains the first observation
+        # of the next episode, but Tianshou expects the last one of the ended episode.
         for position in step.lost[order].nonzero()[0]:
             stacked[position] = self._last_observations[rows[position]]
         return self._store_observations(rows, stacked), *ends, np.array(infos)

@@ -1,8 +1,8 @@
 """Synchronise learners: processes with separate envs and identical networks.
 
 TF_CONFIG lists the addresses of all learners, as for
-`tf.distribute.MultiWorkerMirroredStrategy`, which connects them; the first learner is
-the chief. TensorFlow's collectives sum tensors in a ring over gRPC, without encryption
+`tf.distribute.MultiWorkerMirroredStrategy`, which connects them; learner 0 is the
+chief. TensorFlow's collectives sum tensors in a ring over gRPC, without encryption
 or authentication. XLA does not support collectives on CPUs, so they are called between
 compiled functions, not within them.
 """
@@ -46,7 +46,7 @@ class Learners:
     Attributes:
         num: Number of learners.
         index: Index of this learner.
-        is_chief: Whether this is the first learner, which evaluates the agent and
+        is_chief: Whether this is learner 0, which evaluates the agent and
             writes metrics and checkpoints.
         wait_seconds: Maximum number of seconds between two calls of `gather`, after
             which pending collectives fail.

@@ -243,8 +243,8 @@ class EpisodeTracker:
     An episode with an invalid step is not counted, because its return is unknown.
 
     Attributes:
-        consecutive_lost: Number of episodes that each env has lost since the last one
-            that it completed, int64 `[num_envs]`.
+        consecutive_lost: For each env, the number of episodes with an invalid step
+            since its last complete episode, int64 `[num_envs]`.
     """
 
     def __init__(self, num_envs: int) -> None:

@@ -224,7 +224,8 @@ class _Loop:
         iteration_window = ReportWindow()
         for window in (self._window, iteration_window):
             window.add(self._run.counters.steps - before, metrics)
-        # With nonfinite="mask", a policy may lose every episode until it improves.
+        # With nonfinite="mask", every episode may contain a masked step until the
+        # policy improves.
         can_lose_all = self._config.nonfinite == "mask"
         self._run.lost_steps.add(
             int(metrics["invalid_steps"]),

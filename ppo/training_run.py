@@ -109,7 +109,7 @@ class TrainingRun:
         self.is_stopped = True
 
     def _noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
-        """Draw action noise for the rows of all learners; return this learner's part.
+        """Sample action noise for the rows of all learners; return this learner's part.
 
         The noise of an env therefore does not depend on the number of learners.
         """

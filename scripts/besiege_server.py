@@ -44,7 +44,7 @@ MAX_ABSENCE_SECONDS: Final = 3.0
 
 
 class Measured(NamedTuple):
-    """99th percentiles of the duration of a step and of connecting; server memory."""
+    """Durations of a step and of connecting (99th percentiles), and server memory."""
 
     step_ms: float
     connect_seconds: float
@@ -62,7 +62,7 @@ class UnknownKeyClient:
         self._until = time.monotonic() + 1.0
 
     def is_disconnected(self) -> bool:
-        """Return whether a second has passed; the server rejects the client sooner."""
+        """Return True after a second, in which the server must reject the client."""
         return time.monotonic() > self._until
 
 

@@ -53,7 +53,7 @@ def expect(is_met: object, expected: str, actual: object) -> None:
 
 
 def describe(message: Message) -> str:
-    """Return a message's type, and the text of an ERROR, for a report."""
+    """Return the type of a message, followed by its text if it is an ERROR."""
     if message.type is not MessageType.ERROR:
         return str(getattr(message.type, "name", message.type))
     body = ErrorBody.decode(message.body)
@@ -268,7 +268,7 @@ class ProbeClient:
         return self
 
     def grant(self, attach: Message) -> bytes:
-        """Send an ATTACH until it is granted; return the body of GRANTED."""
+        """Send ATTACH repeatedly until it is granted; return the body of GRANTED."""
         answer: Message | None = self.request(attach)
         while answer is None or answer.type is MessageType.BUILDING:
             expect(attach.attempt < _MAX_ATTACH_RESENDS, "GRANTED", "BUILDING only")

@@ -1,6 +1,6 @@
 """Logs of both programs: their formats, and output that never blocks the program.
 
-A write to a pipe without a reader, or to a stopped terminal (Ctrl-S), blocks. Servers
+A write to a pipe without a reader, or to a terminal paused with Ctrl-S, blocks. Servers
 and trainers must continue, so a thread writes their output, and output beyond a limit
 is dropped and counted.
 """

@@ -133,8 +133,8 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
         sys.path.append(os.getcwd())  # last, so that its files shadow no other module
     elif missing:
         raise EnvStartError(
-            f"--import: other users can write to the working directory ({folder}) and "
-            f"may have planted {missing[0]} there, which is not found elsewhere; run "
+            f"--import: expected {missing[0]} to be an installed module, because other "
+            f"users can write to the working directory ({folder}); install it, or run "
             f"the command in a folder that only you can write to"
         )
 

@@ -38,7 +38,7 @@ class Absence:
     Attributes:
       late_steps: Positions of blocks whose step is late and that no caller waits for.
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
-      padded: Positions of blocks that a caller waits for and that are now padding.
+      padded: Positions of blocks that a caller waits for and whose rows are padding.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Absence:
         self.padded -= positions
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
-        """Record that a caller waits for the late steps of some blocks.
+        """Record that a caller waits for the late steps of the given blocks.
 
         Return the positions of the blocks without a late step.
         """
@@ -100,7 +100,7 @@ class Absence:
         self._since.clear()
 
     def pad(self, absent: Set[int], waiting: Set[int], now: float) -> None:
-        """Decide which blocks are padding now.
+        """Decide for which blocks the rows are padding now.
 
         Args:
           absent: Positions of blocks in flight whose envs are absent.
@@ -115,7 +115,10 @@ class Absence:
             self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
 
     def next_pad(self) -> float:
-        """Return the time at which the next block becomes padding; infinity if none."""
+        """Return the time at which rows of an absent block will next become padding.
+
+        Return infinity if no absent block is left to pad, or if all blocks are absent.
+        """
         waiting = self._since.keys() - self.padded if self._is_any_present() else ()
         return min(map(self._pad_at, waiting), default=np.inf)
 
@@ -124,7 +127,10 @@ class Absence:
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
-        """Return the time at which a block becomes padding, without delay if late."""
+        """Return the time at which the rows of an absent block become padding.
+
+        If a late step of the block is awaited, its rows become padding without delay.
+        """
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
@@ -170,7 +176,10 @@ class DeferredOutcome:
         self._saved_rows = self._rows.at(self._other_rows) if reset_rows else None
 
     def restore(self) -> Outcome:
-        """Restore and return the outcome, with padding in the rows that were reset."""
+        """Return the outcome, after writing its saved rows back to the lane.
+
+        Rows that were reset in the meantime become padding.
+        """
         if self._saved_rows is None:
             return self._outcome
         write_pending(self._rows, self._block)

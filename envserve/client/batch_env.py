@@ -89,7 +89,7 @@ class BatchEnv:
 
     A row is in flight from `send` to `recv`. A signal handler may raise an exception
     (KeyboardInterrupt, for example) in any call. If the call was only waiting, nothing
-    is lost; otherwise each row loses at most one episode.
+    is lost; otherwise, the current episode of each row may end with an invalid step.
 
     Attributes:
       spec: Name and spaces of the envs.
@@ -106,8 +106,8 @@ class BatchEnv:
       autoreset: Mode in which envs are reset after the end of an episode.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.
-      steps_ended: Whether `step` accepts rows whose episode has ended, unless the
-        episode was lost. Gymnasium steps such envs with autoreset "disabled".
+      steps_ended: Whether `step` accepts rows whose episode has ended, unless a fault
+        ended it. Gymnasium steps such envs with autoreset "disabled".
     """
 
     reset_call = "reset(env_indices=...)"
@@ -214,8 +214,8 @@ class BatchEnv:
           spare_envs: Whether each row has a second env, which is reset while the first
             is stepped; False by default.
           nonfinite: Handling of NaN and infinity in observations and rewards:
-            "raise" (default) raises EnvError, "mask" marks the row as a lost episode,
-            and "pass" returns them.
+            "raise" (default) raises EnvError, "mask" ends the episode with an invalid
+            step, and "pass" returns them.
           strict_spaces: Whether observations must have exactly the dtypes of their
             space. If False (default), they are cast if NumPy's "same_kind" rule allows
             it.
@@ -300,7 +300,8 @@ class BatchEnv:
           server_lost_after: Seconds after which a server counts as lost because it does
             not answer, ignores a step, reset or call, or was restarted. Until then, its
             rows are padding; after 5 s of silence, they move to another server that has
-            free envs. Each row whose env is replaced loses an episode.
+            free envs. If the env of a row is replaced, its current episode ends with
+            an invalid step.
           operation_timeout: Seconds for which a server may report a step, reset or call
             as running, or take to rebuild envs; after that, it counts as lost. 3600 by
             default, far more than servers allow unless their timeouts were raised.

@@ -253,7 +253,7 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 def _checked_settings(
     options: Mapping[str, Any], known: Any, function: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Return options as fields of settings; draw a root seed if none is given.
+    """Return options as fields of settings, with a random root seed by default.
 
     Raises:
       TypeError: An option is unknown.

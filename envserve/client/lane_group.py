@@ -9,10 +9,10 @@ Interrupts: a signal handler may raise an exception (KeyboardInterrupt, for exam
 any point. While a method only waits, `queue.is_updating` is False: the bookkeeping is
 consistent with the submitted operations, and the next call continues. While a method
 changes something, the flag is True. If an interrupt leaves it True, the next call
-begins with `recover`, which invalidates all lanes. This costs each row an episode, but
-never returns a wrong row. The flag is set before each update and not by an exception
-handler, so a second interrupt does no harm. See the decision "An interrupt inside an
-operation invalidates the lane".
+begins with `recover`, which invalidates all lanes. This ends the episodes of all rows,
+but never returns a wrong row. The flag is set before each update and not by an
+exception handler, so a second interrupt does no harm. See the decision "An interrupt
+inside an operation invalidates the lane".
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LaneGroup:
         together: bool,
         is_cancelled: bool = False,
     ) -> None:
-        """Start a step of some rows.
+        """Start a step of the given rows.
 
         Args:
           row_set: The rows.
@@ -102,7 +102,7 @@ class LaneGroup:
                     except BaseException as error:
                         if not pop_harmless_mark(error):
                             raise
-                        interrupt = error  # to be raised once all blocks are submitted
+                        interrupt = error  # raised once all blocks are submitted
         started = self._cancelled if is_cancelled else self.in_flight
         started.update(row_set.positions)
         queue.is_updating = False
@@ -196,7 +196,7 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Start a reset of some rows.
+        """Start a reset of the given rows.
 
         Args:
           env_indices: Rows of the batch.
@@ -302,7 +302,7 @@ class LaneGroup:
     def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:
         """Remove and return the outcomes of finished resets and calls.
 
-        Outcomes of late steps that were deferred until now are restored.
+        If the outcome of a late step was deferred until now, it becomes available.
         """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True

@@ -77,7 +77,7 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         return cls(blocks)
 
     def num_rows(self, positions: Iterable[int]) -> int:
-        """Return the total number of rows of some blocks."""
+        """Return the total number of rows of the given blocks."""
         return sum([self[index].stop - self[index].start for index in positions])
 
     def block_of(self, env_index: int) -> BatchBlock:
@@ -126,7 +126,7 @@ class LanePart:
 
 
 class RowSet:
-    """The rows of some blocks, in the order of the batch.
+    """The rows of one or more blocks, in the order of the batch.
 
     Attributes:
       blocks: The blocks, by ascending position.
@@ -200,7 +200,7 @@ class RowSetCache:
     def for_rows(
         self, env_indices: Sequence[int] | Array | None
     ) -> tuple[RowSet, Array | None]:
-        """Return the set of some rows, or of all rows for None.
+        """Return the set of the given rows; for None, the set of all rows.
 
         Returns:
           The set; and None if `env_indices` is ascending, otherwise an index array
@@ -214,7 +214,7 @@ class RowSetCache:
         return self._find(_as_rows(env_indices).tobytes())
 
     def for_blocks(self, positions: Iterable[int]) -> RowSet:
-        """Return the set of all rows of some blocks."""
+        """Return the set of all rows of the given blocks."""
         return self._join(tuple(sorted(positions)))
 
     def rows_by(self, key: Callable[[BatchBlock], int]) -> tuple[Array, ...]:
@@ -281,9 +281,9 @@ def _find(
         missing = np.setdiff1d(row_set.env_indices, indices)[0]
         block = blocks[position_of_row[missing]]
         raise IndexError(
-            f"expected whole blocks; row {missing} is missing from the block of rows "
-            f"{block.start} to {block.stop - 1}, which one worker steps together; see "
-            "BatchEnv.blocks"
+            f"expected whole blocks; row {missing} of the block of rows {block.start} "
+            f"to {block.stop - 1} is missing; pass all rows of a block, because one "
+            f"worker steps them together (see BatchEnv.blocks)"
         )
     is_sorted = bool((order[1:] > order[:-1]).all())
     return row_set, None if is_sorted else order

@@ -18,7 +18,7 @@ _OWN_ATTRIBUTES: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
 class Env(gymnasium.Env[Any, Any]):
     """The only row of a `BatchEnv`, without the batch dimension.
 
-    If an episode is lost, its last step is truncated, `info["fault"]` contains the
+    If a fault ends an episode, its last step is truncated, `info["fault"]` contains the
     reason, and `info["valid"]` is False. Call `reset` as after any other episode.
     """
 
@@ -50,7 +50,7 @@ class Env(gymnasium.Env[Any, Any]):
 
         Raises:
           ActionError: The action does not fit the action space.
-          LocalProtocolError: The episode was lost; call `reset`.
+          LocalProtocolError: A fault has ended the episode; call `reset`.
           ResetFirst: The env has not been reset yet.
         """
         result = self._batch.step(action)

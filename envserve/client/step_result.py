@@ -40,15 +40,15 @@ class StepResult(NamedTuple):
       valid: bool `[n]`; False for transitions that must not be used for training,
         because the env, its worker or its server failed; see `status`.
       final_observation: `[n, ...]`; the last observation of each episode that ended in
-        this step. All other rows are zero, or unchanged if `out` is used. Ignore the
-        final observation of a lost episode: it may come from a step that was never
-        returned, or may not belong to this episode at all.
-      status: uint8 `[n]`, see `envserve.client.Status`. A lost episode ends with one
-        truncated row, whose status is the reason. That row is returned once the env is
-        available again, possibly after PENDING rows. The actions of PENDING rows are
-        ignored and nothing happens in them, but their observation may be from the lost
-        step. A LATE row continues the episode; it is the result of an action that was
-        sent before the padding.
+        this step. All other rows are zero, or unchanged if `out` is used. If a fault
+        ended the episode, ignore its final observation: it may come from a step that
+        was never returned, or may not belong to this episode at all.
+      status: uint8 `[n]`, see `envserve.client.Status`. An episode that a fault ends
+        has one last, truncated row, whose status is the reason. That row is returned
+        once the env is available again, possibly after PENDING rows. The actions of
+        PENDING rows are ignored and nothing happens in them, but their observation may
+        be from the lost step. A LATE row continues the episode; it is the result of an
+        action that was sent before the padding.
       infos: A dict from env indices to info dicts, by default only for rows whose
         episode has ended. A fault is stored in the info dict under the key "fault".
     """
@@ -64,7 +64,7 @@ class StepResult(NamedTuple):
 
     @property
     def lost(self) -> Array:
-        """Rows whose episode was lost, bool `[n]`."""
+        """Rows whose episode was ended by a fault, bool `[n]`."""
         lost: Array = self.truncated & ~self.valid & (self.status != _LATE)
         return lost
 
@@ -200,7 +200,7 @@ def final_observations(
       space: Observation space of one env.
       step: Result of the step.
       previous: Observations before the step, which replace the final observations of
-        lost episodes.
+        episodes that a fault has ended.
     """
     final = dict[int, Any]()
     ended = step.terminated | step.truncated
@@ -211,7 +211,7 @@ def final_observations(
 
 
 def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:
-    """Return the observations of a step; for lost episodes, the previous ones.
+    """Return the observations of a step; after a fault, those before the step.
 
     Args:
       space: Observation space of one env.

@@ -1,6 +1,6 @@
 """A batch of envs as a `gymnasium.vector.VectorEnv`.
 
-Any Gymnasium trainer can use it: a lost episode is returned as a truncated one.
+Any Gymnasium trainer can use it: an episode that a fault ends is returned as truncated.
 """
 
 from __future__ import annotations
@@ -360,8 +360,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Convert a result to the tuple that Gymnasium's `step` returns."""
         if not self._is_copied:
             # Only observation arrays are reused: the other arrays are small, and
-            # trainers keep them. Two results alternate, because lost episodes need the
-            # observations of the previous step.
+            # trainers keep them. Two results alternate, because an episode that a fault
+            # ends needs the observations of the previous step.
             reusable = None if self._is_encoded else result
             self._reused, self._latest = self._latest, reusable
             result = result._replace(

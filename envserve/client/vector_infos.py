@@ -17,7 +17,7 @@ import numpy as np
 from envserve.spaces.info_columns import join_columns, split_columns
 
 Array = np.ndarray[Any, Any]
-#: Some rows, and their values for one key.
+#: Rows whose info has a certain key, and the values of this key in the same order.
 _Part = tuple[list[int], Sequence[Any]]
 
 _NUMBERS: Final = frozenset({int, float, bool})
@@ -33,10 +33,10 @@ def batch_infos(
 ) -> dict[str, Any]:
     """Batch info dicts.
 
-    The memory for rows that do not have a key is limited to 256 MiB in total. If the
-    numeric array of a key would exceed the limit, the key is stored as an array of
-    objects. If this array would also exceed the limit, the key is omitted, and the key
-    "omitted" names the first omitted keys.
+    The memory of elements in rows whose info lacks the element's key is limited to
+    256 MiB in total. If the numeric array of a key would exceed the limit, its values
+    are stored as an array of objects. If this array would also exceed the limit, the
+    values are omitted, and the array "omitted" names the first omitted keys.
 
     Args:
       infos: Maps rows to info dicts, for rows that have one.
@@ -52,7 +52,10 @@ def batch_infos(
 
 
 class _FillBudget:
-    """The remaining memory for elements of rows whose info lacks the key."""
+    """The remaining memory for filler elements.
+
+    The array of a key has filler elements in all rows whose info lacks this key.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes

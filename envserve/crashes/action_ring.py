@@ -35,7 +35,7 @@ RngState = tuple[_Uint64, _Uint64, _Uint64, _Uint64, _Uint64, _Uint64]
 
 #: Maximum number of steps that the ring keeps for each row.
 _MAX_STEPS: Final = 2048
-#: Maximum size of a ring.
+#: Maximum size of the actions in a ring, for all its rows together.
 _MAX_RING_BYTES: Final = 8 << 20
 #: Maximum size of a recorded action; copying a larger one would cost more than the
 #: step's message.

@@ -15,10 +15,10 @@ from envserve.slab import Status
 
 Array = np.ndarray[Any, Any]
 
-#: New policies are drawn from a normal distribution around the mean of the `_NUM_BEST`
-#: best policies. The standard deviation is `_SPREAD` times the standard deviation of
-#: the best policies. With these values, 23 of 24 seeds learned CartPole within 1,900 to
-#: 3,200 batch steps of 32 envs.
+#: New policies are sampled from a normal distribution around the mean of the best
+#: `_NUM_BEST` policies. The standard deviation is `_SPREAD` times the standard
+#: deviation of the best policies. With these values, 23 of 24 seeds learned CartPole
+#: within 1,900 to 3,200 batch steps of 32 envs.
 _NUM_BEST: Final = 4
 _SPREAD: Final = 0.9
 #: Number of observations at the start from whose mean and variance all observations are
@@ -27,7 +27,7 @@ _NUM_SCALED: Final = 4096
 
 
 class Learner:
-    """Searches for a linear policy, by drawing new policies around the best ones.
+    """Searches for a linear policy, by sampling new policies around the best ones.
 
     Attributes:
       returns: Returns of the last `num_envs` episodes.
@@ -36,10 +36,10 @@ class Learner:
     def __init__(
         self, name: str, env: gymnasium.Env[Any, Any], num_envs: int, seed: int
     ) -> None:
-        """Draw the first policies.
+        """Sample the initial policies.
 
         Args:
-          name: Name of the env, for errors.
+          name: Name of the env, for error messages.
           env: An env that provides the spaces.
           num_envs: Number of envs of the batch.
           seed: Seed of the policies.
@@ -79,7 +79,7 @@ class Learner:
         return np.asarray(low + fraction * (high - low), self._actions.dtype)
 
     def learn(self, rows: Array, result: StepResult) -> None:
-        """Record the results of rows `[n]`; draw a new policy after each episode.
+        """Record the results of rows `[n]`; sample a new policy after each episode.
 
         An episode that a fault has cut off is discarded: its policy is used again.
         """

@@ -189,8 +189,8 @@ class UserCode:
             code: Self = pickle.loads(pickled)
         except Exception as error:
             raise EnvStartError(
-                f"workers cannot load the functions or classes of this process: "
-                f"{type(error).__name__}: {error}"
+                f"workers cannot unpickle the functions and classes that your script "
+                f"passes to them: {type(error).__name__}: {error}"
             ) from error
         finally:
             user_envs.modules_being_imported.pop()

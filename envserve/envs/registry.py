@@ -412,7 +412,7 @@ def find_spec(name: str) -> EnvSpec:
     if not user_envs.is_importable(name):
         raise UnknownEnv(
             f"expected an env that can be imported; got {name!r}, which is defined in "
-            f"a script, so only workers that the script starts can create it; to "
+            f"a script. Only workers that the script starts can create this env; to "
             f"replay its crashes, move it to a separate file"
         )
     hint = did_you_mean(name, gymnasium.registry)

@@ -77,7 +77,7 @@ class ClientsFile:
 
         Args:
           public: Raw public key.
-          now: Time in seconds since 1970.
+          now: Unix time in seconds.
         """
         if public == self._local_public:
             return Grant(name="local", public=public)
@@ -90,7 +90,7 @@ class ClientsFile:
 
         Args:
           name: Name of the client.
-          now: Time in seconds since 1970.
+          now: Unix time in seconds.
         """
         self.refresh()
         grant = self._contents.by_id.get((name, False))
@@ -100,7 +100,7 @@ class ClientsFile:
         """Return the grants that have not expired at a given time.
 
         Args:
-          now: Time in seconds since 1970; by default, expired grants are also returned.
+          now: Unix time in seconds; by default, expired grants are also returned.
         """
         self.refresh()
         grants = self._contents.by_key.values()
@@ -194,7 +194,7 @@ class ClientsFile:
         Args:
           invitation: Raw public key of the invitation.
           public: Raw public key of the client.
-          now: Time in seconds since 1970.
+          now: Unix time in seconds.
 
         Returns:
           The client's grant, or None if there is no valid invitation with this key.

@@ -49,9 +49,9 @@ class Grant:
     share: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     """Weight of this client when clients compete for the server's time."""
     expires: float | None = None
-    """Time at which the key expires, in seconds since 1970."""
+    """Unix time in seconds at which the key expires."""
     until: float | None = None
-    """Time at which an invitation expires, in seconds since 1970; None for clients."""
+    """Unix time in seconds at which an invitation expires; None for clients."""
 
     @property
     def is_invitation(self) -> bool:
@@ -59,7 +59,7 @@ class Grant:
         return self.until is not None
 
     def is_valid(self, now: float) -> bool:
-        """Return whether the key is valid at a time in seconds since 1970."""
+        """Return whether the key is valid at `now`, a Unix time in seconds."""
         return all(end is None or now < end for end in (self.expires, self.until))
 
     def allows_env(self, env_name: str) -> bool:
@@ -140,7 +140,9 @@ def _convert_option(option: str, text: str) -> Any:
                 "expected up to 64 characters of A-Z a-z 0-9 . _ -, beginning with a "
                 "letter or digit"
             )
-        safe_text = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)  # never show a secret
+        safe_text = re.sub(
+            r"(envserve-\w+-1)\..*", r"\1", text
+        )  # hide the key, which may be secret
         raise CodecError(f"{option}: {expected}; got {safe_text!r:.200}") from None
 
 
@@ -157,7 +159,7 @@ def _parse_time(option: str, text: str) -> float:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in seconds since 1970 in the form of `expires=` and `until=`."""
+    """Return a Unix time in seconds as text in the form of `expires=` and `until=`."""
     time = datetime.datetime.fromtimestamp(int(seconds), datetime.UTC)
     return time.isoformat().replace("+00:00", "Z")
 

@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(
                 403,
                 "expected an IP address or a name of this host in the URL",
-                "Use an IP address, or pass this host name as --metrics-host.",
+                "Use an IP address, or pass the name in the URL as --metrics-host.",
             )
             return
         try:

@@ -7,7 +7,7 @@ once, so that workers start in milliseconds. Only `close` blocks on the template
 If the launcher's process ends, even by SIGKILL, the template reads end of file from its
 socket, kills the workers and exits. If the template ends or hangs, its workers are
 killed and reported as ended, and the next `launch` starts a new template. The template
-answers each request, so a template that an env has stopped (SIGSTOP) is detected.
+answers each request, so a template that an env has suspended (SIGSTOP) is detected.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _RESERVED_AT_ONCE: Final = 8
 #: Maximum time without a report while a fork is pending, including the time for
 #: imports. After this time, the template is killed.
 _FORK_TIMEOUT_SECONDS: Final = 120.0
-#: Maximum time without a report while the template is stopped and a request is pending.
-#: It is shorter than `KILL_SECONDS`.
+#: Maximum time without a report while a request is pending and a signal such as SIGSTOP
+#: has suspended the template. It is shorter than `KILL_SECONDS`.
 _STOPPED_SECONDS: Final = 2.0
 #: Maximum number of queued requests, in addition to a few hundred in the socket's
 #: buffer.
@@ -337,14 +337,14 @@ class Launcher:
     def poll(self) -> None:
         """Read the reports of the template and send queued requests; do not wait.
 
-        If a request is pending and the template has not reported anything for two
-        minutes, or for 2 s while it is stopped, the template is killed, and all its
-        workers are reported as ended.
+        The template is killed, and all its workers are reported as ended, if a request
+        is pending and the template has reported nothing for 120 s. If a signal such as
+        SIGSTOP has suspended the template, the limit is 2 s.
         """
         if self._template_error:
             return
         if self._is_updating:
-            self._importing = ""  # the imported module did not cause this
+            self._importing = ""  # the imported module did not cause the error
             self._stop_template("was interrupted, and ")
             return
         self._is_updating = True
@@ -353,7 +353,10 @@ class Launcher:
         self._is_updating = False
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until `poll` can read reports, can send requests, or may find a hang."""
+        """Wait until `poll` can read reports or send requests, or until the timeout.
+
+        The wait is at most 2 s, so that `poll` detects a suspended template in time.
+        """
         if not self._template_error:
             self._channel.wait(min(timeout_seconds, _STOPPED_SECONDS))
 
@@ -380,7 +383,7 @@ class Launcher:
         return bool(messages)
 
     def _is_stopped(self) -> bool:
-        """Return whether a signal has stopped the template."""
+        """Return whether a signal, such as SIGSTOP, has suspended the template."""
         flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         try:
             return os.waitid(os.P_PID, self._process.pid, flags) is not None

@@ -53,7 +53,8 @@ class Pool:
     """
 
     name = "local"
-    # Always None, because operations end with an error if their worker has failed.
+    # Always None: callers never wait for a worker that cannot be restarted, because the
+    # operations of its blocks end with an error.
     give_up_error: EnvserveError | None = None
 
     def __init__(

@@ -37,8 +37,8 @@ class WorkerSet:
       all: The workers, by index.
       incarnations: Number of times that the env of each row was rebuilt.
       watch_at: Time of the next `watch`, unless an event occurs first.
-      spec: Spaces of all envs; None until all workers have been ready.
-      slab: The shared memory; None until all workers have been ready.
+      spec: Spaces of all envs; None until all workers are ready.
+      slab: The shared memory; None until all workers are ready.
       frame_board: Rendered frames, in the slab's memory.
       error: Error that prevents the pool from starting; None if there is none.
       selector: Reports the workers whose channels are readable or writable.
@@ -82,7 +82,9 @@ class WorkerSet:
         self.error: EnvserveError | None = None
         self.slab: Slab | None = None
         self.frame_board: FrameBoard | None = None
-        self._specs: dict[int, EnvSpec] = {}  # by worker, until all have been ready
+        self._specs: dict[
+            int, EnvSpec
+        ] = {}  # by worker; used until all workers are ready
         self.all = [self._new_worker(index) for index in range(self._num_workers)]
 
     def _new_worker(self, index: int) -> SupervisedWorker:

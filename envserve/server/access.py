@@ -27,7 +27,7 @@ from envserve.server.zmq_guards.zap import Zap
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds to wait until the socket refuses the unknown key.
+#: Time limit for the socket to refuse the unknown key of the self-test.
 _SELF_TEST_SECONDS: Final = 5.0
 
 

@@ -52,7 +52,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
         second argument with the server's addresses once clients can connect.
 
     Returns:
-      The exit code of the last server, which stopped by itself or after a signal to
+      The exit code of the last server, which exited by itself or after a signal to
       this process.
 
     Raises:
@@ -84,7 +84,9 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
                 times = {**_modification_times(_probe(host)), **times}
             except EnvStartError as error:
                 _LOGGER.error(
-                    "%s changed; the old server keeps running: %s", names, error
+                    "%s changed, but the envs cannot be imported; the old server keeps "
+                    "running: %s",
+                    *(names, error),
                 )
                 continue
             _LOGGER.info("%s changed; restarting the server", names)

@@ -311,7 +311,7 @@ def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
 
 
 def unbatch(space: Space[Any], batch: Any, rows: Iterable[int]) -> list[Any]:
-    """Return the values of some rows of a batch.
+    """Return the values of the given rows of a batch.
 
     Unlike Gymnasium's `iterate`, this function also works if a Dict or Tuple contains
     an empty Dict or Tuple.

@@ -2,8 +2,8 @@
 
 A row is uint8 `[bytes]`: a four-byte length (little-endian), that many bytes in
 `codec`'s encoding, then zeros. A row of length 0 was never written, for example because
-the episode was lost; it decodes to Gymnasium's `create_empty_array`. Rows may come from
-an untrusted peer, so decoding checks that the value matches its space.
+a fault ended the episode; it decodes to Gymnasium's `create_empty_array`. Rows may come
+from an untrusted peer, so decoding checks that the value matches its space.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def decode_observation(
 
     Args:
       spec: Spec of the envs.
-      env_indices: Rows of the batch, for errors.
+      env_indices: Rows of the batch, for error messages.
       observation: Arrays `[n, ...]`, nested like the observation space.
       is_complete: bool `[n]`; False for rows that a killed worker may have written only
         partially.

@@ -59,7 +59,7 @@ def decode_values(
     Args:
       data: Encoded value from a peer.
       kind: Type with bounds, for `settings.convert`.
-      where: Part of the message, for errors.
+      where: Part of the message, for error messages.
       max_values: Maximum number of values; see `codec.check`.
 
     Raises:
@@ -80,7 +80,7 @@ def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> byte
     """
     if len(body) > max_bytes:
         raise codec.CodecError(
-            f"{part}: expected at most {max_bytes} bytes, including the other fields; "
+            f"{part}: expected at most {max_bytes} bytes in the encoded body; "
             f"got {len(body)}"
         )
     try:
@@ -234,7 +234,7 @@ _Seeds = Annotated[tuple[U63 | None, ...], Meta(max_length=1 << 16)]
 
 
 class ResetBody(Body, frozen=True, kw_only=True):
-    """Request to reset rows of some blocks, with optional seeds (RESET).
+    """Request to reset rows of one or more blocks, with optional seeds (RESET).
 
     Attributes:
       resets: For each entry of the message, the rows of the lease (None for all rows of
@@ -322,7 +322,8 @@ class CallBody(Body, frozen=True, kw_only=True):
 class FrameRequest(Body, frozen=True, kw_only=True):
     """Request for rendered images of rows, or for the flight record of one row (FRAME).
 
-    The server's workers render the rows for a few seconds after a request for images.
+    The server's workers keep rendering the rows for a few seconds after each request
+    for images.
 
     Attributes:
       lease: Number of the lease; see `LeaseStatus`.

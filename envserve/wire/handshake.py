@@ -47,7 +47,7 @@ U32 = Annotated[int, Meta(ge=0, lt=2**32)]
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0, lt=2.0**63)]
 Milliseconds = U63
-#: Row of a lease.
+#: Index of a row of a lease.
 Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 #: Encodes NumPy integers as integers.

@@ -224,13 +224,19 @@ def decode(frames: Sequence[Buffer]) -> Message:
             or head_bytes != start + body_bytes
             or report_bytes > MAX_REPORT_BYTES
         ):
-            raise RemoteProtocolError(
-                f"{MessageType(type_).name}: expected at most {MAX_ENTRIES} blocks, a "
-                f"body of at most {limit} bytes at the end of frame 0, and a report of "
-                f"at most {MAX_REPORT_BYTES} bytes; got {count} blocks, a body of "
-                f"{body_bytes} bytes in a frame of {head_bytes}, and a report of "
-                f"{report_bytes}"
+            problem = (
+                f"frame 0 of {start + body_bytes} bytes, according to its prefix; got "
+                f"{head_bytes}"
             )
+            for number, maximum, unit in (
+                (count, MAX_ENTRIES, "blocks"),
+                (body_bytes, limit, "bytes of body"),
+                (report_bytes, MAX_REPORT_BYTES, "bytes of report"),
+            ):
+                if number > maximum:
+                    problem = f"at most {maximum} {unit}; got {number}"
+                    break
+            raise RemoteProtocolError(f"{MessageType(type_).name}: expected {problem}")
         message.body = bytes(head[start:])
         if version == VERSION:
             message.entries = tuple(_ENTRY.iter_unpack(head[_PREFIX_BYTES:start]))

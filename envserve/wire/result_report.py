@@ -194,7 +194,7 @@ class ResultReport:
         Args:
           entries: Pairs (block, seq) of the RESULT.
           row_blocks: Block of each row.
-          where: Address of the server, for errors.
+          where: Address of the server, for error messages.
 
         Raises:
           RemoteProtocolError: The report contains rows or blocks that are not in the

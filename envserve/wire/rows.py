@@ -35,7 +35,8 @@ _WIRE_STATUSES: Final = bytes(
 _FLAGS_OFFSET: Final = 8
 _STATUS_OFFSET: Final = 10
 _FIXED_FIELDS_BYTES: Final = 11
-#: Maximum number of sets of blocks with cached views; usually there is one per split.
+#: Maximum number of block sets for which a `RowPart` is cached. A client usually sends
+#: one set of blocks per split.
 _MAX_PARTS: Final = 64
 
 

@@ -185,7 +185,7 @@ def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
     if len(parts) == 2 and isinstance(parts[1], Mapping):
         return parts[0], parts[1]
     raise SpaceViolation(
-        f"expected reset() to return an observation and a dict of infos; "
+        f"expected reset() to return an observation and an info dict; "
         f"got {' and '.join(map(_describe, parts))}; fix the env: if there is no "
         "info, return {} after the observation"
     )

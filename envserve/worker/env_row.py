@@ -43,7 +43,7 @@ from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.reset_signature import complete_reset_signature
 
 Array = np.ndarray[Any, Any]
-#: Reward, terminated, truncated and info.
+#: Result of a step without the observation: reward, terminated, truncated and info.
 StepOutcome = tuple[float, bool, bool, Mapping[str, Any]]
 
 
@@ -305,7 +305,7 @@ class EnvRow:
         return value
 
     def defer_reset(self) -> None:
-        """With autoreset "next_step", let the next step reset the env."""
+        """Defer the reset to the next step, as autoreset mode "next_step" requires."""
         self._needs_reset = True
 
     def _set_attribute(self, name: str, value: Any) -> None:

@@ -154,8 +154,8 @@ def _check_actions(repro: Repro, spec: EnvSpec) -> None:
         for array, leaf in zip(arrays, leaves, strict=False)
     ):
         raise ReproError(
-            f"expected actions of {repro.env_name}, which are "
-            f"{', '.join(map(str, leaves))}; got {len(arrays)} arrays of "
-            f"{', '.join(f'{a.dtype}{list(a.shape[1:])}' for a in arrays)}; was the "
-            f"file written with another version of the env?"
+            f"expected actions of {repro.env_name}, with the arrays "
+            f"{', '.join(map(str, leaves))}; got {len(arrays)} arrays: "
+            f"{', '.join(f'{a.dtype}{list(a.shape[1:])}' for a in arrays)}; replay the "
+            f"file with the version of the env that wrote it"
         )

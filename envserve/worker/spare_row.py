@@ -186,7 +186,7 @@ class SpareRow:
             self._pending_attributes[name] = value
 
     def defer_reset(self) -> None:
-        """With autoreset "next_step", let the next step begin an episode."""
+        """Defer the reset to the next step, as autoreset mode "next_step" requires."""
         self._episode_has_ended = True
 
     def render(self) -> Any:

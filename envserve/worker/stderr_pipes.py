@@ -4,10 +4,10 @@ Output is forwarded in whole lines, and a Python stack as one piece, so that the
 of several workers does not mix. The stack of a crashed worker is withheld, because the
 report of its exit contains the stack.
 
-A slow reader of the template's stderr (a stopped terminal, for example) does not block
-workers: their pipes are always read, and output that exceeds the buffer is dropped.
-Output that exceeds a rate limit is also dropped, so that a log file does not fill the
-disk.
+A slow reader of the template's stderr (a terminal paused with Ctrl-S, for example) does
+not block workers: their pipes are always read, and output that exceeds the buffer is
+dropped. Output that exceeds a rate limit is also dropped, so that a log file does not
+fill the disk.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ has stopped polling.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
 kills all workers and exits. On Linux, the kernel also sends SIGCONT to the template (by
-PR_SET_PDEATHSIG), in case an env has stopped the template, or a forked child of the
+PR_SET_PDEATHSIG), in case an env has suspended it, or a forked child of the
 owner keeps the socket open. If the template is killed, the kernel kills the workers.
 """
 

@@ -268,7 +268,7 @@ class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         """Reset the env; if there is a seed, derive the truncation step from it.
 
-        The env's generator is not used, so the env's own draws do not change.
+        The env's generator is not used, so the env's own random numbers do not change.
         """
         spec = self.env.spec
         self._steps_left = 0
@@ -279,7 +279,7 @@ class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> Any:
-        """Step the env, and truncate the episode at the drawn step."""
+        """Step the env, and truncate its first episode at the random step."""
         if not self._steps_left:
             return self.env.step(action)
         self._steps_left -= 1

@@ -23,7 +23,7 @@ class Argument:
 
     Attributes:
       kind: Type with bounds, for `msgspec.convert`.
-      text: Description of valid values, for messages.
+      text: Description of valid values, for error messages.
       required: Whether the wrapper has no default for the argument.
     """
 
@@ -218,7 +218,7 @@ def find_wrapper(name: str, where: str) -> RegisteredWrapper:
 
     Args:
       name: Name of the wrapper.
-      where: Place in the request, for errors.
+      where: Place in the request, for error messages.
 
     Raises:
       WrapperError: No wrapper with this name is registered; the message suggests names.

@@ -128,7 +128,7 @@ def convert_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
 
     Args:
       spec: The wrapper.
-      position: Position in the list of wrappers, for errors.
+      position: Position in the list of wrappers, for error messages.
 
     Raises:
       WrapperError: The name is unknown, or an argument is wrong or missing.

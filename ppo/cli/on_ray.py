@@ -1,6 +1,6 @@
 """`ppo train --on ray`: train with learners on the nodes of a Ray cluster.
 
-The first learner runs on this host and writes the run folder. If a learner fails, all
+Learner 0 runs on this host and writes the run folder. If a learner fails, all
 learners are restarted from the newest checkpoint.
 """
 
@@ -89,10 +89,10 @@ def train_on_ray(given: GivenOptions) -> int:
 def _train_once(
     ray: Any, resources: list[dict[str, float]], words: list[str], resume: list[str]
 ) -> int:
-    """Start all learners, wait for the first learner, and return its exit code.
+    """Start all learners, wait for learner 0 to exit, and return its exit code.
 
     Raises:
-        LearnerLostError: The first learner failed, and a restart may help.
+        LearnerLostError: Learner 0 failed, and a restart may help.
         ray.exceptions.RayError: Another learner or its node failed.
     """
     num, bundles = len(resources), [*resources]
@@ -103,7 +103,7 @@ def _train_once(
         if not group.wait(_PLACEMENT_SECONDS):
             free = {k: ray.available_resources().get(k, 0) for k in resources[0]}
             raise PpoError(  # not a ConfigError: resources may become free later
-                f"--learners {num}: each learner needs {resources[0]}, and the first "
+                f"--learners {num}: each learner needs {resources[0]}, and learner 0 "
                 f"must run on this host, but the cluster has only {free} free; see "
                 "`ray status`, or change --resources."
             )
@@ -119,7 +119,7 @@ def _train_once(
         stack.callback(ray.wait, others, num_returns=num - 1, timeout=_STOP_SECONDS)
         extra[0][RESUME_COMMAND] = shlex.join(resume)
         first = stack.enter_context(start_training(words, env=os.environ | extra[0]))
-        # On an error, kill the first learner: a graceful stop needs the other learners.
+        # On an error, kill learner 0: a graceful stop needs the other learners.
         stack.push(lambda e, *_: first.send_signal(15 if e is KeyboardInterrupt else 9))
         stop = stack.enter_context(StopSignals(first.terminate))
         while first.poll() is None:
@@ -149,5 +149,5 @@ def _learn(words: list[str], extra: dict[str, str], cluster: str, folder: str) -
     process = start_training(words, env=env, cwd=cwd, stdout=PIPE, stderr=STDOUT)
     output = process.communicate()[0].decode(errors="replace")
     if process.returncode not in (0, 3):
-        time.sleep(_STOP_SECONDS / 2)  # let the first learner report its error first
+        time.sleep(_STOP_SECONDS / 2)  # let learner 0 report its error first
         raise LearnerLostError(f"exit code {process.returncode}: {last_line(output)}")

@@ -186,7 +186,7 @@ def sigterm_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
-    """Raise interrupts again at the end of the block, in case its code suppressed them.
+    """Re-raise interrupts at the end of the block, in case its code suppressed them.
 
     Args:
         is_deferred: Whether to raise interrupts only at the end of the block.

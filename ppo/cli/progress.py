@@ -56,7 +56,7 @@ class Screen:
     """Context manager that shows the current phase and progress of a command.
 
     Args:
-        console: Console to draw on.
+        console: Console to print to.
         logger: Logger to use instead of the console, one record per line.
         seconds_between_lines: Seconds between progress lines if there is no terminal.
 
@@ -236,7 +236,7 @@ def _row(
 ) -> Table:
     """Lay out a row of at most `width` columns; drop the last cells if it is too long.
 
-    `graphic` draws a bar or a sparkline with the given number of columns.
+    `graphic` returns a bar or a sparkline with the given number of columns.
     """
     remaining = list(cells)
     available = width - lead_width - _GAP
@@ -253,7 +253,7 @@ def _row(
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
-    """Draw numbers as a line of `columns` bar characters, scaled to their range."""
+    """Return numbers as a line of `columns` bar characters, scaled to their range."""
     ends = [-(-(i + 1) * len(values) // columns) for i in range(columns)]
     shown = [values[end - 1] for end in ends if values]
     low, high = min(shown, default=0.0), max(shown, default=0.0)

@@ -120,7 +120,7 @@ def _has_no_time_limit(config: Config) -> bool:
 
 
 def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
-    """Return all learners' addresses and this learner's index, from TF_CONFIG."""
+    """Read the addresses of all learners and this learner's index from TF_CONFIG."""
     text = os.environ.get("TF_CONFIG")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         values = json.loads(text or "")

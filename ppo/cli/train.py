@@ -163,7 +163,7 @@ def train(
         Screen(console(), logger) as screen,
         Monitors(screen, page, metrics_port, metrics_host) as monitors,
     ):
-        if index:  # only the run folder of the first learner is kept
+        if index:  # only the run folder of learner 0 is kept
             folder = tempfile.TemporaryDirectory(prefix="ppo-learner-")
             run_dir = Path(monitors.enter_context(folder))
         try:

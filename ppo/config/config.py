@@ -595,8 +595,8 @@ class Config:
             return self  # `train` rejects several learners for these algorithms
         if num_envs % num_learners or size % num_learners:
             raise ConfigError(
-                f"num_envs, minibatch_size: expected multiples of the number of "
-                f"learners, {num_learners}, got {num_envs} and {size}; change them, or "
+                f"num_envs, minibatch_size: expected multiples of {num_learners}, the "
+                f"number of learners, got {num_envs} and {size}; change them, or "
                 "change the number of learners in TF_CONFIG."
             )
         size //= num_learners

@@ -171,8 +171,8 @@ CONFIGS: dict[str, Config] = {
     "lunar_lander": _variant(
         _BOX2D, "LunarLander-v3", entropy_coefficient=0.01, learning_rate=1e-3
     ),
-    # With the entropy bonus and the 16 envs of lunar_lander, some seeds hover and land
-    # late (return 267 instead of 278, means of five seeds).
+    # With the entropy bonus and the 16 envs of lunar_lander, some policies hover and
+    # land late (mean return over five seeds: 267 instead of 278).
     "lunar_lander_continuous": _variant(
         _BOX2D, "LunarLanderContinuous-v3", num_envs=64, minibatch_size=256
     ),

@@ -13,7 +13,7 @@ class SACSettings:
     """Settings that are specific to SAC."""
 
     batch_size: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
-    """Number of transitions per gradient step, drawn from the replay buffer."""
+    """Number of transitions per gradient step, sampled from the replay buffer."""
 
     replay_size: _Count = 1_000_000
     """Number of most recent transitions that the replay buffer holds, in the memory of

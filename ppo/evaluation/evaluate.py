@@ -337,7 +337,7 @@ def _play(
             raise EnvsLostError(
                 f"{env!r}: expected {episodes} episodes, but {unfinished.sum()} envs "
                 f"have not completed their episodes: every episode in the last "
-                f"{idle_steps:,} steps lost a step; see the log for the reasons."
+                f"{idle_steps:,} steps had a lost step; see the log for the reasons."
             )
     all_episodes = itertools.chain.from_iterable(played)
     return Evaluation.from_episodes(all_episodes)._replace(num_cut=num_cut)
@@ -361,8 +361,8 @@ def _check_lost_episodes(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
     worst = int(np.argmax(lost_in_a_row))
     if lost_in_a_row[worst] >= _MAX_LOST_IN_A_ROW:
         raise EnvsLostError(
-            f"Env {worst} of {env!r}: expected complete episodes, but the last "
-            f"{lost_in_a_row[worst]} were lost in a row; see the log for the reasons."
+            f"Env {worst} of {env!r}: expected complete episodes, but each of the "
+            f"last {lost_in_a_row[worst]} had a lost step; see the log for the reasons."
         )
 
 

@@ -70,7 +70,7 @@ def visualize_run(
         VideoError: The env does not render, or ffmpeg is not installed.
         OutputError: A file cannot be written.
         EnvDataError: An episode does not end.
-        EnvsLostError: Too many episodes were lost in a row.
+        EnvsLostError: Too many consecutive episodes had a lost step.
     """
     find_ffmpeg()  # raise an error before an env starts
     checkpoint.checkpoint_at(run_folder.checkpoints, which)

@@ -221,7 +221,7 @@ class RunFolder:
             except (BlockingIOError, PermissionError):
                 holder = one_line(file.read(200)) or "another process"
                 raise RunLockedError(
-                    f"{self.path}: this run is already being trained, by {holder}; "
+                    f"{self.path}: this run is already being trained by {holder}; "
                     "wait for that process, or stop it."
                 ) from None
             except OSError as error:

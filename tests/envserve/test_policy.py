@@ -110,7 +110,7 @@ def refused_values(rule: str, values: Any) -> list[Any]:
             texts.append(str(refusal))
             refused.append(value)
     assert set(codes) <= {ErrorCode.REFUSED}
-    assert all(f"(allowed: {rule}, and render_mode=" in text for text in texts)
+    assert all(f"; allowed: {rule}, and render_mode=" in text for text in texts)
     return refused
 
 

@@ -70,7 +70,7 @@ def test_clients_continue_with_the_saved_files(
         assert step().observation.tolist() == [[1]] * 4
         save(folder / "my_env.py", SOURCE + "\nthis is no Python")
         wait_until(
-            lambda: "my_env.py changed; the old server keeps running" in server.log
+            lambda: "my_env.py changed, but the envs cannot be imported" in server.log
         )
         assert "SyntaxError: invalid syntax (my_env.py, line " in server.log
         steps = [step()]

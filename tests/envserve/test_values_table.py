@@ -139,7 +139,7 @@ def test_an_invalid_reset_is_not_repeated() -> None:
         (outcome,) = reset(pool)
     assert isinstance(outcome.error, EnvStartError)
     assert str(outcome.error).startswith(
-        "expected reset() to return an observation and a dict of infos; got a dict of 8"
+        "expected reset() to return an observation and an info dict; got a dict of 8"
     )
 
 

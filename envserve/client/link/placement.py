@@ -20,7 +20,7 @@ EXCLUDE_SECONDS: Final = 60.0
 SHARE_SECONDS: Final = 5.0
 #: Time for which a server is avoided after a lane has left it because the server was
 #: silent or refused the lane: lanes that have another server do not move there. The
-#: time doubles with each repetition, so that an unreliable server costs few episodes.
+#: time doubles with each repetition, so that an unreliable server ends few episodes.
 AVOID_SECONDS: Final = 30.0
 _MAX_DOUBLINGS: Final = 6
 #: Pause between two moves that only spread the lanes.

@@ -9,8 +9,8 @@ update, and attaches again if the server is lost. The keeper receives messages, 
 
 To spread the lanes of a batch, the keeper may open a second lane on another server, the
 successor. Once the successor holds the same envs, the lane takes over its lease before
-one of the next steps. Until then, the lane keeps its own envs, so no episode is lost if
-the other server refuses the envs.
+one of the next steps. Until then, the lane keeps its own envs, so all episodes continue
+if the other server refuses the envs.
 
 A signal handler may interrupt the calling thread during an update of the session. Then
 the lock is released, and `_is_updating` stays True. The keeper does not touch the

@@ -34,7 +34,8 @@ _PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS_PER_SERVER: Final = 0.02
 #: Interval for checking whether lanes are spread unevenly over the servers.
 SPREAD_CHECK_SECONDS: Final = 1.0
-#: Interval for polling the servers with few lanes, to which other lanes could move.
+#: Interval for polling the servers that have few lanes, so that lanes of other servers
+#: can move to them.
 SPREAD_POLL_SECONDS: Final = 10.0
 #: Number of file descriptors that the connection to a server uses.
 _FILES_PER_SERVER: Final = 5

@@ -217,7 +217,7 @@ class SessionDriver:
         now: float,
         reason: str = "",
     ) -> bool:
-        """Move from server `before` to `found`; return False if a key is missing."""
+        """Move from server `before` to `found`; return False if its key is unknown."""
         self.is_moving = False
         try:  # get the keys before changing anything
             keys = self.connection.keys_for(found)

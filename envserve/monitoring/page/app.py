@@ -76,8 +76,8 @@ def build_app(
       feed: Source of the events that the page shows.
       token: Token that browsers must present.
       buttons: Maps names in the URL to buttons of the page.
-      host: Host name or address of the page. Requests must name this host, localhost,
-        or the machine's own host name.
+      host: Host name or address of the page. The Host header of requests must contain
+        this name or address, localhost, or the machine's own host name.
     """
 
     @contextlib.asynccontextmanager

@@ -190,10 +190,11 @@ class ClientBlocks:
         self._reported_absent: set[int] = set()
         self._warned: set[str] = set()
         self._is_next_step = autoreset == "next_step"
-        #: First observations that the next step returns, by block index; used after a
-        #: loss, with autoreset "next_step".
+        #: First observations that the next step returns, by block index. Used after a
+        #: loss, and only in autoreset mode "next_step".
         self._begun: dict[int, list[Array]] = {}
-        #: Lost blocks whose episodes had all ended, with autoreset "next_step".
+        #: Indices of blocks that were lost when all their episodes had just ended, so
+        #: that no episode was lost. Used only in autoreset mode "next_step".
         self._lost_at_end: set[int] = set()
         #: Whether results were discarded that the caller may not have received.
         self._is_discarded = False
@@ -527,7 +528,7 @@ class ClientBlocks:
         """Update `absent`; return whether a block was added.
 
         If an added block is being stepped, its observations are copied to its final
-        observations, because its episode may be lost.
+        observations, because its episodes end there if the block is lost.
         """
         self.absent_is_stale = False
         previous, lost, reported = self.absent, self.lost, self._reported_absent

@@ -181,8 +181,8 @@ class UnsolicitedLimit:
         allowed = _MAX_UNSOLICITED + _MAX_COPIES * num_pieces
         if self._count > allowed:
             raise RemoteProtocolError(
-                f"too many unsolicited messages: more than {allowed} per second (a "
-                f"long one counts once per 64 KiB), the last of type "
-                f"{getattr(message_type, 'name', message_type)}; check that this "
+                f"too many unsolicited messages: expected at most {allowed} per second "
+                f"(a long message counts once per 64 KiB); got more, the last one of "
+                f"type {getattr(message_type, 'name', message_type)}; check that this "
                 f"address is an envserve server"
             )

@@ -77,7 +77,7 @@ class Request:
       answer_head: First bytes of the usual answer to a STEP, up to its body; see
         `Requests.step_answered_by`.
       attempt: Number of times that the request was resent.
-      resend_at: Time of the next copy, in monotonic seconds.
+      resend_at: Time at which the next copy is sent, in monotonic seconds.
       resend_delay: Seconds between the latest copy and the next one.
       sent_at: Time at which it was first sent.
       num_ignored: Number of consecutive copies that the server has ignored.
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def is_ignored(self) -> bool:
-        """Whether the server has ignored enough copies to make the blocks absent."""
+        """Whether the request's blocks are absent, because its copies were ignored."""
         return self.num_ignored >= _ABSENT_IGNORED
 
     @property

@@ -121,7 +121,7 @@ class ReplyStatus(NamedTuple):
 
 
 class ReplyFrame(NamedTuple):
-    """Answer a FRAME with rendered frames or the flight record of a session's pool."""
+    """Answer a FRAME with rendered frames or a flight record from a session's pool."""
 
     request: Message
     session: SessionId

@@ -469,11 +469,15 @@ def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     if len(message.body) <= limit + MAX_OPTIONS_BYTES:
         body = ResetBody.decode(message.body)
     num_bytes = len(message.body) - len(body.options)
-    if num_bytes > limit or (body.options and len(reset_blocks) > MAX_ARGUMENT_BLOCKS):
+    if num_bytes > limit:
         raise RemoteProtocolError(
-            f"expected at most {limit} bytes for {num_rows} rows, without the options, "
-            f"and at most {MAX_ARGUMENT_BLOCKS} blocks if there are options; got "
-            f"{num_bytes} bytes and {len(reset_blocks)} blocks"
+            f"expected at most {limit} bytes for {num_rows} rows, excluding the "
+            f"options; got {num_bytes}"
+        )
+    if body.options and len(reset_blocks) > MAX_ARGUMENT_BLOCKS:
+        raise RemoteProtocolError(
+            f"expected at most {MAX_ARGUMENT_BLOCKS} blocks in a RESET with options; "
+            f"got {len(reset_blocks)}"
         )
     if len(body.resets) != len(message.entries):
         raise RemoteProtocolError(

@@ -78,10 +78,10 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
         allowed = ", ".join(sorted(rules)) or "none"
         raise Refusal(
             ErrorCode.REFUSED,
-            f"env argument {name[:64]!r} may not be {value!r:.64} (allowed: {allowed}, "
-            f"and render_mode='rgb_array'; a name without values allows any number or "
-            f"bool); the operator can allow more with --allow-kwarg, or for a key with "
-            f"kwargs= in the clients file",
+            f"env argument {name[:64]!r} may not be {value!r:.64}; allowed: {allowed}, "
+            f"and render_mode='rgb_array' (a name without values allows any number or "
+            f"bool). The operator can allow more with --allow-kwarg and, if this "
+            f"client's line in the clients file has kwargs=, must add it there too",
         )
 
 
@@ -118,9 +118,10 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     exposed = ", ".join(sorted(host.exposed | _ALWAYS_EXPOSED.keys()))
     raise Refusal(
         ErrorCode.REFUSED,
-        f"Env {env_index}: {kind} of {name[:64]!r} is not allowed (exposed: {exposed}; "
-        f"a name without a kind allows get and call); the operator can allow it with "
-        f"--expose {kind}:NAME, or for a key with expose= in the clients file",
+        f"Env {env_index}: {kind} of {name[:64]!r} is not allowed; allowed: {exposed} "
+        f"(NAME alone means get:NAME and call:NAME). The operator can allow it with "
+        f"--expose {kind}:NAME and, if this client's line in the clients file has "
+        f"expose=, must add it there too",
         env_index=env_index,
     )
 

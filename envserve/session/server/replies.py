@@ -135,7 +135,7 @@ class ReplyBuilder:
 
 
 def version_mismatch(client: object) -> Refusal:
-    """Return the refusal of a client that supports no version of the server's."""
+    """Return the error for a client without a protocol version in common."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
         f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {client}; "

@@ -291,7 +291,7 @@ class ServerSession:
             raise server_draining()
         try:
             self.leases.add(message, now)
-        except RateLimited as refusal:  # a later copy of the ATTACH can succeed
+        except RateLimited as refusal:  # the ATTACH can succeed when it is resent
             audit = self.leases.audit_refusal(refusal, message.peer[-1], now)
             return [audit, self._reply_builder.building(message)]
         return [*self.leases.start_builds(), self._reply_builder.building(message)]

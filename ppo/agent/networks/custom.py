@@ -57,9 +57,9 @@ class CustomModel:
         expected = [(_TRIAL_ROWS, size), (_TRIAL_ROWS,)]
         if shapes not in (expected, [(_TRIAL_ROWS, size), (_TRIAL_ROWS, 1)]):
             raise ConfigError(
-                f"network {name}: expected outputs of shapes [N, {size}], for the "
-                f"actions, and [N] or [N, 1], for the values; got "
-                f"{_describe(outputs)} for N = {_TRIAL_ROWS} rows."
+                f"network {name}: expected outputs of shapes [N, {size}] (policy) and "
+                f"[N] or [N, 1] (values); got {_describe(outputs)} for "
+                f"N = {_TRIAL_ROWS} rows."
             )
         if any(output.dtype != tf.float32 for output in outputs):
             raise ConfigError(

@@ -68,7 +68,7 @@ class Replay:
         self.size = min(self.size + count, self._capacity)
 
     def sample(self, shape: tuple[int, int], seed: tuple[int, int]) -> dict[str, Any]:
-        """Return transitions `[*shape, ...]`, drawn uniformly with replacement."""
+        """Return transitions `[*shape, ...]`, sampled uniformly with replacement."""
         indices = np.random.default_rng(seed).integers(self.size, size=shape)
         return tf.nest.map_structure(lambda rows: rows[indices], self._arrays)
 

@@ -104,7 +104,7 @@ class SAC(Algorithm):
             raise ConfigError(
                 f"random_steps: expected at most {limit:,}, which is the smaller of "
                 f"replay_size and the steps of the run, got {settings.random_steps:,}; "
-                "otherwise, the policy is never trained."
+                "reduce it, because the policy would never be trained."
             )
 
     @classmethod
@@ -126,8 +126,9 @@ class SAC(Algorithm):
         ) or any(map(is_image, tf.nest.flatten(space_leaves(observation_space)))):
             raise UnsupportedSpaceError(
                 "algorithm sac: expected a Box action space of floats with finite "
-                f"bounds, and observations without images, got {action_space} and "
-                f"{observation_space}; train with algorithm=ppo."
+                f"bounds, and observations without images, got the action space "
+                f"{action_space} and the observation space {observation_space}; train "
+                "with algorithm=ppo."
             )
         # The config of a user's subclass does not contain the defaults of SAC.
         config = config.replace(

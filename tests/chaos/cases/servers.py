@@ -77,7 +77,7 @@ def _inject_and_settle(
 
 
 @chaos_case(
-    "one of two servers is stopped repeatedly, for 20 s, 2 s or up to 0.3 s",
+    "one of two servers is suspended repeatedly, for 20 s, 2 s or up to 0.3 s",
     "no lost row, no step executed twice; valid again within 1.5 s after the server "
     "continues (p99)",
     seconds=1800.0,

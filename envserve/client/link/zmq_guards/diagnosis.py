@@ -187,7 +187,7 @@ def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
 
 def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
     """Run the CURVE handshake with a server, and report its result."""
-    # This module imports asyncio, so import it only when it is needed.
+    # `zmq.utils.monitor` imports asyncio, so import it only when it is needed.
     from zmq.utils.monitor import recv_monitor_message
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -279,14 +279,17 @@ def unknown_key_error(address: str, error: ConnectError) -> ConnectError:
 
 
 def _joined_addresses(address: str) -> list[str]:
-    """Return addresses that this client has joined: of the same host, or else all."""
+    """Return addresses that this client has joined.
+
+    If some of them belong to the host in `address`, return only these.
+    """
     joined = [each for each in KeyFolder().pinned_addresses if "*" not in each]
     joined, ips = joined[:_MAX_SHOWN], _ips_of(address)
     return [each for each in joined if ips & _ips_of(each)] or joined
 
 
 def _ips_of(address: str) -> set[str]:
-    """Return the host name in an address, and the IP addresses of this host."""
+    """Return the host name in an address, and the IP addresses it resolves to."""
     found = [address]
     with contextlib.suppress(OSError, UnicodeError):
         found += resolve_host(address)
