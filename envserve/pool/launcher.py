@@ -210,7 +210,7 @@ class Launcher:
         self._running: dict[int, WorkerProcess] = {}  # by process id
         #: Time from which the template's silence is measured: the time of its last
         #: report or, if no request was pending then, of the first request after that.
-        self._last_report_at = 0.0
+        self._last_report_at = self._clock()
         self._num_forks = 0
         self._has_ever_imported = False
         self._is_updating = self._is_closed = False
@@ -292,23 +292,21 @@ class Launcher:
         self.poll()
         return self._has_imported
 
-    def wait_names(self) -> tuple[str, ...]:
+    def wait_names(self, timeout_seconds: float) -> tuple[str, ...] | None:
         """Wait for the imports; return the names of the envs on offer, sorted.
 
         These are the names to preload; if there are none, all registered envs.
+
+        Returns:
+          The names, or None if the imports still run after the timeout.
 
         Raises:
           EnvStartError: A module cannot be imported, or it ends its process; a name is
             not registered; or a file registers no env.
         """
+        self.wait(timeout_seconds)
         self.poll()
-        while self._names is None and not self._template_error:
-            self.wait(_STOPPED_SECONDS)
-            is_stopped = self._is_stopped()
-            self.poll()
-            if is_stopped and self._names is None:
-                self._stop_template("was stopped by a signal, and ")
-        if self._names is None:
+        if self._names is None and self._template_error:
             raise EnvStartError(f"the template process {self._template_error}")
         if self._names_error:
             raise EnvStartError(self._names_error)
@@ -339,7 +337,8 @@ class Launcher:
 
         The template is killed, and all its workers are reported as ended, if a request
         is pending and the template has reported nothing for 120 s. If a signal such as
-        SIGSTOP has suspended the template, the limit is 2 s.
+        SIGSTOP has suspended the template, the limit is 2 s; this limit also applies
+        while `wait_names` waits.
         """
         if self._template_error:
             return
@@ -363,26 +362,27 @@ class Launcher:
     def _read(self) -> bool:
         """Process received reports; return whether more reports may follow."""
         messages = self._channel.read()
+        has_requests = bool(self._pending or self._kills)
         if self._channel.is_at_eof:
             self._stop_template("", is_exiting=True)
         elif messages:
             self._last_report_at = self._clock()
             for message in messages:
                 self._on_message(codec.decode(message.payload))
-        elif self._pending or self._kills:
+        elif has_requests or (self._lists_names and self._names is None):
             silent_seconds = self._clock() - self._last_report_at
-            if silent_seconds > _FORK_TIMEOUT_SECONDS:
+            if has_requests and silent_seconds > _FORK_TIMEOUT_SECONDS:
                 modules = ", ".join([*self._import_modules, *(self._preload or ())])
                 self._importing = ""  # a new template may import the module faster
                 self._stop_template(
                     f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; "
                     f"is an import stuck ({modules or 'gymnasium'})? It "
                 )
-            elif silent_seconds > _STOPPED_SECONDS and self._is_stopped():
-                self._stop_template("was stopped by a signal, and ")
+            elif silent_seconds > _STOPPED_SECONDS and self._is_suspended():
+                self._stop_template("was suspended by a signal, and ")
         return bool(messages)
 
-    def _is_stopped(self) -> bool:
+    def _is_suspended(self) -> bool:
         """Return whether a signal, such as SIGSTOP, has suspended the template."""
         flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         try:

@@ -41,6 +41,8 @@ _STOP_SECONDS: Final = 1.5
 _REVOCATION_CHECK_SECONDS: Final = 1.0
 #: Seconds between two warnings that no keys are used.
 _NO_KEYS_WARNING_SECONDS: Final = 60.0
+#: Seconds between two checks for SIGTERM and SIGINT while modules are imported.
+_IMPORT_CHECK_SECONDS: Final = 0.1
 #: Seconds for revoked clients to receive a notice before they are disconnected.
 _REVOCATION_NOTICE_SECONDS: Final = 0.25
 #: Maximum number of times that a reply is stored in memory until it is sent.
@@ -97,7 +99,9 @@ async def serve(
             lists_names=config.preload,
         )
         stack.callback(launcher.close)
-        names = _offered_names(config, launcher)
+        names = await _offered_names(config, launcher, signals.requested)
+        if names is None:
+            return
         sockets, access, zap, audit = await _open_sockets(config, loop, stack)
         boot = secrets.randbits(64) | 1
         grant_of = None if access is None else access.grant_of
@@ -146,21 +150,28 @@ def _protect_memory_from_envs(worker_user: str) -> None:
     _LOGGER.info("workers run as %s", text)
 
 
-def _offered_names(config: HostSettings, launcher: Launcher) -> tuple[str, ...]:
+async def _offered_names(
+    config: HostSettings, launcher: Launcher, stop: asyncio.Event
+) -> tuple[str, ...] | None:
     """Return the names of the offered envs, whose modules other processes import.
+
+    Returns:
+      The names, or None if the server must stop before they are known.
 
     Raises:
       EnvStartError: A module cannot be imported, or a name in `env_names` is not
         registered.
       UnknownEnv: A name in `vector_envs` is not offered.
     """
-    if config.preload:
-        names = launcher.wait_names()
-    else:  # its template imports nothing
-        offer = config.import_modules, config.env_names or ()
-        lister = Launcher(*offer, host=config, lists_names=True)
-        with contextlib.closing(lister):
-            names = lister.wait_names()
+    with contextlib.ExitStack() as stack:
+        if not config.preload:  # the template of `launcher` imports nothing
+            offer = config.import_modules, config.env_names or ()
+            launcher = Launcher(*offer, host=config, lists_names=True)
+            stack.callback(launcher.close)
+        while (names := launcher.wait_names(_IMPORT_CHECK_SECONDS)) is None:
+            await asyncio.sleep(0)  # handle signals
+            if stop.is_set():
+                return None
     for name in map(env_name_of, config.vector_envs):
         if name not in names:
             hint = did_you_mean(name, names)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,6 +139,28 @@ def test_a_server_whose_imports_are_running_is_starting(
     wait_until(lambda: not server.welcome().is_starting)
     client.join()
     os.close(pipe)
+
+
+@pytest.mark.parametrize("options", [(), ("--no-preload",)])
+def test_a_signal_ends_a_server_whose_import_does_not_return(
+    options: Sequence[str], tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    env_file = tmp_path / "endless.py"
+    env_file.write_text(
+        f"import time\nopen({str(started)!r}, 'w').close()\ntime.sleep(600)\n"
+    )
+    bind = f"ipc://{tmp_path}/server"
+    command = [*PROGRAM, "start", str(env_file), "--bind", bind, *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as server:
+        try:
+            deadline = time.monotonic() + 60.0
+            while not started.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            server.terminate()
+            assert server.wait(30.0) == 0
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize(("lag_ms", "expected"), [(5000, None), (5001, 4)])

@@ -250,7 +250,7 @@ ENDS = {
     "exited with code 1": "os.closerange(3, 100)",
     "was killed by SIGSEGV": "os.kill(os.getpid(), signal.SIGSEGV)",
 }
-STOPS = {"was stopped by a signal": "os.kill(os.getpid(), signal.SIGSTOP)"}
+STOPS = {"was suspended by a signal": "os.kill(os.getpid(), signal.SIGSTOP)"}
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_stopped_template_is_replaced_when_a_request_is_pending(
     os.kill(template_pid(launcher), signal.SIGSTOP)
     if request_kind == "fork":
         end = start(launcher).wait_for_end()
-        assert "was stopped by a signal, and was killed by SIGKILL" in str(end)
+        assert "was suspended by a signal, and was killed by SIGKILL" in str(end)
     else:
         launcher.kill(first.process)
     assert first.wait_for_end().exit_code == -signal.SIGKILL
