@@ -78,8 +78,8 @@ class Simulation:
         snapshot: Returns tensors that the policy receives as its first argument in all
             steps of a rollout; called once per rollout.
         in_numpy: Returns the policy with a given snapshot as a function of NumPy
-            arrays, or None if the policy exists only in TensorFlow; called once per
-            rollout. See `Agent.in_numpy`.
+            arrays with at most a given number of rows, or None if the policy exists
+            only in TensorFlow; called once per rollout. See `Agent.in_numpy`.
         log_prob: Maps all actions `[N, ...]` and the second output of the policy to
             log-probabilities `[N]`; called once per rollout. By default the second
             output is returned unchanged.
@@ -110,7 +110,7 @@ class Simulation:
         on_step: Callable[[], None] = lambda: None,
         *,
         snapshot: Callable[[], Any] | None = None,
-        in_numpy: Callable[[Any], Act | None] = lambda snapshot: None,
+        in_numpy: Callable[[Any, int], Act | None] = lambda snapshot, num_rows: None,
         log_prob: Callable[[tf.Tensor, Any], tf.Tensor] = lambda _, log_prob: log_prob,
         noise: Callable[[int, tf.Tensor], tf.Tensor] | None = None,
         state_sizes: Sequence[int] = (),
@@ -263,7 +263,7 @@ class Simulation:
         ):
             if self._snapshot is not None and snapshot is None:
                 snapshot = self._snapshot()
-            act = self._in_numpy(snapshot)
+            act = self._in_numpy(snapshot, self._env.num_envs)
             noise = self._draw_noise(tf.cast(seed, tf.int32))
             if not self._is_synchronous:
                 if act is None:

@@ -102,7 +102,9 @@ def test_policy_is_traced_once() -> None:
 
 
 def test_policy_in_numpy_replaces_the_policy() -> None:
-    def in_numpy(snapshot: float) -> Any:
+    def in_numpy(snapshot: float, num_rows: int) -> Any:
+        assert num_rows == 2
+
         def act(leaves: list[np.ndarray], noise: np.ndarray) -> tuple[Any, ...]:
             action = (snapshot * leaves[0][:, 1:]).astype(np.float32)
             return np.clip(action, -1, 1), action, (action[:, 0],)
