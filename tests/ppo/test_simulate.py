@@ -224,7 +224,8 @@ def test_observation_that_is_not_finite_raises_an_error_with_the_env_index(
     fake = CountingBatchEnv([9, 9], observe=observe)
     with pytest.raises(EnvDataError, match=r"Env 1 .* finite observation leaf 0"):
         simulate(in_graph(fake), echo, horizon=5)
-    assert len(fake.actions) == 2
+    # The policy turns NaN into actions that are rejected, but clips infinity.
+    assert len(fake.actions) == (2 if np.isnan(number) else 5)
 
 
 @pytest.mark.parametrize("terminates", [False, True])
