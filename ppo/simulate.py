@@ -472,7 +472,9 @@ class Simulation:
                 ):
                     array[rows] = part
             steps[rows] += 1
-            rows = rows[steps[rows] < horizon]
+            is_unfinished = steps[rows] < horizon
+            if not is_unfinished.all():  # the same array is fastest to send
+                rows = rows[is_unfinished]
         stacked = tf.nest.pack_sequence_as(chosen, outputs)
         return [stacked], [States(tuple(before), tuple(before))]
 
