@@ -115,6 +115,10 @@ class SplitRows:
         rollout: The rollout to fill.
         env_indices: Indices of the split's envs, in ascending order.
         horizon: T, the number of batch steps.
+
+    Attributes:
+        env_indices: Indices of the split's envs.
+        rows: The same as a slice, if they are contiguous.
     """
 
     def __init__(self, rollout: Rollout, env_indices: np.ndarray, horizon: int) -> None:
@@ -122,11 +126,11 @@ class SplitRows:
         self._rollout = rollout
         start, stop = int(env_indices[0]), int(env_indices[-1]) + 1
         self._is_contiguous = stop - start == len(env_indices)
-        self._rows: Any = slice(start, stop) if self._is_contiguous else env_indices
+        self.rows: Any = slice(start, stop) if self._is_contiguous else env_indices
         count = horizon if self._is_contiguous else 1
         self._results = [
             tf.nest.map_structure(
-                lambda array: array[self._rows], _step_views(rollout, step)
+                lambda array: array[self.rows], _step_views(rollout, step)
             )
             for step in range(count)
         ]
@@ -142,7 +146,7 @@ class SplitRows:
             target = _step_views(self._rollout, step)
             pair = tf.nest.flatten(target), tf.nest.flatten(self.result(step))
             for rows, received in zip(*pair, strict=True):
-                rows[self._rows] = received
+                rows[self.rows] = received
 
     def record_policy_outputs(
         self, action: np.ndarray, log_prob: np.ndarray, state: Sequence[np.ndarray]
@@ -155,10 +159,10 @@ class SplitRows:
             state: For each recurrent core, its state before the first step of each
                 sequence, `[K, n, units]`.
         """
-        self._rollout.action[:, self._rows] = action
-        self._rollout.log_prob[:, self._rows] = log_prob
+        self._rollout.action[:, self.rows] = action
+        self._rollout.log_prob[:, self.rows] = log_prob
         for rows, initial in zip(self._rollout.state, state, strict=True):
-            rows[:, self._rows] = initial
+            rows[:, self.rows] = initial
 
     def observation_leaves(self, step: int) -> list[np.ndarray]:
         """Return the leaves of the observation before a step, `[n, ...]` each."""
@@ -175,11 +179,11 @@ class SplitRows:
         flags = (rollout.terminated, rollout.truncated, rollout.status)
         if step < 0:
             return [np.zeros(len(self.env_indices), rows.dtype) for rows in flags]
-        return [rows[step][self._rows] for rows in flags]
+        return [rows[step][self.rows] for rows in flags]
 
     def _observation_rows(self, step: int) -> list[np.ndarray]:
         leaves = tf.nest.flatten(self._rollout.observation)
-        return [leaf[step][self._rows] for leaf in leaves]
+        return [leaf[step][self.rows] for leaf in leaves]
 
 
 def step_arrays(rollout: Rollout) -> StepResult:

@@ -30,8 +30,7 @@ import numpy as np
 import tensorflow as tf
 from threadpoolctl import ThreadpoolController
 
-from envserve.client import StepResult
-from envserve.errors import EnvError, LocalProtocolError
+from envserve.errors import ActionError, EnvError, LocalProtocolError
 from ppo.agent.networks.recurrent import States
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv, check_finite
@@ -78,8 +77,8 @@ class Simulation:
         snapshot: Returns tensors that the policy receives as its first argument in all
             steps of a rollout; called once per rollout.
         in_numpy: Returns the policy with a given snapshot as a function of NumPy
-            arrays, or None if the policy exists only in TensorFlow; called once per
-            rollout. See `Agent.in_numpy`.
+            arrays with at most a given number of rows, or None if the policy exists
+            only in TensorFlow; called once per rollout. See `Agent.in_numpy`.
         log_prob: Maps all actions `[N, ...]` and the second output of the policy to
             log-probabilities `[N]`; called once per rollout. By default the second
             output is returned unchanged.
@@ -110,7 +109,7 @@ class Simulation:
         on_step: Callable[[], None] = lambda: None,
         *,
         snapshot: Callable[[], Any] | None = None,
-        in_numpy: Callable[[Any], Act | None] = lambda snapshot: None,
+        in_numpy: Callable[[Any, int], Act | None] = lambda snapshot, num_rows: None,
         log_prob: Callable[[tf.Tensor, Any], tf.Tensor] = lambda _, log_prob: log_prob,
         noise: Callable[[int, tf.Tensor], tf.Tensor] | None = None,
         state_sizes: Sequence[int] = (),
@@ -147,8 +146,7 @@ class Simulation:
             self._run_policy, reduce_retracing=not self._is_synchronous
         )
         self._graph_loop = tf.function(self._run_graph_loop)
-        self._draw_noise = tf.function(self._noise_by_split)
-        self._log_prob = tf.function(log_prob)
+        self._log_prob = log_prob
         # Multithreading slows the matrix products of small networks down.
         self._blas = ThreadpoolController().select(user_api="blas")
         # On CPUs, run operations in the calling thread: handing them to other threads
@@ -221,8 +219,8 @@ class Simulation:
 
     def _policy_variables(self, snapshot: Any) -> Sequence[tf.Variable]:
         """Return all variables that the policy reads, except the snapshot's."""
-        seed = tf.TensorSpec([2], tf.int32)
-        noise = self._draw_noise.get_concrete_function(seed).structured_outputs
+        with tf.init_scope():
+            noise = self._noise_by_split(tf.zeros([2], tf.int32))
         split, sizes = self._splits[0], self._state_sizes
         leaves = [tf.TensorSpec(x.shape, x.dtype) for x in split.observation_leaves(0)]
         compiled = self._act_in_tensorflow.get_concrete_function(
@@ -263,23 +261,21 @@ class Simulation:
         ):
             if self._snapshot is not None and snapshot is None:
                 snapshot = self._snapshot()
-            act = self._in_numpy(snapshot)
-            noise = self._draw_noise(tf.cast(seed, tf.int32))
+            act = self._in_numpy(snapshot, self._env.num_envs)
+            noise = self._noise_by_split(tf.cast(seed, tf.int32))
             if not self._is_synchronous:
                 if act is None:
                     act = functools.partial(self._call_policy, snapshot)
-                outputs, states = self._run_as_rows_arrive(
-                    act, noise[0].numpy(), states[0]
-                )
+                outputs, states = self._run_as_rows_arrive(act, noise[0], states[0])
             elif act is None:
                 with self._env.host_calls.original_errors():
                     outputs, states = self._graph_loop(snapshot, noise, states)
             else:
-                in_numpy = [rows.numpy() for rows in noise]
-                outputs, states = self._run_loop(act, in_numpy, states)
+                outputs, states = self._run_loop(act, noise, states)
             if self._is_synchronous:
                 for split in self._splits[1:]:
                     self._receive(split, self._horizon - 1)
+            self._check_results()
             self._states = tf.nest.map_structure(np.asarray, states)
             for split, stacked in zip(self._splits, outputs, strict=True):
                 self._record(split, tf.nest.map_structure(np.asarray, stacked))
@@ -319,7 +315,7 @@ class Simulation:
             after the rollout.
         """
         splits, num_splits = self._splits, len(self._splits)
-        outputs: list[list[_Outputs]] = [[] for _ in splits]
+        outputs: list[list[tuple[Any, ...]]] = [[] for _ in splits]
         states = list(states)
         for step in range(self._horizon):
             for index, split in enumerate(splits):
@@ -327,7 +323,7 @@ class Simulation:
                 env_action, action, policy_params, *after = act(
                     split.observation_leaves(step), noise[index][step], *state
                 )
-                outputs[index].append(_Outputs(action, policy_params, state))
+                outputs[index].append((action, policy_params, state))
                 self._step_envs(index, step, env_action)
                 if state:
                     states[index] = States(state, tuple(after))
@@ -335,14 +331,10 @@ class Simulation:
                     received = step - (following > index)
                     flags = splits[following].end_flags(received)
                     states[following] = states[following].after_result(*flags)
-        stacked = [
-            tf.nest.map_structure(lambda *rows: np.stack(rows), *steps)
-            for steps in outputs
-        ]
-        return stacked, states
+        return [_Outputs(*_stack(steps)) for steps in outputs], states
 
     def _run_graph_loop(
-        self, snapshot: Any, noise: list[tf.Tensor], states: list[States]
+        self, snapshot: Any, noise: list[Any], states: list[States]
     ) -> tuple[list[_Outputs], list[States]]:
         """Run the policy in TensorFlow, like `_run_loop`; `noise` may contain seeds."""
         splits = self._splits
@@ -432,6 +424,7 @@ class Simulation:
         """
         batch, rollout, horizon = self._env.env, self._rollout, self._horizon
         observations = tf.nest.flatten(rollout.observation)
+        results = tf.nest.flatten(step_arrays(rollout))
         before = [rows.copy() for rows in states.after]
         after = [rows.copy() for rows in states.after]
         outputs: list[np.ndarray] = []  # leaves of `_Outputs`, [T, B, ...] each
@@ -441,8 +434,9 @@ class Simulation:
             if rows.size:
                 at = steps[rows], rows
                 state = tuple(part[rows] for part in before)
+                inputs = [leaf[at] for leaf in observations]
                 env_action, action, policy_params, *next_state = act(
-                    [leaf[at] for leaf in observations], noise[at], *state
+                    inputs, noise[at], *state
                 )
                 chosen = _Outputs(action, policy_params, state)
                 leaves = tf.nest.flatten(chosen)
@@ -455,18 +449,19 @@ class Simulation:
                     array[at] = part
                 for array, part in zip(after, next_state, strict=True):
                     array[rows] = part
-                self._check_action(rows, env_action)
-                batch.send(env_action, rows)
+                try:
+                    batch.send(env_action, rows)
+                except ActionError:
+                    self._check_policy(rows, inputs, env_action)
+                    raise
             rows, result = batch.recv(min(self._min_envs, batch.num_in_flight))
             at = steps[rows], rows
-            for array, part in zip(
-                tf.nest.flatten(step_arrays(rollout)),
-                tf.nest.flatten(result._replace(infos={})),
-                strict=True,
-            ):
+            received = tf.nest.flatten(result._replace(infos={}))
+            for array, part in zip(results, received, strict=True):
                 array[at] = part
             self._on_step()
-            self._check(result, rows, steps, result.infos)
+            for row, info in result.infos.items():
+                self.infos[int(steps[row]), row] = info
             if before:
                 flags = result.terminated, result.truncated, result.status
                 pairs = States(
@@ -477,7 +472,9 @@ class Simulation:
                 ):
                     array[rows] = part
             steps[rows] += 1
-            rows = rows[steps[rows] < horizon]
+            is_unfinished = steps[rows] < horizon
+            if not is_unfinished.all():  # the same array is fastest to send
+                rows = rows[is_unfinished]
         stacked = tf.nest.pack_sequence_as(chosen, outputs)
         return [stacked], [States(tuple(before), tuple(before))]
 
@@ -504,9 +501,12 @@ class Simulation:
     def _record(self, split: SplitRows, outputs: _Outputs) -> None:
         """Store the outputs of the policy for a split, `[T, n, ...]`."""
         action, policy_params, states = outputs
+        # Not a `tf.function`: TensorFlow would run it in another thread, which has to
+        # wait for a core. This takes longer than the few operations.
         log_prob = self._log_prob(
             *tf.nest.map_structure(
-                lambda rows: rows.reshape(-1, *rows.shape[2:]), (action, policy_params)
+                lambda rows: tf.constant(rows.reshape(-1, *rows.shape[2:])),
+                (action, policy_params),
             )
         )  # [T, n, ...] -> [T * n, ...]
         log_prob = log_prob.numpy().reshape(action.shape[:2])
@@ -514,7 +514,7 @@ class Simulation:
         initial = [rows[:: self._sequence_length] for rows in states]
         split.record_policy_outputs(action, log_prob, initial)
 
-    def _noise_by_split(self, seed: tf.Tensor) -> list[tf.Tensor]:
+    def _noise_by_split(self, seed: tf.Tensor) -> list[np.ndarray]:
         """Return noise `[T, n, ...]` for each split, or a seed per step `[T, 2]`.
 
         All noise is drawn before the loop, because drawing it takes longer than running
@@ -526,10 +526,10 @@ class Simulation:
             seeds = tf.random.stateless_uniform(
                 shape, seed, minval=None, maxval=None, dtype=tf.int32
             )
-            return tf.unstack(seeds)
-        noise = self._noise(horizon * num_envs, seed)
-        noise = tf.reshape(noise, [horizon, num_envs, *noise.shape[1:]])
-        return [tf.gather(noise, split.env_indices, axis=1) for split in self._splits]
+            return list(seeds.numpy())
+        noise = np.asarray(self._noise(horizon * num_envs, seed))
+        noise = noise.reshape(horizon, num_envs, *noise.shape[1:])
+        return [noise[:, split.rows] for split in self._splits]
 
     def _step_envs(self, index: int, step: int, env_action: np.ndarray) -> None:
         """Step the envs of a split, and receive the next observation to act on.
@@ -542,13 +542,17 @@ class Simulation:
             env_action: Actions of the split's envs, `[n, ...]`.
         """
         split, batch = self._splits[index], self._env.env
-        self._check_action(split.env_indices, env_action)
-        if len(self._splits) == 1:
-            infos = batch.step(env_action, out=split.result(step)).infos
-            self._on_step()
-            self._check(split.result(step), split.env_indices, step, infos)
-            return
-        batch.send(env_action, split.env_indices, together=True)
+        try:
+            if len(self._splits) == 1:
+                result = batch.step(env_action, out=split.result(step))
+                self._on_step()
+                self._store_infos(step, result.infos)
+                return
+            batch.send(env_action, split.env_indices, together=True)
+        except ActionError:
+            leaves = split.observation_leaves(step)
+            self._check_policy(split.env_indices, leaves, env_action)
+            raise
         if index == len(self._splits) - 1:
             self._receive(self._splits[0], step)
             self._on_step()
@@ -556,43 +560,49 @@ class Simulation:
             self._receive(self._splits[index + 1], step - 1)
 
     def _receive(self, split: SplitRows, step: int) -> None:
-        """Receive a step of a split, and store and check it."""
+        """Receive and store a step of a split."""
         _, result = self._env.env.recv(
             env_indices=split.env_indices, out=split.result(step)
         )
         split.copy_result(step)
-        self._check(split.result(step), split.env_indices, step, result.infos)
+        self._store_infos(step, result.infos)
 
-    def _check(
-        self,
-        result: StepResult,
-        env_indices: np.ndarray,
-        steps: int | np.ndarray,
-        infos: Mapping[int, Any],
-    ) -> None:
-        """Check a received result, and store its infos.
+    def _store_infos(self, step: int, infos: Mapping[int, Any]) -> None:
+        for env_index, info in infos.items():
+            self.infos[step, env_index] = info
 
-        Args:
-            result: Rows `[n, ...]`.
-            env_indices: Indices of the rows' envs, `[n]`.
-            steps: Index of the batch step, or the index for each env, `[B]`.
-            infos: Infos by env index.
+    def _check_results(self) -> None:
+        """Check that all rewards and all observations of the rollout are finite.
+
+        One check of all steps takes much less time than one check per step.
         """
-        for row, info in infos.items():
-            step = steps if isinstance(steps, int) else int(steps[row])
-            self.infos[step, row] = info
-        check_finite(self._env.env, result.observation, result.reward, env_indices)
-        if not result.truncated.any():
-            return
+        env, result = self._env.env, step_arrays(self._rollout)
+        observation = tf.nest.map_structure(
+            lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), result.observation
+        )  # [T, B, ...] -> [T * B, ...]
+        env_indices = np.tile(np.arange(env.num_envs), self._horizon)
+        check_finite(env, observation, result.reward.ravel(), env_indices)
         bootstrapped = result.truncated & ~result.terminated & result.valid
         if bootstrapped.any():  # their targets use the value of the final observation
             final = tf.nest.map_structure(
                 lambda leaf: leaf[bootstrapped], result.final_observation
             )
-            rows = env_indices[bootstrapped]
-            check_finite(self._env.env, final, result.reward[bootstrapped], rows)
+            _, rows = bootstrapped.nonzero()
+            check_finite(env, final, result.reward[bootstrapped], rows)
 
-    def _check_action(self, env_indices: np.ndarray, env_action: np.ndarray) -> None:
+    def _check_policy(
+        self, env_indices: np.ndarray, leaves: Any, env_action: np.ndarray
+    ) -> None:
+        """Raise an error if inputs or actions of the policy are not finite.
+
+        `BatchEnv` rejects such actions before it steps any env.
+
+        Args:
+            env_indices: Index of each row's env, `[n]`.
+            leaves: Observations, `[n, ...]` each.
+            env_action: Actions, `[n, ...]`.
+        """
+        check_finite(self._env.env, leaves, np.zeros(len(env_indices)), env_indices)
         if env_action.dtype.kind == "f":
             self._expect_finite(env_indices, "action", env_action[None])
 
@@ -608,6 +618,13 @@ class Simulation:
             f"{name}, got {rows[step, row]}; training has diverged. Try a lower "
             "learning_rate."
         )
+
+
+def _stack(steps: Sequence[Any]) -> Any:
+    """Stack arrays, or nested tuples of arrays, of all steps."""
+    if isinstance(steps[0], tuple):
+        return tuple(map(_stack, zip(*steps, strict=True)))
+    return np.concatenate(steps).reshape(len(steps), *steps[0].shape)
 
 
 def simulate(

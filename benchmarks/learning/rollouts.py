@@ -105,7 +105,7 @@ def rollouts(
         agent.act_from,
         work.horizon,
         snapshot=agent.snapshot,
-        in_numpy=agent.in_numpy if in_numpy else lambda snapshot: None,
+        in_numpy=agent.in_numpy if in_numpy else lambda *_: None,
         log_prob=agent.log_prob,
         noise=agent.actions.noise,
         act_on=act_on,
@@ -129,7 +129,7 @@ def choosing(work: RolloutLoad) -> Iterator[Measure]:
 
     with batch_env(work.load, work.binds) as batch:
         agent = work.agent(batch)
-        act = agent.in_numpy(agent.snapshot())
+        act = agent.in_numpy(agent.snapshot(), work.load.num_envs)
         assert act is not None
         leaves = tf.nest.flatten(batch.reset())
         noise = agent.actions.noise(work.load.num_envs, tf.constant((0, 0))).numpy()

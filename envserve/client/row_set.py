@@ -187,8 +187,8 @@ class RowSetCache:
     """
 
     def __init__(self, blocks: Sequence[BatchBlock]) -> None:
-        self.all_rows = RowSet(blocks)
-        self._blocks = tuple(blocks)
+        self.all_rows = self._latest = RowSet(blocks)
+        self._blocks = BatchBlocks(blocks)
         sizes = [block.stop - block.start for block in blocks]
         position_of_row = np.repeat(np.arange(len(blocks)), sizes)
         # The caches do not refer to `self`: a reference cycle would delay the
@@ -211,11 +211,14 @@ class RowSetCache:
         """
         if env_indices is None:
             return self.all_rows, None
+        if env_indices is self._latest.env_indices:  # the rows that `recv` returned
+            return self._latest, None
         return self._find(_as_rows(env_indices).tobytes())
 
     def for_blocks(self, positions: Iterable[int]) -> RowSet:
         """Return the set of all rows of the given blocks."""
-        return self._join(tuple(sorted(positions)))
+        self._latest = self._join(tuple(sorted(positions)))
+        return self._latest
 
     def rows_by(self, key: Callable[[BatchBlock], int]) -> tuple[Array, ...]:
         """Group the rows by a key of their block.
@@ -252,7 +255,7 @@ class RowSetCache:
                     f"the rows {rows} are not in flight; send() them first"
                 )
             positions = row_set.positions
-        num_in_flight = len(self.for_blocks(positions))
+        num_in_flight = self._blocks.num_rows(positions)
         if not num_in_flight:
             raise LocalProtocolError("no rows are in flight; send() some first")
         if min_envs is None:

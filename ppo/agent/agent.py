@@ -73,6 +73,7 @@ class Agent:
             name: tf.train.Checkpoint(**part.trackables)
             for name, part in {**parts, "preprocess": self.preprocess}.items()
         }
+        self._copy_parameters = tf.function(self._parameters)
 
     def act(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
@@ -98,6 +99,9 @@ class Agent:
 
     def snapshot(self) -> Any:
         """Return copies of all parameters and statistics that actions depend on."""
+        return self._copy_parameters()
+
+    def _parameters(self) -> Any:
         values = [tf.identity(variable.value) for variable in self.trainable_variables]
         return values, self.preprocess.scales()
 
@@ -125,12 +129,18 @@ class Agent:
             distribution, state = self._policy_step(observation, state, scales)
         return distribution.sample(noise), distribution.parameters, *state
 
-    def in_numpy(self, snapshot: Any) -> Callable[..., tuple[Any, ...]] | None:
+    def in_numpy(
+        self, snapshot: Any, num_rows: int
+    ) -> Callable[..., tuple[Any, ...]] | None:
         """Return the NumPy form of `act_from` with this snapshot.
 
         The function takes the leaves of the observation (a list in the order of
         `tf.nest.flatten`), the noise and the states. It returns the env actions,
         followed by the results of `act_from`.
+
+        Args:
+            snapshot: Result of `snapshot`.
+            num_rows: Largest number of rows.
 
         Returns:
             The function, or None if a network has no NumPy form.
@@ -139,26 +149,23 @@ class Agent:
         networks = self._networks
         if not isinstance(networks.policy_torso, IdentityTorso):
             return None
-        arrays = {
-            id(variable): value.numpy()
-            for variable, value in zip(self.trainable_variables, values, strict=True)
-        }
+        value_of = dict(zip(map(id, self.trainable_variables), values, strict=True))
         parts = [
-            part.in_numpy(lambda variable: arrays[id(variable)])
+            part.in_numpy(lambda variable: value_of[id(variable)].numpy(), num_rows)
             for part in (networks.policy, *self.cores)
         ]
         if None in parts:
             return None
         policy, *cores = parts
-        preprocess, actions = self.preprocess.in_numpy(scales), self.actions
+        preprocess = self.preprocess.in_numpy(scales, num_rows)
+        actions = self.actions
 
         def act(
             leaves: Sequence[np.ndarray], noise: np.ndarray, *state: np.ndarray
         ) -> tuple[Any, ...]:
             rows, mask = preprocess(leaves)
-            state = tuple(
-                core(rows, part) for core, part in zip(cores, state, strict=False)
-            )
+            if cores:
+                state = tuple(map(lambda core, part: core(rows, part), cores, state))
             parameters = policy(state[0] if state else rows)
             action, parameters = actions.sample_in_numpy(parameters, mask, noise)
             return actions.to_env_action_in_numpy(action), action, parameters, *state

@@ -104,16 +104,23 @@ class RunningMoments:
 
     @staticmethod
     def in_numpy(
-        clip: float, scale: tuple[tf.Tensor, ...]
+        clip: float, scale: tuple[tf.Tensor, ...], num_rows: int
     ) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the NumPy form of `normalize`, with float64 results `[N, ...]`."""
-        mean, factor = (part.numpy() for part in scale)
+        """Return the NumPy form of `normalize`, with float64 results `[N, ...]`.
+
+        Args:
+            clip: See `normalize`.
+            scale: See `normalize`.
+            num_rows: Largest N.
+        """
+        mean, factor = (np.repeat(x.numpy()[None], num_rows, axis=0) for x in scale)
+        low, high = np.array(-clip), np.array(clip)  # faster than Python numbers
 
         def normalize(values: np.ndarray) -> np.ndarray:
-            scaled = np.subtract(values, mean, dtype=np.float64)
-            scaled *= factor
-            np.maximum(scaled, -clip, out=scaled)
-            return np.minimum(scaled, clip, out=scaled)
+            scaled = np.subtract(values, mean[: len(values)], dtype=np.float64)
+            scaled *= factor[: len(values)]
+            np.maximum(scaled, low, out=scaled)
+            return np.minimum(scaled, high, out=scaled)
 
         return normalize
 

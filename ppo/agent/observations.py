@@ -141,12 +141,13 @@ class ObservationPreprocessor:
         return tf.nest.pack_sequence_as(self._spaces, arrays), mask
 
     def in_numpy(
-        self, scales: Any
+        self, scales: Any, num_rows: int
     ) -> Callable[[Sequence[np.ndarray]], tuple[np.ndarray, np.ndarray | None]]:
         """Return `__call__` and `inputs` as one function of NumPy arrays.
 
         Args:
             scales: Result of `scales`.
+            num_rows: Largest N.
 
         Returns:
             A function that maps the leaves of a raw observation, `[N, ...]` each, in
@@ -162,19 +163,19 @@ class ObservationPreprocessor:
             mask_indices = tf.nest.flatten(nest.pop(MASK_KEY))
             indices = tf.nest.flatten(nest)
         functions = [
-            leaf.in_numpy(scale)
+            leaf.in_numpy(scale, num_rows)
             for leaf, scale in zip(self._leaves, scales, strict=True)
         ]
-        ends = np.cumsum([leaf.size for leaf in self._leaves]).tolist()
-        parts = list(
-            zip(indices, functions, map(slice, [0, *ends], ends), strict=False)
-        )
+        parts = list(zip(indices, functions, strict=True))
 
         def inputs(leaves: Sequence[np.ndarray]) -> tuple[np.ndarray, Any]:
-            num_rows = len(leaves[0])
-            rows = np.empty((num_rows, ends[-1]), np.float32)
-            for index, function, columns in parts:
-                rows[:, columns] = function(leaves[index]).reshape(num_rows, -1)
+            columns = [
+                function(leaves[index])
+                .reshape(len(leaves[0]), -1)
+                .astype(np.float32, copy=False)
+                for index, function in parts
+            ]
+            rows = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
             if not mask_indices:
                 return rows, None
             flags = [leaves[index].astype(np.bool_) for index in mask_indices]
@@ -257,11 +258,11 @@ class _Leaf:
         return tf.cast(array, tf.float32)
 
     def in_numpy(
-        self, scale: tuple[tf.Tensor, ...]
+        self, scale: tuple[tf.Tensor, ...], num_rows: int
     ) -> Callable[[np.ndarray], np.ndarray]:
         """Return a function from raw rows to network inputs, `[N, ...]`, any dtype."""
         if self.moments is not None:
-            return self.moments.in_numpy(self._clip, scale)
+            return self.moments.in_numpy(self._clip, scale, num_rows)
         if self._kind == "image":
             return lambda rows: rows / np.float32(255)
         if self._kind == "discrete":

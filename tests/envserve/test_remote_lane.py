@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from envserve.client.link import connection, remote_lane
+from envserve.client.link.connection import Connection
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import SessionDriver
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
@@ -81,26 +82,31 @@ def test_the_descriptor_shows_every_result(lane: RemoteLane) -> None:
 def test_a_lane_is_watched_until_the_caller_waits_for_it_alone(
     lane: RemoteLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caller, runs = threading.get_ident(), list[float]()
-    run = SessionDriver.run
+    """While a lane is watched, `submit` polls, so that the descriptor signals."""
+    caller, polls = threading.get_ident(), list[Connection]()
+    run, poll = SessionDriver.run, Connection.poll
 
-    def record_run(driver: SessionDriver, now: float) -> None:
-        if threading.get_ident() == caller:  # and not the keeper
-            runs.append(now)
+    def run_without_deadline(driver: SessionDriver, now: float) -> None:
         run(driver, now)
         driver.due_at = math.inf  # no run is due
 
-    monkeypatch.setattr(SessionDriver, "run", record_run)
+    def record_poll(connection: Connection) -> tuple[bool, bool]:
+        if threading.get_ident() == caller:  # and not the keeper
+            polls.append(connection)
+        return poll(connection)
 
-    def num_runs_of_submit() -> int:
-        runs.clear()
+    monkeypatch.setattr(SessionDriver, "run", run_without_deadline)
+    monkeypatch.setattr(Connection, "poll", record_poll)
+
+    def polls_in_submit() -> bool:
+        polls.clear()
         submit(lane, 1)
-        return len(runs)
+        return bool(polls)
 
     lane.fileno()
-    assert num_runs_of_submit() == 1
+    assert polls_in_submit()
     assert len(lane.collect(20.0, 2)) == 2
-    assert num_runs_of_submit() == 0
+    assert not polls_in_submit()
     assert select.select([lane.fileno()], [], [], 20)[0]
 
 

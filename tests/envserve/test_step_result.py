@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from envserve.client.row_set import BatchBlock, RowSet
+from envserve.client.row_set import BatchBlock, RowSet, RowSetCache
 from envserve.client.step_result import StepResult, gather_result
 from envserve.lane import Lane
 from envserve.slab import Rows, Status
@@ -30,6 +30,17 @@ def two_rows(spec: EnvSpec, num_lanes: int) -> RowSet:
             for at, lane in enumerate(lanes)
         ]
     )
+
+
+def test_rows_that_were_received_are_sent_without_preparing_a_new_set() -> None:
+    spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
+    cache = RowSetCache(two_rows(spec, num_lanes=2).blocks)
+    received = cache.for_blocks([1])
+    found, order = cache.for_rows(received.env_indices)
+    assert found is received
+    assert order is None
+    found, _ = cache.for_rows(np.array([0]))
+    assert found.positions == {0}
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])

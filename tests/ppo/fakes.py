@@ -7,6 +7,7 @@ import gymnasium
 import numpy as np
 
 from envserve.client import BatchEnv, BatchStats, StepResult
+from envserve.errors import ActionError
 from envserve.slab import Status
 from ppo.in_graph_batch_env import InGraphBatchEnv
 
@@ -75,6 +76,8 @@ class CountingBatchEnv:
         return self._observe(self._rows())
 
     def step(self, actions: np.ndarray, out: StepResult | None = None) -> StepResult:
+        if not np.isfinite(actions).all():
+            raise ActionError("expected finite actions")
         batch_step = len(self.actions)
         self.actions.append(actions.copy())
         self._count += 1

@@ -71,7 +71,7 @@ def check(
     noise = agent.actions.noise(NUM_ROWS, tf.constant((1, 2)))
     snapshot = agent.snapshot()
     expected = agent.act_from(snapshot, observation, noise, *map(tf.constant, state))
-    act = agent.in_numpy(snapshot)
+    act = agent.in_numpy(snapshot, NUM_ROWS)
     assert act is not None
     leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(observation)]
     env_action, *got = act(leaves, noise.numpy(), *state)
@@ -161,4 +161,4 @@ def test_other_networks_exist_only_in_tensorflow(
 ) -> None:
     config = Config(env_name="any", **settings)
     agent = Agent(observation_space, BOXES["box"], config)
-    assert agent.in_numpy(agent.snapshot()) is None
+    assert agent.in_numpy(agent.snapshot(), NUM_ROWS) is None

@@ -130,6 +130,43 @@ def test_errors_name_the_env_index_in_the_batch() -> None:
             simulation.run((0, 0))
 
 
+@pytest.mark.parametrize(
+    ("num_splits", "act_on"), [(1, 1.0), (2, 1.0), (1, 0.5)], ids=str
+)
+@pytest.mark.parametrize("is_in_numpy", [False, True])
+def test_envs_do_not_take_actions_that_are_not_finite(
+    num_splits: int, act_on: float, is_in_numpy: bool
+) -> None:
+    def diverged(observation: Any, noise: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        action = tf.where(noise > 0.0, np.nan, 0.0)
+        return action, action[:, 0]
+
+    def in_numpy(snapshot: Any, num_rows: int) -> Any:
+        def act(leaves: list[np.ndarray], noise: np.ndarray) -> tuple[Any, ...]:
+            action = np.where(noise > 0.0, np.float32(np.nan), np.float32(0.0))
+            return action, action, action[:, 0]
+
+        return act if is_in_numpy else None
+
+    def draw_one_bad(num_rows: int, seed: tf.Tensor) -> tf.Tensor:
+        return tf.one_hot([NUM_ENVS + 4], num_rows)[0][:, None]
+
+    with BatchEnv.local(
+        "Pendulum-v1", NUM_ENVS, 2, seed=3, num_splits=num_splits
+    ) as batch:
+        simulation = Simulation(
+            InGraphBatchEnv(batch),
+            diverged,
+            HORIZON,
+            noise=draw_one_bad,
+            in_numpy=in_numpy,
+            act_on=act_on,
+        )
+        with pytest.raises(DivergedError, match=r"Env 4 .* finite action, got .*nan"):
+            simulation.run((0, 0))
+        assert batch.stats().rows <= NUM_ENVS  # the second step was not taken
+
+
 def test_policy_gets_the_rows_of_one_split() -> None:
     shapes = []
 

@@ -265,7 +265,8 @@ class RemoteLane:
                     self._is_updating = False
                     mark_harmless(error)
                 raise
-            if self._is_watched or now >= driver.due_at + _LATE_SECONDS:
+            is_late = now >= driver.due_at + _LATE_SECONDS
+            if is_late or (self._is_watched and not driver.is_idle(now)):
                 self._run(now)
             self._is_updating = False
 
@@ -306,7 +307,8 @@ class RemoteLane:
                     driver.run(now)
             if self._is_watched:
                 self._waker.sleep()
-                driver.run(now)
+                if not driver.is_idle(now):
+                    driver.run(now)
             outcomes = session.collect()
             self._is_updating = False
             return outcomes

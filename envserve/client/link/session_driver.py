@@ -106,6 +106,18 @@ class SessionDriver:
         self.due_at = now
         connection.waker.wake()
 
+    def is_idle(self, now: float) -> bool:
+        """Return whether `run` would find nothing to read, to send or to check.
+
+        Like `run`, this makes libzmq's descriptor signal the next message.
+        """
+        return (
+            now < self.due_at
+            and not self.session.outbox
+            and self._is_connected
+            and self.connection.poll() == (False, True)
+        )
+
     def _check_connection(self, now: float) -> bool:
         """Handle connection changes; return whether there is more to read."""
         is_readable, is_connected = self.connection.poll()

@@ -50,6 +50,7 @@ class ActionAdapter:
         self.output_size = self.noise_size = math.prod(space.shape)
         self._choice_sizes: list[int] = []  # empty if masks are not supported
         self._start = np.asarray(getattr(space, "start", 0), space.dtype)
+        self._is_shifted = bool(self._start.any())
 
     def noise(self, num_rows: int, seed: tf.Tensor) -> tf.Tensor:
         """Return noise for sampling actions, `[num_rows, noise_size]`.
@@ -90,8 +91,9 @@ class ActionAdapter:
 
     def to_env_action_in_numpy(self, action: np.ndarray) -> np.ndarray:
         """Return the result of `to_env_action` for a NumPy array."""
-        rows = action.astype(self._space.dtype)
-        return rows.reshape(-1, *self._space.shape) + self._start
+        rows = action.astype(self._space.dtype, copy=False)
+        rows = rows.reshape(-1, *self._space.shape)
+        return rows + self._start if self._is_shifted else rows
 
     def check_mask(self, observation_space: gymnasium.Space[Any]) -> None:
         """Check that the action mask, if any, has one flag per action.
@@ -185,6 +187,11 @@ class _BoxActions(ActionAdapter):
                 "Action space: expected a numeric Box with at least one element, got "
                 f"{space}; for bits, use a MultiBinary."
             )
+        # NumPy compares rows with a single number in a third of the time.
+        self._limits = [
+            np.array(bound.flat[0]) if (bound == bound.flat[0]).all() else bound
+            for bound in (space.low, space.high)
+        ]
         if config is None:
             return
         if config.state_dependent_std:
@@ -226,16 +233,18 @@ class _BoxActions(ActionAdapter):
         space = self._space
         if self.distribution_type is SquashedGaussian:
             action = np.tanh(action)
-        action = action.reshape(-1, *space.shape)
+        if len(space.shape) != 1:
+            action = action.reshape(-1, *space.shape)
         if self._is_scaled:
             action = self._centre + self._radius * action
         if space.dtype.kind in "iu":
             action = np.rint(action, dtype=np.float64)
             action = np.clip(action, self._low, self._high)
-        action = action.astype(space.dtype)
+        action = action.astype(space.dtype, copy=False)
         if self._is_clipped:
-            np.maximum(action, space.low, out=action)
-            np.minimum(action, space.high, out=action)
+            low, high = self._limits
+            action = np.maximum(action, low)
+            np.minimum(action, high, out=action)
         return action
 
 
@@ -263,7 +272,7 @@ class _DiscreteActions(ActionAdapter):
         (logits,) = parameters
         if allowed is not None:
             logits = masked_logits_in_numpy(logits, allowed)
-        return np.argmax(logits + noise, axis=-1), (logits,)
+        return (logits + noise).argmax(axis=-1), (logits,)
 
     def spec(self, num_rows: int) -> tf.TensorSpec:
         return tf.TensorSpec([num_rows], tf.int64)

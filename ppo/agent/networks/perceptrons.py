@@ -79,13 +79,15 @@ def mlp(
 
 
 def mlp_in_numpy(
-    model: keras.Sequential, read: Read, activations: Sequence[str]
+    model: keras.Sequential, read: Read, num_rows: int, activations: Sequence[str]
 ) -> Callable[[np.ndarray], np.ndarray] | None:
     """Return the NumPy form of a perceptron, float32 `[N, D]` to `[N, K]`.
 
     Args:
         model: Result of `mlp`.
         read: Returns the value of a variable.
+        num_rows: Largest N. Biases are repeated for as many rows, because adding them
+            is then twice as fast as broadcasting one row.
         activations: Name of the activation function after each layer.
 
     Returns:
@@ -94,14 +96,18 @@ def mlp_in_numpy(
     if not set(activations) <= set(_ACTIVATIONS):
         return None
     layers = [
-        (read(layer.kernel), read(layer.bias), _ACTIVATIONS[name])
+        (
+            read(layer.kernel),
+            np.tile(read(layer.bias), (num_rows, 1)),
+            _ACTIVATIONS[name],
+        )
         for layer, name in zip(model.layers, activations, strict=True)
     ]
 
     def run(rows: np.ndarray) -> np.ndarray:
         for kernel, bias, activation in layers:
-            rows = rows @ kernel
-            rows += bias
+            rows = rows.dot(kernel)
+            rows += bias[: len(rows)]
             rows = activation(rows)
         return rows
 
@@ -123,10 +129,12 @@ class NetworkPart:
             for variable in getattr(trackable, "trainable_variables", [trackable])
         ]
 
-    def in_numpy(self, read: Read) -> Callable[..., Any] | None:
-        """Return the NumPy form of `__call__`, with the parameters that `read` returns.
+    def in_numpy(self, read: Read, num_rows: int) -> Callable[..., Any] | None:
+        """Return the NumPy form of `__call__`, or None if there is none.
 
-        Returns None if this part has no NumPy form.
+        Args:
+            read: Returns the value of a variable.
+            num_rows: Largest number of rows.
         """
         return None
 
@@ -161,11 +169,11 @@ class GaussianHead(NetworkPart):
         mean, log_std = tf.split(outputs, 2, axis=1)
         return mean, tf.clip_by_value(self._initial + log_std, -20.0, 2.0)
 
-    def in_numpy(self, read: Read) -> Callable[..., Any]:
+    def in_numpy(self, read: Read, num_rows: int) -> Callable[..., Any]:
         """Return the NumPy form of `__call__`."""
         if self.trackables:
-            shared = read(self.trackables["log_std"])
-            return lambda outputs: (outputs, shared + np.zeros_like(outputs))
+            shared = np.tile(read(self.trackables["log_std"]), (num_rows, 1))
+            return lambda outputs: (outputs, shared[: len(outputs)])
         initial = np.float32(self._initial)
 
         def split(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +190,7 @@ class LogitsHead(NetworkPart):
         """Return the logits, `[N, K]`."""
         return (outputs,)
 
-    def in_numpy(self, read: Read) -> Callable[..., Any]:
+    def in_numpy(self, read: Read, num_rows: int) -> Callable[..., Any]:
         """Return the NumPy form of `__call__`."""
         return self.__call__
 
@@ -208,10 +216,10 @@ class Perceptron(NetworkPart):
         """Return the outputs of the head, `[N, ...]`."""
         return self._head(self._layers(flatten_observation(observation)))
 
-    def in_numpy(self, read: Read) -> Callable[[np.ndarray], Any] | None:
+    def in_numpy(self, read: Read, num_rows: int) -> Callable[[np.ndarray], Any] | None:
         """Return the NumPy form of `__call__`, for flattened observations `[N, D]`."""
-        layers = mlp_in_numpy(self._layers, read, self._activations)
-        head = self._head.in_numpy(read)
+        layers = mlp_in_numpy(self._layers, read, num_rows, self._activations)
+        head = self._head.in_numpy(read, num_rows)
         if layers is None or head is None:
             return None
         return lambda rows: head(layers(rows))

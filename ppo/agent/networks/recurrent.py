@@ -89,7 +89,7 @@ class RecurrentCore(NetworkPart):
         output, _ = self._cell(embedding, [state])
         return output
 
-    def in_numpy(self, read: Read) -> Callable[..., np.ndarray] | None:
+    def in_numpy(self, read: Read, num_rows: int) -> Callable[..., np.ndarray] | None:
         """Return the NumPy form of `embed` followed by `advance`.
 
         The function maps flattened observations `[N, D]` and states `[N, units]` to
@@ -98,7 +98,7 @@ class RecurrentCore(NetworkPart):
         hidden = None
         if self._hidden is not None:
             names = [self._activation.__name__] * len(self._hidden.layers)
-            hidden = mlp_in_numpy(self._hidden, read, names)
+            hidden = mlp_in_numpy(self._hidden, read, num_rows, names)
             if hidden is None:
                 return None
         cell, units = self._cell, self.units
