@@ -113,11 +113,11 @@ def test_an_unknown_env_name_is_an_error_of_one_line() -> None:
     [
         (
             DependencyNotInstalled("MuJoCo is not installed"),
-            f"^CartPole-v1 needs .*: {re.escape(install_command('mujoco'))} where",
+            f"^CartPole-v1 needs .*: {re.escape(install_command('mujoco'))} on the",
         ),
         (
             DependencyNotInstalled("Box2D is not installed, run `pip install box2d`"),
-            f"^CartPole-v1 needs .*: {re.escape(install_command('box2d'))} where",
+            f"^CartPole-v1 needs .*: {re.escape(install_command('box2d'))} on the",
         ),
         (
             DependencyNotInstalled("jax is not installed, run `pip install jax`"),

@@ -446,7 +446,7 @@ def test_a_shell_completes_commands_options_and_values() -> None:
         "--restartable",
         "--resume",
     ]
-    assert complete("ppo", "ppo train che") == ["cheetah"]
+    assert complete("ppo", "ppo train che") == ["cheetah", "cheetah-sac"]
     assert complete("ppo", "ppo train CartPole-v") == names
     assert complete("ppo", "ppo configs acro") == ["acrobot"]
 

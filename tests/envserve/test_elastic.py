@@ -466,7 +466,7 @@ def test_a_server_that_cannot_create_the_envs_does_not_end_a_start(
     (tmp_path / "broken.py").write_text(BROKEN)
     good, bad = (
         source.start(8),
-        source.start(8, "--import", str(tmp_path / "broken.py")),
+        source.start(8, "--import", str(tmp_path / "broken.py"), "--env", LEDGER),
     )
     assert bad.welcome().is_starting
     assert not good.welcome().is_starting

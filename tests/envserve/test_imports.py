@@ -269,7 +269,8 @@ def test_import_that_ends_its_process_is_tried_once_and_named(
         BatchEnv.local(f"{env}:E", 2, 2, preload=preload)
     error = str(caught.value)
     assert expected in error
-    assert f"while it imported {env}" in error
+    # If only the descriptors are closed, the template ends later, in the import of E.
+    assert f"{Path(env).stem}" in error.partition("while it imported ")[2]
     assert "in a row" not in error
 
 

@@ -90,7 +90,7 @@ def test_the_error_about_missing_atari_games_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)  # as if it were not installed
     with pytest.raises(
-        EnvStartError, match=re.escape(f"; {install_command('atari')} where")
+        EnvStartError, match=re.escape(f"; {install_command('atari')} on the host")
     ):
         import_env_modules(["ale_py"])
 

@@ -108,7 +108,7 @@ def test_calls_and_resets_with_options_have_at_most_64_blocks() -> None:
     resets = {"resets": [[None, None]] * 65, "options": codec.encode({"level": 1})}
     frames = raw.frames(MessageType.RESET, entries, codec.encode(resets))
     (error,) = errors_in(raw.send(frames))
-    assert "at most 64 blocks if there are options" in error.text
+    assert "at most 64 blocks in a RESET with options" in error.text
     assert not raw.pool.executed
 
 

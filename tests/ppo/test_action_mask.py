@@ -128,5 +128,5 @@ def test_mask_of_another_shape_than_the_actions_is_an_error(
 
 def test_observation_with_nothing_but_a_mask_is_an_error() -> None:
     space = spaces.Dict(action_mask=spaces.MultiBinary(3))
-    with pytest.raises(UnsupportedSpaceError, match="other observations besides"):
+    with pytest.raises(UnsupportedSpaceError, match="in addition to the mask"):
         Agent(space, spaces.Discrete(3), CONFIG)

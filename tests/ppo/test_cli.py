@@ -356,7 +356,7 @@ def test_help_and_invalid_input_do_not_load_tensorflow() -> None:
         text=True,
         check=True,
     )
-    assert result.stdout.endswith("\ncheetah\nloaded: []\n")
+    assert result.stdout.endswith("\ncheetah\ncheetah-sac\nloaded: []\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

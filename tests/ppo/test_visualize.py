@@ -143,7 +143,7 @@ def test_an_env_that_loses_every_episode_is_an_error(
         on_frame(np.zeros((16, 16, 3), np.uint8))
 
     monkeypatch.setattr("ppo.evaluation.videos.play_episode", lose)
-    with pytest.raises(EnvsLostError, match="the last 20 had a lost step"):
+    with pytest.raises(EnvsLostError, match="the last 20 were lost in a row"):
         visualize(tmp_path / "run")
     assert list((tmp_path / "run" / "films").iterdir()) == []
 
