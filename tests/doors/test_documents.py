@@ -237,6 +237,8 @@ def run(line: str, folder: Path) -> None:
     """Run a command as a reader would, but train briefly; check its exit code."""
     if line.startswith("ppo train"):
         line += " --set total_steps=2048 --set evaluation_episodes=2"
+        if "algorithm=sac" in line:
+            line += " --set random_steps=1000"
     if line.startswith("envserve start") and "--bind" not in line:
         line += " --bind tcp://127.0.0.1:0"
     if line.startswith("tensorboard"):
