@@ -184,10 +184,7 @@ def test_spare_envs_count_as_leased() -> None:
         ({"env_kwargs": {"gravity": 9.8}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"render_mode": "human"}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"entry_point": "os:system"}}, EnvStartError, "--allow-kwarg"),
-        (
-            {"wrappers": (WrapperSpec("ActionRepaet"),)},
-            *(WrapperError, "wrappers[0]: no wrapper named 'ActionRepaet'"),
-        ),
+        # Workers refuse unknown names: see `test_wrapped_envs`.
         (
             {"wrappers": (WrapperSpec("ActionRepeat", {"amount": 0}),)},
             *(WrapperError, "(ActionRepeat): amount: expected an int from 1 to 1000"),
