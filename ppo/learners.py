@@ -27,7 +27,8 @@ from ppo.rendezvous import wait_for_learners
 #: although all learners have started.
 _CONNECT_SECONDS = 120
 #: Seconds without a heartbeat after which a host is considered lost. The exit of a
-#: process is detected immediately.
+#: process is usually detected within a second, but in a collective operation of
+#: TensorFlow only after up to this time.
 _HEARTBEAT_SECONDS = 60
 _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
