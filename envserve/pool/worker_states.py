@@ -149,8 +149,10 @@ class Exit:
 
     def while_it(self, work: str) -> str:
         """Return a description with the work that the exit has interrupted."""
-        hint = "; modules and constructors must not end their process"
-        hint += " or close its descriptors"
+        hint = (
+            "; modules and constructors must not end their process or close its "
+            "descriptors"
+        )
         return f"{self} while it {work}{hint if self.exit_code >= 0 else ''}"
 
     def __str__(self) -> str:

@@ -165,7 +165,8 @@ class Agent:
         ) -> tuple[Any, ...]:
             rows, mask = preprocess(leaves)
             if cores:
-                state = tuple(map(lambda core, part: core(rows, part), cores, state))
+                pairs = zip(cores, state, strict=False)  # values need one more state
+                state = tuple(core(rows, part) for core, part in pairs)
             parameters = policy(state[0] if state else rows)
             action, parameters = actions.sample_in_numpy(parameters, mask, noise)
             return actions.to_env_action_in_numpy(action), action, parameters, *state
