@@ -7,9 +7,9 @@ with the actions of the last steps.
 
 Each row has a step count. A record stores the count at each event, such as a reset.
 These counts locate the actions since the start point in the ring, so recording a step
-costs only a copy of its actions. Reading the state of a generator takes longer.
-Therefore, autoresets keep the start point (`reuse_start`) until an eighth of the ring
-has been written since the start point.
+costs only a copy of its actions. Reading the state of a random generator takes longer.
+Therefore, an autoreset begins no new start point (see `reuse_start`) until the steps
+since the last one fill an eighth of the ring.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _MAX_RING_BYTES: Final = 8 << 20
 #: step's message.
 _MAX_ACTION_BYTES: Final = 16 << 10
 
-#: Record of an env. A "count" is the step count of the env's row at an event.
+#: Layout of an env's record. A "count" is the row's step count at the given event.
 _RECORD: Final = np.dtype(
     [
         ("is_known", np.int64),  # 1 once the env has been reset
         ("incarnation", np.int64),
         ("episode_at", np.int64),  # count at the start of the episode
         ("seed", np.int64),
-        ("seeded_at", np.int64),  # count at the reset with this seed, or _NEVER
-        ("generator_at", np.int64),  # count when the state below was read, or _NEVER
+        ("seeded_at", np.int64),  # count at the reset with `seed`, or _NEVER
+        ("generator_at", np.int64),  # count when `generator` was read, or _NEVER
         ("generator", np.uint64, 6),  # an RngState
         ("is_touched", np.int64),  # whether calls may have changed the env
         ("options", np.int64),  # digest of the options of the last reset with options
-        ("options_at", np.int64),  # count at this reset, or one of the values below
+        ("options_at", np.int64),  # count at that reset, _NEVER or _BEFORE_LAST_RESET
     ]
 )
 #: Count of an event that has not happened.
 _NEVER: Final = -1
-#: Value of "options_at" if another reset followed the reset with options, without a
-#: step in between.
+#: Value of "options_at" if a reset without options followed the reset with options, and
+#: no step was in between. The count would be the same for both resets.
 _BEFORE_LAST_RESET: Final = -2
 #: Indices of a row's records: for its present env, and for the last env that failed.
 _PRESENT, _FAILED = range(2)
@@ -122,9 +122,9 @@ class ActionRing:
     def step_recorder(
         self, actions: Sequence[Array], start: int, stop: int
     ) -> Callable[[], None]:
-        """Return a function that records the present actions of a block.
+        """Return a function that adds the present actions of a block to the ring.
 
-        Call it immediately before the rows of the block are stepped.
+        Call the returned function immediately before the rows of the block are stepped.
 
         Args:
           actions: Arrays `[num_envs, ...]` that hold the present actions, one per
@@ -149,7 +149,7 @@ class ActionRing:
         return record_step
 
     def row_record(self, row: int) -> RowRecord:
-        """Clear the record of a row, and return it for the row's worker."""
+        """Clear both records of a row, and return their writer for the row's worker."""
         self._records[row] = 0
         self.counts[row] = 0
         return RowRecord(self._records[row], self.counts, row, self.num_steps)
@@ -206,7 +206,7 @@ class ActionRing:
 
 
 class RowRecord:
-    """Writes the record of one row, in the row's worker."""
+    """Writes the records of one row, in the row's worker."""
 
     def __init__(self, records: Array, counts: Any, row: int, num_steps: int) -> None:
         """Attach to a row's records and to the step counts of all rows."""
@@ -221,16 +221,16 @@ class RowRecord:
 
     @classmethod
     def private(cls) -> RowRecord:
-        """Return a record in private memory, for an env that is not yet in a row."""
+        """Return a writer of records in private memory, for an env not yet in a row."""
         counts = memoryview(bytearray(8)).cast("q")
         return cls(np.zeros(2, _RECORD), counts, 0, 0)
 
     def reuse_start(self) -> bool:
-        """Record that an env is about to autoreset, and keep the start point.
+        """Record that an env is about to autoreset, unless its start point is too old.
 
         Returns:
-          Whether the start point was kept. If it is too old, nothing is recorded: call
-          `begin_episode` instead.
+          Whether the autoreset was recorded, with the start point unchanged. If not,
+          call `begin_episode` instead.
         """
         count = self._counts[self._row]
         if count >= self._renewal_due_at:
@@ -256,8 +256,8 @@ class RowRecord:
           seed: Seed of the reset, or None.
           last_seed: Last seed of the env before this reset.
           options: Encoded options of the reset.
-          is_autoreset: Whether the reset is an autoreset. A replay of the actions
-            repeats autoresets without a record of them.
+          is_autoreset: Whether the reset is an autoreset. Replaying the actions repeats
+            autoresets, so the last reset with a seed may remain the start point.
         """
         count = self._counts[self._row]
         generator: RngState | None = None
@@ -283,7 +283,8 @@ class RowRecord:
         _, _, _, seed, seeded_at, generator_at, state, *_ = other._present.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
-        # The previous env of the row was reset with options, and not stepped since.
+        # No step has followed the reset with options, so the count alone cannot show
+        # that the row was reset again.
         if self._options[1] == count:
             self._options = (0, _BEFORE_LAST_RESET)
         self._write(incarnation, count, None if generator_at < 0 else state)
@@ -311,7 +312,7 @@ class RowRecord:
 
 
 def ring_nbytes(spec: EnvSpec, num_envs: int) -> int:
-    """Return the size of a ring in bytes."""
+    """Return the size of the buffer for an `ActionRing` in bytes."""
     return arrays_nbytes(_layout(spec, num_envs))
 
 

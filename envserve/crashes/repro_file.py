@@ -66,10 +66,11 @@ class Repro:
         `root_seed`; see `env_seed`.
       env_index: Index of the env in the whole batch.
       timeout_seconds: Time limit of the call in which the env failed.
-      played: History of the env. The fault occurs in the last action, or in the reset
-        if there are no actions.
+      played: History of the env, which failed in the step with the last action, or in
+        the reset if there are no actions.
       end: How the env failed.
-      context: Index of the env in its batch, and its worker; None in older files.
+      context: Row and worker of the env, which replace the placeholders in
+        `env_kwargs`; None in files of older versions.
     """
 
     env_name: str

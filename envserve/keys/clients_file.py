@@ -32,7 +32,7 @@ _HEADER: Final = "# name       public key        limits: see envserve invite --h
 
 
 class _Contents(NamedTuple):
-    """The lines of the file, and dicts from public key and from unique id to grant."""
+    """The lines with their grants, and the grants by raw key and by `_unique_id`."""
 
     lines: list[tuple[str, Grant | None]]
     by_key: dict[bytes, Grant]
@@ -43,9 +43,9 @@ class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      run_refresh: Function that is called when the file has changed, with a function
-        that reads the file. The default calls that function immediately. A server calls
-        it in a thread, and uses the old contents until the thread has read the file.
+      run_refresh: When the file has changed, this function is called with a function
+        that reads the file. By default, the file is read immediately. A server reads it
+        in a thread, and uses the old contents until the thread has finished.
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
@@ -58,10 +58,10 @@ class ClientsFile:
         """
         self._path = path
         self._local_public = local_public
-        # Never modified, only replaced, because the file may be read in another thread.
+        # Replaced as a whole, because another thread may read the file meanwhile.
         self._contents = _Contents([], {}, {})
         self._file_state: tuple[object, ...] = ()
-        self._retry_at = math.inf  # finite after a failed attempt to read the file
+        self._retry_at = math.inf  # infinite unless the last read failed
         self._last_error = ""
         self._is_refreshing = False
         self._lock = threading.Lock()  # held while the file is read
@@ -158,7 +158,7 @@ class ClientsFile:
         return contents
 
     def add(self, grant: Grant, now: float) -> None:
-        """Add a client or an invitation; replace a client or invitation of this name.
+        """Add a client or an invitation, replacing one of the same kind and name.
 
         Expired invitations are removed.
 
@@ -231,7 +231,7 @@ class ClientsFile:
         self.read()
 
     def _stat(self) -> tuple[object, ...]:
-        """Return fields of `os.stat` that change with the contents or permissions."""
+        """Return a tuple that changes with the file's contents or permissions."""
         try:
             folder = os.stat(self._path.parent)
             file = os.stat(self._path, follow_symlinks=False)

@@ -19,7 +19,7 @@ INVITATION: Final = "envserve-invite-1."
 
 
 def encode(prefix: str, raw: bytes) -> str:
-    """Return bytes as text with a prefix."""
+    """Return a prefix, followed by bytes as base64url without padding."""
     return prefix + base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 

@@ -55,7 +55,7 @@ class Grant:
 
     @property
     def is_invitation(self) -> bool:
-        """Whether the key can only be used to join."""
+        """Whether this is an invitation, whose key can only be used to join."""
         return self.until is not None
 
     def is_valid(self, now: float) -> bool:
@@ -68,7 +68,7 @@ class Grant:
 
 
 _HINTS: Final = get_type_hints(Grant, include_extras=True)
-#: Options that have another name than their field.
+#: Maps fields to options whose name is not the field's name with hyphens.
 _SHORT: Final = {"exposed": "expose", "allowed_kwargs": "kwargs"}
 #: The field that each option in a line sets.
 _FIELDS_BY_OPTION: Final = {
@@ -115,7 +115,7 @@ def parse_words(words: Sequence[str]) -> Grant:
 
 
 def _convert_option(option: str, text: str) -> Any:
-    """Convert the text of an option, or of the name.
+    """Convert the text of an option, or of the name, to the type of its field.
 
     Raises:
       CodecError: The text is not valid.
@@ -140,9 +140,8 @@ def _convert_option(option: str, text: str) -> Any:
                 "expected up to 64 characters of A-Z a-z 0-9 . _ -, beginning with a "
                 "letter or digit"
             )
-        safe_text = re.sub(
-            r"(envserve-\w+-1)\..*", r"\1", text
-        )  # hide the key, which may be secret
+        # Hide a key in the text, because it may be secret.
+        safe_text = re.sub(r"(envserve-\w+-1)\..*", r"\1", text)
         raise CodecError(f"{option}: {expected}; got {safe_text!r:.200}") from None
 
 

@@ -233,7 +233,7 @@ class KeyFolder:
             private_files.write_private(self.path / "servers", "".join(lines))
 
     def _pins(self) -> dict[str, tuple[bytes, str]]:
-        """Return a dict from pinned addresses to their public keys and options."""
+        """Return a dict from each pinned address to its raw public key and options."""
         path = self.path / "servers"
         pins: dict[str, tuple[bytes, str]] = {}
         lines = (private_files.read_private(path) or "").splitlines()
@@ -285,6 +285,6 @@ def is_own_address(address: str) -> bool:
         for family, kind, *_, socket_address in candidates:
             with socket.socket(family, kind) as probe:
                 probe.bind(socket_address)  # fails for an IP address of another host
-    except (OSError, UnicodeError):  # UnicodeError: part of the name is empty or long
+    except (OSError, UnicodeError):  # UnicodeError: a DNS label is empty or too long
         return False
     return True

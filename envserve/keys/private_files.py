@@ -37,8 +37,8 @@ def read_private(path: Path, remedy: str = "") -> str | None:
         read the file.
 
     Raises:
-      KeyFileError: Other users own the file or folder or can read it, or the file
-        cannot be read.
+      KeyFileError: Other users own the file or folder or have access to it, or the
+        file cannot be read.
     """
     with _as_key_file_error(path, "read"):
         try:
@@ -133,7 +133,8 @@ def write_private(path: Path, text: str) -> None:
     import tempfile  # imported here because health probes do not need it
 
     with _as_key_file_error(path, "written"), contextlib.ExitStack() as cleaning:
-        fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600
+        # `mkstemp` creates the file with mode 0600.
+        fd, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         cleaning.callback(lambda: Path(part).unlink(missing_ok=True))
         with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
