@@ -39,7 +39,10 @@ class HealthProblem(enum.IntEnum):
 def diagnose(
     welcome: Welcome, *, startup: bool = False, live: bool = False, ready: bool = False
 ) -> tuple[HealthProblem, str] | None:
-    """Return the first problem that a probe finds, with a description, or None."""
+    """Return the first problem that a probe finds and its description, or None.
+
+    The keyword arguments select the probes. Without any, the answer alone suffices.
+    """
     if (startup or ready) and welcome.is_starting:
         return HealthProblem.STARTING, "workers cannot be started yet"
     if live and welcome.loop_lag_ms > _MAX_LAG_MS:

@@ -95,7 +95,7 @@ class MetricsPort(socketserver.TCPServer):
 
     @cached_property
     def _full_names(self) -> set[str]:
-        """The fully qualified name of this host, looked up when first needed."""
+        """The host's fully qualified name, as a set; looked up when first needed."""
         return {socket.getfqdn().lower()}
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -17,11 +17,11 @@ from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit
 from envserve.wire.status import Histogram, ServerStatus
 
-#: Fields that WELCOME has in common with STATUS, for servers too old for STATUS.
+#: Fields of `ServerStatus` that WELCOME has too, for servers too old for STATUS.
 _IN_WELCOME = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
 
 
-#: Names of the values in a tuple, for the fields of a lease's status that list tuples.
+#: Names of the items of tuples, by the field of a lease's status that lists them.
 _NAMES: Final = {
     "episodes": ("number", "row", "return", "length"),
     "recoveries": ("number", "row", "milliseconds"),
@@ -101,7 +101,7 @@ class MonitoredServer:
 
 
 def _readable(value: Any, key: str = "") -> Any:
-    """Return a value with dicts instead of tuples; nested values come last in dicts."""
+    """Replace the tuples of `_NAMES` by dicts; in all dicts, put nested values last."""
     if isinstance(value, Mapping):
         items = ((name, _readable(part, name)) for name, part in value.items())
         return dict(sorted(items, key=lambda item: isinstance(item[1], dict | list)))

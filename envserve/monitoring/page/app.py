@@ -140,7 +140,7 @@ class _AccessControl:
         await app(scope, receive, send_with_headers)
 
     def _is_same_origin(self, request: Request, host: str) -> bool:
-        """Return whether a request is for a known host, and not from another site."""
+        """Return whether the host is known and no other site sent this POST request."""
         origin = request.headers.get("origin")
         is_same = origin in (f"http://{host}", f"https://{host}")
         is_same = is_same or request.method in ("GET", "HEAD")

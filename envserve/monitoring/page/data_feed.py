@@ -111,7 +111,7 @@ class DataFeed:
     async def start(self) -> None:
         """Start all threads.
 
-        Call the other methods in the same event loop, unless they allow any thread.
+        Call the other methods in the same event loop, unless stated otherwise.
         """
         loop = self._loop = asyncio.get_running_loop()
 
@@ -189,7 +189,7 @@ class DataFeed:
             return observer.record(lease, row, _TIMEOUT_SECONDS)
 
     def _update_pollers(self) -> None:
-        """Let the threads poll all shown tiles, each in its largest shown width."""
+        """Make the threads poll all shown tiles, each at the largest shown width."""
         widths: dict[Tile, int] = {}
         for subscriber in self.subscribers.values():
             for tile, width in subscriber.tiles.items():
@@ -225,7 +225,7 @@ class _ServerPoller:
         self._state: dict[str, Any] = {"index": index, "address": str(address)}
         self._state |= {"error": "", "status": None}
         self._pid, self._counts = 0, Counter[str]()
-        self._earlier = Counter[str]()  # sum of the last counts before each restart
+        self._earlier = Counter[str]()  # total counts before the last restart
         self._index, self.observer = index, partial(observe, address)
         self.tiles: Mapping[Tile, int] = {}
         self.has_subscribers = self.has_ended = False
@@ -328,7 +328,7 @@ class _ServerPoller:
 
 
 class _MetricsTail:
-    """Reads a growing `metrics.jsonl`: per line, a JSON object of steps and metrics."""
+    """Reads a growing `metrics.jsonl`, whose lines are JSON objects of numbers."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / "metrics.jsonl"
@@ -347,7 +347,7 @@ class _MetricsTail:
         """
         try:
             with open_regular(self._path) as file:
-                # Resuming a run truncates its file to the checkpoint's iteration.
+                # If the file is shorter, a resumed run has truncated it: read it again.
                 if file.seek(0, 2) < self._offset:
                     self._restart()
                 file.seek(self._offset)
@@ -357,7 +357,8 @@ class _MetricsTail:
         except OSError as error:
             previous_error, self._error = self._error, f"{self._path}: {error.strerror}"
             return previous_error != self._error
-        # Ignore an incomplete last line, but skip a line that is too long.
+        # Leave an incomplete last line for the next call, but skip a line that is too
+        # long for one call.
         if b"\n" in text or len(text) < _MAX_READ_BYTES:
             text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)
