@@ -27,7 +27,7 @@ from envserve.server.zmq_guards.zap import Zap
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Time limit for the socket to refuse the unknown key of the self-test.
+#: Time limit for the refusal of the self-test's connection, which uses an unknown key.
 _SELF_TEST_SECONDS: Final = 5.0
 
 
@@ -50,7 +50,7 @@ class Access:
         self.keys = folder.ensure_key("server")
         self.clients = folder.clients
         self.clients.read()
-        # Admitted pairs of user and public key, and those that were revoked since.
+        # Admitted pairs (user, public key), and those of them that were revoked later.
         self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
 
@@ -60,7 +60,7 @@ class Access:
         def run(refresh: Callable[[], None]) -> None:
             try:
                 loop.run_in_executor(None, refresh)
-            except RuntimeError:  # the system is out of threads
+            except RuntimeError:  # no thread can be started
                 refresh()
 
         self.clients.run_refresh = run

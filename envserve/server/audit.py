@@ -48,14 +48,16 @@ class AuditLog:
         self._describe = describe
         self._loop = loop
         self._flush_timer: asyncio.TimerHandle | None = None
-        # Last line of a repeated event, by event and user; None after a single event.
+        # By event and user: the latest repetition, not written yet; None if the event
+        # has not been repeated.
         self._repeated: dict[tuple[str, str], dict[str, Any] | None] = {}
         self._descriptions: dict[str, tuple[str, str]] = {}
         self._has_failed = False
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._file = os.open(path, flags, 0o600)
-            if not stat.S_ISREG(os.fstat(self._file).st_mode):  # never chmod a device
+            # Refuse devices such as /dev/null, because chmod would affect other users.
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 os.close(self._file)
                 raise OSError(errno.EINVAL, "it is not a regular file")
             os.fchmod(self._file, 0o600)
@@ -77,7 +79,7 @@ class AuditLog:
         fingerprint, address = described
         if fingerprint:
             self._descriptions[user] = described
-        else:  # the key was revoked
+        else:  # a revoked key has only an old description
             fingerprint, address = self._descriptions.get(user, described)
         time = datetime.datetime.now(datetime.UTC)
         line = {

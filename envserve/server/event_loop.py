@@ -97,7 +97,7 @@ class ServerLoop:
         Args:
           host: Limits and permissions.
           router: Receives and sends messages; no other code may read from it.
-          session: The server's half of all sessions.
+          session: State of all sessions, without I/O.
           launcher: Starts workers.
           drain_requested: Event that is set when a client requests a drain.
           access: Keys of clients; None if the server uses no keys.
@@ -177,7 +177,7 @@ class ServerLoop:
                     handle.cancel()
             for leased in self.pools.values():
                 leased.release()
-            if self.dropped_replies:  # normal when clients exit
+            if self.dropped_replies:  # usual when clients exit, so not a warning
                 text = "replies to clients that had disconnected or read too slowly: %d"
                 _LOGGER.info(text, self.dropped_replies)
             for number, text in (
@@ -194,9 +194,9 @@ class ServerLoop:
         self._carry_out(self._session.leases.close_users(users))
 
     def disconnect(self, users: Collection[str]) -> None:
-        """Close all connections, because ZeroMQ cannot close individual ones.
+        """Disconnect users by closing all connections; ZeroMQ cannot close single ones.
 
-        Sessions that these users started after `end_sessions` also end.
+        Sessions that the users have started since `end_sessions` also end.
         """
         if not self._is_stopping:
             self._carry_out(self._session.leases.close_users(users))
@@ -273,7 +273,7 @@ class ServerLoop:
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         """Carry out decisions, and the decisions that follow from them."""
         queue = [*decisions]
-        for decision in queue:  # also those that are appended meanwhile
+        for decision in queue:  # including those that this loop appends
             if isinstance(decision, Reply):
                 self._send(decision)
             elif isinstance(decision, PoolDecision):
@@ -306,7 +306,7 @@ class ServerLoop:
             reply.limiter.num_copies -= 1
 
     def _answer(self, decision: RequestDecision) -> Sequence[Decision]:
-        """Answer a request whose answer the session cannot compute."""
+        """Answer a request for which the session has no data; return the decisions."""
         request, now = decision.request, time.monotonic()
         user, payload = request.peer[-1], b""
         try:
@@ -396,7 +396,7 @@ class ServerLoop:
             return self._fail_pool(session, failure)
 
     def _abandon(self, session: SessionId, error: Exception) -> list[Decision]:
-        """End a session immediately after an unexpected exception."""
+        """End a session and kill its pool after an unexpected exception."""
         self.counters.failures += 1
         _LOGGER.error(
             "%s: server failure", self._session.leases.name_of(session), exc_info=error

@@ -34,7 +34,8 @@ _DECAY_SECONDS: Final = 1.0
 _NEGLIGIBLE: Final = 1e-5
 #: Seconds between two updates of `throttled` and `flooder`.
 _UPDATE_SECONDS: Final = 0.01
-#: Clients that wait for answers do not leave messages unread for this long.
+#: Seconds for which messages must be unread before a user is throttled. Clients that
+#: wait for their answers cause no such backlog.
 _BACKLOG_SECONDS: Final = 0.02
 #: Seconds of loop time, excluding steps, that every user may use within
 #: `_DECAY_SECONDS`. Clients seldom need more, because most of their messages are steps.
@@ -52,7 +53,7 @@ _PAUSE_SECONDS: Final = 0.002
 
 
 class FairShare:
-    """Measures each user's time in the event loop, and finds users to limit.
+    """Measures each user's time in the event loop, and finds users to throttle.
 
     In each turn call `begin_turn`, then `admits` and `charge` for each message, then
     `end_turn`. `admits` is only necessary while a user is throttled.
@@ -67,16 +68,17 @@ class FairShare:
         self.throttled: str | None = None
         self.flooder: str | None = None
         self._quotas = quotas
-        # Decaying counts by user: loop time in seconds, loop time without steps, and
-        # the number of turns that ended with this user's message while messages were
-        # unread.
+        # Decaying counts by user: seconds of loop time, seconds without steps, and the
+        # number of turns whose last message was from this user and that left other
+        # messages unread.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._billed_time: defaultdict[str, float] = defaultdict(float)
         self._unread: defaultdict[str, float] = defaultdict(float)
         # Dropped messages and bytes by user, as a fraction of the limits of a flood.
         self._dropped: defaultdict[str, float] = defaultdict(float)
         self._updated_at = 0.0
-        # Time since which every turn has ended with unread messages.
+        # Since this time, every turn has ended with unread messages; infinity if the
+        # last turn did not.
         self._backlog_since = math.inf
         # State of the current turn: the last reading of the clock, the time at which
         # the turn ends, the user who was charged last, and the first peer whose message
@@ -100,7 +102,8 @@ class FairShare:
         self.record_dropped(user, 1, num_bytes)
         if self._first_dropped is None:
             self._first_dropped = peer
-        elif self._first_dropped == peer:  # all other waiting peers had their turn
+        elif self._first_dropped == peer:
+            # ZeroMQ reads its peers in turn, so only this user's messages are left.
             self._turn_ends_at = 0.0
         return False
 
@@ -122,7 +125,7 @@ class FairShare:
         Args:
           now: Current time.
           user: The user to charge, usually the sender of the latest message.
-          is_step: Whether the message has started a step, and is not a copy.
+          is_step: Whether the message has started a step; duplicates do not.
 
         Returns:
           Whether the turn is over.

@@ -38,7 +38,7 @@ class LeasedPool:
         self._set_timer(time.monotonic())
 
     def schedule(self) -> None:
-        """Set the timer for the pool's next deadline, unless it expires earlier."""
+        """Advance the timer to the pool's next deadline, if the deadline is earlier."""
         deadline = self.pool.next_deadline()
         if deadline is not None and deadline < self.timer_at:
             self._set_timer(deadline)

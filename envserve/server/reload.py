@@ -94,7 +94,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
                 host = replace(host, binds=addresses.recv())
             forward(signal.SIGINT, None)
             server.join()
-            if signals == [signal.SIGINT]:  # no other signal arrived
+            if signals == [signal.SIGINT]:  # only the signal sent above
                 signals.clear()
                 server, addresses = _fork(serve, host)
         return server.exitcode
@@ -107,7 +107,7 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
     """Start a child process, which exits when this process exits.
 
     Returns:
-      The child, and the connection on which its objects arrive.
+      The child, and the connection that receives the objects that it sends.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

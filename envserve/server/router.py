@@ -28,8 +28,8 @@ class Router:
 
     Attributes:
       sockets: The sockets.
-      discarding_user: The user whose message is being discarded because it has too many
-        frames; None if there was none when `receive` last returned None.
+      discarding_user: When `receive` has returned None: the user whose message is being
+        discarded because it has too many frames, or None.
     """
 
     def __init__(self, sockets: ServerSockets, budget: SendBudget) -> None:

@@ -35,7 +35,7 @@ from envserve.text import did_you_mean
 from envserve.wire.sockets import raise_file_limit
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Seconds for `stop`, unless a drain was cut short.
+#: Time limit of `ServerLoop.stop`, unless a drain was cut short.
 _STOP_SECONDS: Final = 1.5
 #: Seconds between two checks for revoked keys.
 _REVOCATION_CHECK_SECONDS: Final = 1.0
@@ -45,14 +45,14 @@ _NO_KEYS_WARNING_SECONDS: Final = 60.0
 _IMPORT_CHECK_SECONDS: Final = 0.1
 #: Seconds for revoked clients to receive a notice before they are disconnected.
 _REVOCATION_NOTICE_SECONDS: Final = 0.25
-#: Maximum number of times that a reply is stored in memory until it is sent.
+#: Maximum number of copies of a reply in memory until ZeroMQ has sent it.
 _MAX_REPLY_COPIES: Final = 4
 #: Maximum number of file descriptors to reserve for workers; never more than a quarter
 #: of all descriptors are reserved.
 _MAX_RESERVED_DESCRIPTORS: Final = 1024
 _PR_SET_DUMPABLE: Final = 4
-#: Seconds for `stop` after a drain that was cut short: the process should exit within a
-#: second after the grace period.
+#: Time limit of `ServerLoop.stop` after a drain that was cut short: the process should
+#: exit within a second after the grace period.
 _AFTER_DRAIN_SECONDS: Final = 0.8
 
 
@@ -107,7 +107,7 @@ async def serve(
         grant_of = None if access is None else access.grant_of
         session = ServerSession(config, names, boot, grant_of)
         max_growth = partial(_max_buffered_bytes, config, session)
-        # A user with fewer connections cannot have used up all descriptors.
+        # Users with fewer connections are not the cause of a lack of descriptors.
         min_count = num_descriptors // 4
         stack.callback(ConnectionWatch(loop, sockets, zap, max_growth, min_count).stop)
         limits = config.max_unread_mib << 20, config.max_total_unread_mib << 20
@@ -153,7 +153,7 @@ def _protect_memory_from_envs(worker_user: str) -> None:
 async def _offered_names(
     config: HostSettings, launcher: Launcher, stop: asyncio.Event
 ) -> tuple[str, ...] | None:
-    """Return the names of the offered envs, whose modules other processes import.
+    """Wait until another process has imported the envs, and return their names.
 
     Returns:
       The names, or None if the server must stop before they are known.
@@ -169,7 +169,7 @@ async def _offered_names(
             launcher = Launcher(*offer, host=config, lists_names=True)
             stack.callback(launcher.close)
         while (names := launcher.wait_names(_IMPORT_CHECK_SECONDS)) is None:
-            await asyncio.sleep(0)  # handle signals
+            await asyncio.sleep(0)  # let the loop handle signals
             if stop.is_set():
                 return None
     for name in map(env_name_of, config.vector_envs):
@@ -207,7 +207,12 @@ async def _open_sockets(
     loop: asyncio.AbstractEventLoop,
     stack: contextlib.ExitStack,
 ) -> tuple[ServerSockets, Access | None, Zap | None, Callable[[Audit], None]]:
-    """Listen, after verifying that only authorised clients can connect."""
+    """Listen, after verifying that only authorised clients can connect.
+
+    Returns:
+      The sockets; the keys and the ZAP handler, or None for both if no keys are used;
+      and the callback that records an event in the audit log.
+    """
     access = zap = None
     if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
         access = Access(KeyFolder())
@@ -247,13 +252,13 @@ def _ignore_event(event: Audit) -> None:
 
 
 def _connection_counts(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
-    """Return how many keys were refused, and how often all connections were closed."""
+    """Return the numbers of refused keys and of calls of `reopen`, by metric name."""
     refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
     return {"refused_keys_total": refused, "reopened_total": sockets.num_reopened}
 
 
 async def _close_revoked(access: Access, server: ServerLoop) -> None:
-    """Check for revoked keys once a second; end their sessions and connections."""
+    """Once a second, disconnect the users whose keys were revoked."""
     while True:
         await asyncio.sleep(_REVOCATION_CHECK_SECONDS)
         try:

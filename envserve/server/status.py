@@ -111,7 +111,7 @@ class StatusReporter:
         port.start_serving(ServerCollector(get_status, connection_counts))
 
     def _refresh(self, now: float) -> None:
-        """Compute the totals over all leases, unless they are recent."""
+        """Compute the totals over all leases, unless they are less than 0.1 s old."""
         if now < self._refreshed_at + _REFRESH_SECONDS:
             return
         self._refreshed_at = now
@@ -128,7 +128,7 @@ class StatusReporter:
         )
 
     def _status_for(self, user: str, now: float) -> ServerStatus:
-        """Return the totals and the leases that a user may see."""
+        """Return the server's totals, with only those leases that the user may see."""
         pools, visible = self._pools, self._session.leases.visible_to(user)
         leases = [
             pools[record.session].pool.inspector.status(

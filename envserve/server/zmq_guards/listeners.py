@@ -66,10 +66,10 @@ def _bind_file(listener: socketlib.socket, path: str) -> None:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Create the folder; remove the socket file of a server that no longer runs.
+    """Create the path's folder; remove the socket of a server that no longer runs.
 
     Raises:
-      OSError: The path is in use, or is not a socket.
+      OSError: The path is in use, is not a socket, or belongs to another user.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:

@@ -47,8 +47,7 @@ _HANDSHAKE_MS: Final = 2000
 _LINGER_MS: Final = 100
 #: Seconds between two attempts to reopen the sockets.
 _RETRY_SECONDS: Final = 0.001
-#: A user is shut out while at least this many closures that the user has caused are
-#: less than `_BLAMED_SECONDS` old.
+#: Number of closures within `_BLAMED_SECONDS` for which a user is shut out.
 _MAX_BLAMED: Final = 3
 _BLAMED_SECONDS: Final = 60.0
 #: User of all peers of a socket without keys, by scheme.
@@ -109,7 +108,7 @@ class ServerSockets:
     Attributes:
       addresses: Addresses to listen on, with real ports after `listen`.
       context: ZeroMQ context of the sockets.
-      by_number: The open sockets.
+      by_number: The open sockets, by `ServerSocket.number`.
       rotation: The open sockets in the order in which to read them next.
       pollable: The open sockets as the argument of `zmq_poll`.
       num_reopened: Number of times that all connections were closed.
@@ -178,7 +177,7 @@ class ServerSockets:
         self._accept()
 
     def _accept(self) -> None:
-        """Let the sockets accept connections from the listening sockets."""
+        """Make libzmq accept connections on the listening sockets."""
         by_user = {item.user: item.zmq for item in self.by_number.values()}
         for address, listener in zip(self.addresses, self._listeners, strict=True):
             socket = by_user[_USERS[address.partition("://")[0]]]
@@ -189,7 +188,7 @@ class ServerSockets:
     def listening_on_loopback(self) -> Iterator[str]:
         """Also listen on a free loopback port within the context; yield its address."""
         (socket,) = (s.zmq for s in self.by_number.values() if s.user != "local")
-        socket.setsockopt(zmq.USE_FD, -1)  # libzmq creates the listener
+        socket.setsockopt(zmq.USE_FD, -1)  # -1: libzmq creates the listening socket
         socket.bind("tcp://127.0.0.1:0")
         address = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         try:
@@ -266,7 +265,7 @@ class ServerSockets:
             return
         if self._on_readable is not None:
             self.start_reading(self._on_readable)
-            self._loop.call_soon(self._on_readable)  # an event may have been missed
+            self._loop.call_soon(self._on_readable)  # messages may have arrived already
 
     def _close_sockets(self) -> None:
         for socket in self.by_number.values():

@@ -40,7 +40,7 @@ _WAIT_SECONDS: Final = 0.005
 
 
 def user_of(grant: Grant) -> str:
-    """Return the user of a key's messages: a name, or an invitation's encoded key."""
+    """Return a grant's user: the client's name, or an invitation's encoded key."""
     if grant.is_invitation:
         return formats.encode(formats.INVITATION, grant.public)
     return grant.name
@@ -54,7 +54,7 @@ class Zap:
       num_admitted: Number of admitted connections by user, since the last call of
         `take_suspect`.
       addresses: Address of each user's latest connection.
-      is_quiet: Whether refusals are neither logged nor audited.
+      is_quiet: Whether to omit refusals from the log and the audit log.
     """
 
     def __init__(
