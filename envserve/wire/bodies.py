@@ -59,7 +59,7 @@ def decode_values(
     Args:
       data: Encoded value from a peer.
       kind: Type with bounds, for `settings.convert`.
-      where: Part of the message, for error messages.
+      where: Name of the value, for error messages.
       max_values: Maximum number of values; see `codec.check`.
 
     Raises:
@@ -73,10 +73,10 @@ def decode_values(
 
 
 def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> bytes:
-    """Check the size of an encoded body, and return the body.
+    """Return an encoded body, after checking its size and number of values.
 
     Raises:
-      CodecError: The peer would reject a body of this size.
+      CodecError: The peer would reject the body, because a limit is exceeded.
     """
     if len(body) > max_bytes:
         raise codec.CodecError(

@@ -35,12 +35,13 @@ RESET_ROW_BYTES: Final = 24
 #: Limits on the options of a RESET. The options do not count towards RESET_BYTES.
 MAX_OPTIONS_BYTES: Final = 16 << 10
 MAX_OPTIONS_VALUES: Final = 1024
-#: Maximum number of blocks in a CALL, or in a RESET with options. The server sends the
-#: arguments or options to the worker of each block.
+#: Maximum number of blocks in a CALL, or in a RESET with options; limited because the
+#: server sends a copy of the arguments or options to the worker of each block.
 MAX_ARGUMENT_BLOCKS: Final = 64
 #: Maximum total size of the arguments of a CALL, over all its blocks.
 MAX_ARGUMENT_BYTES: Final = 1 << 20
-#: Maximum size of the rows in a body; the other rows are sent in a separate frame.
+#: Maximum size of the rows' fields in a body; fields that do not fit are sent in a
+#: separate frame.
 MAX_INLINE_BYTES: Final = 64 << 10
 #: Limits of the report that accompanies a result (infos, faults, errors): its size, and
 #: the number of values in it.
@@ -50,7 +51,7 @@ MAX_REPORT_VALUES: Final = 1 << 17
 #: accept.
 MAX_RESULT_BYTES: Final = 1 << 30
 MAX_STATUS_BYTES: Final = 64 << 10
-#: Maximum total size of the images in a FRAME_RESULT, without their texts.
+#: Maximum total size of the JPEG images in a FRAME_RESULT.
 MAX_FRAMES_BYTES: Final = 640 << 10
 #: Maximum number of rows in a FRAME_RESULT.
 MAX_FRAME_ROWS: Final = 64

@@ -62,7 +62,7 @@ def decode_struct(
     """Decode msgpack data as a value of the given type.
 
     Raises:
-      RemoteProtocolError: The data is not valid; the message contains `where`.
+      RemoteProtocolError: The data is not valid; the error text begins with `where`.
     """
     try:
         with _DECODE_LOCK:
@@ -180,7 +180,7 @@ class ErrorBody(Body, frozen=True, kw_only=True):
         return Body.encode(self.clipped(MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES))
 
     def clipped(self, text_bytes: int, traceback_bytes: int) -> ErrorBody:
-        """Return a copy whose texts take at most this many bytes."""
+        """Return a copy with `text` and `traceback` cut to these numbers of bytes."""
         traceback = clip(self.traceback, traceback_bytes, keep_end=True)
         return replace(self, text=clip(self.text, text_bytes), traceback=traceback)
 

@@ -45,7 +45,7 @@ _TYPES: Final = {int(member): member for member in MessageType}
 _STABLE_TYPES: Final = (MessageType.HELLO, MessageType.WELCOME, MessageType.ERROR)
 
 
-@dataclass(slots=True)  # a frozen one would take three times as long to create
+@dataclass(slots=True)  # frozen=True would make creation three times as slow
 class Message:
     """A message in either direction.
 
@@ -156,7 +156,7 @@ def result_head(frame: Buffer, num_entries: int, num_body_bytes: int) -> bytes:
 
 
 def request_number(frame: Buffer) -> int:
-    """Return the request number of a message; any number if it is malformed."""
+    """Return the request number of a message; arbitrary if the frame is malformed."""
     return int.from_bytes(frame[_REQUEST], "little")
 
 

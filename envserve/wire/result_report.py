@@ -57,7 +57,7 @@ _MERGED_TEXT_BYTES: Final = 256
 #: sent as a bitmap (bit i % 8 of byte i // 8 is index i), so that its size is bounded.
 _MAX_LISTED: Final = 64
 
-#: Columns of infos, and the encoded map of all other values.
+#: Info values in columns, and the encoded map from rows to all other info values.
 _EncodedInfos = tuple[Sequence[InfoColumns], bytes]
 _NO_INFOS: Final[_EncodedInfos] = (), b"\x80"
 
@@ -106,9 +106,9 @@ class ResultReport:
       faults: Faults of rows.
       errors: Maps blocks to errors, for operations that failed as a whole.
       notes: A few short messages about the envs, each to be logged once.
-      packed_infos: Maps rows to encoded infos without the numbers in columns. Only
-        senders set this field. It is used only if it includes all rows of `infos` that
-        have other values.
+      packed_infos: Maps rows to the encoded info values that are not in columns, so
+        that a sender need not encode them again. Ignored if a row that has such values
+        is missing; empty in decoded reports.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -143,7 +143,9 @@ class ResultReport:
         columns, others = split_columns(self.infos)
         columns = join_columns(columns)
         remaining = budget.without(columns)
-        if remaining.within(half := budget.half()) != half:  # the columns are too large
+        if remaining.within(half := budget.half()) != half:
+            # The columns are too large. Encode their values in the map instead, because
+            # `encode_infos` can omit single values.
             return [], encode_infos(self.infos, budget, budget)
         if len(self.packed_infos) == len(others):
             return columns, join_infos(self.packed_infos, others, remaining)
@@ -203,7 +205,7 @@ class ResultReport:
         infos = {block: RowInfos() for block, _ in entries}
         faults: dict[int, list[Fault]] = {block: [] for block in infos}
         errors: dict[int, EnvserveError | None] = dict.fromkeys(infos)
-        # Thousands of blocks may share one error.
+        # Create each exception only once, because thousands of blocks may share it.
         shared = {body: exception_of(body, where) for body in {*self.errors.values()}}
         errors.update({block: shared[body] for block, body in self.errors.items()})
         try:
@@ -259,7 +261,7 @@ def _pack(
 
 
 def _merge_faults(faults: _Faults) -> _Faults:
-    """Keep only the first text for each kind of fault."""
+    """Merge faults that differ only in their text, keeping the first text."""
     merged: dict[tuple[Status, bool], tuple[str, list[int]]] = {}
     for (status, is_violation, text), rows in faults.items():
         kind = (status, is_violation and status is Status.ENV_ERROR)
@@ -268,7 +270,7 @@ def _merge_faults(faults: _Faults) -> _Faults:
 
 
 def _merge_errors(errors: _Errors) -> _Errors:
-    """Merge all errors into one that names only the first."""
+    """Merge all errors into one that counts the blocks and quotes the first error."""
     if len(errors) < 2:
         return errors
     first = next(iter(errors))
@@ -297,8 +299,8 @@ def _unpack_indices(indices: tuple[int, ...] | bytes) -> Sequence[int]:
 def _unpack_disjoint(sets: Sequence[_Indices], where: str) -> list[Sequence[int]]:
     """Unpack sets of indices; raise RemoteProtocolError if an index occurs twice.
 
-    An unpacked index takes far more memory than its bit in a bitmap, so repetitions are
-    not allowed.
+    A peer could otherwise send the same bitmap many times, and its unpacked indices
+    would take far more memory than the message.
     """
     seen: set[int] = set()
     unpacked, count = [], 0

@@ -106,7 +106,7 @@ class RowCodec:
 
     @property
     def max_result_bytes(self) -> int:
-        """Size in bytes of a result of all rows in which every episode ends."""
+        """Size in bytes of a result of all rows if the episode of each row ends."""
         per_row: int = sum(a.shape[1] for a in (*self.results, *self.finals))
         return self.num_envs * per_row
 
@@ -161,7 +161,7 @@ class RowPart:
             raise RemoteProtocolError(
                 f"expected {self._action_bytes} bytes of actions; got {size}"
             )
-        if not len(rest):  # the usual case, inlined for speed
+        if not len(rest):  # shortcut for the usual case
             source, start = memoryview(first), 0
             for target, end in zip(self._actions, self._action_ends, strict=True):
                 target[:] = source[start:end]
@@ -186,7 +186,7 @@ class RowPart:
                 buffers = [*buffers, *finals]
                 break
         else:
-            if self.num_result_bytes <= MAX_INLINE_BYTES:  # the usual case, inlined
+            if self.num_result_bytes <= MAX_INLINE_BYTES:  # shortcut for the usual case
                 return b"".join(buffers), b""
         return split_rows(buffers)
 
@@ -204,7 +204,7 @@ class RowPart:
         """
         count, min_bytes = self._count, self.num_result_bytes
         size = len(first) + len(rest)
-        # The usual case, inlined: one piece, all rows valid, and no episode ended.
+        # Shortcut for the usual case: one piece, all rows valid, and no episode ended.
         flags = first[_FLAGS_OFFSET * count : _FIXED_FIELDS_BYTES * count]
         if size == min_bytes == len(first) and flags == self._no_flags:
             for target, part in self._result_slices:
@@ -267,7 +267,11 @@ def _views(arrays: Sequence[Array], ranges: Sequence[Range]) -> list[memoryview]
 def _join_unless_cut_at_field(
     first: Buffer, rest: Buffer, ends: Sequence[int], min_bytes: int
 ) -> tuple[memoryview, memoryview]:
-    """Join two pieces, unless they are cut between fields and after `min_bytes`."""
+    """Return two pieces that are cut at one of `ends`, and not before `min_bytes`.
+
+    If the cut between `first` and `rest` is elsewhere, they are joined, and the second
+    piece is empty.
+    """
     if not len(first):
         first, rest = rest, b""
     elif len(rest) and not (len(first) >= min_bytes and len(first) in ends):
@@ -281,7 +285,10 @@ def _write(
     first: memoryview,
     rest: memoryview,
 ) -> None:
-    """Fill the targets in order from two pieces, which are cut between targets."""
+    """Copy two pieces to consecutive targets, which end at the offsets `ends`.
+
+    The pieces are cut at one of these offsets, so no target needs both.
+    """
     source, base, offset = first, 0, 0
     for target, end in zip(targets, ends, strict=True):
         if offset == len(first):

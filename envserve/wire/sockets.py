@@ -17,7 +17,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum length of the temporary folder's path, because on macOS, the path of a socket
 #: in the folder may have at most 103 bytes.
 _MAX_FOLDER_BYTES: Final = 70
-#: Plain ints, because ZeroMQ's own flags are slow to combine.
+#: Plain ints, because combining pyzmq's enum members with `|` is slow.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 _POLLIN: Final = int(zmq.POLLIN)
 
@@ -30,7 +30,7 @@ UNKNOWN_KEY: Final = 400
 
 Frames = list[bytes | memoryview]
 
-#: Maximum number of frames that are discarded in one call, if a message has too many.
+#: Maximum number of frames that a call of `receive` discards, so that it returns soon.
 _DISCARD_BATCH: Final = 1000
 
 
