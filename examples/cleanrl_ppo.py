@@ -48,7 +48,7 @@ class Agent(nn.Module):
 
 
 def returns_of(infos: dict[str, Any]) -> list[float]:
-    """Return the returns of the episodes that have just ended."""
+    """Return the total reward of each episode that ended in the last step."""
     rows = np.flatnonzero(infos.get("_episode", ()))
     return [float(infos["episode"]["r"][row]) for row in rows]
 
@@ -82,7 +82,7 @@ def main() -> None:
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - update / num_updates)
         is_real = torch.zeros(shape, dtype=torch.bool)
         for t in range(NUM_STEPS):
-            # The step after the end of an episode only resets the env.
+            # The step after the end of an episode only resets the env: ignore it.
             is_real[t] = has_ended == 0
             obs[t] = next_obs
             with torch.no_grad():

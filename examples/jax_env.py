@@ -22,7 +22,7 @@ NAME = "jax/CartPole-v0"
 
 @jax.jit
 def reset_rows(keys: Any, state: Any, mask: Any) -> Any:
-    """Return the keys and states after a reset of the rows whose mask is true."""
+    """Reset the rows whose mask is true; return all random keys and states."""
     new_keys, draws = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
     start = jax.vmap(lambda key: jax.random.uniform(key, (4,), float, -0.05, 0.05))
     mask = mask[:, None]
@@ -31,7 +31,7 @@ def reset_rows(keys: Any, state: Any, mask: Any) -> Any:
 
 @jax.jit
 def step_rows(state: Any, actions: Any) -> Any:
-    """Return the states after a step, and whether the pole has fallen."""
+    """Return the states after a step, and a mask of the rows that terminated."""
     _, velocity, angle, angular_velocity = state.T
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
     force = jnp.where(actions == 1, 10.0, -10.0)

@@ -51,7 +51,7 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         self._terminated = np.zeros(num_envs, bool)
 
     def rows_of(self, number: int) -> range:
-        """Return the rows of the game with this number."""
+        """Return the indices of the rows of one copy of the game."""
         return range(number * len(self.agents), (number + 1) * len(self.agents))
 
     def reset(

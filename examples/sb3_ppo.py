@@ -6,8 +6,9 @@ python examples/sb3_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 import argparse
 import time
 
+# This import comes first, because its error names the packages to install.
 # Original: from stable_baselines3.common.env_util import make_vec_env
-from envserve.sb3 import make_vec_env  # first: its error names what to install
+from envserve.sb3 import make_vec_env
 
 # isort: split
 import torch

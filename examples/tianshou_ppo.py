@@ -6,8 +6,9 @@ python examples/tianshou_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 import argparse
 import time
 
+# This import comes first, because its error names the packages to install.
 # Original: from tianshou.env import DummyVectorEnv
-from envserve.tianshou import make_vector_env  # first: its error names what to install
+from envserve.tianshou import make_vector_env
 
 # isort: split
 import gymnasium as gym

@@ -1,4 +1,4 @@
-"""Train CartPole with PPO from TorchRL components, on this host or on servers.
+"""Train CartPole with PPO, built from TorchRL components, on this host or servers.
 
 python examples/torchrl_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 """

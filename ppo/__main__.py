@@ -9,7 +9,7 @@ def main() -> None:
         from ppo.cli.app import main as run
 
         run()
-    except KeyboardInterrupt:  # during the imports, before `run` handles signals
+    except KeyboardInterrupt:  # Ctrl-C during the imports; later, `run` handles it
         sys.exit(130)
 
 

@@ -23,7 +23,7 @@ As in PettingZoo, the mask has one flag per action, which is 1 if the action is 
 For MultiDiscrete, the flags of all choices are concatenated, as in SB3-contrib, or are
 a Tuple with an array per choice, as for `MultiDiscrete.sample`."""
 
-#: Maximum number of attempts in `first_step`, because a reset or step may fail.
+#: Maximum number of attempts of `first_step`, because some resets or steps may fail.
 _MAX_FIRST_STEPS = 100
 _Wrappers = tuple[Mapping[str, Any], ...]
 

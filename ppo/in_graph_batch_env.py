@@ -131,7 +131,7 @@ class HostCalls:
         def record_error(*arrays: np.ndarray) -> Sequence[np.ndarray]:
             try:
                 return function(*arrays)
-            except BaseException as error:  # KeyboardInterrupt too
+            except BaseException as error:  # including KeyboardInterrupt
                 self._error = error
                 raise
 

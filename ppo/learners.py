@@ -27,8 +27,8 @@ from ppo.rendezvous import wait_for_learners
 #: although all learners have started.
 _CONNECT_SECONDS = 120
 #: Seconds without a heartbeat after which a host is considered lost. The exit of a
-#: process is usually detected within a second, but in a collective operation of
-#: TensorFlow only after up to this time.
+#: process is usually detected within a second. During a collective operation of
+#: TensorFlow, however, it may be detected only after this time.
 _HEARTBEAT_SECONDS = 60
 _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
@@ -49,8 +49,8 @@ class Learners:
         index: Index of this learner.
         is_chief: Whether this is learner 0, which evaluates the agent and
             writes metrics and checkpoints.
-        wait_seconds: Maximum number of seconds between two calls of `gather`, after
-            which pending collectives fail.
+        wait_seconds: Seconds after a call of `gather` at which pending collectives
+            fail, unless `gather` is called again before.
     """
 
     def __init__(self, addresses: Sequence[str] = ("here",), index: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Rollouts, i.e. arrays `[T, B, ...]` of T batch steps of B envs, and episodes.
 
-The envs and the policy fill the arrays split by split. Episodes continue across
-rollouts. Episodes with a lost step are not counted.
+The envs and the policy fill the arrays one split (group of envs) at a time. Episodes
+continue across rollouts. Episodes with a lost step are not counted.
 """
 
 import math
@@ -19,7 +19,7 @@ __all__ = ["Rollout"]
 
 #: Maximum number of metrics that `info_means` returns.
 _MAX_NAMES = 32
-#: Last words of a fault's text if NaN or infinity caused the fault.
+#: The text of a fault ends with these words if NaN or infinity caused the fault.
 _NON_FINITE = "end the episode before it diverges"
 #: Fraction of valid steps below which an iteration counts as poor.
 _FEW_VALID = 0.1
@@ -118,7 +118,8 @@ class SplitRows:
 
     Attributes:
         env_indices: Indices of the split's envs.
-        rows: The same as a slice, if they are contiguous.
+        rows: Index of the split's rows in an array `[B, ...]`: a slice if they are
+            contiguous, otherwise `env_indices`.
     """
 
     def __init__(self, rollout: Rollout, env_indices: np.ndarray, horizon: int) -> None:
@@ -291,7 +292,7 @@ class EpisodeTracker:
         return episodes
 
     def running(self, min_length: int) -> list[Episode]:
-        """Return the unfinished episodes of at least `min_length` steps, all valid."""
+        """Return the unfinished episodes of `min_length` or more steps, all valid."""
         is_long = ~self._has_invalid_step & (self._length >= min_length)
         return [
             Episode(index, float(self._total_reward[index]), int(self._length[index]))

@@ -6,11 +6,11 @@ per rollout, for all steps. A small policy runs in NumPy, in a Python loop, beca
 calling TensorFlow takes longer than running such a policy. Other policies run in a
 `tf.while_loop`, which calls Python once per split and step, in the calling thread.
 
-With several splits, the envs of one split step while the policy computes the actions of
-another. The loop sends the actions of a split without waiting for the result. It then
-receives the step that is in flight in the following split (after the last split, the
-first). When the loop ends, the last steps of all splits except the first are therefore
-still in flight, and `run` receives them.
+With several splits (groups of envs), the envs of one split step while the policy
+computes the actions of another. The loop sends the actions of a split without waiting
+for their result. Instead, it receives the step that is in flight in the next split; the
+first split follows the last. At the end of the loop, a step is still in flight in every
+split except the first, and `run` receives these steps.
 
 With `act_on` below 1, rows do not wait for each other. The policy acts on the rows that
 have arrived as soon as they make up the fraction `act_on` of the batch, and each row
@@ -133,7 +133,7 @@ class Simulation:
             self._buffers.append((rollout, splits))
         self._rollout, self._splits = self._buffers[0]
         self._state_sizes = tuple(state_sizes)
-        self._states: list[States] = []  # of each split, after the last rollout
+        self._states: list[States] = []  # one per split, after the last rollout
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
         if act_on < 1 and (noise is None or len(self._splits) > 1):
             raise ValueError(
@@ -150,8 +150,8 @@ class Simulation:
         # Multithreading slows the matrix products of small networks down.
         self._blas = ThreadpoolController().select(user_api="blas")
         # On CPUs, run operations in the calling thread: handing them to other threads
-        # takes longer than running them, because workers use the cores. This is not
-        # possible with a GPU, because the loop on the GPU calls Python.
+        # takes longer than running them, because local workers keep the cores busy.
+        # With a GPU, this is not possible, because the loop on the GPU calls Python.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
         self._is_started = False
@@ -188,7 +188,7 @@ class Simulation:
         return self._collect(seed, snapshot, reset=reset)
 
     def _run_in_graph(self, seed: Any, snapshot: Any, *, reset: bool) -> Rollout:
-        """Return the tensors of a rollout that one operation collects."""
+        """Return a rollout as tensors, which are outputs of one graph operation."""
         if self._snapshot is not None and snapshot is None:
             snapshot = self._snapshot()
         inputs = [seed, () if snapshot is None else snapshot]
@@ -204,8 +204,8 @@ class Simulation:
         specs = tf.nest.map_structure(
             lambda rows: tf.TensorSpec(rows.shape, rows.dtype), self._rollout
         )
-        # TensorFlow cannot detect that the operation reads the policy's variables. The
-        # reads before and after the operation order it relative to assignments.
+        # TensorFlow cannot detect that the operation reads the policy's variables. Read
+        # them before and after it, so that assignments are not moved across it.
         variables = self._policy_variables(snapshot)
         with tf.control_dependencies([variable.read_value() for variable in variables]):
             tensors = list(map(tf.convert_to_tensor, tf.nest.flatten(inputs)))
@@ -285,7 +285,8 @@ class Simulation:
     def _start(self) -> None:
         """Reset all envs, after receiving steps that an interrupted rollout sent."""
         batch = self._env.env
-        # `reset` discards the result of an interrupted `step`, but not of `send`.
+        # `reset` discards the result of an interrupted `step`. The results of `send`
+        # must be received before a reset.
         uses_send = len(self._splits) > 1 or not self._is_synchronous
         while uses_send and (num_in_flight := batch.num_in_flight):
             try:
@@ -336,7 +337,10 @@ class Simulation:
     def _run_graph_loop(
         self, snapshot: Any, noise: list[Any], states: list[States]
     ) -> tuple[list[_Outputs], list[States]]:
-        """Run the policy in TensorFlow, like `_run_loop`; `noise` may contain seeds."""
+        """Do the same as `_run_loop`, with the policy and the loop in TensorFlow.
+
+        `noise` contains noise or seeds, as returned by `_noise_by_split`.
+        """
         splits = self._splits
         num_leaves = len(tf.nest.flatten(self._env.observation_spec))
 
@@ -405,7 +409,7 @@ class Simulation:
         return tf.nest.map_structure(lambda array: array.stack(), outputs), states
 
     def _tensor_array(self, rows: tf.Tensor) -> tf.TensorArray:
-        """Return a tensor array for one tensor like `rows` per step."""
+        """Return a tensor array for T tensors with the shape and dtype of `rows`."""
         return tf.TensorArray(rows.dtype, self._horizon, element_shape=rows.shape)
 
     def _run_as_rows_arrive(
@@ -428,7 +432,7 @@ class Simulation:
         before = [rows.copy() for rows in states.after]
         after = [rows.copy() for rows in states.after]
         outputs: list[np.ndarray] = []  # leaves of `_Outputs`, [T, B, ...] each
-        steps = np.zeros(batch.num_envs, np.int64)  # number that each row has taken
+        steps = np.zeros(batch.num_envs, np.int64)  # steps that each row has taken
         rows = np.arange(batch.num_envs)
         while rows.size or batch.num_in_flight:
             if rows.size:
@@ -473,7 +477,8 @@ class Simulation:
                     array[rows] = part
             steps[rows] += 1
             is_unfinished = steps[rows] < horizon
-            if not is_unfinished.all():  # the same array is fastest to send
+            # Keep `rows` if possible: `send` is fastest with the array from `recv`.
+            if not is_unfinished.all():
                 rows = rows[is_unfinished]
         stacked = tf.nest.pack_sequence_as(chosen, outputs)
         return [stacked], [States(tuple(before), tuple(before))]
@@ -499,10 +504,10 @@ class Simulation:
         return self._env.to_env_action(action), action, *others
 
     def _record(self, split: SplitRows, outputs: _Outputs) -> None:
-        """Store the outputs of the policy for a split, `[T, n, ...]`."""
+        """Store the policy outputs of a split, `[T, n, ...]`, and log-probabilities."""
         action, policy_params, states = outputs
-        # Not a `tf.function`: TensorFlow would run it in another thread, which has to
-        # wait for a core. This takes longer than the few operations.
+        # Do not use a `tf.function`: TensorFlow would run it in another thread, and
+        # waiting for a core for that thread takes longer than these few operations.
         log_prob = self._log_prob(
             *tf.nest.map_structure(
                 lambda rows: tf.constant(rows.reshape(-1, *rows.shape[2:])),
@@ -517,8 +522,9 @@ class Simulation:
     def _noise_by_split(self, seed: tf.Tensor) -> list[np.ndarray]:
         """Return noise `[T, n, ...]` for each split, or a seed per step `[T, 2]`.
 
-        All noise is drawn before the loop, because drawing it takes longer than running
-        a small policy network.
+        The seeds are for a policy that draws its own noise. Otherwise, all noise is
+        drawn before the loop, because drawing it takes longer than running a small
+        policy network.
         """
         horizon, num_envs = self._horizon, self._env.num_envs
         if self._noise is None:
@@ -560,7 +566,7 @@ class Simulation:
             self._receive(self._splits[index + 1], step - 1)
 
     def _receive(self, split: SplitRows, step: int) -> None:
-        """Receive and store a step of a split."""
+        """Receive the result of a step of a split, and store it in the rollout."""
         _, result = self._env.env.recv(
             env_indices=split.env_indices, out=split.result(step)
         )
@@ -583,7 +589,8 @@ class Simulation:
         env_indices = np.tile(np.arange(env.num_envs), self._horizon)
         check_finite(env, observation, result.reward.ravel(), env_indices)
         bootstrapped = result.truncated & ~result.terminated & result.valid
-        if bootstrapped.any():  # their targets use the value of the final observation
+        # The target of a truncated step uses the value of its final observation.
+        if bootstrapped.any():
             final = tf.nest.map_structure(
                 lambda leaf: leaf[bootstrapped], result.final_observation
             )
@@ -595,7 +602,7 @@ class Simulation:
     ) -> None:
         """Raise an error if inputs or actions of the policy are not finite.
 
-        `BatchEnv` rejects such actions before it steps any env.
+        Called after `BatchEnv` has rejected the actions, to find the cause.
 
         Args:
             env_indices: Index of each row's env, `[n]`.
@@ -621,7 +628,7 @@ class Simulation:
 
 
 def _stack(steps: Sequence[Any]) -> Any:
-    """Stack arrays, or nested tuples of arrays, of all steps."""
+    """Stack the arrays, or nested tuples of arrays, of all steps along a new axis."""
     if isinstance(steps[0], tuple):
         return tuple(map(_stack, zip(*steps, strict=True)))
     return np.concatenate(steps).reshape(len(steps), *steps[0].shape)

@@ -91,14 +91,15 @@ class Agent:
             log-probabilities `[N]`; and the states after this observation.
         """
         rows = tf.nest.flatten(observation)[0]
-        num_rows = rows.shape[0] or tf.shape(rows)[0]  # not static in exported graphs
+        # In exported graphs, the static number of rows is not known.
+        num_rows = rows.shape[0] or tf.shape(rows)[0]
         noise = self.actions.noise(num_rows, seed)
         distribution, state = self._policy_step(observation, state)
         action = distribution.sample(noise)
         return action, distribution.log_prob(action), *state
 
     def snapshot(self) -> Any:
-        """Return copies of all parameters and statistics that actions depend on."""
+        """Return copies of all parameters and statistics that `act_from` needs."""
         return self._copy_parameters()
 
     def _parameters(self) -> Any:
@@ -165,7 +166,9 @@ class Agent:
         ) -> tuple[Any, ...]:
             rows, mask = preprocess(leaves)
             if cores:
-                pairs = zip(cores, state, strict=False)  # values need one more state
+                # `state` may lack the state of the value function's core, which
+                # actions do not need.
+                pairs = zip(cores, state, strict=False)
                 state = tuple(core(rows, part) for core, part in pairs)
             parameters = policy(state[0] if state else rows)
             action, parameters = actions.sample_in_numpy(parameters, mask, noise)
@@ -249,7 +252,7 @@ class Agent:
     def _policy_step(
         self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any = None
     ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
-        """Return the action distributions, and the states after the observation."""
+        """Return the action distributions for raw rows, and the states after them."""
         features = self.preprocess(observation, scales)
         if not self.cores:
             return self.distribution(features), ()
@@ -272,7 +275,7 @@ class Agent:
 
     @property
     def policy_variables(self) -> list[Any]:
-        """Trainable variables of the policy; all variables if it shares any of them.
+        """Trainable variables of the policy; all of the agent's if some are shared.
 
         The policy and the value function share variables if they share a torso, or if a
         custom model has no `policy_variables`.

@@ -114,7 +114,7 @@ class RunningMoments:
             num_rows: Largest N.
         """
         mean, factor = (np.repeat(x.numpy()[None], num_rows, axis=0) for x in scale)
-        low, high = np.array(-clip), np.array(clip)  # faster than Python numbers
+        low, high = np.array(-clip), np.array(clip)  # avoids a conversion per call
 
         def normalize(values: np.ndarray) -> np.ndarray:
             scaled = np.subtract(values, mean[: len(values)], dtype=np.float64)
@@ -138,7 +138,8 @@ class ReturnScale:
 
     def __init__(self, num_envs: int, discount: float) -> None:
         self._discount = discount
-        self._running_return = np.zeros(num_envs)  # discounted; 0 after an episode
+        # `discount * R` of each env; 0 at the start of an episode.
+        self._running_return = np.zeros(num_envs)
         self._moments = RunningMoments(())
         self.trackables = self._moments.trackables
 
@@ -166,7 +167,7 @@ class ReturnScale:
         discounts = np.where(done | ~valid, 0.0, self._discount)
         carried = self._running_return
         for total, discount in zip(returns, discounts, strict=True):
-            total += carried  # in place, in `returns`
+            total += carried  # `total` is a view of `returns`
             carried = discount * total
         self._running_return = carried
         returns, valid = tf.reshape(returns, [-1]), tf.reshape(valid, [-1])

@@ -260,7 +260,7 @@ class _Leaf:
     def in_numpy(
         self, scale: tuple[tf.Tensor, ...], num_rows: int
     ) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from raw rows to network inputs, `[N, ...]`, any dtype."""
+        """Return a function that maps raw rows to network inputs of any dtype."""
         if self.moments is not None:
             return self.moments.in_numpy(self._clip, scale, num_rows)
         if self._kind == "image":
@@ -288,7 +288,7 @@ def _as_space(nest: Any) -> gymnasium.Space[Any]:
 
 
 def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
-    """Return the name of a leaf's preprocessing; None if its space is unsupported."""
+    """Return the kind of a leaf, such as "image"; None if its space is unsupported."""
     if isinstance(space, gymnasium.spaces.Box):
         return "image" if is_image(space) else "box"
     if isinstance(space, gymnasium.spaces.Discrete):

@@ -100,7 +100,8 @@ class Algorithm:
     def statistics(self) -> dict[str, float]:
         """Return metrics of the current state.
 
-        A row of metrics contains their latest values, not means over its iterations.
+        If a row of metrics covers several iterations, it contains the latest values of
+        these metrics, not their means.
         """
         return self.agent.preprocess.statistics()
 

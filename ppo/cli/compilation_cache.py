@@ -27,7 +27,7 @@ def enable_compilation_cache(tensorflow_version: str) -> None:
     used.
     """
     flags = os.environ.get("TF_XLA_FLAGS", "").strip()
-    # Instead of flags, the variable may contain the name of a file with flags.
+    # TF_XLA_FLAGS may contain the name of a file with flags, which is left unchanged.
     if _FLAG in flags or not (flags + "--").startswith("--"):
         return
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder

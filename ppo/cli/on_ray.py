@@ -24,8 +24,8 @@ from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
 _CLUSTER: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
-#: Environment variable that contains the command to resume training on Ray; the first
-#: learner prints this command.
+#: Environment variable that contains the command to resume training on Ray; learner 0
+#: prints this command.
 RESUME_COMMAND: Final = "PPO_TRAIN_AGAIN"
 _PLACEMENT_SECONDS, _STOP_SECONDS, _MAX_FAILURES = 60, 10, 3
 
@@ -91,6 +91,12 @@ def _train_once(
 ) -> int:
     """Start all learners, wait for learner 0 to exit, and return its exit code.
 
+    Args:
+        ray: The module `ray`.
+        resources: For each learner, a dict from Ray resources to required amounts.
+        words: Arguments of `ppo train`.
+        resume: Command that resumes the run, which learner 0 prints.
+
     Raises:
         LearnerLostError: Learner 0 failed, and a restart may help.
         ray.exceptions.RayError: Another learner or its node failed.
@@ -140,6 +146,12 @@ def _free_address() -> str:
 
 def _learn(words: list[str], extra: dict[str, str], cluster: str, folder: str) -> None:
     """Run a learner on this node until it exits.
+
+    Args:
+        words: Arguments of `ppo train`.
+        extra: Additional environment variables.
+        cluster: Address of the Ray cluster.
+        folder: Working directory, if it exists on this node.
 
     Raises:
         LearnerLostError: The learner failed; the message contains its last output.

@@ -142,7 +142,7 @@ class EnvOptions(NamedTuple):
     trust: bool = False
 
     def applied_to(self, source: EnvSource) -> EnvSource:
-        """Return an env source with the given options applied."""
+        """Return an env source in which the given options replace the values."""
         addresses, modules = source.addresses, source.import_modules
         if self.connect is not None:
             addresses = () if self.connect == ["local"] else tuple(self.connect)
@@ -151,9 +151,10 @@ class EnvOptions(NamedTuple):
         return EnvSource(addresses=addresses, import_modules=modules)
 
     def with_moved_files(self, config: Config) -> Config:
-        """Return a config whose env file and imported files are taken from --import.
+        """Return a config with the new paths of files that have been moved.
 
-        Each of these files is replaced with the file of the same name, if there is one.
+        If --import names a file with the same name as the env's file or as an imported
+        file, its path replaces the path in the config.
         """
         modules = self.applied_to(EnvSource()).import_modules
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
@@ -351,12 +352,13 @@ def check_trust(
         raise UntrustedCodeError(
             f"{text}. If you trust its author, repeat the command with --trust."
         )
-    if code == describe_code(stored, source):  # the user has agreed to all code
+    # Trust is recorded only if the question has listed all code of the run or config.
+    if code == describe_code(stored, source):
         trust_code(stored, source, resume)
 
 
 def _is_confirmed(question: str) -> bool:
-    """Ask a question on the terminal; return False if there is no terminal."""
+    """Ask a yes/no question on the terminal; return False if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     print(question, end="", file=sys.stderr, flush=True)
@@ -397,7 +399,8 @@ def find_user_code(config: Config, source: EnvSource) -> None:
     """
     code = [getattr(config, setting) for setting in CODE_SETTINGS]
     code += config.callbacks
-    envs = [] if source.addresses else [config.env_name]  # servers import their envs
+    # With env servers, this process imports neither the envs nor their modules.
+    envs = [] if source.addresses else [config.env_name]
     modules = [] if source.addresses else config.import_modules + source.import_modules
     words = [*modules, *filter(is_user_env, code + envs)]
     add_working_directory(words, always=any(".py:" in name for name in code))

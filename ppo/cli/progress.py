@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ppo.train import Progress
 
 _TRAINING = "training"
-#: Widths of bars and sparklines, and of the gap between cells, in columns.
+#: Minimum and maximum width of a bar or sparkline, and the gap between cells, in
+#: columns.
 _MIN_WIDTH, _MAX_WIDTH, _GAP = 8, 40, 2
 #: Training is shown as stalled if an iteration takes more than three times as long as
 #: the mean iteration, plus this number of seconds.
@@ -79,7 +80,7 @@ class Screen:
         self._seconds_between_lines = seconds_between_lines
         self._phase, self._is_transient, self._began = "", True, 0.0
         self._progress: Progress | None = None
-        # (time, env steps) of the first and the last progress report
+        # Time in seconds and env steps of the first and the last progress report.
         self._first = self._last = (0.0, 0)
         self._num_reports = 0
         self._returns: list[float] = []
@@ -90,7 +91,7 @@ class Screen:
             console=console,
             get_renderable=self._rows,
             transient=True,
-            redirect_stderr=sys.stderr.isatty(),  # if it is a file, leave it as it is
+            redirect_stderr=sys.stderr.isatty(),  # leave stderr alone if it is a file
         )
 
     def __enter__(self) -> Self:
@@ -146,7 +147,7 @@ class Screen:
             if self._progress is not None and self._phase == _TRAINING:
                 fields = self._progress._asdict()
                 fields |= fields.pop("metrics")
-            known = {k: v for k, v in fields.items() if v == v}  # without NaN
+            known = {k: v for k, v in fields.items() if v == v}  # JSON has no NaN
             self._logger.info(text.strip(), extra={"fields": known})
 
     def _end_phase(self, *, is_finished: bool) -> None:

@@ -58,7 +58,7 @@ class Plan(NamedTuple):
         return self.earlier_config is not None
 
     def decay_warning(self, steps: int) -> str:
-        """Return a warning if decaying settings increase because the run is longer now.
+        """Return a warning if extending the run increases settings that decay to 0.
 
         Return an empty string if no setting increases. `steps` is the number of env
         steps so far.
@@ -120,7 +120,10 @@ def _has_no_time_limit(config: Config) -> bool:
 
 
 def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:
-    """Read the addresses of all learners and this learner's index from TF_CONFIG."""
+    """Read the addresses of all learners and this learner's index from TF_CONFIG.
+
+    `seeds` and `resume` are options of the command, which are checked as well.
+    """
     text = os.environ.get("TF_CONFIG")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         values = json.loads(text or "")
@@ -149,7 +152,7 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
 def plan_resumed_run(
     path: Path, name: str | None, changes: list[str], options: EnvOptions
 ) -> Plan:
-    """Plan the continuation of a run; call `check_trust` first."""
+    """Plan the continuation of a run that was checked with `check_trust`."""
     run_folder, earlier = RunFolder.read(path)
     env_name = env_name_of(earlier.env_name)
     if name is not None and env_name_of(load_config(name).env_name) != env_name:
@@ -164,9 +167,11 @@ def plan_resumed_run(
 
 
 def save_env_source(plan: Plan, earlier: Config) -> None:
-    """Save the env source of a resumed run, after the user has agreed to use its code.
+    """Save the env source of a resumed run, and record that its code is trusted.
 
-    The changed config is saved later, after the checkpoint has been loaded with it.
+    Call this after the user has agreed to use the code. The changed config is saved
+    later, after the checkpoint has been loaded with it. If `earlier`, the config before
+    the changes, was trusted, it remains trusted with the new env source.
     """
     run, source = plan.run_folder, plan.env_source
     was_trusted = is_trusted(earlier, run.env_source(), run.path)

@@ -98,7 +98,8 @@ def _train(
             while waiting and len(running) < at_once and not stop.has_fired():
                 seed = waiting.pop(0)
                 running[seed] = _start(runs[seed], workers)
-            for process in [*running.values()][:1]:  # empty if a signal came first
+            # After a signal, there may be no process to wait for.
+            for process in [*running.values()][:1]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1.0)
             for seed in [seed for seed in running if running[seed].poll() is not None]:
@@ -146,7 +147,7 @@ def _terminate(running: dict[int, subprocess.Popen[bytes]]) -> None:
 
 
 def _last_output(run: RunFolder) -> str:
-    """Return the error that a process reported, or its last line of output."""
+    """Return the error that a run's process reported, or its last line of output."""
     lines = (run.path / "output.log").read_text(errors="replace").splitlines()
     return ([line for line in lines if line.startswith("Error: ")] or lines or [""])[-1]
 

@@ -60,7 +60,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
-        """Read signal numbers, one byte each, until the writer is closed."""
+        """Read the numbers of received signals, until the writing socket is closed."""
         count = 0
         while number := self._reader.recv(1):
             count += number[0] in self._previous
@@ -71,7 +71,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # If two signals arrive during one TensorFlow call, Python calls this handler
-        # only once.
+        # only once. Therefore, the listener thread counts signals too.
         if self.received is not None or self._must_stop_now:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

@@ -184,7 +184,8 @@ def train(
                 save_env_source(plan, plan.earlier_config)
             if seeds is not None or _is_study(plan.run_folder.path):
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
-            plan.config.per_learner(len(addresses))  # raises if envs are not divisible
+            # Raise an error if the envs cannot be divided equally among the learners.
+            plan.config.per_learner(len(addresses))
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
@@ -368,7 +369,7 @@ class Monitors(contextlib.ExitStack):
                     f"--page: {error}; {install_command('page')}."
                 ) from error
 
-            # Workers inherit these variables.
+            # Workers inherit these variables, so they can render without a display.
             os.environ.update(headless_variables(os.environ))
         if port is not None:
             from ppo.metrics_port import TrainerMetrics
@@ -404,7 +405,7 @@ class Monitors(contextlib.ExitStack):
 
 
 def _finish(screen: Screen, plan: Plan, is_filmed: bool) -> None:
-    """Record an episode if requested, and print commands for the next steps."""
+    """Record an episode if requested, and print commands that the user may run next."""
     from ppo.evaluation.rendering import prepare_filming
 
     path, more_steps = plan.run_folder.quoted_path, 2 * plan.config.total_steps

@@ -29,7 +29,8 @@ CODE_SETTINGS = {
 names of each."""
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
-_MAX_DEPTH = 30  # of nested lists and dicts; messages to env servers allow 32 levels
+#: Maximum depth of nested lists and dicts; messages to env servers allow 32 levels.
+_MAX_DEPTH = 30
 _Count = Annotated[int, Meta(ge=1, le=2**53)]
 _Steps = Annotated[int, Meta(ge=0, le=2**53)]
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -57,7 +58,7 @@ _ALIASES = {
 
 #: Maps algorithms to the dataclasses of their specific settings.
 SETTINGS_TYPES: Mapping[str, type[Any]] = {"sac": SACSettings}
-#: Maps algorithms to their defaults of settings that all algorithms have.
+#: Maps algorithms to their defaults for settings that all algorithms have.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"sac": SAC_DEFAULTS}
 #: Settings of PPO, which algorithms in a user's file may also use. They are fields of
 #: `Config`; see "The settings of PPO are fields of Config" in the decisions.
@@ -98,9 +99,8 @@ def _accept_algorithm_settings(kind: _Type) -> _Type:
                 )
             values |= table
         specific = {key: values.pop(key) for key in [*values] if key not in known}
-        if (
-            ":" not in algorithm
-        ):  # `Algorithm.check` checks the settings of a user's class
+        # `Algorithm.check` checks the settings of a user's class.
+        if ":" not in algorithm:
             _check_keys(specific, algorithm, known)
         settings = values.get("algorithm_settings", {})
         if specific and isinstance(settings, Mapping):
@@ -657,7 +657,7 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield settings with an unknown name, and settings that conflict with others.
+    """Yield settings whose value is an unknown name or conflicts with another setting.
 
     Each item consists of the key of the setting and a description of valid values.
     """

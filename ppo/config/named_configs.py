@@ -34,7 +34,7 @@ _MUJOCO: dict[str, Any] = {
     "adam_epsilon": 1e-8,
 }
 # As in Haarnoja et al. 2018, except for the number of envs: with four, 16 gradient
-# steps run in one call, which takes less time.
+# steps run in one call, which takes less time than 16 calls.
 _MUJOCO_SAC: dict[str, Any] = {
     "algorithm": "sac",
     "num_envs": 4,
@@ -94,7 +94,7 @@ _PIXELS: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, Config] = {
-    # With two splits, a rollout takes two thirds of the time.
+    # Two splits shorten a rollout by a third.
     "cartpole": Config(env_name="CartPole-v1", total_steps=100_000, num_splits=2),
     # Every step has the same reward until the end, so the differences between actions
     # are small after reward scaling. Normalised advantages enlarge them.

@@ -156,8 +156,8 @@ class PeriodicEvaluator:
         # Use the fewest envs that play all episodes in as few rounds as `num_envs`.
         rounds = math.ceil(self._episodes / config.num_envs)
         self._num_envs = math.ceil(self._episodes / rounds)
-        # The final evaluation uses another seed: the best checkpoint is selected by its
-        # return on the episodes of this seed, so this return is a biased score.
+        # These evaluations select the best checkpoint, so its return is biased. The
+        # final evaluation therefore uses another seed.
         self._seed = derived_seed(config.seed, 0, 3)
         self._make_env = make_env
         self._on_step = on_step
@@ -188,7 +188,7 @@ class PeriodicEvaluator:
             return _play(simulation, env, self._episodes, limit, self._seed)
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
-        """Return a simulation of these envs; reuse the previous graph if it matches."""
+        """Return a simulation of these envs; reuse its graph if the splits match."""
         if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
             self._graph_env = InGraphBatchEnv(env, self._agent.actions)
             self._simulation = _simulation(
@@ -296,14 +296,14 @@ def _simulation(
         log_prob=agent.log_prob,
         # Without noise, a sample is the mode.
         noise=agent.actions.noise if actions == "sample" else zeros,
-        state_sizes=agent.state_sizes[:1],  # without the value network's
+        state_sizes=agent.state_sizes[:1],  # of the policy's core only
     )
 
 
 def _play(
     simulation: Simulation, env: BatchEnv, episodes: int, time_limit: int, seed: int
 ) -> Evaluation:
-    """Return the evaluation of `episodes` episodes; see `evaluate`."""
+    """Play `episodes` episodes, and return their evaluation; see `evaluate`."""
     quotas = np.full(env.num_envs, episodes // env.num_envs)
     quotas[: episodes % env.num_envs] += 1
     played: list[list[Episode]] = [[] for _ in quotas]
@@ -372,6 +372,6 @@ def evaluation_seed(seed: int) -> int:
 
 
 def derived_seed(seed: int, iteration: int, purpose: int) -> int:
-    """Return an env seed that is unique to this iteration and purpose."""
+    """Return an env seed; it differs between iterations and between purposes."""
     sequence = np.random.SeedSequence(seed, spawn_key=(iteration, purpose))
     return int(sequence.generate_state(1)[0] >> 1)

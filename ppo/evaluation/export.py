@@ -42,7 +42,8 @@ def export_run(
         OutputError: The folder is not empty, or cannot be written.
     """
     _check_unused(folder)
-    checkpoint.checkpoint_at(run_folder.checkpoints, which)  # raise an error early
+    # Raise an error for a missing checkpoint before an env starts.
+    checkpoint.checkpoint_at(run_folder.checkpoints, which)
     with make_env(num_envs=1, seed=config.seed) as env:
         agent = make_agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
@@ -122,7 +123,7 @@ def _build_model(
 
 
 def _policy_functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
-    """Return `mode` and `sample`, with states if the policy is recurrent."""
+    """Return the functions `mode` and `sample` that `export_policy` describes."""
 
     def act(choose: Any, observation: Any, seed: Any, *state: tf.Tensor) -> Any:
         action, _, *state_after = choose(observation, seed, *state)

@@ -104,7 +104,7 @@ def _group_runs(runs: Sequence[Path]) -> list[_Group]:
 
 
 def _labels(groups: Sequence[_Group]) -> list[str]:
-    """Return a label per group: its run and the settings in which the groups differ."""
+    """Return a label per group: the name of its run, and the settings that differ."""
     first, names = groups[0].config, _names([group.paths for group in groups])
     keys = [
         key

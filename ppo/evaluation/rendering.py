@@ -49,7 +49,7 @@ def prepare_filming(config: Config, addresses: Sequence[str]) -> None:
     uses_pygame = module_of(config.env_name).startswith(_PYGAME_MODULES)
     if uses_pygame and not addresses and find_spec("pygame") is None:
         raise VideoError(f"{config.env_name} renders with pygame; {_REMEDIES[0][1]}.")
-    # Workers inherit these variables.
+    # Workers inherit these variables, so they can render without a display.
     os.environ.update(rendering.headless_variables(os.environ))
 
 

@@ -163,7 +163,7 @@ def _record(
     start_episode: Callable[[], Callable[[Any], np.ndarray]],
     rate: float,
 ) -> Episode:
-    """Record the next complete episode."""
+    """Record the next episode without lost steps, at `rate` frames per second."""
     for _ in range(_MAX_LOST_IN_A_ROW):
         with VideoWriter(path, rate) as video:
             episode = play_episode(env, start_episode(), video.add)

@@ -195,7 +195,7 @@ def _read_counters(path: Path) -> Counters:
 
 
 def _find_best(folder: Path) -> tuple[Path, float] | None:
-    """Return the checkpoint with the best evaluation, and its mean return."""
+    """Return the checkpoint with the best evaluation and its mean return, or None."""
     evaluated = [
         (path, _evaluation_return(path / _EVALUATION))
         for path in _complete_checkpoints(folder)
@@ -218,7 +218,8 @@ def _load_state(
     path: Path, checkpoint: tf.train.Checkpoint, *, is_complete: bool
 ) -> None:
     try:
-        for file in path.glob("state.*"):  # a FIFO would block TensorFlow
+        # Reject FIFOs, because TensorFlow would wait for them without a limit.
+        for file in path.glob("state.*"):
             open_regular(file).close()
         status = checkpoint.read(str(path / "state"))
         status.assert_existing_objects_matched()

@@ -48,7 +48,7 @@ __all__ = ["RunFolder"]
 
 _LOGGER = logging.getLogger("envserve")
 _SETTINGS = ("config.json", "envs.json")
-#: Files that exist before the first iteration.
+#: Files that a run folder may contain before the first iteration.
 _FIRST_FILES = ("lock", *_SETTINGS, *(f"{name}.partial" for name in _SETTINGS))
 
 

@@ -105,7 +105,7 @@ def tensorboard_tag(name: str) -> str:
 
 
 def _write_config(config: Config) -> None:
-    """Write a config as text, and as hyperparameters for comparing runs."""
+    """Write a config to TensorBoard, as text and as hyperparameters to compare."""
     from tensorboard.plugins.hparams import api as hparams
 
     values = dataclasses.asdict(config)
@@ -123,7 +123,7 @@ def _truncate_events(folder: Path, step: int) -> None:
 
     TensorBoard reads event files in the order of their names, which begin with the
     time. It ignores the first session start; each later session start discards the
-    events from its step on. Therefore this file contains two session starts.
+    events from its step on. Therefore, the file written here has two session starts.
     """
     folder.mkdir(exist_ok=True)
     path = folder / f"events.out.tfevents.{int(time.time()):010d}.0.restart"

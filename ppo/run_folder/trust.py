@@ -99,7 +99,7 @@ def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) ->
 
 
 def trust_code(config: Config, source: EnvSource, folder: Path | None = None) -> None:
-    """Record that the user trusts this code; log a warning if that fails."""
+    """Record that the user trusts the code of a run; log a warning if that fails."""
     if not code_names(config, source):
         return
     try:

@@ -48,7 +48,8 @@ class ActionAdapter:
     def __init__(self, space: Any) -> None:
         self._space = space
         self.output_size = self.noise_size = math.prod(space.shape)
-        self._choice_sizes: list[int] = []  # empty if masks are not supported
+        # Number of options of each choice; empty if the space does not support masks.
+        self._choice_sizes: list[int] = []
         self._start = np.asarray(getattr(space, "start", 0), space.dtype)
         self._is_shifted = bool(self._start.any())
 
@@ -187,7 +188,8 @@ class _BoxActions(ActionAdapter):
                 "Action space: expected a numeric Box with at least one element, got "
                 f"{space}; for bits, use a MultiBinary."
             )
-        # NumPy compares rows with a single number in a third of the time.
+        # If all elements have the same bound, use a scalar, because NumPy then clips
+        # actions in a third of the time.
         self._limits = [
             np.array(bound.flat[0]) if (bound == bound.flat[0]).all() else bound
             for bound in (space.low, space.high)
@@ -249,7 +251,7 @@ class _BoxActions(ActionAdapter):
 
 
 class _DiscreteActions(ActionAdapter):
-    """Adapter for one choice, whose options are numbered from 0."""
+    """Adapter for Discrete spaces; the policy numbers the actions from 0."""
 
     distribution_type = Categorical
 
@@ -279,9 +281,9 @@ class _DiscreteActions(ActionAdapter):
 
 
 class _MultiDiscreteActions(ActionAdapter):
-    """Adapter for several choices, in the order of the flattened space.
+    """Adapter for MultiDiscrete spaces: several choices, in flattened order.
 
-    The options of each choice are numbered from 0.
+    The policy numbers the options of each choice from 0.
     """
 
     distribution_type = MultiCategorical
@@ -315,7 +317,7 @@ class _MultiDiscreteActions(ActionAdapter):
 
 
 class _MultiBinaryActions(ActionAdapter):
-    """Adapter for independent bits, in the order of the flattened space."""
+    """Adapter for MultiBinary spaces: independent bits, in flattened order."""
 
     distribution_type = Bernoulli
 

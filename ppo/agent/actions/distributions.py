@@ -271,7 +271,7 @@ class Bernoulli:
 
     def entropy(self) -> tf.Tensor:
         """Return the entropy in nats per row, `[N]`."""
-        # log(1 + e^x) - x * sigmoid(x)
+        # For the logit x, the entropy is log(1 + e^x) - x * sigmoid(x).
         surprise = tf.math.softplus(self.logits)
         mean = self.logits * tf.math.sigmoid(self.logits)
         return tf.reduce_sum(surprise - mean, axis=-1)

@@ -87,7 +87,7 @@ def build_networks(
     torsos, input_size = _torsos(preprocess, config, other_seeds[:2])
     policy_layers, value_layers = _layers(config, (policy_seed, value_seed))
     cores: tuple[RecurrentCore, ...] = ()
-    if config.recurrent_size:  # the cores then contain the hidden layers
+    if config.recurrent_size:  # the hidden layers are then part of the cores
         cores = tuple(
             RecurrentCore(input_size, units=config.recurrent_size, **layers)
             for layers in _layers(config, other_seeds[2:])
@@ -102,7 +102,7 @@ def build_networks(
 
 
 def _layers(config: Config, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the hidden-layer arguments of the policy and value networks."""
+    """Return keyword arguments for the hidden layers, as a list `[policy, value]`."""
     sizes = (config.policy_layers, config.value_layers)
     return [
         {"hidden_sizes": hidden_sizes, "activation": config.activation, "seed": seed}

@@ -38,7 +38,8 @@ class AdaptiveCoefficient:
             1 if it accelerates them (a learning rate).
         bounds: Minimum and maximum. The minimum must be positive, because
             multiplication cannot leave 0.
-        idle_kl: KL divergence, in nats, below which the coefficient does not change.
+        idle_kl: KL divergence, in nats, below which the coefficient is not divided,
+            but left unchanged.
 
     Attributes:
         variable: float64 variable that holds the coefficient; checkpoints store it.
@@ -88,7 +89,7 @@ class Schedules:
         self._function = None
         if ":" in name:
             self._function = load_user_code("learning_rate_schedule", name)
-            self._custom_factor(0.0)  # raise errors before training starts
+            self._custom_factor(0.0)  # check the function before training starts
         # The rule is that of batch-ppo. With these bounds, the penalty can return from
         # its minimum to 1 within 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(

@@ -36,7 +36,7 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         optimizer = function(config)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"expected a keras Optimizer, got {optimizer!r}")
-        optimizer.learning_rate = config.learning_rate  # raises if a schedule is set
+        optimizer.learning_rate = config.learning_rate  # fails if it has a schedule
     return optimizer
 
 

@@ -148,7 +148,7 @@ class Updater:
         return metrics
 
     def _jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a part of the update; with several learners, compile it with XLA.
+        """Return a part of the update; with several learners, compile it on its own.
 
         The part must not communicate between learners, because XLA cannot compile
         all-reduce operations on CPUs. With a single learner, the whole update is
@@ -177,7 +177,8 @@ class Updater:
         samples, inputs, advantages, (value, deviation) = self._jit(self._prepare)(
             rollout, reward_scale
         )
-        first_metrics = {  # of the networks before the first gradient step
+        # These metrics describe the networks before the first gradient step.
+        first_metrics = {
             "ratio_deviation": self._learners.max(deviation),
             "explained_variance": losses.explained_variance(
                 value, advantages["target"], samples["weight"], self._mean
@@ -214,9 +215,9 @@ class Updater:
         """Prepare the rollout for learning.
 
         Returns:
-            A tuple of the samples, the arguments of `_advantages` after `rollout`, the
-            advantages and targets, and a pair: the value of each sample, and the
-            metric `ratio_deviation`.
+            The samples; the features, final features and rewards that `_advantages`
+            takes; its dict of advantages and targets; and a pair of the value of each
+            sample and the metric `ratio_deviation`.
         """
         features, final_features = [
             self._agent.preprocess(tf.nest.map_structure(_flat, observation))
@@ -258,7 +259,7 @@ class Updater:
         """Take one gradient step per minibatch.
 
         Returns:
-            The means over the valid rows, in the order of `METRICS`.
+            The mean of each metric over the valid rows, in the order of `METRICS`.
         """
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size

@@ -134,7 +134,7 @@ class SAC(Algorithm):
         config = config.replace(
             action_distribution="squashed_gaussian",
             state_dependent_std=True,
-            value_layers=(),  # only the critics have hidden layers of this size
+            value_layers=(),  # the agent's value function is not used
         )
         return Agent(observation_space, action_space, config)
 
@@ -166,7 +166,7 @@ class SAC(Algorithm):
         return super().statistics() | {"replay_transitions": float(self.replay.size)}
 
     def _update(self, batches: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
-        """Take one gradient step per batch, and return the means of `METRICS`."""
+        """Take one gradient step per batch; return the mean of each of `METRICS`."""
         total = tf.zeros([len(METRICS)])
         for index in tf.range(self._num_updates):
             batch = tf.nest.map_structure(operator.itemgetter(index), batches)
@@ -230,7 +230,7 @@ class SAC(Algorithm):
     def _values(
         self, critics: list[Any], features: Any, action: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Return, for each critic, the values `[N]` of actions in [-1, 1]."""
+        """Return the values `[N]` that each critic assigns to actions in [-1, 1]."""
         inputs, _ = self.agent.preprocess.inputs(features)
         rows = tf.concat([flatten_observation(inputs), action], axis=1)
         return [tf.squeeze(critic(rows), axis=1) for critic in critics]
