@@ -4,7 +4,7 @@ Each lane eventually finishes or loses each of its blocks, but has no informatio
 other lanes. Therefore this module alone decides how long a caller waits for an absent
 block: `padding_after` seconds. After that, the rows of the block are padding, and its
 step is late. The next step of the block submits nothing, and returns the result of the
-late step, in which each row is LATE or ends a lost episode.
+late step, in which each row has status LATE or ends a lost episode.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _PENDING: Final = int(Status.PENDING)
 class Absence:
     """The late steps of a batch, and the rows that are padding.
 
-    A step becomes late when its caller gets padding instead of its result, or is
-    interrupted. It still runs, and nothing else is submitted to its block until it has
-    finished.
+    A step becomes late when its caller gets padding instead of its result, or when an
+    interrupt ends the call. A late step still runs, and nothing else is submitted to
+    its block until it has finished.
 
     Attributes:
       late_steps: Positions of blocks whose step is late and that no caller waits for.
@@ -54,10 +54,12 @@ class Absence:
         self.padded: set[int] = set()
         self._blocks = tuple(blocks)
         self._padding_after = padding_after_seconds
-        self._since: dict[int, float] = {}  # start of the absence of each block
+        #: Maps positions of absent blocks to the monotonic time, in seconds, from which
+        #: `padding_after` counts.
+        self._since: dict[int, float] = {}
 
     def mark_late(self, positions: Set[int]) -> None:
-        """Record that the callers of these steps no longer wait for them."""
+        """Record that no caller waits for the steps of the given blocks any more."""
         self.late_steps |= positions
         self.awaited_late_steps -= positions
         self.padded -= positions
@@ -72,11 +74,11 @@ class Absence:
         self.awaited_late_steps |= late
         return positions - late
 
-    def returned_rows(self, num_rows: int, ended: Collection[int]) -> Array:
-        """Return a mask of the rows whose `observation` the caller has received.
+    def current_rows(self, num_rows: int, ended: Collection[int]) -> Array:
+        """Return a mask of the rows whose last observation is in `observation`.
 
-        In all other rows, which belong to late steps, the last observation that the
-        caller has received is in `final_observation`.
+        In all other rows, the last observation is in `final_observation`, because their
+        late step is still running or has ended the episode.
 
         Args:
           num_rows: Number of rows of the batch.
@@ -85,12 +87,12 @@ class Absence:
         Returns:
           bool `[num_rows]`.
         """
-        is_returned = np.ones(num_rows, np.bool_)
+        is_current = np.ones(num_rows, np.bool_)
         for position in self.late_steps:
             block = self._blocks[position]
             has_ended = position in ended
-            is_returned[block.start : block.stop] = has_ended & ~block.ended
-        return is_returned
+            is_current[block.start : block.stop] = has_ended & ~block.ended
+        return is_current
 
     def clear(self) -> None:
         """Forget all late steps, because their lanes were invalidated."""
@@ -100,14 +102,14 @@ class Absence:
         self._since.clear()
 
     def pad(self, absent: Set[int], waiting: Set[int], now: float) -> None:
-        """Decide for which blocks the rows are padding now.
+        """Set `padded` to the awaited blocks that have been absent for long enough.
 
         Args:
           absent: Positions of blocks in flight whose envs are absent.
           waiting: Positions of unfinished blocks that a caller waits for.
           now: Monotonic seconds.
         """
-        # The time until padding starts to run once at least one block is present.
+        # The time until padding counts only while at least one block is present.
         previous = self._since if self._is_any_present() else {}
         self._since = {at: previous.get(at, now) for at in absent}
         self.padded.clear()
@@ -129,13 +131,14 @@ class Absence:
     def _pad_at(self, position: int) -> float:
         """Return the time at which the rows of an absent block become padding.
 
-        If a late step of the block is awaited, its rows become padding without delay.
+        If a caller waits for a late step, there is no delay, because an earlier call
+        has waited for it. If `padding_after` is infinite, rows never become padding.
         """
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
     def show(self, spec: EnvSpec, row_set: RowSet, result: StepResult) -> None:
-        """Write padding and the status of late rows into a result."""
+        """Write padding into rows of `padded` blocks; mark other late rows as LATE."""
         for block, part in row_set.block_parts:
             if block.position in self.padded:
                 _write_padding(spec, block, part, result)
@@ -145,28 +148,31 @@ class Absence:
                 result.valid[part] = False
 
     def release(self, positions: Set[int]) -> None:
-        """Record that blocks were returned; steps of padded blocks become late."""
+        """Record that blocks were returned to the caller.
+
+        The steps of padded blocks become late.
+        """
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
 
 
 class DeferredOutcome:
-    """The outcome of a late step, kept during a call or partial reset of its block.
+    """The outcome of a late step, saved during a call or partial reset of its block.
 
-    The outcome was not returned to the caller before the call or reset, which would
-    overwrite it.
+    The caller has not received this outcome yet, and the call or reset overwrites the
+    block's latest outcome.
     """
 
     def __init__(
         self, outcome: Outcome, block: BatchBlock, reset_rows: Collection[int] = ()
     ) -> None:
-        """Save the outcome; copy the rows that are not reset.
+        """Save the outcome and, before a partial reset, a copy of the other rows.
 
         Args:
           outcome: The outcome of the late step.
           block: Block of the late step.
-          reset_rows: Rows of the lane that will be reset.
+          reset_rows: Rows of the lane that will be reset; empty for a call.
         """
         self._outcome = outcome
         self._block = block.lane_rows
@@ -176,9 +182,9 @@ class DeferredOutcome:
         self._saved_rows = self._rows.at(self._other_rows) if reset_rows else None
 
     def restore(self) -> Outcome:
-        """Return the outcome, after writing its saved rows back to the lane.
+        """Write the saved rows back to the lane, and return the outcome.
 
-        Rows that were reset in the meantime become padding.
+        After a partial reset, the rows that were reset become padding.
         """
         if self._saved_rows is None:
             return self._outcome
@@ -202,7 +208,10 @@ def _results(rows: Rows) -> tuple[Array, ...]:
 def _write_padding(
     spec: EnvSpec, block: BatchBlock, part: slice, result: StepResult
 ) -> None:
-    """Pad a block's rows with their last observations, which the lane keeps."""
+    """Write padding into the rows `part` of a result.
+
+    Their observations are the last ones, which the lane stores as final observations.
+    """
     observation = flatten(spec.observation_space, result.observation)
     final = flatten(spec.observation_space, result.final_observation)
     last = block.lane.rows.final_observation

@@ -67,9 +67,8 @@ Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
 
 _OK: Final = int(Status.OK)
-#: Maximum size in bytes of the encoded `set_attr` values of several rows in one
-#: message. Larger values are split into several messages, because servers limit the
-#: message size.
+#: Maximum size in bytes of the encoded `set_attr` values in one call of a block, unless
+#: the call sets only one row. Servers limit the size of a message.
 _MAX_SET_BYTES: Final = 1 << 10
 
 
@@ -149,8 +148,8 @@ class BatchEnv:
         self._actions = actions
         self._raises_faults = on_fault == "raise"
         self._has_reset = False
-        #: Rows and block positions of the reset in flight, and whether all rows of the
-        #: batch will have been reset when it has finished.
+        #: Rows and block positions of the reset in flight, and whether every row of the
+        #: batch has been reset at least once when this reset has finished.
         self._pending_reset: tuple[Array, Set[int], bool] | None = None
         #: Function that waits for the call in flight until a deadline, and returns its
         #: values.
@@ -428,10 +427,10 @@ class BatchEnv:
             if seed is not None and not (is_int and 0 <= seed <= MAX_ROOT_SEED):
                 raise ValueError(f"seed: expected an int in [0, 2**63); got {seed!r}")
         self._begin()
-        has_reset, self._has_reset = self._has_reset, False  # `recv_reset` sets it
+        has_reset, self._has_reset = self._has_reset, False  # until `recv_reset`
         try:
             positions = self._group.start_reset(indices, seeds, encoded)
-        except LocalProtocolError:  # nothing was started
+        except LocalProtocolError:  # no reset was started
             self._has_reset = has_reset
             raise
         self._pending_reset = indices, positions, has_reset or env_indices is None
@@ -473,7 +472,9 @@ class BatchEnv:
         self._pending_reset = None
 
     def last_observation(self, env_indices: Array | None = None) -> Any:
-        """Return the last observation that the caller has received of each row.
+        """Return the last observation of each row.
+
+        This includes the observations of an interrupted step that has finished.
 
         Args:
           env_indices: Rows; None for all.
@@ -484,16 +485,16 @@ class BatchEnv:
         indices = np.arange(self.num_envs) if env_indices is None else env_indices
         lane_rows = [lane.rows for lane in self.lanes]
         ended = self._group.queue.outcomes.keys()
-        is_returned = self._group.absence.returned_rows(self.num_envs, ended)
+        is_current = self._group.absence.current_rows(self.num_envs, ended)
         leaves = _concatenate([rows.observation for rows in lane_rows])
-        if not is_returned.all():
+        if not is_current.all():
             finals = _concatenate([rows.final_observation for rows in lane_rows])
             for leaf, final in zip(leaves, finals, strict=True):
-                leaf[~is_returned] = final[~is_returned]
+                leaf[~is_current] = final[~is_current]
         observation = unflatten(
             self.spec.observation_space, [leaf[indices] for leaf in leaves]
         )
-        is_complete = is_returned & (
+        is_complete = is_current & (
             np.concatenate([rows.status for rows in lane_rows]) == _OK
         )
         return decode_observation(
@@ -540,7 +541,8 @@ class BatchEnv:
         result, error = self._result(all_rows, out)
         self._recorder.latencies.append(time.perf_counter() - began_at)
         if error is not None:
-            # The other rows of the step are discarded, so all envs must be reset.
+            # An EnvError discards the other rows of the step, so all envs must be
+            # reset. A reset does not help if envs cannot be built any more.
             is_fault = isinstance(error[1], EnvError)
             self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
             group.release(ready)
@@ -822,7 +824,7 @@ class BatchEnv:
                     f"Env {indices[0]}: {name}: {error}", env_index=indices[0]
                 ) from None
 
-        # Calls and gets have the same arguments for all rows.
+        # The arguments of a call or get are the same for all rows: pack them once.
         shared = pack(rows) if kind != "set" else b""
 
         def start(missing: Sequence[int]) -> list[tuple[BatchBlock, list[int]]]:

@@ -138,7 +138,7 @@ def remote_request(
     options: EnvOptions,
     function: Callable[..., Any],
 ) -> EnvRequest:
-    """Return the request for all rows; for `function`, see `local_settings`."""
+    """Return the request for all envs of a batch; see `local_settings`."""
     settings = _checked_settings(options, EnvOptions, function)
     name = remote_name(env_name)
     return EnvRequest(env_name=name, num_envs=num_envs, **settings)
@@ -239,7 +239,7 @@ def start_remote(
 
 
 def _modes(request: EnvRequest) -> dict[str, Any]:
-    """Return the settings that the batch and its lanes share."""
+    """Return the settings that lanes and batch share, as arguments of `BatchEnv`."""
     names = ("autoreset", "actions", "observation_mode")
     return {name: getattr(request, name) for name in names}
 
@@ -253,10 +253,12 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 def _checked_settings(
     options: Mapping[str, Any], known: Any, function: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Return options as fields of settings, with a random root seed by default.
+    """Convert options to arguments of `PoolSettings` or `EnvRequest`.
+
+    Without the option `seed`, draw a random root seed.
 
     Raises:
-      TypeError: An option is unknown.
+      TypeError: An option is not in `known`, a TypedDict of options.
     """
     for name in options.keys() - known.__annotations__:
         nearest = nearest_name(
@@ -303,7 +305,7 @@ def _check_counts(num_envs: int, count: int, least: int, num_found: int) -> None
         )
     if least < 1:
         raise ValueError(f"min_servers: expected at least 1; got {least}")
-    if least > num_found:  # AddressError, because a later attempt may find more servers
+    if least > num_found:  # no ValueError: a later attempt may find more servers
         raise AddressError(
             f"min_servers: expected at most {num_found}, the number of servers that "
             f"have an address now; got {least}; reduce it, or pass more addresses"

@@ -76,8 +76,8 @@ class LaneGroup:
           actions: An array `[len(row_set), ...]` for each leaf of the action space.
           together: Whether to submit all blocks of a lane in one request, which a
             server answers with one reply.
-          is_cancelled: Whether the step counts as cancelled until it is released, so
-            that a caller that is interrupted need not cancel it.
+          is_cancelled: Whether the step counts as cancelled until it is released. An
+            interrupted caller then need not call `cancel_step`.
 
         Raises:
           LocalProtocolError: Some of the rows are in flight.
@@ -163,7 +163,7 @@ class LaneGroup:
             may_be_absent = True
 
     def _pad(self, waiting: Set[int]) -> Set[int]:
-        """Return the blocks in `waiting` that are padding now."""
+        """Return the positions in `waiting` whose blocks are padding now."""
         absent = self.queue.absent()
         self.absence.pad(absent, waiting, time.monotonic())
         if len(absent) == len(self.blocks) and (error := self.queue.give_up_error()):
@@ -273,7 +273,7 @@ class LaneGroup:
             try:
                 submit(lane, group)
             except EnvserveError:
-                if lane is next(iter(by_lane)):  # nothing was submitted
+                if lane is next(iter(by_lane)):  # no lane has accepted an operation
                     self._take_outcomes(positions)
                 raise
         self.queue.is_updating = False
@@ -302,7 +302,7 @@ class LaneGroup:
     def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:
         """Remove and return the outcomes of finished resets and calls.
 
-        If the outcome of a late step was deferred until now, it becomes available.
+        Restore the outcomes of late steps that were deferred during these operations.
         """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True

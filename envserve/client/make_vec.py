@@ -211,8 +211,8 @@ def _expand(
     """
     for name in ("id", "env_fns"):  # named as in Gymnasium
         env = options.pop(name, None) if env is None else env
-    # Options that only `make_vec` has are not arguments of the env either: `make_batch`
-    # rejects them if `make` was called.
+    # An option that only `make_vec` has is not an argument of the env: if `make` was
+    # called, `make_batch` rejects the option.
     names = [
         name for called in (make_vec, function) for name in signature(called).parameters
     ]
@@ -225,9 +225,8 @@ def _expand(
         options |= {name: env.kwargs[name] for name in option_names}
         kwargs = {key: env.kwargs[key] for key in env.kwargs.keys() - option_names}
         if options.get("vectorization_mode") in ("sync", "async"):
-            options["vectorization_mode"] = (
-                None  # the spec usually sets it: do not warn
-            )
+            # The mode usually comes from the spec: do not warn that it has no effect.
+            options["vectorization_mode"] = None
         env = options.pop("env", env.id) if has_options else replace(env, kwargs=kwargs)
     if env is None:
         raise TypeError("env: expected the name of an env, or a function; got None")
@@ -353,11 +352,11 @@ def make_batch(
 
 
 def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec | None:
-    """Return a spec that recreates the env; None if it is not registered here."""
+    """Return a spec that recreates the env; None if this process has no spec of it."""
     spec = gymnasium.registry.get(env) if isinstance(env, str) else env
     if not isinstance(spec, EnvSpec):
         return None
-    if spec is env:  # the spec's name may not be registered
+    if spec is env:  # keep its entry point: the spec's name may not be registered
         kwargs, changes = {**spec.kwargs, **kwargs}, {}
     changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}
     return replace(copying.deepcopy(spec), **changes)

@@ -82,8 +82,8 @@ class OutcomeQueue:
     ) -> bool:
         """Collect from several lanes; return whether there were any outcomes.
 
-        If the caller waits for all blocks, wait for one lane after the other.
-        Otherwise, or while envs are absent, do not block.
+        If the caller waits for all blocks, wait for one lane after the other, except
+        for lanes with absent envs. Otherwise, do not block.
         """
         has_outcomes, needs_all = False, min_finished == len(waiting)
         for lane, positions in self._positions.items():
@@ -121,7 +121,7 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting; None if a lane keeps waiting."""
+        """Return an error to raise instead of waiting; None if any lane has none."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 

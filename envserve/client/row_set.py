@@ -144,7 +144,8 @@ class RowSet:
         self.env_indices: Array = np.concatenate(
             [np.arange(block.start, block.stop) for block in blocks] or [np.arange(0)]
         )
-        self.env_indices.flags.writeable = False  # `recv` returns it to the user
+        # Read-only, because the array is cached, and `recv` returns it to the user.
+        self.env_indices.flags.writeable = False
         self.all_valid: Array = np.ones(len(self.env_indices), np.bool_)
         stops = np.cumsum([block.stop - block.start for block in blocks]).tolist()
         block_parts = starmap(slice, pairwise([0, *stops]))
@@ -240,7 +241,7 @@ class RowSetCache:
         min_envs: int | None,
         env_indices: Sequence[int] | Array | None,
     ) -> tuple[Set[int], int]:
-        """Return the blocks that a `recv` waits for, and the number of rows.
+        """Return the blocks that `recv` may return, and the number of rows to wait for.
 
         Raises:
           LocalProtocolError: The rows are not in flight, or fewer than `min_envs` are.

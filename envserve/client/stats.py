@@ -64,7 +64,7 @@ class BatchStats:
 
 
 class StepRecorder:
-    """Counts steps and rows; nearly free while all rows are valid.
+    """Counts steps and rows; costs almost no time while all rows are valid.
 
     Attributes:
       steps: Number of steps.

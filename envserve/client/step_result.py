@@ -125,7 +125,8 @@ def gather_result(
         observation.append(leaf.copy())
         final.append(_zeros(leaf))
     valid = row_set.all_valid.copy()
-    if rows.flags.tobytes() != bytes(rows.flags.size):  # an episode ended, or a fault
+    # Any nonzero flag means that an episode has ended or that a status is not OK.
+    if rows.flags.tobytes() != bytes(rows.flags.size):
         np.equal(rows.status, _OK, out=valid)
         _write_final(rows, final)
     if spec.single_observation is not None:
@@ -194,7 +195,7 @@ def _write_to(
 def final_observations(
     space: Space[Any], step: StepResult, previous: Any
 ) -> dict[int, Any]:
-    """Return the final observations of the rows whose episode has ended.
+    """Return the final observation of each row whose episode has ended, by row.
 
     Args:
       space: Observation space of one env.

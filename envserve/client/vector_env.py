@@ -349,7 +349,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             yield
         except EnvTimeout as error:
             raise EnvsTimeout(*error.args) from None
-        except EnvserveError:  # discard the other rows, whose errors would follow
+        except EnvserveError:  # discard the other rows, which may have errors, too
             if name == "step":
                 self._batch.drain()
             raise
@@ -410,7 +410,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
 
 
 def _copy_observation(spec: EnvSpec, observation: Any) -> Any:
-    """Copy a final observation; scalars get the types that most envs return."""
+    """Copy a final observation, with scalars of the types that most envs return.
+
+    Discrete values become ints; other scalars become arrays of shape `[]`.
+    """
     leaves = copying.deepcopy(flatten(spec.observation_space, observation))
     for index, leaf in enumerate(spec.observation_leaves):
         if isinstance(leaf.space, Discrete):

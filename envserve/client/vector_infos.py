@@ -61,7 +61,7 @@ class _FillBudget:
         self._left = num_bytes
 
     def take(self, num_elements: int, num_bytes: int) -> bool:
-        """Reserve memory for elements of this size; return whether it is available."""
+        """Reserve memory for elements of `num_bytes` each; return whether they fit."""
         fits = num_elements * num_bytes <= self._left
         self._left -= fits * num_elements * num_bytes
         return fits
@@ -93,7 +93,8 @@ def _batch(
     omitted = []
     for key, parts in columns.items():
         parts.sort(key=itemgetter(0))  # the first row determines the dtype
-        # A server may send a value twice, in a column and in a dict.
+        # The sum can exceed `num_envs`, because a server may send a value twice: in a
+        # column and in a dict.
         num_unfilled = max(0, num_envs - sum(len(rows) for rows, _ in parts))
         if not budget.take(num_unfilled, _ELEMENT_BYTES):
             omitted.append(key)

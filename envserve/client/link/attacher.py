@@ -14,10 +14,11 @@ from typing import Final
 
 from envserve.client.link.zmq_guards.wakeup import Waker
 
-#: Minimum interval of checks. A check calls the functions of all lanes, because no
-#: descriptor signals timeouts.
+#: Minimum pause between two checks. A check calls the functions of all lanes, because
+#: a timeout makes no descriptor readable.
 _CHECK_SECONDS: Final = 0.05
-#: Minimum ratio of the interval to the duration of the last check.
+#: Minimum ratio of the pause to the duration of the last check, which limits the CPU
+#: time of checks.
 _CHECK_PAUSE: Final = 10
 
 
@@ -32,9 +33,9 @@ class Attacher:
         self._lock = threading.Lock()
 
     def add(self, waker: Waker, attach: Callable[[], bool]) -> None:
-        """Call `attach` when `waker` is readable, and in each check.
+        """Call `attach` when `waker` is readable, and in each regular check.
 
-        The calls end when `attach` returns True.
+        Stop once `attach` has returned True.
         """
         with self._lock:
             if (selector := self._selector) is None:
@@ -47,7 +48,7 @@ class Attacher:
             selector.register(waker, selectors.EVENT_READ)
 
     def remove(self, waker: Waker) -> None:
-        """Do not call a lane's function again; idempotent."""
+        """Remove a lane, so that its function is not called again; idempotent."""
         with self._lock:
             if self._lanes.pop(waker, None) and self._selector is not None:
                 self._selector.unregister(waker)

@@ -83,8 +83,8 @@ class SharedContext:
         self._num_connections = num_connections
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._users: set[Connection] = set()
-        # The lock is reentrant, because the garbage collection of a lane calls `leave`,
-        # in any thread.
+        # The lock is reentrant, because a thread that holds it may run the garbage
+        # collector, which calls `leave` for an unused lane.
         self._lock = threading.RLock()
 
     def socket(self, user: Connection) -> zmq.Socket[bytes]:
@@ -104,7 +104,8 @@ class SharedContext:
             # Leave half of the cores to the learner.
             num_threads = max(1, min(count, num_cores() // 2))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_threads)
-        # Each connection may also have its previous socket, and a lingering one.
+        # A connection has up to three sockets: the current one, the previous one, and a
+        # closed one that still sends its last message.
         context.set(zmq.MAX_SOCKETS, max(1023, 4 * count))
         return context
 
@@ -315,7 +316,11 @@ class Connection:
             self._previous = None
 
     def exceeds_limit(self, is_connected: bool) -> bool:
-        """Return whether an unfinished message is larger than the protocol allows."""
+        """Return whether an unfinished message is larger than the protocol allows.
+
+        Args:
+          is_connected: Whether a peer is connected, from a preceding call of `poll`.
+        """
         most = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
         return self._byte_counter.count(is_connected) > most
 
@@ -337,7 +342,10 @@ class Connection:
         return True
 
     def flush(self, outbox: dict[int, list[Buffer]]) -> bool:
-        """Send messages and remove them from `outbox`; return whether any was sent."""
+        """Send messages from `outbox`, in order; remove those that were sent.
+
+        Return whether any message was sent.
+        """
         has_sent = False
         while outbox and self.send(outbox[key := next(iter(outbox))]):
             del outbox[key]

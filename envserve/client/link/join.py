@@ -75,9 +75,10 @@ def join(
 def _connect_to_all(
     addresses: Sequence[str], keys: CurveKeys, deadline: float
 ) -> dict[str, Finding]:
-    """Connect to all addresses concurrently; retry until one of them has answered.
+    """Connect to all addresses concurrently; return the last finding for each.
 
-    Stop early if retries cannot help at any address.
+    Retry until one server has answered, the deadline has passed, or retries cannot help
+    at any address.
     """
     is_over = threading.Event()
     hopeless: set[str] = set()
@@ -89,8 +90,8 @@ def _connect_to_all(
             finding = diagnose_connection(address, keys, min(left, _ATTEMPT_SECONDS))
             if finding in (Finding.OK, Finding.UNKNOWN_CLIENT):
                 is_over.set()
-            # Require the same finding twice, because a server that closes all its
-            # connections refuses new ones for 0.1 s.
+            # Except for NOT_ZEROMQ, require the same finding twice, because a server
+            # that closes all its connections refuses new ones for 0.1 s.
             if finding in _LASTING and finding in (before, Finding.NOT_ZEROMQ):
                 hopeless.add(address)
             before = finding

@@ -16,11 +16,12 @@ from envserve.client.link.connection import NO_ADDRESS
 
 #: Time for which a server is excluded after it rejected a lane or had different envs.
 EXCLUDE_SECONDS: Final = 60.0
-#: Time, after a server is found, until several lanes without a server may share it.
+#: After a suitable server is found, lanes without a server, and lanes that have lost
+#: theirs together, wait this long before they share it: other servers may recover.
 SHARE_SECONDS: Final = 5.0
-#: Time for which a server is avoided after a lane has left it because the server was
-#: silent or refused the lane: lanes that have another server do not move there. The
-#: time doubles with each repetition, so that an unreliable server ends few episodes.
+#: After a lane has left a server that was silent or refused the lane, lanes that have
+#: another server do not move there for this time. The time doubles with each
+#: repetition, so that an unreliable server ends few episodes.
 AVOID_SECONDS: Final = 30.0
 _MAX_DOUBLINGS: Final = 6
 #: Pause between two moves that only spread the lanes.
@@ -33,7 +34,7 @@ class Placement:
     Attributes:
       locations: Current server of each lane.
       num_free: Number of free envs of each ready server, if known.
-      targets: Servers to which lanes move once their episodes end.
+      targets: Server to which a lane is to move once its episodes have ended, by lane.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,8 @@ class Placement:
         self.num_free: dict[str, int] = {}
         self.targets: dict[object, str] = {}
         self._sizes: dict[object, int] = {}
-        #: Time since which each lane without a server could have shared one.
+        #: Maps lanes that need another server to the time since which a suitable server
+        #: has been available.
         self._searching: dict[object, float] = {}
         #: Lanes that have lost their servers at the same time as another lane.
         self._lost_together: set[object] = set()
@@ -130,7 +132,7 @@ class Placement:
             self._num_avoided[address] += 1
 
     def spread(self, now: float) -> None:
-        """Choose a lane to move, and its target, if lanes are spread unevenly."""
+        """If lanes are spread unevenly, set the target of one lane."""
         if now < self._next_spread_at:
             return
         self._next_spread_at = now + SPREAD_SECONDS
@@ -161,7 +163,7 @@ class Placement:
         return self.locations[lane]
 
     def num_lanes(self) -> Counter[str]:
-        """Return the number of lanes of each server, as if all targets were reached."""
+        """Return the number of lanes per server; lanes with a target count there."""
         counts = Counter({**self.locations, **self.targets}.values())
         del counts[NO_ADDRESS]
         return counts
@@ -169,7 +171,11 @@ class Placement:
     def _best(
         self, lane: object, now: float, taken: Collection[str] = ()
     ) -> tuple[int, str] | None:
-        """Return the number of lanes and the address of the best other server."""
+        """Return the number of lanes and the address of the best other server.
+
+        It has the fewest lanes and, among such servers, the most free envs. Return None
+        if no server that is not in `taken` has enough free envs for the lane.
+        """
         counts, at = self.num_lanes(), self.locations[lane]
         fits = [
             (counts[address], -num_free, address)

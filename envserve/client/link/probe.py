@@ -84,12 +84,12 @@ def request(
             sent_at = now
         is_sent = sent_at > -math.inf
         refusal = diagnosis.poll(now)
-        # Read before raising the refusal: a server may have answered before it exited.
+        # Receive before raising `refusal`: a server may have answered and then exited.
         if (frames := connection.receive()) is None:
             if refusal is not None:
                 raise refusal
             if connection.exceeds_limit(connection.poll()[1]):
-                connection.renew(connection.max_frame_bytes)  # frees the message
+                connection.renew(connection.max_frame_bytes)  # discards the message
                 text = "a message exceeds the protocol's size limit"
                 raise RemoteProtocolError(f"{address}: {text}")
             until = min(deadline, now + SLICE_SECONDS)

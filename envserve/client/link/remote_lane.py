@@ -5,7 +5,7 @@ Threads use the session and its socket only while they hold the lane's lock. Fir
 the caller's thread and a keeper thread. The keeper runs the session while the lane is
 idle: it exchanges pings, so that the lease does not expire during a long learner
 update, and attaches again if the server is lost. The keeper receives messages, but only
-`collect` writes rows, so rows never change while the caller reads them.
+the caller's thread writes rows, so rows never change while the caller reads them.
 
 To spread the lanes of a batch, the keeper may open a second lane on another server, the
 successor. Once the successor holds the same envs, the lane takes over its lease before
@@ -136,8 +136,8 @@ class RemoteLane:
         self._driver = SessionDriver(self._session, self._connection, server_pool)
         self._waker = self._connection.waker
         self._diagnosis = Diagnosis(address, keys := self._connection.keys)
-        # With keys, a connection proves that the peer is the server, so a server that
-        # does not answer HELLO is not diagnosed.
+        # Diagnose a missing connection and, without keys, a peer that does not answer
+        # HELLO. With keys, the connection proves that the peer is the server.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
         self._is_closing = False
         #: Whether the caller waits on the descriptor, which makes each call slower.
@@ -212,13 +212,13 @@ class RemoteLane:
 
     @property
     def absent(self) -> frozenset[int]:
-        """Indices of blocks in flight that were absent at the end of `collect`."""
+        """Indices of blocks in flight that were absent after the last `collect`."""
         blocks = self._session.attachment.client_blocks
         return frozenset() if blocks is None else blocks.absent
 
     @property
     def give_up_error(self) -> EnvserveError | None:
-        """The error of a server that is lost; the lane keeps trying to reach it."""
+        """Error to raise instead of waiting for a lost server; None to keep waiting."""
         return self._session.give_up_error
 
     def submit_step(self, blocks: Sequence[int]) -> None:
@@ -314,9 +314,9 @@ class RemoteLane:
             return outcomes
 
     def _run_unless_answered(self, now: float) -> None:
-        """Receive a message if that is enough; otherwise, run the session.
+        """Receive one message; run the session only if that is not enough.
 
-        Receiving is much cheaper after a step that lasted longer than `SLICE_SECONDS`.
+        Receiving a message is much cheaper than running the session.
         """
         driver, session = self._driver, self._session
         if (
@@ -352,7 +352,7 @@ class RemoteLane:
         return self._session.stats()
 
     def fileno(self) -> int:
-        """Return a descriptor for `collect(0)`; see `Lane.fileno`."""
+        """Return a descriptor that is readable when `collect(0)` may return results."""
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
@@ -403,7 +403,7 @@ class RemoteLane:
         self._driver.run(now)
 
     def _attach(self) -> bool:
-        """Continue to attach to the server; start the keeper once this has ended.
+        """Continue to attach to the server; start the keeper when attaching has ended.
 
         Returns:
           Whether the lane is attached, has failed or is closing.
@@ -420,7 +420,7 @@ class RemoteLane:
                     return False
                 self._keeper.start()
             self._has_started.set()
-        except Exception as error:  # report it to the lane's caller instead
+        except Exception as error:  # report it to the lane's caller
             _fail(self, error)
         return True
 
@@ -432,7 +432,7 @@ class RemoteLane:
         """
         if self._lock.acquire(blocking=False):
             try:
-                if not self._is_updating:  # no call was interrupted
+                if not self._is_updating:  # no update was interrupted
                     self._run(time.monotonic())
             finally:
                 self._lock.release()
@@ -456,11 +456,12 @@ class RemoteLane:
                     self._successor = self._start_successor(target, request)
                 return
             theirs = successor._session
-            error = theirs.error  # LocalProtocolError after `adopt_lease`
+            # A LocalProtocolError if this lane has adopted the successor's lease.
+            error = theirs.error
             if theirs.state is ClientState.READY and not driver.is_moving:
                 attachment.check_same_envs(theirs.attachment)
                 driver.begin_move(time.monotonic())
-        except Exception as found:  # for example, because no descriptor is free
+        except Exception as found:  # no file descriptor is free, for example
             error = found
         is_wanted = successor is None or successor.name == target
         is_adopted = isinstance(error, LocalProtocolError)
@@ -503,7 +504,7 @@ def _run_keeper(
             return
         try:
             seconds = lane._maintain()
-        except Exception as error:  # report it to the lane's caller instead
+        except Exception as error:  # report it to the lane's caller
             _fail(lane, error)
             return
         del lane

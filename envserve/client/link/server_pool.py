@@ -144,7 +144,7 @@ class ServerPool:
                     self._start_poll(is_full=False)
 
     def leave(self, lane: object, until: float) -> None:
-        """Remove a lane; after the last one, wait for a running poll until `until`."""
+        """Remove a lane; after the last lane, wait for a running poll until `until`."""
         with self._lock:
             self.placement.leave(lane)
         if self._thread is not None and not self.placement.locations:
@@ -154,12 +154,12 @@ class ServerPool:
         began = time.monotonic()
         try:
             self._poll(began, is_full=is_full)
-        except Exception as error:  # lanes must not wait for this poll
+        except Exception as error:  # record it: lanes may be waiting for this poll
             with self._lock:
                 self._fail(error, began)
 
     def _fail(self, error: Exception, began: float) -> None:
-        """Record a poll without results, so that lanes do not wait for it."""
+        """Record that a poll has failed, so that lanes do not wait for its results."""
         text = f"polling the servers failed: {type(error).__name__}: {error}"
         if text not in self._reported:
             self._reported.add(text)
@@ -199,7 +199,8 @@ class ServerPool:
             }
             if not is_full:
                 return
-            if is_complete:  # otherwise an address may be missing temporarily
+            # An address that no source lists is gone if all sources were resolved.
+            if is_complete:
                 gone.update({*self.placement.locations.values()} - welcomes.keys())
             self._gone, self.polled_at = gone, began
             pause = _PAUSE_SECONDS + _PAUSE_SECONDS_PER_SERVER * len(addresses)
@@ -229,7 +230,7 @@ class QueryResult(NamedTuple):
 def query_servers(
     addresses: Iterable[str], timeout_seconds: float, *, insecure: bool
 ) -> QueryResult:
-    """Send HELLO to all servers concurrently.
+    """Send HELLO to all servers concurrently, and return their answers.
 
     Raises:
       ConnectError: The process's limit on open files is too low.
@@ -269,9 +270,12 @@ def raise_file_limit_for(num_servers: int) -> None:
 
 
 def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
-    """Return the servers that answer and are not draining; if there are none, all."""
+    """Return the addresses of servers that answer and are not draining.
+
+    If there are none, return all addresses.
+    """
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
-        return [*only]  # `BatchEnv.connect` waits for a single server
+        return [*only]  # no need to query it: `BatchEnv.connect` waits for its answer
     found = [at for at in map(_try_resolve, sources) if not isinstance(at, str)]
     addresses = list(itertools.chain(*found))
     seconds = 2 * _ANSWER_SECONDS

@@ -30,15 +30,16 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds without a connection after which a new socket is opened. libzmq reconnects
 #: automatically, except after an error: a rejected key or a frame that is too long.
 _RENEW_SECONDS: Final = 2.0
-#: If a new socket connects within this time, the old one probably had such an error.
+#: If a new socket connects within this time, the old one was probably disconnected by a
+#: protocol error, not by an outage.
 _AT_ONCE_SECONDS: Final = 0.75
-#: This many errors within `_ERRORS_SECONDS` end the session.
+#: This many protocol errors within `_ERRORS_SECONDS` end the session.
 _MAX_ERRORS: Final = 3
 _ERRORS_SECONDS: Final = 10.0
 #: Seconds of silence after which a lane leaves a server that may still hold its envs,
 #: provided that another server has enough free envs.
 _SPARE_SECONDS: Final = 5.0
-#: Maximum time to wait until each env has ended an episode before a lane moves.
+#: Time after which a lane moves even if some of its envs have not ended an episode yet.
 _MOVE_SECONDS: Final = 30.0
 #: Maximum duration of `SessionDriver.run`, so that its callers meet their deadlines.
 _RUN_SECONDS: Final = 0.02
@@ -69,14 +70,15 @@ class SessionDriver:
             server_pool.placement.join(self, connection.address, num_envs)
         self.due_at = -math.inf
         self.is_moving = self._is_searching = False
-        #: Rows that have ended an episode since `begin_move`.
+        #: Mask of the rows that have ended an episode since `begin_move`, bool `[n]`.
         self._has_ended: Array = np.zeros(0, np.bool_)
         self._move_by = math.inf
-        self._farewell: list[Buffer] = []  # DETACH for the server that a move leaves
+        #: During a move, the DETACH for the previous server; otherwise empty.
+        self._farewell: list[Buffer] = []
         self._is_connected = False
         self._is_renewed = False
         self._disconnected_since = time.monotonic()
-        self._errors: list[float] = []  # times at which errors were detected
+        self._errors: list[float] = []  # times of recent protocol errors
         self._check_errors_at = math.inf
 
     def run(self, now: float) -> None:
@@ -145,7 +147,7 @@ class SessionDriver:
         return is_readable
 
     def accept(self, num_bytes: int, now: float) -> None:
-        """Accept frames of this size, with a new connection if necessary."""
+        """Accept frames of up to `num_bytes`; open a new connection if necessary."""
         if num_bytes > self.connection.max_frame_bytes:
             self.connection.renew(num_bytes)
             self._on_disconnected(now)
@@ -188,7 +190,7 @@ class SessionDriver:
         )
 
     def _fail_over(self, server_pool: ServerPool, now: float) -> bool:
-        """Move to another server if one is needed and found; return whether it did."""
+        """Move to another server if needed and possible; return True after a move."""
         attachment = self.session.attachment
         since = attachment.needs_server_since(now)
         attachment.awaits_poll = since is not None and server_pool.polled_at < since
@@ -205,7 +207,7 @@ class SessionDriver:
         is_gone = server_pool.is_gone(attachment.address, since)
         if attachment.awaits_poll:
             return False
-        # If the server may still have the envs, give it some time.
+        # If the server may still hold the envs, give it some time to answer.
         may_recover = not (is_gone or attachment.is_recovering)
         is_urgent = now >= attachment.give_up_at - 1.0
         if may_recover and not (is_urgent or now >= since + _SPARE_SECONDS):
@@ -229,7 +231,7 @@ class SessionDriver:
         now: float,
         reason: str = "",
     ) -> bool:
-        """Move from server `before` to `found`; return False if its key is unknown."""
+        """Move from server `before` to `found`; return False if it has no known key."""
         self.is_moving = False
         try:  # get the keys before changing anything
             keys = self.connection.keys_for(found)
@@ -248,7 +250,7 @@ class SessionDriver:
         return True
 
     def complete_move(self, now: float) -> None:
-        """After an interrupted call, connect to the server that the session uses."""
+        """Complete an interrupted move: connect to the session's current server."""
         address, connection = self.session.address, self.connection
         if self.server_pool is not None:
             self.server_pool.placement.locations[self] = address
@@ -283,7 +285,7 @@ class SessionDriver:
         self._has_ended |= rows.terminated | rows.truncated
         if not (self._has_ended.all() or now >= self._move_by):
             return
-        # Calls in flight would fail after a move.
+        # Do not move while a call is in flight, because the call would fail.
         can_move = all(each.is_step for each in client_blocks.in_flight.values())
         sessions = (self.session, successor)
         is_ready = all(each.state is ClientState.READY for each in sessions)

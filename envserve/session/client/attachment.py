@@ -80,7 +80,8 @@ class Attachment:
       client_blocks: The blocks and their operations; None until the first lease.
       lost_lease: The lost lease that is being replaced; None if there is none.
       granted_by: Address of the server that granted the latest lease; "" if none did.
-      is_rejected: Whether the current server has refused to replace the previous one.
+      is_rejected: Whether the client has moved to the current server, which then has
+        refused to grant a lease.
       awaits_poll: Whether to wait until all servers have been polled for free envs.
     """
 
@@ -144,7 +145,7 @@ class Attachment:
         self.attach_id = request.id
 
     def accept_grant(self, message: Message, now: float) -> None:
-        """Change to READY, and send the requests that are in flight.
+        """Use the lease of a GRANTED message; see `_use_lease`.
 
         Raises:
           RemoteProtocolError: The rows are too large, or the envs differ from those of
@@ -257,7 +258,7 @@ class Attachment:
         requests.change_session()
         if previous is None:
             self.send_hello(now)
-        else:  # the previous loss has not been repaired yet, so wait before a retry
+        else:  # the previous lost lease is not replaced yet: wait before a retry
             loss.lost_at, loss.give_up_error = previous.lost_at, previous.give_up_error
             loss.stalled_at = previous.stalled_at
             loss.retry_at = now + _RETRY_SECONDS
@@ -468,7 +469,7 @@ class Attachment:
             "%s: requesting envs to replace those of %s", address, self.address
         )
         detach_frames = self._requests.pack(MessageType.DETACH)
-        # End the measured silence or disconnection, which was the previous server's.
+        # The new server is not responsible for the previous one's silence.
         self._requests.liveness.record_message(now)
         self._requests.liveness.record_connect()
         if self.machine.state is ClientState.READY:

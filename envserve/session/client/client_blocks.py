@@ -1,6 +1,6 @@
 """A client's blocks: their operations, seqs and results.
 
-Rows are written by the caller's thread only, inside `collect` and `refresh_absent`.
+Rows are written only by the caller's thread, in `step`, `collect` and `refresh_absent`.
 Replies may arrive at any time, even while the caller reads the rows, because a lane's
 background thread also receives. Therefore `accept_result` only stores the message.
 
@@ -50,8 +50,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: logged once.
 _MAX_WARNED: Final = 16
 
-#: Outcomes of a reply; the request that the reply answers, or None if it contains no
-#: rows; and the body and payload of the reply.
+#: Outcomes of a reply; the request that it answers, or None if the reply contains no
+#: rows; and its body and payload.
 _Answer = tuple[list[Outcome], Request | None, Buffer, Buffer]
 
 
@@ -139,7 +139,7 @@ class ClientBlocks:
       blocks: The blocks.
       rows: Arrays that actions are read from and results are written to.
       max_result_bytes: Maximum length of a result for all blocks.
-      num_pieces: Number of blocks, plus number of 64 KiB chunks in such a result.
+      num_pieces: Number of blocks, plus number of 64 KiB chunks in the longest result.
       in_flight: Requests without a reply, by block index.
       ended: Indices of blocks whose results the caller has not collected yet.
       lost: Reasons for losses, by block index; a lost block must be reset before it is
@@ -196,7 +196,8 @@ class ClientBlocks:
         #: Indices of blocks that were lost when all their episodes had just ended, so
         #: that no episode was lost. Used only in autoreset mode "next_step".
         self._lost_at_end: set[int] = set()
-        #: Whether results were discarded that the caller may not have received.
+        #: Whether `discard_all` has discarded results since the last `mark_lost`. The
+        #: caller may not have received them.
         self._is_discarded = False
 
     # Submitting. A method that raises has changed nothing.
@@ -234,7 +235,7 @@ class ClientBlocks:
         return requests
 
     def _begin_episode(self, index: int) -> None:
-        """Answer the step of a block whose envs the previous step has reset."""
+        """Answer a step without a request: the previous step has reset the envs."""
         rows, part = self.rows, self.blocks[index].row_slice
         for leaf, first in zip(rows.observation, self._begun.pop(index), strict=True):
             leaf[part] = first
@@ -295,7 +296,7 @@ class ClientBlocks:
         """Raise LocalProtocolError unless blocks exist, are distinct and are idle."""
         in_flight, count = self.in_flight, len(self.blocks)
         if (
-            (*blocks,) in self._parts  # contains only distinct, existing blocks
+            (*blocks,) in self._parts  # implies that they exist and are distinct
             and in_flight.keys().isdisjoint(blocks)
             and self.ended.isdisjoint(blocks)
         ):
@@ -375,7 +376,10 @@ class ClientBlocks:
     def _outcome(
         self, index: int, request: Request, message: Message, reported: Outcome | None
     ) -> Outcome:
-        """Return the outcome of a block; clear its loss if all its envs were reset."""
+        """Return the outcome of a block; clear its loss if all its envs were reset.
+
+        `reported` is the block's outcome in the message's report, or None.
+        """
         if reported is not None and reported.error is not None:
             return Outcome(index, error=reported.error)
         if request.type is MessageType.CALL:
@@ -461,8 +465,9 @@ class ClientBlocks:
     def _is_at_end(self, index: int) -> bool:
         """Return whether the running or next step of a block only resets its envs."""
         request, rows = self.in_flight.get(index), self.rows
-        # Other autoreset modes have no such steps. If the last result was discarded, or
-        # was not collected yet, the rows do not show whether the episodes have ended.
+        # In other autoreset modes, no step only resets envs. If the last result was
+        # discarded, or was not collected yet, the rows do not show whether episodes
+        # have ended.
         if not self._is_next_step or self._is_discarded or index in self.ended:
             return False
         part = self.blocks[index].row_slice
@@ -507,7 +512,10 @@ class ClientBlocks:
         return collected
 
     def _defer_first(self, outcome: Outcome, request: Request) -> None:
-        """After a lost step, keep the first observations until the next step."""
+        """After a lost step, let the next step return the first observations.
+
+        Until then, the rows contain the last observations of the lost episodes.
+        """
         if request.is_step and outcome.faults:
             part = self.blocks[outcome.block].row_slice
             first = [leaf[part].copy() for leaf in self.rows.observation]

@@ -52,7 +52,7 @@ class ClientSession:
 
     The transport calls `record_connect`, `record_disconnect` and `receive`, calls
     `advance` at `next_deadline` or soon after, and sends the frames in `outbox`.
-    Only `collect` and `client_blocks.is_ready` write rows.
+    Only `submit_step`, `collect` and `client_blocks.is_ready` write rows.
 
     Attributes:
       requests: Requests without a reply, and the session, boot and epoch numbers.
@@ -426,7 +426,7 @@ _HANDLERS: Final[
 ] = {
     MessageType.WELCOME: _on_welcome,
     MessageType.GRANTED: _on_granted,
-    MessageType.BUILDING: lambda *_: True,  # `receive` has recorded the message
+    MessageType.BUILDING: lambda *_: True,  # only ends the silence, see `receive`
     MessageType.RESULT: _on_result,
     MessageType.CALL_RESULT: _on_result,
     MessageType.PONG: _on_pong,

@@ -19,12 +19,12 @@ PING_SECONDS: Final = 1.0
 _UNREACHABLE_SECONDS: Final = 3.5
 #: Seconds without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
-#: If more seconds pass between two calls of `advance`, the client was suspended,
-#: because it never waits for longer.
+#: If more seconds than this pass between two calls of `advance`, the client process was
+#: suspended, because it normally calls `advance` more often.
 _SUSPENDED_SECONDS: Final = 5.0
 #: Maximum number of unsolicited messages per second. The limit is increased by
 #: `_MAX_COPIES` for each piece of the longest reply (`ClientBlocks.num_pieces`),
-#: because a server that was suspended for a minute sends many copies in a burst.
+#: because a server that was suspended for a minute then answers many copies at once.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -130,7 +130,7 @@ class Liveness:
     def detect_suspension(self, now: float) -> float:
         """Return for how many seconds this client was suspended; 0 if it was not.
 
-        After a suspension, silence and disconnection are measured from now on.
+        After a suspension, silence and disconnection are measured from `now`.
         """
         seconds, self._awake_at = now - self._awake_at, now
         if seconds <= _SUSPENDED_SECONDS:

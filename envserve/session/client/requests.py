@@ -32,17 +32,17 @@ from envserve.wire.message import (
 )
 from envserve.wire.rows import RowPart
 
-#: Seconds before a request is resent for the first time, and maximum seconds between
-#: two copies.
+#: Seconds before a request is resent for the first time, and maximum seconds before it
+#: is resent again.
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
-#: Number of consecutive copies that the server must ignore before the blocks of the
-#: request count as absent, and before the server can count as lost.
+#: Number of consecutive times that the server must ignore a request before the blocks
+#: of the request count as absent, and before the server can count as lost.
 _ABSENT_IGNORED: Final = 2
 _LOST_IGNORED: Final = 3
 #: Minimum seconds for which a server must ignore a request before the server counts as
-#: lost. This is longer than it takes to send `_LOST_IGNORED` copies, so that there is
-#: time to find another server.
+#: lost. This is longer than it takes to send the request `_LOST_IGNORED` times, so that
+#: there is time to find another server.
 _MIN_IGNORED_SECONDS: Final = 8.0
 #: Types of operations, and of the replies to them.
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {
@@ -73,18 +73,18 @@ class Request:
         instead of a STEP.
       id: Request id; 0 until it is sent.
       answered_blocks: Indices of the blocks that were answered separately.
-      frames: Frames of the latest copy.
+      frames: Frames of the original or, once it was resent, of the latest copy.
       answer_head: First bytes of the usual answer to a STEP, up to its body; see
         `Requests.step_answered_by`.
       attempt: Number of times that the request was resent.
       resend_at: Time at which the next copy is sent, in monotonic seconds.
-      resend_delay: Seconds between the latest copy and the next one.
-      sent_at: Time at which it was first sent.
-      num_ignored: Number of consecutive copies that the server has ignored.
-      ignored_since: Time of the PONG that showed that the first of these copies was
-        ignored; infinity if no copy was.
-      pong_after: A PONG with a number above this one shows whether the latest copy was
-        ignored; infinity if a PONG has already shown it.
+      resend_delay: Seconds from the latest frames to the next copy.
+      sent_at: Time at which the original was sent.
+      num_ignored: Number of consecutive times that the server has ignored the request.
+      ignored_since: Time of the PONG that showed the first of these times; infinity if
+        `num_ignored` is 0.
+      pong_after: A PONG with a number above this one shows whether the latest frames
+        were ignored; infinity if a PONG has already shown it.
     """
 
     type: MessageType
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def is_ignored(self) -> bool:
-        """Whether the request's blocks are absent, because its copies were ignored."""
+        """Whether the request's blocks are absent, because the server ignores it."""
         return self.num_ignored >= _ABSENT_IGNORED
 
     @property

@@ -71,8 +71,9 @@ from envserve.wire.rows import BlockParts, RowCodec
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 _TUPLE_NEW: Final = tuple.__new__  # faster than the constructor of a NamedTuple
 
-#: While a client is not reading, its send queue holds at most this many separate
-#: replies. Each repetition of the replies therefore starts this many blocks later.
+#: Number of separate replies that fit into the send queue of a client even if it is not
+#: reading. Each repetition of the replies starts this many blocks later, so that no
+#: reply is always dropped.
 _REPLIES_PER_ROUND: Final = 32
 
 
@@ -114,7 +115,9 @@ class ResultCache:
     def __init__(self, max_bytes: int) -> None:
         """Create an empty cache, which keeps the latest result whatever its length."""
         self._max_bytes = max_bytes
-        self._outcomes: dict[int, MutableMapping[int, Outcome]] = {}  # oldest first
+        #: Outcomes of the request of each block that has a stored result; the oldest
+        #: result comes first.
+        self._outcomes: dict[int, MutableMapping[int, Outcome]] = {}
         self.num_bytes = 0
 
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
@@ -233,13 +236,13 @@ class Lease:
             first = calls[0]
             check_call(self._settings, first.kind, first.name, first.env_indices[0])
             decision = RunCall(self._session, calls)
-        message.body = message.payload = message.report = b""  # no longer needed
+        message.body = message.payload = message.report = b""  # to save memory
         request = _BlockRequest(message, blocks, now, resets)
         request.is_split = message.type is MessageType.CALL
         for block, seq in message.entries:
             last_seq[block] = seq
             self._requests[block] = request
-            states[block] = BlockState.RUNNING  # allowed, because it is not busy
+            states[block] = BlockState.RUNNING  # was IDLE or DONE
         if self.result_cache.num_bytes:
             for block in blocks:
                 self.result_cache.drop(block)
@@ -302,7 +305,7 @@ class Lease:
         return Refusal(ErrorCode.GAP, where)
 
     def _raise_if_invalid(self, start: int, stop: int) -> None:
-        """Raise Refusal for an invalid action; called if the quick check has failed."""
+        """Raise Refusal if an action of the rows [start, stop) is invalid."""
         try:
             check_action_rows(self._spec, self._rows.action, start, stop, self._actions)
         except ActionError as error:
@@ -400,7 +403,7 @@ class Lease:
         return [self._absent_reply(request, absent), *replies] if absent else replies
 
     def _result_reply(self, request: _BlockRequest, blocks: tuple[int, ...]) -> Reply:
-        """Return the reply for some finished blocks of a request."""
+        """Return one reply for the given blocks of a request, which have finished."""
         report = b""
         for block in blocks:
             outcome = request.outcomes[block]
@@ -509,7 +512,7 @@ def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
         if not rows or len({*rows}) < len(rows) or not {*rows} <= {*allowed}:
             raise RemoteProtocolError(f"expected distinct rows in {allowed}")
         arguments = bytes(raw)
-        if arguments == b"\xc0" and calls:  # nil: those of the previous block
+        if arguments == b"\xc0" and calls:  # nil means: as for the previous block
             arguments = calls[-1].arguments
         num_bytes += len(arguments)
         if num_bytes > MAX_ARGUMENT_BYTES:

@@ -329,7 +329,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 ErrorCode.UNKNOWN_ENV, f"this server offers no env named {name!r}"
             )
         try:
-            # Only workers import the modules that register further wrappers.
+            # Allow unknown wrappers, because only workers import the modules that
+            # register them.
             check_wrappers(attach.wrappers, allow_unknown=True)
         except WrapperError as error:
             raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None

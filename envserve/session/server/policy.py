@@ -86,7 +86,7 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
 
 
 def _matches(rule: str, value: Any) -> bool:
-    """Return whether a value matches a rule, given without the argument's name."""
+    """Return whether a value matches a rule (without the name), like "int[0,9]"."""
     kind, _, bounds = rule.partition("[")
     if kind == "any":
         return True
@@ -102,7 +102,7 @@ def _matches(rule: str, value: Any) -> bool:
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
-    """Raise Refusal unless clients may access an attribute of an env in this way.
+    """Raise Refusal unless clients may access an attribute of an env.
 
     Args:
       host: Settings of the server, restricted to the client's key.

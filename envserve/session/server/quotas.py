@@ -84,7 +84,7 @@ class Quota:
         return Usage(*(min(a, b or a) for a, b in zip(limits, grant, strict=True)))
 
     def _source_of(self, unit: str, limit: int) -> str:
-        """Return the setting that defines a limit, which an error then names.
+        """Return the name of the setting that defines a limit, for an error message.
 
         Args:
           unit: Name of a field of `Usage`.

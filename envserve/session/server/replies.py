@@ -135,7 +135,7 @@ class ReplyBuilder:
 
 
 def version_mismatch(client: object) -> Refusal:
-    """Return the error for a client without a protocol version in common."""
+    """Return the refusal of a client that speaks only the protocols `client`."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
         f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {client}; "
@@ -144,7 +144,7 @@ def version_mismatch(client: object) -> Refusal:
 
 
 def lease_lost(text: str) -> ErrorBody:
-    """Return the error for a client whose lease was ended by the server."""
+    """Return the error for a client whose lease the server has ended."""
     return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
 
 

@@ -449,7 +449,7 @@ class ServerSession:
         leases, decisions = self.leases, list[Decision]()
         leases.is_ending = True
         for record in leases.values():
-            if record.reason is not None:  # the lease is already CLOSING
+            if record.reason is not None:  # already CLOSING, not after a DETACH
                 leases.unnotified.add(record.session)
             decisions += leases.close(record, lease_lost(text))
         return decisions
@@ -465,4 +465,4 @@ def _peek(peer: Peer, frames: Sequence[Buffer]) -> Message | None:
 
 
 def _is_from_server(message: Message) -> bool:
-    return message.type >= _FIRST_SERVER_TYPE  # includes types of later versions
+    return message.type >= _FIRST_SERVER_TYPE  # also true for types added later

@@ -53,7 +53,7 @@ _MAX_SHOWN: Final = 8
 
 
 class Finding(enum.Enum):
-    """The reason why there is no connection."""
+    """Result of a diagnosis: the reason why there is no connection, or OK."""
 
     UNKNOWN = enum.auto()
     """The reason could not be determined; the host may be down."""
@@ -79,8 +79,8 @@ class Finding(enum.Enum):
     """The peer accepts connections, but sends nothing."""
 
 
-#: Of the findings about several addresses of a host, the one with the lowest number is
-#: reported. All other findings have number 1, because they explain a failure.
+#: If the addresses of a host have different findings, the one with the lowest number is
+#: reported. Findings not listed here have number 1, because they explain a failure.
 _PRIORITIES: Final = {Finding.OK: 0, Finding.UNKNOWN: 2, Finding.REFUSED: 3}
 
 
@@ -186,7 +186,7 @@ def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
 
 
 def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
-    """Run the CURVE handshake with a server, and report its result."""
+    """Run the CURVE handshake with a server, and return the finding."""
     # `zmq.utils.monitor` imports asyncio, so import it only when it is needed.
     from zmq.utils.monitor import recv_monitor_message
 
@@ -212,7 +212,7 @@ def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
                 is_unknown = value == UNKNOWN_KEY
                 return Finding.UNKNOWN_CLIENT if is_unknown else Finding.UNKNOWN
             failures += 1
-            # A peer without the server's secret key fails with a protocol error.
+            # A protocol error shows that the peer lacks the server's secret key.
             is_broken = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             if is_broken or failures == _MIN_FAILURES:
                 return Finding.OTHER_SERVER

@@ -36,14 +36,15 @@ class ByteCounter:
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
         self._port = int(port) if is_counted and port.isdigit() else 0
-        self._num_messages = self._num_bytes = 0  # when counting began
+        #: Numbers of messages and bytes that were received before counting began.
+        self._num_messages = self._num_bytes = 0
         self._is_connected, self._since = False, math.inf
         #: Descriptor of the connection that delivered the last message; None if it has
         #: not been read from the message yet, -1 if there was no message.
         self._fd: int | None = -1
 
     def count(self, is_connected: bool) -> int:
-        """Return an upper bound of the bytes since the last message.
+        """Return an upper bound of the bytes received since the last message.
 
         Call this after each poll of the socket.
         """
@@ -57,7 +58,7 @@ class ByteCounter:
         if receiver.num_messages != self._num_messages:
             self._num_messages, self._fd = receiver.num_messages, None
             return 0
-        if self._fd is None:  # no new message since the last call: start counting
+        if self._fd is None:  # first call without a new message: start counting
             self._fd = int(receiver.first_frame.get(zmq.SRCFD))
             self._num_bytes = _bytes_received(self._fd, self._port)
         if self._fd >= 0:
@@ -69,12 +70,12 @@ class ByteCounter:
 
 
 class _FewestBytes:
-    """The fewest bytes received over any connection to each port.
+    """The smallest number of bytes received over any connection, for each port.
 
-    All ports share one scan of the descriptors, and pauses limit scans to a tenth of
-    the time. Otherwise, the cost of attaching to many servers would grow with the
-    square of their number. With few descriptors, the pauses are short, because an
-    endless message would fill the memory during a long pause.
+    One scan of the process's descriptors serves all ports, and scans take at most a
+    tenth of the time. Otherwise, the cost of attaching to many servers would grow with
+    the square of their number. With few descriptors, the pauses between scans are
+    short, because an endless message would fill the memory during a long pause.
     """
 
     def __init__(self) -> None:
@@ -82,10 +83,10 @@ class _FewestBytes:
         self._next_at = -math.inf
 
     def to_port(self, port: int, since: float) -> int:
-        """Return the fewest bytes at the latest scan; 0 if unknown.
+        """Return the fewest bytes for a port in the latest scan; 0 if unknown.
 
-        They are unknown if the latest scan was before `since`: it may have shown only
-        older connections to the port, which have received more.
+        The number is unknown if the latest scan was before `since`: that scan may have
+        found only older connections to the port, which have received more.
         """
         if (now := time.monotonic()) >= self._next_at:
             self._next_at = now + 0.5  # so that other threads do not scan meanwhile
@@ -103,7 +104,7 @@ _FEWEST: Final = _FewestBytes()
 
 
 def _bytes_received(fd: int, port: int) -> int:
-    """Return the bytes received over a connection to a port; 0 for anything else."""
+    """Return the bytes received over `fd`; 0 if it is no connection to `port`."""
     peer_port, num_bytes = _received(fd)
     return num_bytes if peer_port == port else 0
 
@@ -111,7 +112,7 @@ def _bytes_received(fd: int, port: int) -> int:
 def _received(fd: int) -> tuple[int, int]:
     """Return the peer's port of a TCP connection, and the bytes received over it.
 
-    Both are 0 for anything else.
+    Both are 0 if `fd` is not a TCP connection.
     """
     # libzmq owns the descriptor and may have closed it. Use a duplicate, which Python
     # may close: if an interrupt made Python close the original, libzmq would abort.
@@ -134,7 +135,7 @@ class Waker:
     """
 
     def __init__(self) -> None:
-        """Make a descriptor that only `wake` makes readable until `watch` is called."""
+        """Create the descriptor; until `watch` is called, only `wake` affects it."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._is_awake = False  # whether a byte is in the socket pair
@@ -144,7 +145,7 @@ class Waker:
     def watch(self, descriptor: int) -> None:
         """Watch this ZeroMQ descriptor instead of the previous one.
 
-        If a call was interrupted, the next call works nevertheless.
+        This also works if the previous call was interrupted.
         """
         for watched in {*self._selector.get_map()} - {self._reader.fileno()}:
             self._selector.unregister(watched)
