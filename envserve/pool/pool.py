@@ -167,7 +167,7 @@ class Pool:
         return None if watch_at == math.inf else watch_at
 
     def stats(self) -> Mapping[str, int]:
-        """Return the number of restarted workers."""
+        """Return the lane's counters: only "restarts", the number of restarts."""
         return {"restarts": self.metrics.restarts}
 
     def finish_start(self, deadline: float) -> None:
