@@ -91,8 +91,8 @@ class Leaf:
 
     @cached_property
     def empty_cost(self) -> int:
-        """Number of values by which a copy of `empty_value` counts towards limits."""
-        # A copy counts less than a decoded value, because copying is faster.
+        """Number of values to charge for a copy of `empty_value`."""
+        # A copy costs less than a decoded value, because copying is faster.
         return 1 + codec.check(codec.encode(self.empty_value), 1 << 30) // 16
 
     @cached_property

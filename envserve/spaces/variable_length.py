@@ -79,7 +79,7 @@ def decode_row(leaf: Leaf, row: Array) -> Any:
 
 
 def _decode_and_count(leaf: Leaf, row: Array) -> tuple[Any, int]:
-    """Return the value of a row, and the number by which it counts towards limits."""
+    """Return the value of a row, and the number of values to charge for it."""
     data = row.tobytes()
     stop = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
     if stop == _HEADER_BYTES:
