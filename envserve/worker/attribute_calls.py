@@ -93,10 +93,11 @@ def run_call(
 
     Args:
       request: The call.
-      get_value: Function that calls the row at a position in `request.rows`; returns
-        its value, or raises the env's error.
-      must_answer_all: Whether rows whose values do not fit get a fault, because the
-        call must not be repeated. If False, they are left for another request.
+      get_value: Function that takes the position of a row in `request.rows`, and runs
+        the call on the env of this row. It returns the value or raises the env's error.
+      must_answer_all: Whether rows whose values do not fit into the answer get a fault,
+        because the call must not be repeated. If False, they are left for another
+        request.
     """
     values: list[bytes] = []
     faults: list[Fault] = []
@@ -120,7 +121,7 @@ def run_call(
                 )
         except Exception as error:
             value, fault = _NONE, fault_from_error(row, error)
-            if isinstance(error, codec.CodecError):  # no traceback needed
+            if isinstance(error, codec.CodecError):  # clear without a traceback
                 fault = fault._replace(text=str(error))
             faults.append(fault)
             num_values += 1

@@ -45,7 +45,8 @@ class EnvChecks:
     Attributes:
       nonfinite: See `settings.NonFinite`.
       strict_spaces: Whether the dtypes of observations must match the space's dtypes.
-      warnings: Maps class names of envs to warnings; to "" once a warning was returned.
+      warnings: Maps names of classes (of envs or spaces) to warnings; to "" after
+        `take_warnings` has returned the warning.
     """
 
     nonfinite: NonFinite = "raise"
