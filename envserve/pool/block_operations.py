@@ -183,7 +183,7 @@ class BlockOperations:
 
     @property
     def absent(self) -> Collection[int]:
-        """Blocks in flight that are lost."""
+        """Indices of the lost blocks that have an operation in flight."""
         return {index for index in self.losses if self._slots[index].kind}
 
     def rows_where(
@@ -196,7 +196,7 @@ class BlockOperations:
     # Submitting.
 
     def check_idle(self, indices: Sequence[int]) -> None:
-        """Raise LocalProtocolError if any of these blocks cannot be submitted."""
+        """Raise LocalProtocolError unless each block can start a new operation."""
         slots = self._slots
         for index in indices:
             if self.state != "ready" or not 0 <= index < len(slots):
@@ -274,7 +274,7 @@ class BlockOperations:
             index = event.block
             slot = self._slots[index] if index < len(self._slots) else None
             if worker.state is not WorkerState.SERVING:
-                return  # the worker was killed because of an earlier message
+                return  # ignore answers of a worker that was killed meanwhile
             if slot is None or not slot.kind or slot.sequence != event.sequence:
                 worker.kill(
                     f"answered an operation that was not submitted (block {index})",

@@ -120,7 +120,7 @@ class FaultLog:
             parts = [*self._describe_history(row, history), *self._replay_command(path)]
         pid = None
         if worker.process is not None:
-            worker.process.poll_exit()  # also updates `pid`
+            worker.process.poll_exit()  # reads the reports that set `pid`
             pid = worker.process.pid
         name = f"Env {self._index_of(row)}"
         if self._config.vectorized:
@@ -179,7 +179,7 @@ class FaultLog:
             last = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
             parts.append(f'its stderr ends with "{last}"')
         cause, _, detail = lost.text.partition("\n")
-        if detail:  # a traceback, whose last line names the error
+        if detail:  # `detail` is a traceback, whose last line names the error
             cause += f" {detail.splitlines()[-1]}"
         cause = _shorten(cause, _MAX_CAUSE_CHARS)
         self._log(
@@ -368,7 +368,7 @@ def _shorten(text: str, length: int) -> str:
 
 def _format_action(spec: EnvSpec, history: ActionHistory) -> str:
     last: list[Any] = [array[-1:] for array in history.actions]
-    with contextlib.suppress(CodecError):  # on an error, show the undecoded bytes
+    with contextlib.suppress(CodecError):  # on an error, show the encoded bytes
         last = flatten(spec.action_space, decode_actions(spec, last)[0])
     with np.printoptions(precision=4, threshold=8, edgeitems=3):
         values = list(map(str, last))

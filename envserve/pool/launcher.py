@@ -76,7 +76,7 @@ class DescriptorReserve:
     def _resize(self, count: int) -> None:
         while len(self._fds) > count:
             os.close(self._fds.pop())
-        with contextlib.suppress(OSError):  # the process is at its limit
+        with contextlib.suppress(OSError):  # no descriptors are left
             while len(self._fds) < count:
                 self._fds.append(os.open(os.devnull, os.O_RDONLY))
 
@@ -394,7 +394,7 @@ class Launcher:
 
     def close(self) -> None:
         """Stop the template process; this also kills all running workers."""
-        if os.getpid() != self._owner_pid:  # a forked child of the owner
+        if os.getpid() != self._owner_pid:  # called in a forked child
             return
         self._is_closed = True
         self.reserve.close()

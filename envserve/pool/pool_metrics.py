@@ -182,7 +182,7 @@ class PoolMetrics:
     def counts(self) -> Counts:
         """All counters as a vector, which can be added to other pools' counters."""
         cells = np.zeros(RESET_CELL + NUM_CELLS, np.int64)
-        if (slab := self.slab) is not None:  # another thread may remove it
+        if (slab := self.slab) is not None:  # another thread may set it to None
             cells = slab.heartbeats.sum(0).clip(0, _MAX_CELL)
         rows = [self.num_env_steps, *self.invalid[1:]]
         steps, resets = (cells[at : at + NUM_CELLS] for at in (STEP_CELL, RESET_CELL))

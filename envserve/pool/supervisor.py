@@ -48,7 +48,7 @@ _FIRST_BACKOFF_SECONDS: Final = 0.05
 _MAX_BACKOFF_SECONDS: Final = 30.0
 #: Minimum time between two starts if the worker has completed no step in between.
 _MIN_START_INTERVAL_SECONDS: Final = 0.1
-#: Settings that are sent to the worker unchanged.
+#: Names of the settings that are sent to the worker unchanged.
 _SETTINGS: Final = (
     *(field.name for field in fields(EnvRequest)),
     *("max_infos_kib", "pickled_code"),
@@ -157,7 +157,7 @@ class SupervisedWorker:
     # Commands of the pool.
 
     def start(self, incarnations: Sequence[int], now: float) -> list[Event]:
-        """Start a process that builds the envs, if a start is due; return events."""
+        """Start a process if a start is due; return a `Lost` event if this fails."""
         if self.state is not WorkerState.BACKOFF or now < self._restarts.next_at:
             return []
         self._set_state(WorkerState.STARTING)
@@ -198,7 +198,7 @@ class SupervisedWorker:
             self.process.channel.send(pack_message(MessageKind.SLAB), slab.fd)
 
     def send(self, data: bytes, count: int, now: float) -> None:
-        """Send `count` encoded operations to a worker that is SERVING."""
+        """Send `data`, `count` encoded operations; the worker must be SERVING."""
         assert self.process is not None, "a SERVING worker has a process"
         self.num_unanswered += count
         self._beat_at = now
@@ -214,7 +214,7 @@ class SupervisedWorker:
             self.process.kill(reason, now, has_stack=status is Status.TIMEOUT)
 
     def replace(self, reason: str, now: float) -> None:
-        """Replace the process because of a fault in an earlier operation."""
+        """Kill the process for an earlier fault; a new process replaces it."""
         self.was_replaced = True
         self.kill(f"was replaced because {reason}", now)
 
@@ -241,7 +241,7 @@ class SupervisedWorker:
         self.abandon()
 
     def abandon(self) -> None:
-        """Abandon the process, even if it is running, and do not restart it."""
+        """End the worker without waiting for its process to exit."""
         self._release()
         if self.state is not WorkerState.ENDED:
             self._set_state(WorkerState.ENDED)
@@ -276,7 +276,7 @@ class SupervisedWorker:
         return events
 
     def watch(self, now: float) -> list[Event]:
-        """Detect a process that hangs, has ended, or exits too late; return events."""
+        """Kill a process that hangs; return a `Lost` event if the process has ended."""
         if self.process is None:
             return []
         events = self._check_exit(self.process, now)

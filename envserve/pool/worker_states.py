@@ -38,7 +38,7 @@ _STACK: Final = "Stack (most recent call first):"
 #: The first frame that begins with this text, and all frames below that frame, belong
 #: to envserve, not to the env.
 _OUR_FRAME: Final = f'  File "{Path(worker.__file__).parent}{os.sep}'
-#: Signals of other processes or of the kernel, not of the process's own code.
+#: Signals that other processes or the kernel send; not signals of a crash.
 _OUTSIDE_SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _EXCERPT_LINES: Final = 10
 _EXCERPT_WIDTH: Final = 200
