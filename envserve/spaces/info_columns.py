@@ -28,7 +28,8 @@ _PYTHON_DTYPES: Final = {
 }
 #: Maps each dtype to its format character in `struct`.
 _FORMATS: Final = dict(zip(codec.DTYPES, "?bhiqBHIQefd", strict=True))
-#: Maximum sizes in bytes. Values that do not fit into a record are encoded in dicts.
+#: Maximum sizes in bytes of a record and of an encoded layout. Values that do not fit
+#: into a record are encoded in dicts.
 _MAX_RECORD_BYTES: Final = 1 << 9
 _MAX_LAYOUT_BYTES: Final = 1 << 13
 #: Upper bound in bytes for the encoded number of the first row, and the lengths of the
@@ -239,10 +240,9 @@ def _column_type(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     return dtype, shape, dtype.itemsize * math.prod(shape)
 
 
-#: Cache that maps the keys and types of an info to its layout and the keys that have no
-#: column. The value is None for infos without numbers. It is False for keys and types
-#: that have occurred only once, which get no layout yet, because envs may add keys at
-#: random.
+#: Maps the keys and types of an info to its layout, and to the keys without a column.
+#: None means that the info has no numbers. False means that the keys and types have
+#: occurred only once: they get no layout yet, because envs may add keys at random.
 _plans: Final[dict[Any, tuple[Layout, Sequence[Any]] | Literal[False] | None]] = {}
 
 

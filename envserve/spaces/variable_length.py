@@ -234,7 +234,7 @@ def _from_plain(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
 
 
 def _batch_from_plain(space: Any, plain: Any) -> tuple[Any, int]:
-    """Return a batch of values, and its length."""
+    """Convert a decoded batch to the form of its space; return it and its length."""
     batch = _from_plain(space, plain, is_batch=True)
     lengths = {len(column) for column in flatten(space, batch)}
     _check(len(lengths) < 2, space, batch)
