@@ -18,8 +18,8 @@ from envserve.spaces.attribute_values import to_plain
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
-#: Format of the report's length. An answer consists of this length, the report and the
-#: list of values.
+#: Length of the report, with which an answer begins. The report and the list of values
+#: follow.
 _LENGTH: Final = struct.Struct("<I")
 #: Once the values in an answer exceed this size, no further row is called.
 _SOFT_LIMIT_BYTES: Final = 4 << 20
@@ -67,7 +67,7 @@ class CallRequest(NamedTuple):
 
     @property
     def may_change_env(self) -> bool:
-        """Whether the call may change an env."""
+        """Whether the call may change an env; reading an attribute does not."""
         return self.kind in ("call", "set")
 
     def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:

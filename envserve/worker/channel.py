@@ -278,12 +278,12 @@ class Channel:
         if data:
             return self._decoder.feed(data)
         if not self.is_at_eof:
-            self._unregister()  # a socket at end of file is always readable
+            self._unregister()  # the selector would report it as readable forever
             self.is_at_eof = True
         return []
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until `read` can return messages or send unsent messages."""
+        """Wait until `read` can return or send messages, or until the timeout."""
         events = select.POLLIN | (select.POLLOUT if self.unsent else 0)
         self._poll.modify(self.socket, events)
         self._poll.poll(math.ceil(1000 * timeout_seconds))

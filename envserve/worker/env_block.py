@@ -96,7 +96,7 @@ class EnvBlock:
         faults: list[Fault] = []
         infos: dict[int, Mapping[str, Any]] = {}
         self._record_step()
-        block.flags[...] = 0  # no episode has ended, and all statuses are OK
+        block.flags[...] = 0  # no episode has ended yet, and all statuses are OK
         actions = decode_actions(self._spec, block.action)
         for env, action in zip(self._envs, actions, strict=True):
             try:

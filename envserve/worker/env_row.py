@@ -219,8 +219,8 @@ class EnvRow:
         With autoreset "same_step", also reset the env.
         """
         self._write(self._final_observation, observation)
-        # Check the observation before the next episode begins, while the record still
-        # describes this episode.
+        # Check the observation before the next episode begins, while the action record
+        # still describes this episode.
         self.check_finite(reward, self._final_observation)
         if self.autoreset != "same_step":
             self._needs_reset = True

@@ -210,7 +210,7 @@ class StderrPipes:
         self._flush()
 
     def _flush(self) -> None:
-        """Write as much as possible without blocking."""
+        """Write as much of the unsent output as possible without blocking."""
         can_write = unpatched.poll()
         can_write.register(self._out_fd, select.POLLOUT)
         try:
@@ -242,5 +242,5 @@ def _open_nonblocking(stderr_fd: int) -> int:
             return stderr_fd
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_APPEND
         return os.open(f"/proc/self/fd/{stderr_fd}", flags)
-    except OSError:  # no /proc, a socket, another user's terminal, or closed
+    except OSError:  # the file cannot be opened again
         return stderr_fd

@@ -62,8 +62,8 @@ from envserve.worker.stderr_pipes import StderrPipes
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-#: Signal that makes a worker write its Python stack to stderr. An env may replace the
-#: handler of this signal.
+#: Signal that makes a worker write its Python stack to stderr, unless an env has
+#: replaced the handler.
 _STACK_SIGNAL: Final = signal.SIGUSR2
 #: Maximum time for a worker to write its stack before it is killed.
 _STACK_SECONDS: Final = 0.08
@@ -168,7 +168,7 @@ class _Template:
             os.dup2(saved_fd, fd)
 
     def run(self) -> None:
-        """Serve until the owner closes its end or dies."""
+        """Handle requests until the owner closes its end of the socket or dies."""
         try:
             self._loop()
         finally:
@@ -492,7 +492,7 @@ def _import_error(modules: list[str]) -> str:
         registry.import_env_modules(modules)
     except Exception as error:
         return str(error)
-    except BaseException as error:  # SystemExit, for example; Ctrl-C cannot occur
+    except BaseException as error:  # such as SystemExit; Ctrl-C does not reach it
         return f"importing {', '.join(modules)} raised {error!r}"
     return ""
 

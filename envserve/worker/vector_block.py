@@ -406,7 +406,7 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)
         elif (isinstance(value, list | tuple) and len(value) == size) or (
-            getattr(value, "shape", ())[:1] == (size,)  # also true for JAX arrays
+            getattr(value, "shape", ())[:1] == (size,)  # arrays of JAX, too
         ):
             value = np.asarray(value)[row] if hasattr(value, "shape") else value[row]
             if isinstance(value, np.bool_):  # a bool, before Gymnasium batched it
